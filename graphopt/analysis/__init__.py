@@ -1,0 +1,1 @@
+"""What a graph means: its interface, its bases, its cost."""

@@ -1,0 +1,163 @@
+"""The names and shapes by which a language-model graph is fed and read.
+
+Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [batch, past + length], optional
+``position_ids`` int64 [batch, length], and per layer N ``past_key_values.N.key`` and ``.value`` [batch, KV heads,
+past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
+past + length, head size]. An empty past makes the same graph a prefill.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+IntArray = npt.NDArray[np.int64]
+Array = npt.NDArray[np.generic]
+
+_CACHE_INPUT = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+
+
+@dataclass(frozen=True)
+class Port:
+    """One graph input or output: its name, its dtype, and its shape with ``None`` for a dimension that varies."""
+
+    name: str
+    dtype: np.dtype[np.generic] | None
+    shape: tuple[int | None, ...]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """How a language-model graph is fed and read.
+
+    Attributes:
+        inputs: all inputs, by name.
+        outputs: all outputs, by name.
+        past: names of the cache inputs, in the order of the graph.
+        present: the output that continues each cache input, in the same order.
+    """
+
+    inputs: Mapping[str, Port]
+    outputs: Mapping[str, Port]
+    past: tuple[str, ...]
+    present: tuple[str, ...]
+
+    @classmethod
+    def of_graph(cls, graph: ir.Graph) -> Interface:
+        """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
+        return cls.of_ports(map(_port_of_value, graph.inputs), map(_port_of_value, graph.outputs))
+
+    @classmethod
+    def of_session(cls, session: onnxruntime.InferenceSession) -> Interface:
+        """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
+        return cls.of_ports(map(_port_of_node, session.get_inputs()), map(_port_of_node, session.get_outputs()))
+
+    @classmethod
+    def of_ports(cls, inputs: Iterable[Port], outputs: Iterable[Port]) -> Interface:
+        """Sort inputs and outputs into their roles.
+
+        Raises:
+            InputError: a name is missing, or an input is none that a language model has.
+        """
+        ins, outs = {port.name: port for port in inputs}, {port.name: port for port in outputs}
+        past = tuple(name for name in ins if _CACHE_INPUT.fullmatch(name))
+        present = tuple(name.replace("past_key_values", "present") for name in past)
+        for name, ports in (("input_ids", ins), ("logits", outs), *((name, outs) for name in present)):
+            if name not in ports:
+                raise InputError(
+                    f"the graph has no {'input' if ports is ins else 'output'} of this name",
+                    tensor=name,
+                    remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
+                )
+        unknown = [name for name in ins if name not in {"input_ids", "attention_mask", "position_ids", *past}]
+        if unknown:
+            raise InputError(
+                "the graph has an input that graphopt does not know how to feed",
+                tensor=unknown[0],
+                remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
+            )
+        return cls(ins, outs, past, present)
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Width of the logits, or ``None`` where the graph does not say."""
+        return self.outputs["logits"].shape[-1]
+
+    def empty_past(self, batch: int) -> dict[str, Array]:
+        """Return a cache of length 0 for ``batch`` sequences, by input name.
+
+        Raises:
+            InputError: the graph does not state the number of KV heads or the head size.
+        """
+        caches: dict[str, Array] = {}
+        for name in self.past:
+            port = self.inputs[name]
+            if len(port.shape) != 4 or port.shape[1] is None or port.shape[3] is None or port.dtype is None:
+                raise InputError(
+                    "a cache input must state its KV heads and head size", tensor=name, shape=list(port.shape)
+                )
+            caches[name] = np.zeros((batch, port.shape[1], 0, port.shape[3]), port.dtype)
+        return caches
+
+    def feeds(
+        self, input_ids: IntArray, attention_mask: IntArray, past: Mapping[str, Array], *, padded: bool = True
+    ) -> dict[str, Array]:
+        """Return what to feed for one step.
+
+        Args:
+            input_ids: the new tokens, [batch, length].
+            attention_mask: 1 for a real token, 0 for padding, [batch, past + length].
+            past: the caches by input name, as from :meth:`empty_past` or an earlier step.
+            padded: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
+
+        Raises:
+            InputError: there is padding, and the graph has no ``attention_mask``.
+        """
+        if "attention_mask" not in self.inputs and padded and not attention_mask.all():
+            raise InputError(
+                "this graph has no attention_mask input, so prompts of different length cannot share a batch",
+                remedy="run the prompts one by one, or export the model with a mask",
+            )
+        positions = np.maximum(attention_mask.cumsum(-1) - 1, 0)[:, -input_ids.shape[1] :]
+        feeds: dict[str, Array] = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "position_ids": positions,
+            **past,
+        }
+        return {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self.inputs}
+
+
+def _port_of_value(value: ir.Value) -> Port:
+    dims: Sequence[object] = () if value.shape is None else value.shape
+    return Port(
+        value.name or "",
+        None if value.dtype is None else value.dtype.numpy(),
+        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in dims),
+    )
+
+
+def _port_of_node(node: onnxruntime.NodeArg) -> Port:
+    dtype = _DTYPES.get(node.type)
+    return Port(
+        node.name,
+        np.dtype(np.int64) if node.type == "tensor(int64)" else None if dtype is None else np.dtype(dtype),
+        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in node.shape),
+    )
+
+
+def _fixed(symbol: str) -> int | None:
+    # The exporter writes a fixed dimension that it traced as symbolic as the symbol "8".
+    return int(symbol) if symbol.isdigit() else None

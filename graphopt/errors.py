@@ -1,0 +1,57 @@
+"""Errors that say what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import ClassVar
+
+
+class GraphoptError(Exception):
+    """Base of every error that graphopt raises on purpose.
+
+    The message is ``what [file=..., node=..., tensor=..., shape=...]: remedy``; the parts stay readable as attributes.
+
+    Args:
+        what: what is wrong, in a few words.
+        file: the file that is wrong.
+        node: the name of the graph node.
+        tensor: the name of the tensor.
+        shape: the shape of that tensor.
+        remedy: what the reader can do about it.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        file: str | Path | None = None,
+        node: str | None = None,
+        tensor: str | None = None,
+        shape: Sequence[object] | None = None,
+        remedy: str | None = None,
+    ) -> None:
+        self.what, self.file, self.node, self.tensor, self.shape, self.remedy = what, file, node, tensor, shape, remedy
+        place = {"file": file, "node": node, "tensor": tensor, "shape": None if shape is None else list(shape)}
+        where = ", ".join(f"{name}={value}" for name, value in place.items() if value is not None)
+        super().__init__(what + (f" [{where}]" if where else "") + (f": {remedy}" if remedy else ""))
+
+
+class InputError(GraphoptError):
+    """What was handed in cannot be used: a file, a model, a recipe, a prompt."""
+
+    exit_code = 2
+
+
+class VerificationError(GraphoptError):
+    """A rewritten model failed a check; nothing was written."""
+
+    exit_code = 3
+
+
+class MissingDependencyError(GraphoptError, ImportError):
+    """An optional package is not installed; the message names the extra that brings it."""
+
+    exit_code = 4

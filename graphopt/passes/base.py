@@ -1,0 +1,98 @@
+"""The contract of a pass: what it declares, and what it must say about its work."""
+
+from __future__ import annotations
+
+import abc
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from graphopt import provenance
+
+Effect = Literal["exact", "lossy"]
+"""``exact``: the graph computes the same function; ``lossy``: it computes another one, and the difference is measured."""
+
+
+class Options(BaseModel):
+    """What a recipe may say about one step; each pass derives its own, with a ``Literal`` field ``step`` to know it by."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Change(BaseModel):
+    """One rewrite: where, and what was done."""
+
+    where: str
+    what: str
+
+
+class Skip(BaseModel):
+    """One place that a pass looked at and left alone, and why."""
+
+    where: str
+    reason: str
+
+
+class PassReport(BaseModel):
+    """What one run of a pass did, what it left alone, and how long it took in seconds."""
+
+    name: str
+    effect: Effect
+    changes: list[Change] = []
+    skips: list[Skip] = []
+    seconds: float = 0.0
+
+
+@dataclass
+class PassResult(ir.passes.PassResult):
+    """An ``onnx_ir`` pass result that also carries the pass's report."""
+
+    report: PassReport
+
+
+class Ledger:
+    """Where a pass writes down what it does: the report and the provenance are one act."""
+
+    def __init__(self, report: PassReport) -> None:
+        self.report = report
+
+    def changed(
+        self, item: ir.Node | ir.Value, what: str, sources: Iterable[ir.Node | ir.Value | str] = ()
+    ) -> None:
+        """Record that ``item`` was made, or edited, from ``sources``."""
+        provenance.record(item, self.report.name, sources)
+        self.report.changes.append(Change(where=item.name or "?", what=what))
+
+    def skipped(self, item: ir.Node | ir.Value | str, reason: str) -> None:
+        """Record that ``item`` was left alone, and why."""
+        where = item if isinstance(item, str) else item.name or "?"
+        self.report.skips.append(Skip(where=where, reason=reason))
+
+
+class Pass(ir.passes.InPlacePass, abc.ABC):
+    """A rewrite of a model in place.
+
+    A subclass sets ``name`` and ``effect``, takes its ``Options``, and implements :meth:`rewrite`. Its docstring shows
+    the rewrite as before -> after with the algebra; ``graphopt passes`` prints it. ``requires`` and ``ensures`` of
+    ``onnx_ir`` state what must hold before and after.
+    """
+
+    name: ClassVar[str]
+    effect: ClassVar[Effect]
+    options_type: ClassVar[type[Options]]
+
+    @abc.abstractmethod
+    def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
+        """Rewrite ``model`` in place and write every change and every skip into ``ledger``."""
+
+    def call(self, model: ir.Model) -> PassResult:
+        """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""
+        report = PassReport(name=self.name, effect=self.effect)
+        started = time.perf_counter()
+        self.rewrite(model, Ledger(report))
+        report.seconds = time.perf_counter() - started
+        return PassResult(model, modified=bool(report.changes), report=report)

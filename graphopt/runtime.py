@@ -1,0 +1,83 @@
+"""The one door to onnxruntime: import it with a clear message, open a session without its noise."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from graphopt.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+OPSETS = range(21, 27)
+"""Opsets of the standard domain that a model may use here: 21 brought INT4, 26 is the newest onnxruntime 1.31 loads."""
+
+ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
+"""Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""
+
+_ERRORS_ONLY = 3
+
+
+def import_onnxruntime() -> Any:
+    """Return the ``onnxruntime`` module.
+
+    Raises:
+        MissingDependencyError: it is not installed.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise MissingDependencyError(
+            "onnxruntime is not installed", remedy='pip install "graphopt[cpu]", or "graphopt[gpu]" for NVIDIA GPUs'
+        ) from error
+    return onnxruntime
+
+
+def open_session(
+    path: Path,
+    *,
+    entries: Mapping[str, str] | None = None,
+    threads: int = 0,
+    optimized_to: Path | None = None,
+) -> onnxruntime.InferenceSession:
+    """Open an onnxruntime session on the CPU.
+
+    Args:
+        path: the ``.onnx`` file; external data is looked for beside it.
+        entries: session configuration entries, such as :data:`ACCURACY_LEVEL`.
+        threads: intra-op threads; 0 lets onnxruntime choose.
+        optimized_to: where onnxruntime writes the graph that it really runs.
+
+    Raises:
+        InputError: onnxruntime refuses the file; its own message is passed on.
+        MissingDependencyError: onnxruntime is not installed.
+    """
+    ort = import_onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = _ERRORS_ONLY
+    options.intra_op_num_threads = threads
+    for key, value in (entries or {}).items():
+        options.add_session_config_entry(key, value)
+    if optimized_to is not None:
+        options.optimized_model_filepath = str(optimized_to)
+    try:
+        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
+
+
+@contextlib.contextmanager
+def session_of(
+    model: ir.Model, *, entries: Mapping[str, str] | None = None
+) -> Iterator[onnxruntime.InferenceSession]:
+    """Open a session on a model in memory, through a temporary file that is removed afterwards."""
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        path = Path(folder) / "model.onnx"
+        ir.save(model, path, external_data="model.onnx.data")
+        yield open_session(path, entries=entries)
