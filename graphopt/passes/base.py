@@ -67,6 +67,10 @@ class Ledger:
         provenance.record(item, self.report.name, sources)
         self.report.changes.append(Change(where=item.name or "?", what=what))
 
+    def report_change(self, where: str, what: str) -> None:
+        """Record a change that no single node stands for."""
+        self.report.changes.append(Change(where=where, what=what))
+
     def skipped(self, item: ir.Node | ir.Value | str, reason: str) -> None:
         """Record that ``item`` was left alone, and why."""
         where = item if isinstance(item, str) else item.name or "?"

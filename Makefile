@@ -1,0 +1,74 @@
+# Each target sets up what it needs in .venv; all the machine must have is Python 3.11 or newer and a C++ compiler.
+#
+#   make demo       a real model exported, rotated, quantized, checked and run
+#   make test       the tests
+#   make lint       style and types
+#   make clean      removes what builds, tests and the demo left behind
+#   make distclean  removes .venv too
+#
+# On a machine with an NVIDIA GPU: make EXTRAS=gpu,export,dev ...
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The first Python found that runs, is new enough and can make an environment. Asked for only when .venv is made.
+PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
+	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& { echo "$$python"; break; }; done)
+EXTRAS ?= cpu,export,dev
+# Test processes; each computes with one thread, or they would fight for the cores.
+JOBS ?= 2
+# Where torch offers builds without CUDA, gigabytes smaller. Where it cannot be reached, pip's usual index serves.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+TORCH = $(shell sed -nE 's/.*"(torch==[^"]+)".*/\1/p' pyproject.toml)
+
+BIN := .venv/bin
+READY := .venv/.ready-$(EXTRAS)
+NATIVE := CMakeLists.txt $(shell find graphopt/runtime_ops -name CMakeLists.txt -o -name '*.cc' -o -name '*.cu' -o -name '*.h')
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+
+.PHONY: help setup demo test lint clean distclean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+setup: $(READY)
+
+demo: $(READY)
+	@$(BIN)/graphopt demo
+
+test: $(READY)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf build dist .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find graphopt tests tools -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+distclean: clean
+	rm -rf .venv
+
+# An environment that cannot run pip (a setup was cut off, its Python is gone) is made anew; any other is brought up to
+# date. torch goes first and by itself, so that no other package gets to choose its build.
+$(READY): pyproject.toml $(NATIVE)
+	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
+		if [ -z "$(PYTHON)" ]; then \
+			echo "graphopt needs Python 3.11 or newer with the venv module; name yours: make PYTHON=/path/to/python" >&2; \
+			exit 1; \
+		fi; \
+		echo "Making .venv with $$($(PYTHON) --version)"; \
+		rm -rf .venv; \
+		$(PYTHON) -m venv .venv; \
+	fi
+	@rm -f .venv/.ready-*
+	@echo "Installing $(TORCH) (the large one: minutes the first time)"
+	@$(PIP) install --retries 0 --extra-index-url $(TORCH_INDEX) "$(or $(TORCH),$(error pyproject.toml pins no torch))"
+	@echo "Installing graphopt[$(EXTRAS)]"
+	@$(PIP) install --editable ".[$(EXTRAS)]"
+	@touch $@

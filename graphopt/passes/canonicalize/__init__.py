@@ -1,0 +1,88 @@
+"""What exporters spell out, lifted to the standard ops that say it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.errors import InputError
+from graphopt.passes.base import Effect, Ledger, Options, Pass
+from graphopt.passes.canonicalize.attention import group_heads, take_cache
+from graphopt.passes.canonicalize.cleanup import fold_transposed_weights, merge_and_prune, split_gemm
+from graphopt.passes.canonicalize.masks import lift_masks
+from graphopt.passes.canonicalize.norms import lift_norms
+from graphopt.runtime import OPSETS
+
+OPSET = 23
+"""The first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding``."""
+
+
+class CanonicalizeOptions(Options):
+    """Canonicalization has no options."""
+
+    step: Literal["canonicalize"] = "canonicalize"
+
+
+class Canonicalize(Pass):
+    """Lift what exporters spell out to the standard ops of opset 23.
+
+    before::
+
+        k = Reshape(Expand(Unsqueeze(Concat(past_k, new_k))))            heads repeated per query head
+        y = Where(<no key>, 0, Attention(q, k, v, <mask arithmetic>))
+        n = Mul(Div(x, Sqrt(Add(ReduceMean(Pow(x, 2)), epsilon))), gain)
+
+    after::
+
+        y, present_k, present_v = Attention(q, new_k, new_v, <padding>, past_k, past_v; is_causal=1)
+        n = RMSNormalization(x, gain; epsilon)
+
+    Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add``, transposed weights are stored
+    transposed, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime fuses that into one
+    kernel, and has none for the standard ``Swish`` of opset 24.
+    """
+
+    name: ClassVar[str] = "canonicalize"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[Options]] = CanonicalizeOptions
+
+    def __init__(self, options: CanonicalizeOptions) -> None:
+        self.options = options
+
+    def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
+        """Run the lifts in order; each leaves the graph valid."""
+        raise_opset(model, ledger)
+        merge_and_prune(model, ledger)
+        split_gemm(model, ledger)
+        fold_transposed_weights(model, ledger)
+        lift_norms(model, ledger)
+        group_heads(model, ledger)
+        take_cache(model, ledger)
+        lift_masks(model, ledger)
+        RemoveUnusedNodesPass()(model)
+
+
+def raise_opset(model: ir.Model, ledger: Ledger) -> None:
+    """Bring an older graph to opset 23.
+
+    Raises:
+        InputError: onnxruntime cannot load the opset, or the converter does not get there.
+    """
+    opset = model.opset_imports.get("", 0)
+    if opset > OPSETS[-1]:
+        raise InputError(
+            f"opset {opset} is newer than onnxruntime can load", remedy=f"export the model with opset {OPSETS[-1]} or older"
+        )
+    if opset >= OPSET:
+        return
+    from onnxscript import version_converter
+
+    try:
+        version_converter.convert_version(model, OPSET)
+    except Exception as error:
+        raise InputError(f"opset {opset} cannot be raised to {OPSET}: {error}") from error
+    if model.opset_imports.get("") != OPSET:
+        raise InputError(f"opset {opset} cannot be raised to {OPSET}", remedy=f"export the model with opset {OPSET}")
+    ledger.report_change("graph", f"opset {opset} raised to {OPSET}")

@@ -1,0 +1,93 @@
+"""Plain housekeeping: what several exporters spell in several ways, spelled in one."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    IdentityEliminationPass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+)
+
+from graphopt.passes.base import Ledger
+from graphopt.weights import lazy, new_weight, weight_of
+
+
+def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
+    """Constants become initializers; identities, repeated computations and unused nodes go."""
+    before = len(list(model.graph))
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    IdentityEliminationPass()(model)
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    removed = before - len(list(model.graph))
+    if removed:
+        ledger.report_change("graph", f"removed {removed} constant, identity, repeated or unused node(s)")
+
+
+def fold_transposed_weights(model: ir.Model, ledger: Ledger) -> None:
+    """``MatMul(x, Transpose(W))`` -> ``MatMul(x, W^T)`` with W^T stored, so that a weight is seen as a weight."""
+    for node in list(model.graph):
+        weight = weight_of(node, 0)
+        if node.op_type != "Transpose" or weight is None or weight.const_value is None or node.outputs[0].is_graph_output():
+            continue
+        source = weight.const_value
+        shape = tuple(source.shape.numpy())
+        permutation = tuple(node.attributes.get_ints("perm", ())) or tuple(reversed(range(len(shape))))
+        turned = tuple(shape[axis] for axis in permutation)
+        value = new_weight(
+            model.graph,
+            f"{weight.name}.transposed",
+            lazy(lambda source=source, p=permutation: source.numpy().transpose(p), source.dtype, turned),
+        )
+        ledger.changed(value, f"transpose of {weight.name} stored", [weight])
+        ir.convenience.replace_all_uses_with(node.outputs[0], value)
+        model.graph.remove(node, safe=True)
+
+
+def split_gemm(model: ir.Model, ledger: Ledger) -> None:
+    """``Gemm(x, W, b)`` -> ``Add(MatMul(x, W), b)``, with ``transB`` carried out on the stored weight.
+
+    Left alone, with the reason: a Gemm that scales, or transposes what is computed at run time.
+    """
+    for node in list(model.graph):
+        if node.op_type != "Gemm":
+            continue
+        attributes = node.attributes
+        if attributes.get_float("alpha", 1.0) != 1.0 or attributes.get_float("beta", 1.0) != 1.0:
+            ledger.skipped(node, "Gemm with alpha or beta other than 1")
+            continue
+        if attributes.get_int("transA", 0):
+            ledger.skipped(node, "Gemm that transposes its activation")
+            continue
+        inputs = list(node.inputs)
+        right = inputs[1]
+        tape = ir.tape.Tape()
+        if attributes.get_int("transB", 0):
+            right = tape.op("Transpose", [right], {"perm": [1, 0]})
+        output = tape.op("MatMul", [inputs[0], right])
+        made = output.producer()
+        if len(inputs) > 2 and inputs[2] is not None:
+            output = tape.op("Add", [output, inputs[2]])
+        _splice(model.graph, node, tape, output)
+        assert made is not None
+        made.name = node.name
+        ledger.changed(made, "Gemm became MatMul and Add", [node])
+
+
+def _splice(graph: ir.Graph, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:
+    old = node.outputs[0]
+    output.dtype, output.shape, name = old.dtype, old.shape, old.name
+    graph.insert_before(node, tape.nodes)
+    ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    output.name = name
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """Return the number that a constant of one element holds, else ``None``."""
+    if value is None or value.const_value is None or value.const_value.size != 1:
+        return None
+    return float(np.asarray(value.const_value.numpy()).reshape(-1)[0])

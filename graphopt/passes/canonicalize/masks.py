@@ -1,0 +1,180 @@
+"""Masks by meaning: whatever an exporter computes, if it says "causal and not padding", ``Attention`` can say it.
+
+    m = <any arithmetic>;  Where(<no visible key>, 0, Attention(q, k, v, m))
+      ->   Attention(q, k, v, <padding, boolean>; is_causal=1)
+
+What the arithmetic means is found out by running it: the part of the graph that computes the mask is cut out and
+evaluated on random batches, lengths, pasts and paddings, and compared with the definition (query i of the new tokens
+sees key j iff j <= past + i and j is no padding). Exporters may change their node chains; the meaning stays.
+
+onnxruntime's ``Attention`` gives zeros for a query that sees no key, which is what the guard around it spells out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.analysis.interface import Array, Interface
+from graphopt.passes.base import Ledger
+from graphopt.passes.canonicalize.attention import attentions
+from graphopt.passes.canonicalize.cleanup import scalar
+from graphopt.runtime import session_of
+from graphopt.weights import lazy, new_weight
+
+Bools = npt.NDArray[np.bool_]
+
+_MASK = 3
+# (batch, new tokens, past): prefill, one step, several tokens onto a cache, and long enough to betray a short window.
+_INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
+# Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
+_HIDDEN = -1e4
+
+
+@dataclass(frozen=True)
+class _Instance:
+    feeds: dict[str, Array]
+    causal: Bools
+    """[batch, 1, new tokens, keys]: which key each query may see by order alone."""
+    padding: Bools
+    """[batch, 1, 1, keys]: which key is a real token."""
+
+
+def lift_masks(model: ir.Model, ledger: Ledger) -> None:
+    """Replace masks that mean "causal", with or without padding, and the guards around ``Attention``."""
+    meanings: dict[str, str] = {}
+    for node in attentions(model):
+        mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+        if mask is None or node.attributes.get_int("is_causal", 0):
+            continue
+        if mask.name not in meanings:
+            meanings[mask.name or ""] = _meaning(model, mask)
+        meaning = meanings[mask.name or ""]
+        if meaning not in ("causal", "causal and padding"):
+            ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
+            continue
+        _drop_guard(model, node, mask, ledger)
+        node.replace_input_with(_MASK, None if meaning == "causal" else _padding_mask(model))
+        node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+        ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
+
+
+def _instances(interface: Interface) -> Iterator[_Instance]:
+    random = np.random.default_rng(0)
+    for batch, length, past in _INSTANCES:
+        keys = past + length
+        visible = np.ones((batch, keys), np.int64)
+        if "attention_mask" in interface.inputs:
+            visible = (random.random((batch, keys)) > 0.3).astype(np.int64)
+            visible[0, : keys - 1] = 0
+        caches = {
+            name: np.zeros((batch, *empty.shape[1:2], past, *empty.shape[3:]), empty.dtype)
+            for name, empty in interface.empty_past(batch).items()
+        }
+        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, caches)
+        causal = np.arange(keys)[None, :] <= np.arange(length)[:, None] + past
+        yield _Instance(feeds, causal[None, None], visible.astype(bool)[:, None, None, :])
+
+
+def _evaluate(model: ir.Model, value: ir.Value) -> list[tuple[_Instance, Array]] | str:
+    """Run only the part of the graph that computes ``value``; return it per instance, or why that cannot be done."""
+    interface = Interface.of_graph(model.graph)
+    try:
+        part = ir.convenience.extract(model.graph, list(model.graph.inputs), [value])
+    except ValueError as error:
+        return f"its computation cannot be cut out of the graph ({error})"
+    if any(node.op_type in ("Attention", "MatMul") for node in part):
+        return "it depends on what the model computes"
+    results = []
+    with session_of(ir.Model(part, ir_version=model.ir_version)) as session:
+        for instance in _instances(interface):
+            results.append((instance, session.run(None, instance.feeds)[0]))
+    return results
+
+
+def _meaning(model: ir.Model, mask: ir.Value) -> str:
+    results = _evaluate(model, mask)
+    if isinstance(results, str):
+        return results
+    causal = with_padding = True
+    for instance, array in results:
+        visible = _visible(array)
+        if array.dtype != np.bool_ and (array[visible] != 0).any():
+            return "it adds a bias to visible scores"
+        causal &= _same(visible, instance.causal & np.ones_like(instance.padding))
+        with_padding &= _same(visible, instance.causal & instance.padding)
+    if with_padding:
+        # Without an attention_mask input there is no padding, and both meanings are one.
+        return "causal and padding" if "attention_mask" in Interface.of_graph(model.graph).inputs else "causal"
+    return "causal" if causal else "it is neither causal nor causal with padding (a sliding window, perhaps)"
+
+
+def _visible(mask: Array) -> Bools:
+    return mask.astype(bool) if mask.dtype == np.bool_ else mask > _HIDDEN
+
+
+def _same(left: Bools, right: Bools) -> bool:
+    try:
+        return bool((np.broadcast_to(left, np.broadcast_shapes(left.shape, right.shape)) == right).all())
+    except ValueError:
+        return False
+
+
+def _drop_guard(model: ir.Model, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
+    """Remove ``Where(no visible key, 0, attention)`` behind ``node``, if that is what it is."""
+    for user in [use.node for use in node.outputs[0].uses()]:
+        if user.op_type != "Where" or user.inputs[2] is not node.outputs[0] or scalar(user.inputs[1]) != 0.0:
+            continue
+        condition = user.inputs[0]
+        assert condition is not None
+        blind, masks = _evaluate(model, condition), _evaluate(model, mask)
+        if isinstance(blind, str) or isinstance(masks, str):
+            ledger.skipped(user, "the condition of the guard cannot be evaluated on its own")
+            continue
+        means_blind = all(
+            _same(got.astype(bool), ~_visible(seen).any(-1, keepdims=True))
+            for (_, got), (_, seen) in zip(blind, masks, strict=True)
+        )
+        if not means_blind:
+            ledger.skipped(user, "a Where behind Attention that is no guard for queries without a visible key")
+            continue
+        ledger.changed(node, "guard for queries that see no key removed", [user])
+        user.outputs[0].replace_all_uses_with(node.outputs[0])
+        model.graph.remove(user, safe=True)
+
+
+_PADDING = "padding_mask"
+
+
+def _padding_mask(model: ir.Model) -> ir.Value:
+    """Return the boolean [batch, 1, length, past + length] mask made of ``attention_mask``, one for all layers."""
+    graph = model.graph
+    for node in graph:
+        if node.outputs[0].name == _PADDING:
+            return node.outputs[0]
+
+    def integers(name: str, numbers: list[int]) -> ir.Value:
+        array = np.array(numbers, np.int64)
+        return new_weight(graph, f"{_PADDING}.{name}", lazy(lambda: array, ir.DataType.INT64, array.shape))
+
+    inputs = {value.name: value for value in graph.inputs}
+    tape = ir.tape.Tape()
+    real = tape.op("Cast", [inputs["attention_mask"]], {"to": ir.DataType.BOOL})
+    real = tape.op("Unsqueeze", [real, integers("axes", [1, 2])])
+    length = tape.op("Shape", [inputs["input_ids"]], {"start": 1, "end": 2})
+    ones = integers("ones", [1, 1])
+    shape = tape.op("Concat", [ones, length, integers("one", [1])], {"axis": 0})
+    # onnxruntime's Attention wants the query axis of a mask spelled out, it does not broadcast it.
+    mask = tape.op("Expand", [real, shape])
+    for node in tape.nodes:
+        node.name = f"{_PADDING}.{node.op_type}"
+    mask.name, mask.dtype = _PADDING, ir.DataType.BOOL
+    ids, keys = inputs["input_ids"].shape, inputs["attention_mask"].shape
+    if ids is not None and keys is not None:
+        mask.shape = ir.Shape([ids[0], 1, ids[1], keys[1]])
+    graph.insert_before(graph[0], tape.nodes)
+    return mask

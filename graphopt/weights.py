@@ -1,0 +1,109 @@
+"""Weights of a graph as lazy tensors: own one, rewrite one, make one.
+
+A rewrite composes a function onto the tensor and evaluates nothing; the bytes are read, mapped and written one weight
+at a time when the model is saved, so a model larger than memory goes through in the memory of its largest tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+
+Weight = npt.NDArray[Any]
+
+
+def weight_of(node: ir.Node, index: int) -> ir.Value | None:
+    """Return the initializer that is input ``index`` of ``node``, or ``None`` where that input is computed or absent."""
+    value = node.inputs[index] if index < len(node.inputs) else None
+    return value if value is not None and value.is_initializer() and value.const_value is not None else None
+
+
+def own(node: ir.Node, index: int) -> ir.Value:
+    """Return input ``index`` of ``node`` as an initializer that nobody else uses, copied (lazily) if it was shared.
+
+    Exporters give equal constants one initializer, and tied models share embedding and head: a pass that edits a
+    weight owns it first.
+    """
+    value = weight_of(node, index)
+    if value is None or node.graph is None:
+        raise ValueError(f"input {index} of {node.name} is no initializer")
+    if len(value.uses()) == 1 and not value.is_graph_output():
+        return value
+    copy = new_weight(node.graph, f"{value.name}.{node.name}", value.const_value)
+    copy.metadata_props.update(value.metadata_props)
+    node.replace_input_with(index, copy)
+    return copy
+
+
+def new_weight(graph: ir.Graph, name: str, tensor: ir.TensorProtocol | None) -> ir.Value:
+    """Register ``tensor`` as a new initializer of ``graph`` under ``name``, made unique if it is taken."""
+    assert tensor is not None
+    unique, number = name, 1
+    while unique in graph.initializers:
+        unique, number = f"{name}.{number}", number + 1
+    value = ir.val(unique, const_value=tensor)
+    graph.initializers[unique] = value
+    return value
+
+
+def lazy(
+    function: Callable[[], Weight], dtype: ir.DataType, shape: tuple[int, ...], name: str | None = None
+) -> ir.LazyTensor:
+    """Return a tensor that calls ``function`` each time it is read; the result must have ``dtype`` and ``shape``."""
+
+    def evaluate() -> ir.TensorProtocol:
+        array = function()
+        if array.shape != shape:
+            raise ValueError(f"weight {name} came out as {array.shape}, promised as {shape}")
+        return ir.Tensor(np.ascontiguousarray(array.astype(dtype.numpy(), copy=False)), dtype=dtype, name=name)
+
+    return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
+
+
+def rewrite(weight: ir.Value, function: Callable[[Weight], Weight], shape: tuple[int, ...] | None = None) -> None:
+    """Replace the tensor of ``weight`` by ``function`` of it, evaluated in float64 and kept in its own dtype.
+
+    Args:
+        weight: an initializer that its reader owns, see :func:`own`.
+        function: maps the float64 array to the new one.
+        shape: shape of the result; the same as before where it is ``None``.
+    """
+    source = weight.const_value
+    assert source is not None
+    new_shape = tuple(source.shape.numpy()) if shape is None else shape
+    weight.const_value = lazy(
+        lambda: function(source.numpy().astype(np.float64)), source.dtype, new_shape, weight.name
+    )
+    weight.shape = ir.Shape(new_shape)
+
+
+def check_finite(model: ir.Model) -> None:
+    """Read every floating-point weight once and refuse NaN and infinity.
+
+    Raises:
+        InputError: a weight is not finite; names the tensor, its shape and the first bad index.
+    """
+    for name, value in model.graph.initializers.items():
+        tensor = value.const_value
+        if tensor is None or not tensor.dtype.is_floating_point() or tensor.dtype.bitwidth < 16:
+            continue
+        # A mask constant may be -inf on purpose; a weight has at least one axis of some width.
+        if tensor.size < 2:
+            continue
+        array = np.asarray(tensor.numpy(), dtype=np.float32 if tensor.dtype.bitwidth == 16 else None)
+        finite = np.isfinite(array)
+        if not finite.all():
+            first = np.unravel_index(int(np.argmin(finite)), array.shape)
+            raise InputError(
+                f"weight has {int((~finite).sum())} value(s) that are NaN or infinite, "
+                f"the first at index {[int(i) for i in first]}",
+                tensor=name,
+                shape=array.shape,
+                remedy="the checkpoint is damaged or was converted with overflow; export it again",
+            )
