@@ -171,7 +171,7 @@ def _padding_mask(model: ir.Model) -> ir.Value:
     # onnxruntime's Attention wants the query axis of a mask spelled out, it does not broadcast it.
     mask = tape.op("Expand", [real, shape])
     for node in tape.nodes:
-        node.name = f"{_PADDING}.{node.op_type}"
+        node.name = node.outputs[0].name = f"{_PADDING}.{node.op_type}"
     mask.name, mask.dtype = _PADDING, ir.DataType.BOOL
     ids, keys = inputs["input_ids"].shape, inputs["attention_mask"].shape
     if ids is not None and keys is not None:

@@ -1,0 +1,54 @@
+"""Which product makes the logits, which lookup reads the tokens."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.weights import weight_of
+
+
+def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return every ``MatMul`` whose right side is a constant floating-point matrix, in order."""
+    return [
+        node
+        for node in graph
+        if node.op_type == "MatMul"
+        and (weight := weight_of(node, 1)) is not None
+        and weight.dtype is not None
+        and weight.dtype.is_floating_point()
+        and len(weight.shape or ()) == 2
+    ]
+
+
+def head_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Return the products that make the logits: those with no other product between them and the output ``logits``."""
+    heads: set[ir.Node] = set()
+    waiting = [value.producer() for value in graph.outputs if value.name == "logits"]
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        if node.op_type == "MatMul":
+            heads.add(node)
+        else:
+            waiting.extend(value.producer() for value in node.inputs if value is not None)
+    return heads
+
+
+def token_lookups(graph: ir.Graph) -> list[ir.Node]:
+    """Return every ``Gather`` of rows of a constant floating-point table by ``input_ids``."""
+    return [node for node in lookups(graph) if node.inputs[1] is not None and node.inputs[1].name == "input_ids"]
+
+
+def lookups(graph: ir.Graph) -> list[ir.Node]:
+    """Return every ``Gather`` of rows of a constant floating-point table."""
+    return [
+        node
+        for node in graph
+        if node.op_type == "Gather"
+        and node.attributes.get_int("axis", 0) == 0
+        and (table := weight_of(node, 0)) is not None
+        and table.dtype is not None
+        and table.dtype.is_floating_point()
+        and len(table.shape or ()) == 2
+    ]

@@ -1,0 +1,6 @@
+"""Orthogonal maps: Hadamard matrices that are constructed, not pasted, and fast ways to apply them."""
+
+from graphopt.rotations.hadamard import hadamard, has_hadamard
+from graphopt.rotations.orthogonal import HadamardRotation, RandomRotation, Rotation, rotation_for
+
+__all__ = ["HadamardRotation", "RandomRotation", "Rotation", "hadamard", "has_hadamard", "rotation_for"]
