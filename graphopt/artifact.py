@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
 import json
 import shutil
 import tempfile
@@ -20,8 +21,10 @@ from typing import Any, Literal
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from graphopt.analysis.cost import WeightTotals
 from graphopt.errors import InputError
 from graphopt.passes.base import PassReport
+from graphopt.runtime import OPSETS
 from graphopt.verify import Check
 
 MODEL = "model.onnx"
@@ -54,14 +57,6 @@ class Source(BaseModel):
     name: str
 
 
-class Weights(BaseModel):
-    """Parameters, their bytes, and the bits that one parameter takes, scales and zero points included."""
-
-    parameters: int
-    bytes: int
-    bits_per_weight: float
-
-
 class Precision(BaseModel):
     """Storage and compute precision, told apart.
 
@@ -90,12 +85,14 @@ class Manifest(BaseModel):
         format: version of this layout.
         source: where the model came from.
         model: facts that an app needs.
+        notes: what a reader should know and no other field says, such as a tokenizer that was not there.
         recipe: the recipe that was applied, or ``None`` for a plain export.
         passes: what each pass did and left alone.
         checks: what was proved or measured after each pass.
         weights: size of the weights.
         precision: storage and compute precision.
         session: onnxruntime session entries that the recipe means; a plain session without them uses its defaults.
+        notes: what a reader should know, such as a tokenizer that was not there.
         versions: packages that made it.
         files: size and hash of every other file of the folder.
     """
@@ -105,12 +102,14 @@ class Manifest(BaseModel):
     format: Literal[1] = 1
     source: Source
     model: ModelFacts
+    notes: list[str] = []
     recipe: dict[str, Any] | None = None
     passes: list[PassReport] = []
     checks: list[Check] = []
-    weights: Weights | None = None
+    weights: WeightTotals | None = None
     precision: Precision | None = None
     session: dict[str, str] = {}
+    notes: list[str] = []
     versions: dict[str, str] = {}
     files: dict[str, FileRecord] = {}
 
@@ -123,11 +122,13 @@ class Artifact:
         model: the graph; its weights stay on disk until they are read.
         manifest: how it came to be.
         companions: files to carry along, by name.
+        keep: what must live as long as the model does, such as the temporary folder that its weights lie in.
     """
 
     model: ir.Model
     manifest: Manifest
     companions: Mapping[str, Path] = field(default_factory=dict)
+    keep: object = None
 
 
 def read(path: str | Path) -> Artifact:
@@ -146,6 +147,7 @@ def read(path: str | Path) -> Artifact:
         model = ir.load(onnx_file)
     except Exception as error:
         raise InputError(f"the file cannot be read as ONNX ({error})", file=onnx_file, remedy="is it truncated?") from error
+    _check_opset(model, onnx_file)
     _check_external_data(model, onnx_file)
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
@@ -258,6 +260,16 @@ def _record_of(file: Path) -> FileRecord:
         return FileRecord(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
 
 
+def _check_opset(model: ir.Model, onnx_file: Path) -> None:
+    opset = model.opset_imports.get("")
+    if opset is None:
+        raise InputError("the file names no opset of standard ONNX", file=onnx_file, remedy="is it truncated?")
+    if opset > OPSETS[-1]:
+        raise InputError(
+            f"onnxruntime cannot load opset {opset}", file=onnx_file, remedy=f"export it with opset {OPSETS[-1]} or older"
+        )
+
+
 def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -274,6 +286,15 @@ def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
                 tensor=name,
                 shape=list(tensor.shape),
             )
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Return the versions of the packages that make an artifact, and of ``packages``; those not installed are left out."""
+    versions = {}
+    for package in ("graphopt", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", *packages):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def facts_of_config(folder: Path) -> ModelFacts:

@@ -1,12 +1,37 @@
-"""Before and after: what a rewrite did to what the model computes."""
+"""Before and after: what a pass did to what the model computes, found by running it in onnxruntime.
+
+A model runs on a probe of random tokens: a batch with padding, a prefill, then a second call on the cache. The logits of
+real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is refused
+otherwise; a lossy pass is measured.
+"""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from onnx_ir.external_data import unload_from_model
 from pydantic import BaseModel
 
+from graphopt.analysis.interface import Interface
+from graphopt.errors import VerificationError
+from graphopt.passes.base import Effect
+from graphopt.runtime import open_session
+
 Status = Literal["proved", "measured", "failed", "not covered"]
+
+TOLERANCE = 1e-4
+"""How far an exact pass may move the logits, relative to the largest: float32 rounding through tens of layers, with room."""
+
+_BATCH, _LENGTH, _PREFILL, _PADDING = 2, 12, 8, 3
+# Below this many bytes a tensor stays inside the .onnx file: onnxruntime wants shape constants there.
+_INLINE = 256
 
 
 class Check(BaseModel):
@@ -25,3 +50,142 @@ class Check(BaseModel):
     status: Status
     reason: str
     figures: dict[str, float] = {}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Random tokens [batch, length] and their mask; the first row begins with padding where the graph has a mask."""
+
+    input_ids: npt.NDArray[np.int64]
+    attention_mask: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, interface: Interface, seed: int = 0) -> Probe:
+        """Draw a probe that fits ``interface``."""
+        ids = np.random.default_rng(seed).integers(0, interface.vocabulary or 2, (_BATCH, _LENGTH))
+        mask = np.ones((_BATCH, _LENGTH), np.int64)
+        if "attention_mask" in interface.inputs:
+            mask[0, :_PADDING] = 0
+        return cls(ids, mask)
+
+
+class Verifier:
+    """Runs a model before and after each pass, and remembers what it said last.
+
+    Args:
+        folder: where models are written to be run; weights that a pass made lazily are computed once, into it.
+        entries: onnxruntime session entries to run with.
+
+    Attributes:
+        why_not: why the model cannot be run here, once :meth:`start` has found a reason.
+    """
+
+    def __init__(self, folder: Path, entries: Mapping[str, str]) -> None:
+        self._folder, self._entries = folder, dict(entries)
+        self._probe: Probe | None = None
+        self._logits: npt.NDArray[np.float64] | None = None
+        self._first: npt.NDArray[np.float64] | None = None
+        self._saved: Path | None = None
+        self.why_not: str | None = None
+
+    def start(self, model: ir.Model) -> None:
+        """Run the model as it came in.
+
+        Raises:
+            InputError: onnxruntime cannot load it.
+            VerificationError: it computes NaN or infinity to begin with.
+        """
+        self.why_not = _why_not(model)
+        if self.why_not is not None:
+            return
+        self._first = self._logits = self._run(model)
+        if not np.isfinite(self._first).all():
+            raise VerificationError("the model computes NaN or infinite logits before any pass", tensor="logits")
+
+    def check(self, model: ir.Model, name: str, effect: Effect) -> Check:
+        """Run the model after the pass called ``name`` and compare.
+
+        Raises:
+            VerificationError: an exact pass moved the logits, or any pass made them NaN or infinite.
+        """
+        if self.why_not is not None or self._logits is None or self._first is None:
+            return Check(name="logits", after=name, status="not covered", reason=self.why_not or "was not started")
+        before, after = self._logits, self._run(model)
+        if not np.isfinite(after).all():
+            raise VerificationError("the logits are NaN or infinite after a pass", node=name, tensor="logits")
+        figures = {
+            "largest_change": _relative(before, after),
+            "largest_change_from_start": _relative(self._first, after),
+            "divergence_from_start_nats": _divergence(self._first, after),
+            "same_first_choice_share": float((self._first.argmax(-1) == after.argmax(-1)).mean()),
+        }
+        change = figures["largest_change"]
+        if effect == "exact" and not change <= TOLERANCE:
+            raise VerificationError(
+                f"the pass {name} is exact, but it moved the logits by {change:.1e} of the largest "
+                f"(allowed: {TOLERANCE:.0e}); nothing was written",
+                tensor="logits",
+                remedy="leave the pass out of the recipe, and report this with the model",
+            )
+        self._logits = after
+        reason = f"{_BATCH} x {_LENGTH} random tokens with padding, in two calls, run before and after in onnxruntime"
+        return Check(name="logits", after=name, status="measured", reason=reason, figures=figures)
+
+    def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
+        path = self.settle(model)
+        return run_probe(path, self._probe_for(model), self._entries)
+
+    def _probe_for(self, model: ir.Model) -> Probe:
+        if self._probe is None:
+            self._probe = Probe.of(Interface.of_graph(model.graph))
+        return self._probe
+
+    def settle(self, model: ir.Model) -> Path:
+        """Write the model into the folder, let its weights point there, and return the ``.onnx`` file."""
+        number = 0 if self._saved is None else int(self._saved.stem) + 1
+        data, path = f"{number}.data", self._folder / f"{number}.onnx"
+        unload_from_model(model, self._folder, data, size_threshold_bytes=_INLINE)
+        ir.save(model, path)
+        if self._saved is not None:
+            self._saved.unlink()
+            self._saved.with_suffix(".data").unlink(missing_ok=True)
+        self._saved = path
+        return path
+
+
+def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArray[np.float64]:
+    """Return the logits of the real tokens of ``probe``, float64 [tokens, vocabulary]: a prefill, then the rest on its cache."""
+    session = open_session(path, entries=entries)
+    interface = Interface.of_session(session)
+    past, rows = interface.empty_past(_BATCH), []
+    for start, end in ((0, _PREFILL), (_PREFILL, _LENGTH)):
+        feeds = interface.feeds(probe.input_ids[:, start:end], probe.attention_mask[:, :end], past)
+        logits, *present = session.run(["logits", *interface.present], feeds)
+        past = dict(zip(interface.past, present, strict=True))
+        rows.append(logits)
+    real = probe.attention_mask.astype(bool)
+    return np.concatenate(rows, axis=1)[real].astype(np.float64)
+
+
+def available_memory() -> int:
+    """Return the bytes of memory that are free now."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _why_not(model: ir.Model) -> str | None:
+    need = 2 * sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+    free = available_memory()
+    if need > free:
+        return f"running the model needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+    return None
+
+
+def _relative(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) -> float:
+    return float(np.abs(after - before).max() / np.abs(before).max())
+
+
+def _divergence(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) -> float:
+    """Return the mean Kullback-Leibler divergence per token, in nats."""
+    p, q = (x - x.max(-1, keepdims=True) for x in (before, after))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())

@@ -1,1 +1,30 @@
-"""The passes: one file, one rewrite."""
+"""The passes: one file, one rewrite. A new pass is one line in :data:`PASSES`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from graphopt.passes.base import Change, Effect, Ledger, Options, Pass, PassReport, PassResult, Skip
+from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
+from graphopt.passes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.rotate import Rotate, RotateOptions
+
+PASSES: dict[str, Any] = {made.name: made for made in (Canonicalize, FoldNorms, Rotate, QuantizeWeights)}
+"""Every pass by the name that recipes call it, in the order a recipe usually has them."""
+
+__all__ = [
+    "PASSES",
+    "CanonicalizeOptions",
+    "Change",
+    "Effect",
+    "FoldNormsOptions",
+    "Ledger",
+    "Options",
+    "Pass",
+    "PassReport",
+    "PassResult",
+    "QuantizeWeightsOptions",
+    "RotateOptions",
+    "Skip",
+]

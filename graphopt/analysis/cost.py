@@ -1,0 +1,86 @@
+"""What a graph costs: how many parameters it stores, and in how many bytes."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+from pydantic import BaseModel
+
+# Inputs that hold quantized codes, and inputs that hold what turns codes into numbers, by operator.
+_CODES = {"DequantizeLinear": (0,), "MatMulNBits": (1,), "GatherBlockQuantized": (0,)}
+_DECODING = {"DequantizeLinear": (1, 2), "MatMulNBits": (2, 3, 4), "GatherBlockQuantized": (2, 3)}
+
+
+class WeightTotals(BaseModel):
+    """Size of the weights of a graph.
+
+    Attributes:
+        parameters: numbers that the graph stores: floats, or codes that stand for one number each.
+        bytes: bytes of these numbers, their scales and their zero points.
+        bits_per_weight: 8 * bytes / parameters; 0 for a graph without weights.
+    """
+
+    parameters: int
+    bytes: int
+    bits_per_weight: float
+
+
+def weight_totals(model: ir.Model) -> WeightTotals:
+    """Count the weights of ``model`` and their bytes, as they are stored.
+
+    A weight is an initializer of floating point with at least one axis, or the codes that a dequantizing operator
+    reads. Scales and zero points add bytes but no parameters. Scalars and integer constants (shapes, axes) are not
+    weights. An initializer that several nodes read, such as a tied embedding, counts once: it is stored once.
+    """
+    parameters = size = 0
+    for graph in model.graphs():
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if tensor is None:
+                continue
+            if _is_weight(value, tensor):
+                codes = _reader(value, _CODES)
+                parameters += tensor.size * (1 if codes is None else _codes_per_element(codes, tensor))
+            elif _reader(value, _DECODING) is None:
+                continue
+            size += tensor.nbytes
+    bits = 8 * size / parameters if parameters else 0.0
+    return WeightTotals(parameters=parameters, bytes=size, bits_per_weight=bits)
+
+
+def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    if _reader(value, _CODES) is not None:
+        return True
+    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, _DECODING) is None
+
+
+def _reader(value: ir.Value, inputs: dict[str, tuple[int, ...]]) -> ir.Node | None:
+    """Return the node that reads ``value``, or rows looked up in it, as one of its ``inputs``."""
+    for use in value.uses():
+        if use.idx in inputs.get(use.node.op_type, ()):
+            return use.node
+        if use.node.op_type == "Gather" and use.idx == 0:
+            found = _reader(use.node.outputs[0], inputs)
+            if found is not None:
+                return found
+    return None
+
+
+def _codes_per_element(node: ir.Node, tensor: ir.TensorProtocol) -> int:
+    # onnxruntime's own operators pack codes of ``bits`` bits into bytes; standard types know their own width.
+    packed = node.domain == "com.microsoft" and tensor.dtype == ir.DataType.UINT8
+    return 8 // node.attributes.get_int("bits", 4) if packed else 1
+
+
+def storage_formats(model: ir.Model) -> dict[str, int]:
+    """Return how many weight tensors are stored in each format, such as ``{"int4": 42, "int8": 2, "float32": 13}``."""
+    found: dict[str, int] = {}
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or not _is_weight(value, tensor):
+            continue
+        name = _NAMES.get(tensor.dtype, tensor.dtype.name.lower())
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+_NAMES = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}

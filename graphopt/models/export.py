@@ -1,0 +1,150 @@
+"""The door: a Hugging Face model, or an ONNX file that is there already, becomes an artifact."""
+
+from __future__ import annotations
+
+import importlib.resources
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from graphopt import artifact
+from graphopt.analysis.cost import weight_totals
+from graphopt.analysis.interface import Interface
+from graphopt.artifact import COMPANIONS, MODEL, Artifact, Manifest, Source, Weights
+from graphopt.errors import InputError
+
+# Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
+# would make up an empty tokenizer.
+_VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+def shipped_models() -> dict[str, Path]:
+    """Return the folder of each model that ships with the package, by name."""
+    folders = importlib.resources.files("graphopt.models").iterdir()
+    return {folder.name: Path(str(folder)) for folder in folders if (folder / "config.json").is_file()}
+
+
+def export(
+    model: str | Path,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    on_stage: Callable[[str], None] | None = None,
+) -> Manifest:
+    """Write the model as an artifact: one float32 graph for prefill and decode, with its tokenizer and configuration.
+
+    Args:
+        model: the name of a shipped model, a Hugging Face folder, an ``.onnx`` file or a folder that holds one, or the
+            id of a model on the Hugging Face hub; the first of these that exists.
+        output: the artifact's folder, which appears whole or not at all.
+        overwrite: whether an artifact that is already there may be replaced.
+        on_stage: called with a line about what is being done, and with each note that the manifest will hold.
+
+    Returns:
+        The manifest; its ``notes`` say what was not there to carry along.
+
+    Raises:
+        InputError: there is no such model, it cannot be read, it is no causal language model, or ``output`` is taken.
+        MissingDependencyError: a Hugging Face model needs torch and transformers; an ``.onnx`` file does not.
+        VerificationError: the graph does not compute what transformers does.
+    """
+    artifact.check_output(Path(output), overwrite=overwrite)
+    say = on_stage or (lambda stage: None)
+    source = shipped_models().get(str(model), model)
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
+        if _is_onnx(Path(source)):
+            opened = _from_onnx(Path(source), str(model))
+        else:
+            _check_exists(source)
+            opened = _from_transformers(str(source), str(model), Path(temporary), say)
+        for note in opened.manifest.notes:
+            say(note)
+        say("writing the artifact")
+        return artifact.write(opened, output, overwrite=overwrite)
+
+
+def _is_onnx(path: Path) -> bool:
+    return path.suffix == ".onnx" or (path / MODEL).is_file()
+
+
+def _check_exists(source: str | Path) -> None:
+    """Refuse a path that is not there; ``name`` and ``owner/name`` may still be ids on the hub."""
+    looks_like_id = isinstance(source, str) and source.count("/") <= 1 and not source.startswith((".", "/", "~"))
+    if Path(source).is_dir() or (looks_like_id and not Path(source).exists()):
+        return
+    raise InputError(
+        "there is no model here" if not Path(source).exists() else "the file is no ONNX model",
+        file=source,
+        remedy="give a Hugging Face folder, an .onnx file, a hub id, or one of " + ", ".join(shipped_models() or ["none"]),
+    )
+
+
+def _from_onnx(path: Path, name: str) -> Artifact:
+    opened = artifact.read(path)
+    try:
+        interface = Interface.of_graph(opened.model.graph)
+    except InputError as error:
+        raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
+    manifest, notes = opened.manifest, list(opened.manifest.notes)
+    if "tokenizer.json" not in opened.companions and not notes:
+        notes.append("no tokenizer was carried along: there is no tokenizer.json beside the model")
+    if not interface.past:
+        raise InputError(
+            "the graph has no key-value cache, so it cannot generate token by token",
+            file=path,
+            remedy="export it with past_key_values inputs and present outputs",
+        )
+    opened.manifest = manifest.model_copy(
+        update={
+            "source": Source(kind="onnx", name=name) if not manifest.files else manifest.source,
+            "weights": Weights(**weight_totals(opened.model)._asdict()),
+            "versions": manifest.versions or artifact.installed_versions(),
+            "notes": notes,
+        }
+    )
+    return opened
+
+
+def _from_transformers(source: str, name: str, temporary: Path, say: Callable[[str], None]) -> Artifact:
+    # Imported here, since torch and transformers behind it are optional and slow to load.
+    from graphopt.models.agreement import check_agreement
+    from graphopt.models.trace import load_model, trace
+
+    say("loading the model")
+    torch_model = load_model(source)
+    companions, notes = _companions(source, torch_model, temporary)
+    say("tracing it into one ONNX graph")
+    program = trace(torch_model, source)
+    weights = Weights(**weight_totals(program)._asdict())
+    say("running it against transformers")
+    check = check_agreement(torch_model, program, weights.bytes)
+    manifest = Manifest(
+        source=Source(kind="transformers", name=name),
+        model=artifact.facts_of_config(companions["config.json"].parent),
+        checks=[check],
+        weights=weights,
+        notes=notes,
+        versions=artifact.installed_versions("torch", "transformers"),
+    )
+    return Artifact(program, manifest, companions)
+
+
+def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict[str, Path], list[str]]:
+    """Return the tokenizer and configuration files by name, and notes on what is missing.
+
+    Those of a folder are carried along unchanged; what transformers must fetch or convert is written to ``temporary``.
+    """
+    from graphopt.models.trace import save_companions
+
+    folder = Path(source)
+    notes: list[str] = []
+    if not folder.is_dir():
+        notes = save_companions(source, torch_model, temporary)
+    elif not (folder / "tokenizer.json").is_file():
+        if any((folder / name).is_file() for name in _VOCABULARIES):
+            notes = save_companions(source, None, temporary)
+        else:
+            notes = ["no tokenizer was carried along: the folder has none"]
+    # The folder's own files win over what was made of them.
+    places = (folder, temporary) if folder.is_dir() else (temporary,)
+    return {name: place / name for place in reversed(places) for name in COMPANIONS if (place / name).is_file()}, notes

@@ -1,0 +1,126 @@
+"""A recipe and a model in, an optimized model out: every pass is run, checked, and written down."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
+
+from graphopt import artifact as artifacts
+from graphopt.analysis.cost import storage_formats, weight_totals
+from graphopt.artifact import Artifact, Manifest, Precision
+from graphopt.kernels import check_kernels, quantized_products
+from graphopt.passes import PassReport
+from graphopt.recipe import Recipe, load_recipe
+from graphopt.verify import Check, Verifier
+from graphopt.weights import check_finite
+
+Progress = Callable[[str], None]
+
+_PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
+
+
+def optimize(
+    model: str | Path | Artifact,
+    recipe: str | Path | Recipe = "rotate-int4",
+    output: str | Path | None = None,
+    *,
+    overwrite: bool = False,
+    on_stage: Progress | None = None,
+) -> Artifact:
+    """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
+
+    Args:
+        model: an artifact folder, an ``.onnx`` file, or what :func:`graphopt.artifact.read` made of one. It is not changed.
+        recipe: the name of a preset, a YAML file, or a recipe.
+        output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
+        overwrite: whether an artifact at ``output`` may be replaced.
+        on_stage: called with a word on what happens next.
+
+    Returns:
+        The optimized model with its manifest. What each pass changed, and what it left alone and why, is in
+        ``manifest.passes``; what was proved or measured after it in ``manifest.checks``.
+
+    Raises:
+        InputError: the model, the recipe or the output cannot be used.
+        VerificationError: a check failed; nothing was written.
+    """
+    say = on_stage or (lambda stage: None)
+    chosen = load_recipe(recipe)
+    if output is not None:
+        artifacts.check_output(Path(output), overwrite=overwrite)
+    source = model if isinstance(model, Artifact) else artifacts.read(model)
+    folder = tempfile.TemporaryDirectory(prefix="graphopt-")
+    graph = source.model.clone()
+
+    say("reading the weights")
+    check_finite(graph)
+    verifier = Verifier(Path(folder.name), chosen.session_entries())
+    say("running the model as it is")
+    verifier.start(graph)
+
+    reports: list[PassReport] = []
+    checks: list[Check] = []
+    for step in chosen.passes():
+        say(step.name)
+        result = step(graph)
+        reports.append(result.report)
+        say(f"checking {step.name}")
+        checks.append(verifier.check(graph, step.name, step.effect))
+
+    NameFixPass()(graph)
+    activations: tuple[str, ...] = ()
+    if quantized_products(graph.graph):
+        say("reading the graph that onnxruntime runs")
+        kernels = check_kernels(graph, verifier, chosen.session_entries())
+        activations = kernels.activations
+        checks.append(kernels.check)
+
+    manifest = Manifest(
+        source=source.manifest.source,
+        model=source.manifest.model,
+        notes=source.manifest.notes,
+        recipe=chosen.model_dump(mode="json"),
+        passes=[*source.manifest.passes, *reports],
+        checks=[*source.manifest.checks, *checks],
+        weights=weight_totals(graph),
+        precision=precision_of(graph, activations, chosen),
+        session=chosen.session_entries() if activations else {},
+        versions=source.manifest.versions | versions(),
+    )
+    made = Artifact(graph, manifest, source.companions, keep=folder)
+    if output is not None:
+        say("writing")
+        made.manifest = artifacts.write(made, output, overwrite=overwrite)
+    return made
+
+
+def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) -> Precision:
+    """State storage and compute precision, the latter as read from the graph that onnxruntime runs."""
+    if not activations:
+        return Precision(
+            storage=storage_formats(model), activations="float32", note="nothing is quantized; all products are float32"
+        )
+    entry, level = next(iter(recipe.session_entries().items()))
+    rounded = " and ".join(activations)
+    note = f"with the session entry {entry}={level}, onnxruntime's kernel rounds the inputs of quantized products to {rounded}"
+    if activations == ("int8",):
+        note += "; this is also its default. float32 inputs: `activations: float32` in the recipe, or the entry set to 0"
+    else:
+        note += "; a session without the entry rounds them to int8"
+    return Precision(storage=storage_formats(model), activations=rounded, note=note)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that take part, where they are installed."""
+    found = {}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

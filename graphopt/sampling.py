@@ -1,0 +1,116 @@
+"""How the next token is chosen from the logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.errors import GraphoptError, InputError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Rules by which the next token is drawn: first the temperature, then ``top_k``, then ``top_p``.
+
+    Attributes:
+        temperature: divides the logits; 0 always takes the most likely token.
+        top_k: how many of the most likely tokens may be drawn; ``None`` for all.
+        top_p: the fewest most likely tokens that together reach this probability may be drawn (the "nucleus" of
+            Holtzman et al., 2020, arXiv:1904.09751).
+        seed: of the random numbers; the same seed gives the same tokens.
+
+    Raises:
+        InputError: a value is out of range, or ``top_k`` or ``top_p`` is given at temperature 0, where it does nothing.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, good, remedy in (
+            ("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "give a number from 0 up"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "give a whole number from 1 up, or leave it out"),
+            ("top_p", 0 < self.top_p <= 1, "give a number above 0 and up to 1"),
+            ("seed", self.seed >= 0, "give a whole number from 0 up"),
+        ):
+            if not good:
+                raise InputError(f"{name} cannot be {getattr(self, name)}", remedy=remedy)
+        if self.temperature == 0 and (self.top_k is not None or self.top_p < 1):
+            raise InputError(
+                "top_k and top_p do nothing at temperature 0, where the most likely token is always taken",
+                remedy="give a temperature, such as 0.8",
+            )
+
+    def stream(self, prompt: Sequence[int], occurrence: int = 0) -> np.random.Generator:
+        """Return the random numbers of one row.
+
+        They depend on the seed and on the row's own prompt, never on its neighbours or its place in the batch.
+
+        Args:
+            prompt: the tokens of the prompt.
+            occurrence: how many rows before this one have the same prompt, so that asking twice gives two answers.
+        """
+        return np.random.default_rng([self.seed, occurrence, *prompt])
+
+    def probabilities(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+        """Return the probability of each token to be drawn.
+
+        Args:
+            logits: of one position, [vocabulary].
+
+        Raises:
+            GraphoptError: the logits are not numbers.
+        """
+        values = logits.astype(np.float64)
+        peak = values.max()
+        if not np.isfinite(peak):
+            raise GraphoptError(
+                f"the model's largest logit is {peak}, so no token can be chosen",
+                remedy="the weights or the precision are at fault: compare with the model it was made from",
+            )
+        weights = np.zeros_like(values)
+        if self.temperature == 0:
+            weights[values.argmax()] = 1
+            return weights
+        with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
+            np.exp((values - peak) / self.temperature, out=weights)
+        if self.top_k is not None or self.top_p < 1:
+            # Stable, so that of equally likely tokens the one with the lower number stays.
+            ranks = np.argsort(-weights, kind="stable")[: self.top_k]
+            mass = np.cumsum(weights[ranks])
+            # As many as are needed: a token goes when those before it reach top_p already.
+            count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * mass[-1]))
+            dropped = np.ones(weights.shape, np.bool_)
+            dropped[ranks[:count]] = False
+            weights[dropped] = 0
+        weights /= weights.sum()
+        return weights
+
+    def choose(self, logits: npt.NDArray[np.floating], random: np.random.Generator) -> int:
+        """Draw a token; it takes one number from ``random``, or none at temperature 0.
+
+        Args:
+            logits: of one position, [vocabulary].
+            random: the row's random numbers, from :meth:`stream`.
+
+        Raises:
+            GraphoptError: the logits are not numbers.
+        """
+        probabilities = self.probabilities(logits)
+        if self.temperature == 0:
+            return int(probabilities.argmax())
+        # In the order of the vocabulary, not of likelihood: then logits that differ in the last bit hardly ever change it.
+        candidates = np.flatnonzero(probabilities)
+        reach = np.cumsum(probabilities[candidates])
+        drawn = int(np.searchsorted(reach, random.random() * reach[-1], side="right"))
+        return int(candidates[min(drawn, len(candidates) - 1)])
+
+
+GREEDY = Sampling()
+"""Always the most likely token."""

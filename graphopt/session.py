@@ -1,0 +1,192 @@
+"""An artifact folder, opened in onnxruntime and ready to be asked for logits, completions or a score."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from graphopt import artifact
+from graphopt.analysis.interface import Array, IntArray, Interface
+from graphopt.errors import InputError
+from graphopt.runtime import open_session
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Floats = npt.NDArray[np.float32]
+
+TOKENIZER = "tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Session:
+    """A model that is ready to run.
+
+    Attributes:
+        file: the ``.onnx`` file.
+        inference: the onnxruntime session on it.
+        interface: how the graph is fed and read.
+        manifest: how the artifact came to be; of a plain model, what its ``config.json`` says.
+        tokenizer: text to tokens and back, or ``None`` where the folder has none.
+    """
+
+    file: Path
+    inference: onnxruntime.InferenceSession
+    interface: Interface
+    manifest: artifact.Manifest
+    tokenizer: Tokenizer | None
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens the model may see at once, or ``None`` where nobody said."""
+        return self.manifest.model.max_positions
+
+    @cached_property
+    def beginning(self) -> tuple[int, ...]:
+        """The tokens that the tokenizer sets before every text: a BOS token, or nothing."""
+        encoding = self._tokenizer().encode("a")
+        body = (*encoding.special_tokens_mask, 0).index(0)
+        return tuple(encoding.ids[:body])
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of ``text``, after what the tokenizer itself sets before it (see :attr:`beginning`).
+
+        Raises:
+            InputError: the folder has no tokenizer.
+        """
+        return list(self._tokenizer().encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ``ids`` without special tokens.
+
+        Raises:
+            InputError: the folder has no tokenizer.
+        """
+        return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
+
+    def logits(self, input_ids: IntArray) -> Floats:
+        """Return the logits of sequences that have no past and no padding, in one run.
+
+        Args:
+            input_ids: tokens [batch, length].
+
+        Returns:
+            Natural logits [batch, length, vocabulary], converted to float32 where the graph computes in another type.
+
+        Raises:
+            InputError: a token is not in the vocabulary, the length exceeds the model's positions, or the run fails.
+        """
+        input_ids = np.asarray(input_ids, np.int64)
+        self.check_tokens(input_ids)
+        self.check_length(input_ids.shape[-1])
+        feeds = self.interface.feeds(input_ids, np.ones_like(input_ids), self.interface.empty_past(input_ids.shape[0]))
+        return self._run(feeds).astype(np.float32, copy=False)
+
+    def check_tokens(self, ids: npt.ArrayLike) -> None:
+        """Refuse tokens that the model does not have.
+
+        Raises:
+            InputError: a token is negative, or not below the width of the logits.
+        """
+        tokens = np.asarray(ids, np.int64)
+        vocabulary = self.interface.vocabulary
+        wrong = tokens[(tokens < 0) | (tokens >= (np.inf if vocabulary is None else vocabulary))]
+        if wrong.size:
+            raise InputError(
+                f"there is no token {wrong[0]} in a vocabulary of {vocabulary}",
+                file=self.file,
+                remedy="is this the tokenizer that the model was trained with?",
+            )
+
+    def check_length(self, length: int) -> None:
+        """Refuse a sequence that is longer than the model can see.
+
+        Raises:
+            InputError: ``length``, in tokens, exceeds the model's positions.
+        """
+        if self.max_positions is not None and length > self.max_positions:
+            raise InputError(
+                f"a sequence of {length} tokens is longer than the model's {self.max_positions} positions",
+                file=self.file,
+                remedy="shorten it",
+            )
+
+    def failure(self, error: Exception) -> InputError:
+        """Return an error that passes on what onnxruntime said about a failed run."""
+        return InputError(f"onnxruntime cannot run the model: {error}", file=self.file)
+
+    def _run(self, feeds: Mapping[str, Array]) -> npt.NDArray[Any]:
+        try:
+            outputs: list[npt.NDArray[Any]] = self.inference.run(["logits"], dict(feeds))
+        except Exception as error:
+            raise self.failure(error) from error
+        return outputs[0]
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InputError(
+                f"this model has no {TOKENIZER}, so it can read and write tokens but no text",
+                file=self.file.parent,
+                remedy=f"put the {TOKENIZER} of the model into the folder, or give tokens",
+            )
+        return self.tokenizer
+
+
+def load(path: str | Path, *, threads: int = 0) -> Session:
+    """Open an artifact folder, or a plain ``.onnx`` file or folder with the names of an artifact's interface.
+
+    Args:
+        path: the folder, or the file; ``tokenizer.json`` and ``config.json`` are looked for beside the model.
+        threads: threads that one operator may use; 0 lets onnxruntime choose.
+
+    Raises:
+        InputError: a file is missing, has another size than its manifest says, or cannot be read.
+        MissingDependencyError: onnxruntime is not installed.
+    """
+    path = Path(path)
+    file = path / artifact.MODEL if path.is_dir() else path
+    if not file.is_file():
+        raise InputError(
+            "there is no ONNX model here",
+            file=path,
+            remedy=f"give a folder that holds {artifact.MODEL}, or an .onnx file",
+        )
+    folder = file.parent
+    if path.is_dir() and (folder / artifact.MANIFEST).is_file():
+        manifest = artifact.read_manifest(folder)
+        _check_sizes(folder, manifest)
+    else:
+        source = artifact.Source(kind="onnx", name=str(path))
+        manifest = artifact.Manifest(source=source, model=artifact.facts_of_config(folder))
+    inference = open_session(file, entries=manifest.session, threads=threads)
+    return Session(file, inference, Interface.of_session(inference), manifest, _read_tokenizer(folder / TOKENIZER))
+
+
+def _check_sizes(folder: Path, manifest: artifact.Manifest) -> None:
+    # Sizes cost nothing and catch what goes wrong in practice, a cut-off copy; artifact.verify_files compares hashes.
+    for name, record in manifest.files.items():
+        file = folder / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != record.bytes:
+            what = "is missing" if size is None else f"has {size} bytes where its manifest says {record.bytes}"
+            raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
+
+
+def _read_tokenizer(file: Path) -> Tokenizer | None:
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception
+        raise InputError(f"the tokenizer cannot be read: {error}", file=file) from error
+    # Some files carry the settings of their training: they would cut long texts and fill up short ones without a word.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
