@@ -1,3 +1,41 @@
-"""graphopt: the compiler that makes a language model small and fast in onnxruntime."""
+"""graphopt: the compiler that makes a language model small and fast in onnxruntime.
+
+    manifest = graphopt.export("stdlib_lm", "float32")                       # needs graphopt[export]
+    artifact = graphopt.optimize("float32", "rotate-int4", "int4")
+    session = graphopt.load("int4")                                          # then graphopt.generate, graphopt.evaluate
+"""
+
+from graphopt.artifact import Artifact, Manifest, read
+from graphopt.errors import GraphoptError, InputError, MissingDependencyError, VerificationError
+from graphopt.evaluate import Evaluation, evaluate
+from graphopt.generate import Completion, generate, stream
+from graphopt.models.export import export
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe, load_recipe, presets
+from graphopt.sampling import Sampling
+from graphopt.session import Session, load
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "Artifact",
+    "Completion",
+    "Evaluation",
+    "GraphoptError",
+    "InputError",
+    "Manifest",
+    "MissingDependencyError",
+    "Recipe",
+    "Sampling",
+    "Session",
+    "VerificationError",
+    "evaluate",
+    "export",
+    "generate",
+    "load",
+    "load_recipe",
+    "optimize",
+    "presets",
+    "read",
+    "stream",
+]

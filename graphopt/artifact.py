@@ -21,6 +21,7 @@ from typing import Any, Literal
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+import graphopt
 from graphopt.analysis.cost import WeightTotals
 from graphopt.errors import InputError
 from graphopt.passes.base import PassReport
@@ -92,7 +93,6 @@ class Manifest(BaseModel):
         weights: size of the weights.
         precision: storage and compute precision.
         session: onnxruntime session entries that the recipe means; a plain session without them uses its defaults.
-        notes: what a reader should know, such as a tokenizer that was not there.
         versions: packages that made it.
         files: size and hash of every other file of the folder.
     """
@@ -109,7 +109,6 @@ class Manifest(BaseModel):
     weights: WeightTotals | None = None
     precision: Precision | None = None
     session: dict[str, str] = {}
-    notes: list[str] = []
     versions: dict[str, str] = {}
     files: dict[str, FileRecord] = {}
 
@@ -153,6 +152,7 @@ def read(path: str | Path) -> Artifact:
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
+        _check_sizes(manifest, folder)
     else:
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder))
     return Artifact(model, manifest, companions)
@@ -270,6 +270,18 @@ def _check_opset(model: ir.Model, onnx_file: Path) -> None:
         )
 
 
+def _check_sizes(manifest: Manifest, folder: Path) -> None:
+    # A file cut between two parts of the protocol still parses. Hashes take as long as reading: see verify_files.
+    for name in manifest.files.keys() & {MODEL, DATA}:
+        file = folder / name
+        if file.is_file() and file.stat().st_size != manifest.files[name].bytes:
+            raise InputError(
+                f"the file has {file.stat().st_size} bytes, its manifest says {manifest.files[name].bytes}",
+                file=file,
+                remedy="is it truncated? make the artifact again",
+            )
+
+
 def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
     for name, value in model.graph.initializers.items():
         tensor = value.const_value
@@ -290,8 +302,9 @@ def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
 
 def installed_versions(*packages: str) -> dict[str, str]:
     """Return the versions of the packages that make an artifact, and of ``packages``; those not installed are left out."""
-    versions = {}
-    for package in ("graphopt", "onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", *packages):
+    # graphopt says its own version: run from a checkout, it is no installed package.
+    versions = {"graphopt": graphopt.__version__}
+    for package in ("onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", *packages):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions

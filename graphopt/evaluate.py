@@ -1,7 +1,8 @@
 """How well a model predicts a text: perplexity, and bits per byte, over sliding windows.
 
 The text is one sequence s[0], s[1], ...; s[0] is the BOS token where the tokenizer adds one (the last, where it adds
-several). It is cut into windows of equal length, each ``stride`` further on; of a window only the tokens that no earlier window scored are scored:
+several). It is cut into windows of equal length, each ``stride`` further on; of a window only those tokens are scored
+that no earlier window scored:
 
     window 1   [s0 ............. s1023]              scores s1 .. s1024
     window 2          [s512 ............. s1535]     scores      s1025 .. s1536
@@ -33,7 +34,6 @@ LARGEST_DEFAULT_WINDOW = 2048
 
 _UNKNOWN_POSITIONS_WINDOW = 1024
 _WINDOWS_PER_RUN = 4
-_LOGITS_BYTES = 1 << 26  # of the logits of one run, at most
 _BLOCK_BYTES = 1 << 19  # of the logits that are exponentiated together: they stay in a core's own cache
 
 
@@ -129,9 +129,8 @@ def evaluate(
     stride = max(1, window // 2) if stride is None else stride
     windows = plan(len(sequence), window, stride)
     nats, scored, total = 0.0, 0, len(sequence) - 1
-    per_run = max(1, min(_WINDOWS_PER_RUN, _rows_that_fit(session) // windows[0].length))
-    for first in range(0, len(windows), per_run):
-        batch = windows[first : first + per_run]
+    for first in range(0, len(windows), _WINDOWS_PER_RUN):
+        batch = windows[first : first + _WINDOWS_PER_RUN]
         nats += _nats_of(session, sequence, batch)
         if not math.isfinite(nats):
             raise GraphoptError(
@@ -171,21 +170,12 @@ def _sequence(session: Session, text: str) -> tuple[IntArray, int]:
     return ids, len(body.encode("utf-8"))
 
 
-def _rows_that_fit(session: Session) -> int:
-    """Return how many positions the logits of one run may have."""
-    return max(1, _LOGITS_BYTES // (4 * (session.interface.vocabulary or 1 << 17)))
-
-
 def _nats_of(session: Session, sequence: IntArray, batch: Sequence[Window]) -> float:
     """Run windows of equal length side by side, and return the summed negative log likelihood of what they score."""
     length = batch[0].length
     inputs = np.stack([sequence[part.start : part.start + length] for part in batch])
-    # A long window, or a large vocabulary, goes through the cache piece by piece, so that its logits fit in memory.
-    piece = max(1, _rows_that_fit(session) // len(batch)) if session.interface.past else length
-    decoder = Decoder(session, len(batch))
     nats = 0.0
-    for begin in range(0, length, piece):
-        logits = decoder.step(inputs[:, begin : begin + piece])
+    for begin, logits in Decoder(session, len(batch)).feed(inputs):
         for row, part in enumerate(batch):
             skip = max(0, length - part.scored - begin)
             targets = sequence[part.start + begin + 1 :][: logits.shape[1]]
@@ -210,7 +200,8 @@ def negative_log_likelihood(logits: npt.NDArray[Any], targets: IntArray) -> npt.
         block = logits[begin : begin + rows].astype(np.float32, copy=False)
         chosen = np.take_along_axis(block, targets[begin : begin + rows, None], axis=-1)[:, 0].astype(np.float64)
         peak = block.max(axis=-1, keepdims=True)
-        shifted = np.subtract(block, peak)
+        with np.errstate(invalid="ignore"):  # infinite logits: the result is NaN, as it should be
+            shifted = np.subtract(block, peak)
         total = np.exp(shifted, out=shifted).sum(axis=-1)
         result[begin : begin + rows] = np.log(total.astype(np.float64)) + peak[:, 0].astype(np.float64) - chosen
     return result

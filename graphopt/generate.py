@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.interface import IntArray
-from graphopt.decoder import Decoder
+from graphopt.decoder import Decoder, Logits
+from graphopt.detokenize import TextStream
 from graphopt.errors import InputError
 from graphopt.sampling import GREEDY, Sampling
 from graphopt.session import Session
@@ -25,7 +25,6 @@ Stopped = Literal["end of text", "length", "positions"]
 
 _AT_LENGTH: Stopped = "length"
 _AT_POSITIONS: Stopped = "positions"
-_INCOMPLETE = "\ufffd"  # what a decoder shows in place of bytes that are not yet a character
 
 
 class Completion(BaseModel):
@@ -60,41 +59,6 @@ class Step:
     tokens: tuple[int | None, ...]
     texts: tuple[str, ...]
     stopped: tuple[Stopped | None, ...]
-
-
-class TextStream:
-    """Turns tokens into text as they come, whole characters only.
-
-    A token of a byte-level tokenizer may hold a part of a character, and some decoders drop the space before a first
-    word. So each piece is what a token adds to the text of a few tokens before it.
-
-    Args:
-        session: the model, whose tokenizer is used.
-        prompt: the tokens after which the text begins.
-    """
-
-    _CONTEXT = 8  # tokens of the prompt that are enough to decide about a leading space
-
-    def __init__(self, session: Session, prompt: Sequence[int]) -> None:
-        self._session = session
-        self._ids = list(prompt[-self._CONTEXT :])
-        self._given = len(self._ids)  # tokens whose text has been handed out
-
-    def push(self, token: int) -> str:
-        """Return the text that ``token`` completes, maybe none."""
-        self._ids.append(token)
-        text = self._session.decode(self._ids)
-        before = self._session.decode(self._ids[: self._given])
-        if len(text) <= len(before) or text.endswith(_INCOMPLETE):
-            return ""
-        del self._ids[: self._given]
-        self._given = len(self._ids)
-        return text[len(before) :]
-
-    def finish(self) -> str:
-        """Return what was held back, with a mark (U+FFFD) for a character that was never completed."""
-        before = self._session.decode(self._ids[: self._given])
-        return self._session.decode(self._ids)[len(before) :]
 
 
 @dataclass
@@ -166,7 +130,8 @@ def stream(
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
-            is below 1; there is a text but no tokenizer; prompts differ in length and the graph has no ``attention_mask``.
+            is below 1; there is a text but no tokenizer; prompts differ in length and the graph has no
+            ``attention_mask``.
     """
     return _steps(session, _rows(session, prompts, max_new_tokens, sampling), sampling)
 
@@ -215,10 +180,12 @@ def _steps(session: Session, rows: Sequence[_Row], sampling: Sampling) -> Iterat
     eos = session.manifest.model.eos_token_ids
     ids, mask = _padded_left([row.prompt for row in rows])
     while True:
-        logits: npt.NDArray[Any] = decoder.step(ids, mask)[:, -1]
+        newest: Logits = np.empty((0, 0), np.float32)
+        for _, logits in decoder.feed(ids, mask):
+            newest = logits[:, -1]
         taken = [
             row.take(sampling.choose(values, row.random), eos) if row.stopped is None else (None, "")
-            for row, values in zip(rows, logits, strict=True)
+            for row, values in zip(rows, newest, strict=True)
         ]
         tokens, texts = zip(*taken, strict=True)
         yield Step(tokens, texts, tuple(row.stopped for row in rows))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -15,11 +14,10 @@ from graphopt.analysis.cost import storage_formats, weight_totals
 from graphopt.artifact import Artifact, Manifest, Precision
 from graphopt.kernels import check_kernels, quantized_products
 from graphopt.passes import PassReport
+from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.verify import Check, Verifier
 from graphopt.weights import check_finite
-
-Progress = Callable[[str], None]
 
 _PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 
@@ -30,7 +28,7 @@ def optimize(
     output: str | Path | None = None,
     *,
     overwrite: bool = False,
-    on_stage: Progress | None = None,
+    on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
 
@@ -39,7 +37,7 @@ def optimize(
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         overwrite: whether an artifact at ``output`` may be replaced.
-        on_stage: called with a word on what happens next.
+        on_stage: called when a stage begins, with how many are done.
 
     Returns:
         The optimized model with its manifest. What each pass changed, and what it left alone and why, is in
@@ -49,7 +47,6 @@ def optimize(
         InputError: the model, the recipe or the output cannot be used.
         VerificationError: a check failed; nothing was written.
     """
-    say = on_stage or (lambda stage: None)
     chosen = load_recipe(recipe)
     if output is not None:
         artifacts.check_output(Path(output), overwrite=overwrite)
@@ -57,25 +54,27 @@ def optimize(
     folder = tempfile.TemporaryDirectory(prefix="graphopt-")
     graph = source.model.clone()
 
-    say("reading the weights")
+    passes = chosen.passes()
+    total = len(passes) + 3
+    on_stage("reading the weights", 0, total)
     check_finite(graph)
+    on_stage("running the model as it is", 1, total)
     verifier = Verifier(Path(folder.name), chosen.session_entries())
-    say("running the model as it is")
     verifier.start(graph)
 
     reports: list[PassReport] = []
     checks: list[Check] = []
-    for step in chosen.passes():
-        say(step.name)
+    for done, step in enumerate(passes, start=2):
+        on_stage(step.name, done, total)
         result = step(graph)
         reports.append(result.report)
-        say(f"checking {step.name}")
+        on_stage(f"checking {step.name}", done, total)
         checks.append(verifier.check(graph, step.name, step.effect))
 
     NameFixPass()(graph)
     activations: tuple[str, ...] = ()
     if quantized_products(graph.graph):
-        say("reading the graph that onnxruntime runs")
+        on_stage("reading the graph that onnxruntime runs", total - 1, total)
         kernels = check_kernels(graph, verifier, chosen.session_entries())
         activations = kernels.activations
         checks.append(kernels.check)
@@ -94,8 +93,9 @@ def optimize(
     )
     made = Artifact(graph, manifest, source.companions, keep=folder)
     if output is not None:
-        say("writing")
-        made.manifest = artifacts.write(made, output, overwrite=overwrite)
+        made.manifest = artifacts.write(
+            made, output, overwrite=overwrite, on_tensor=lambda done, of: on_stage("writing", done, of)
+        )
     return made
 
 

@@ -81,8 +81,9 @@ class Sampling:
         with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
             np.exp((values - peak) / self.temperature, out=weights)
         if self.top_k is not None or self.top_p < 1:
-            # Stable, so that of equally likely tokens the one with the lower number stays.
-            ranks = np.argsort(-weights, kind="stable")[: self.top_k]
+            k = min(self.top_k or len(weights), len(weights))
+            likely = np.argpartition(-weights, k - 1)[:k]
+            ranks = likely[np.argsort(-weights[likely])]
             mass = np.cumsum(weights[ranks])
             # As many as are needed: a token goes when those before it reach top_p already.
             count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * mass[-1]))
@@ -105,7 +106,7 @@ class Sampling:
         probabilities = self.probabilities(logits)
         if self.temperature == 0:
             return int(probabilities.argmax())
-        # In the order of the vocabulary, not of likelihood: then logits that differ in the last bit hardly ever change it.
+        # In the order of the vocabulary, not of likelihood: logits that differ in the last bit then rarely change it.
         candidates = np.flatnonzero(probabilities)
         reach = np.cumsum(probabilities[candidates])
         drawn = int(np.searchsorted(reach, random.random() * reach[-1], side="right"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.interface import Interface
-from graphopt.artifact import COMPANIONS, MODEL, Artifact, Manifest, Source, Weights
+from graphopt.artifact import COMPANIONS, MODEL, Artifact, Manifest, Source
 from graphopt.errors import InputError
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
@@ -97,7 +97,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     opened.manifest = manifest.model_copy(
         update={
             "source": Source(kind="onnx", name=name) if not manifest.files else manifest.source,
-            "weights": Weights(**weight_totals(opened.model)._asdict()),
+            "weights": weight_totals(opened.model),
             "versions": manifest.versions or artifact.installed_versions(),
             "notes": notes,
         }
@@ -110,19 +110,18 @@ def _from_transformers(source: str, name: str, temporary: Path, say: Callable[[s
     from graphopt.models.agreement import check_agreement
     from graphopt.models.trace import load_model, trace
 
-    say("loading the model")
+    say("loading the model" if Path(source).is_dir() else "asking the Hugging Face hub for the model")
     torch_model = load_model(source)
     companions, notes = _companions(source, torch_model, temporary)
     say("tracing it into one ONNX graph")
     program = trace(torch_model, source)
-    weights = Weights(**weight_totals(program)._asdict())
     say("running it against transformers")
-    check = check_agreement(torch_model, program, weights.bytes)
+    check = check_agreement(torch_model, program)
     manifest = Manifest(
         source=Source(kind="transformers", name=name),
         model=artifact.facts_of_config(companions["config.json"].parent),
         checks=[check],
-        weights=weights,
+        weights=weight_totals(program),
         notes=notes,
         versions=artifact.installed_versions("torch", "transformers"),
     )

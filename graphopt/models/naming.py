@@ -22,7 +22,8 @@ from graphopt.provenance import SCOPE
 BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
 """Names of the dimensions that vary."""
 
-_CACHE = re.compile(r"(input|output)\.past_key_values\.layers\.(\d+)\.(key|value)s")
+# The side is told only where both sides have the name.
+_CACHE = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
 _FIRST_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
 
@@ -64,13 +65,13 @@ def _name_ports(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *graph.outputs):
         match = _CACHE.fullmatch(value.name or "")
         if match is not None:
-            side = "past_key_values" if match[1] == "input" else "present"
+            side = "present" if match[1] == "output" else "past_key_values"
             value.name = f"{side}.{match[2]}.{match[3]}"
         elif value.is_graph_input() and value.name not in _FIRST_INPUTS:
             raise InputError(
                 "the model keeps a state, or takes an input, that is none of tokens, mask, positions and key-value cache",
                 tensor=value.name,
-                shape=None if value.shape is None else list(value.shape),
+                shape=None if value.shape is None else [str(dimension) for dimension in value.shape],
                 remedy="graphopt takes decoder-only models in which every layer with a state has a key-value cache",
             )
     first = [value for name in _FIRST_INPUTS for value in graph.inputs if value.name == name]

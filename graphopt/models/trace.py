@@ -71,7 +71,9 @@ def load_model(source: str) -> Any:
             raise InputError(
                 f"no model configuration can be read ({_first_line(error)})",
                 file=source,
-                remedy="give a folder with config.json, the id of a hub model (and a network), or an .onnx file",
+                remedy="is config.json there, and whole?"
+                if Path(source).is_dir()
+                else "no file, folder or shipped model has this name and the Hugging Face hub gave none; is it spelled right?",
             ) from error
         _check_causal(config, source, transformers)
         try:
@@ -153,12 +155,13 @@ def trace(model: Any, source: str) -> ir.Model:
             ) from error
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
-    if not Interface.of_graph(program.graph).past:
+    if not any((value.name or "").startswith("present.") for value in program.graph.outputs):
         raise InputError(
             f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
             file=source,
             remedy="is it a bidirectional model? graphopt takes decoder-only models",
         )
+    Interface.of_graph(program.graph)
     return program
 
 

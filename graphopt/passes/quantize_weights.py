@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
-from pydantic import field_validator
+from pydantic import Field
 
 from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, token_lookups
-from graphopt.errors import InputError
 from graphopt.formats import format_of
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.passes.quantized import LazyQuantized
@@ -20,25 +17,21 @@ from graphopt.weights import new_weight, weight_of
 _GROUPS = (16, 32, 64, 128, 256)
 
 
-class WeightFormat(Options):
-    """A number format, and how many weights share a scale (``None``: a whole row of a table)."""
+class LinearFormat(Options):
+    """A number format for matrices, and how many rows share a scale; onnxruntime fuses these groups and no others."""
 
-    format: str = "int4"
-    group: int | None = 64
-
-    @field_validator("format")
-    @classmethod
-    def _known(cls, name: str) -> str:
-        try:
-            return format_of(name).name
-        except InputError as error:
-            raise ValueError(str(error)) from error
-
-
-class LinearFormat(WeightFormat):
-    """A number format for matrices: ``group`` is one that onnxruntime fuses."""
-
+    format: Literal["int4", "int8", "uint4", "uint8"] = "int4"
     group: Literal[16, 32, 64, 128, 256] = 64
+
+
+class TableFormat(Options):
+    """A number format for tables that are looked up, and how many weights of a row share a scale (``None``: all).
+
+    ONNX's ``Gather`` takes no codes of 4 bits.
+    """
+
+    format: Literal["int8", "uint8"] = "int8"
+    group: int | None = Field(default=None, ge=1)
 
 
 class QuantizeWeightsOptions(Options):
@@ -46,7 +39,7 @@ class QuantizeWeightsOptions(Options):
 
     step: Literal["quantize_weights"] = "quantize_weights"
     linear: LinearFormat | None = LinearFormat()
-    embedding: WeightFormat | None = WeightFormat(format="int8", group=None)
+    embedding: TableFormat | None = TableFormat()
     head: LinearFormat | None = LinearFormat(format="int8", group=128)
     scale: Literal["extreme", "least_squares"] = "least_squares"
 
@@ -91,9 +84,10 @@ class QuantizeWeights(Pass):
                 ledger.skipped(node, "the recipe leaves it in floating point")
             else:
                 self._quantize_table(graph, node, self.options.embedding, ledger)
+        left = set(linear_nodes(graph))
         for node in graph:
             weight = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
-            if weight is not None and node not in linear_nodes(graph):
+            if weight is not None and node not in left:
                 ledger.skipped(node, f"{node.op_type} with a weight of shape {list(weight.shape or ())}, not a matrix")
 
     def _quantize_matrix(self, graph: ir.Graph, node: ir.Node, wanted: LinearFormat, ledger: Ledger) -> None:
@@ -116,7 +110,7 @@ class QuantizeWeights(Pass):
         ledger.changed(dequantize, f"{weight.name} as {wanted.format} in groups of {group}{note}", [weight])
         _drop(graph, weight)
 
-    def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: WeightFormat, ledger: Ledger) -> None:
+    def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: TableFormat, ledger: Ledger) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
         width = table.const_value.shape.numpy()[1]

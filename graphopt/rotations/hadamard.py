@@ -2,11 +2,11 @@
 
 Constructions, in the order they are tried (Horadam 2007, "Hadamard Matrices and Their Applications", chapter 2):
 
-* n = 1, 2: by hand.
+* n = 2^k: Sylvester, H_2n = [[1, 1], [1, -1]] (x) H_n from H_1 = [1].
 * Paley I, n = q + 1 for a prime q = 3 mod 4: H = I + S, S = [[0, 1], [-1, Q]], Q the quadratic residues.
 * Paley II, n = 2 (q + 1) for a prime q = 1 mod 4: C = [[0, 1], [1, Q]] with 0 -> [[1, -1], [-1, -1]],
   +-1 -> +-[[1, 1], [1, -1]].
-* Sylvester, n = 2 m: [[1, 1], [1, -1]] (x) H_m.
+* n = 2 m: Sylvester's doubling of H_m.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def hadamard(n: int) -> Signs:
     """
     if n == 1:
         matrix = np.ones((1, 1), np.int8)
-    elif n == 2:
-        matrix = _H2
+    elif n > 0 and n & (n - 1) == 0:
+        matrix = np.kron(_H2, hadamard(n // 2))
     elif n % 4 == 0 and (n - 1) % 4 == 3 and _is_prime(n - 1):
         matrix = _paley_one(n - 1)
     elif n % 4 == 0 and (n // 2 - 1) % 4 == 1 and _is_prime(n // 2 - 1):

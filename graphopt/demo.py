@@ -1,0 +1,97 @@
+"""The main job on the shipped model: export, rotate, quantize, check, evaluate, complete."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from graphopt.artifact import Manifest
+from graphopt.evaluate import evaluate
+from graphopt.generate import generate
+from graphopt.models.export import export
+from graphopt.models.stdlib_text import held_out_text
+from graphopt.pipeline import optimize
+from graphopt.progress import Progress, silent
+from graphopt.session import load
+
+MODEL = "stdlib_lm"
+EXPORTED = "float32"
+RECIPES = ("rotate", "int4", "rotate-int4")
+PROMPT = "def read_lines(path):\n    "
+
+
+class Stage(BaseModel):
+    """One row of the demo's table.
+
+    Attributes:
+        name: the recipe, or the export.
+        folder: the artifact that was written.
+        bytes: size of all its files.
+        bits_per_weight: bits of one weight, scales included.
+        bits_per_byte: what the model needs per byte of the held-out text.
+        largest_logit_change: against the exported model, relative to the largest logit.
+        activations: to what quantized products round their inputs.
+        seconds: time to make the artifact.
+        completion: what the model makes of the prompt, greedily.
+    """
+
+    name: str
+    folder: str
+    bytes: int
+    bits_per_weight: float
+    bits_per_byte: float
+    largest_logit_change: float
+    activations: str
+    seconds: float
+    completion: str
+
+
+class Demo(BaseModel):
+    """What the demo found: the text it was judged on, the prompt, and a row per stage."""
+
+    held_out_bytes: int
+    prompt: str
+    stages: list[Stage]
+
+
+def run_demo(output: Path, on_stage: Progress = silent) -> Demo:
+    """Make every stage below ``output``, replacing artifacts of an earlier demo, and judge each on the held-out text.
+
+    Raises:
+        GraphoptError: a stage failed.
+    """
+    text = held_out_text()
+    stages = []
+    for number, name in enumerate((EXPORTED, *RECIPES)):
+
+        def say(stage: str, done: int = 0, total: int | None = None, number: int = number, name: str = name) -> None:
+            share = done / total if total else 0.0
+            on_stage(f"{name}: {stage}", round(100 * (number + share)), 100 * (1 + len(RECIPES)))
+
+        folder, started = output / name, time.perf_counter()
+        if name == EXPORTED:
+            manifest = export(MODEL, folder, overwrite=True, on_stage=say)
+        else:
+            manifest = optimize(output / EXPORTED, name, folder, overwrite=True, on_stage=say).manifest
+        seconds = time.perf_counter() - started
+        say("judging it on held-out text", 1, 2)
+        stages.append(_judge(name, folder, manifest, text, seconds))
+    return Demo(held_out_bytes=len(text.encode()), prompt=PROMPT, stages=stages)
+
+
+def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: float) -> Stage:
+    session = load(folder)
+    moved = [check.figures["largest_change_from_start"] for check in manifest.checks if "largest_change_from_start" in check.figures]
+    return Stage(
+        name=name,
+        folder=str(folder),
+        bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        bits_per_weight=manifest.weights.bits_per_weight if manifest.weights else 0.0,
+        bits_per_byte=evaluate(session, text).bits_per_byte,
+        largest_logit_change=moved[-1] if moved else 0.0,
+        activations=manifest.precision.activations if manifest.precision else "float32",
+        seconds=seconds,
+        completion=generate(session, PROMPT, max_new_tokens=48)[0].text or "",
+    )

@@ -1,0 +1,1 @@
+"""What people see: tables of passes, checks and stages."""

@@ -1,0 +1,170 @@
+"""Small models of real families, with random weights, and their exports; each is made once per worker."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# Before anything imports them. No test may reach for the network; each worker of pytest-xdist computes on one core.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY, HIDDEN, POSITIONS = 300, 64, 128
+
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+}
+# MLP widths are 12 and 20 times a power of two, for which rotations need odd Hadamard orders.
+_GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_GROUPED, "intermediate_size": 160, "tie_word_embeddings": True}),
+    # biases on query, key and value
+    "qwen2": ("Qwen2Config", {**_GROUPED}),
+    # learned positions, LayerNorm, fused query-key-value stored [in, out], biases everywhere
+    "gpt2": (
+        "GPT2Config",
+        {
+            "vocab_size": VOCABULARY,
+            "n_embd": HIDDEN,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_positions": POSITIONS,
+            "bos_token_id": 0,
+            "eos_token_id": 0,
+        },
+    ),
+    # attention and MLP in parallel on one residual, partial rotary
+    "gpt_neox": ("GPTNeoXConfig", {**_COMMON, "intermediate_size": 96}),
+    # fused query-key-value and fused gate-up
+    "phi3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),
+    # a sliding window (shorter than the tests' sequences) in one layer of two, norms with 1 + gain, scaled embedding
+    "gemma3": (
+        "Gemma3TextConfig",
+        {
+            **_GROUPED,
+            "head_dim": 16,
+            "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "pad_token_id": 0,
+        },
+    ),
+}
+
+
+@pytest.fixture(scope="session")
+def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes the Hugging Face folder of a family in :data:`FAMILIES`; only Llama has a tokenizer."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            import torch
+            import transformers
+
+            config_class, settings = FAMILIES[family]
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**settings))
+            randomize(model)
+            made[family] = tmp_path_factory.mktemp("folders") / family
+            if family == "llama":
+                # As checkpoints are: 16 bits, which the export must widen to 32.
+                model = model.half()
+                save_tokenizer(made[family])
+            model.save_pretrained(made[family])
+        return made[family]
+
+    return make
+
+
+def randomize(model: Any) -> None:
+    """Draw weights that leave nothing to chance: logits of order 1, no norm gain that is 1 and no bias that is 0."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # One over the root of the width keeps what passes through at the size it had.
+                parameter.normal_(std=HIDDEN**-0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            else:
+                parameter.uniform_(0.5, 1.5)
+
+
+@pytest.fixture(scope="session")
+def make_artifact(
+    make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str], Path]:
+    """Return a function that exports a family in :data:`FAMILIES` and gives the artifact's folder."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            from graphopt.models.export import export
+
+            output = tmp_path_factory.mktemp("artifacts") / family
+            export(make_folder(family), output)
+            made[family] = output
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def llama_folder(make_folder: Callable[[str], Path]) -> Path:
+    """A Hugging Face folder of a 2-layer Llama with a byte-level BPE tokenizer."""
+    return make_folder("llama")
+
+
+@pytest.fixture(scope="session")
+def llama_artifact(make_artifact: Callable[[str], Path]) -> Path:
+    """The exported artifact of :func:`llama_folder`; treat it as read-only, and copy it to change it."""
+    return make_artifact("llama")
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE tokenizer of :data:`VOCABULARY` tokens and save it as transformers does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from graphopt.models.stdlib_text import held_out_text
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [held_out_text()[:20_000]],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=POSITIONS
+    )
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture
+def llama_canonical(llama_artifact: Path) -> Any:
+    """The exported Llama after canonicalize and fold_norms, in memory; a new one for each test."""
+    from graphopt import artifact
+    from graphopt.passes import PASSES
+
+    model = artifact.read(llama_artifact).model
+    for name in ("canonicalize", "fold_norms"):
+        PASSES[name](PASSES[name].options_type())(model)
+    return model

@@ -1,0 +1,130 @@
+"""Small graphs with a residual stream, built by hand: what a rewrite must keep, without an export."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+
+from graphopt.runtime import open_session
+
+VOCABULARY = 24
+
+
+@dataclass
+class Builder:
+    """Adds nodes and weights to a graph, with shapes, under readable names."""
+
+    random: np.random.Generator
+    nodes: list[ir.Node]
+    weights: list[ir.Value]
+
+    def weight(self, name: str, *shape: int) -> ir.Value:
+        array = self.random.standard_normal(shape).astype(np.float32) / np.float32(np.sqrt(shape[0]))
+        return self.constant(name, array)
+
+    def constant(self, name: str, array: np.ndarray) -> ir.Value:
+        value = ir.val(name, const_value=ir.tensor(array, name=name))
+        self.weights.append(value)
+        return value
+
+    def op(self, op_type: str, inputs: list[ir.Value | None], width: int | None, name: str, **attributes: object) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes or None, name=name)  # type: ignore[arg-type]
+        output = node.outputs[0]
+        output.name, output.dtype = f"{name}.out", ir.DataType.FLOAT
+        output.shape = ir.Shape(["batch", "length"] if width is None else ["batch", "length", width])
+        self.nodes.append(node)
+        return output
+
+
+def residual_model(
+    width: int = 16,
+    inner: int = 12,
+    layers: int = 2,
+    *,
+    seed: int = 0,
+    biased: bool = False,
+    gains: bool = True,
+    tied: bool = False,
+    multiplier: float | None = None,
+    post_norm: bool = False,
+    observed: bool = False,
+) -> ir.Model:
+    """Return logits = head(norm(x)), x = table[ids] + sum of layers w2(sigmoid(w1(norm(x)))), by the options given.
+
+    Args:
+        biased: writers and readers have biases.
+        gains: norms have random gains; ones otherwise.
+        tied: the head is the transposed table.
+        multiplier: a number that scales the embedding.
+        post_norm: what a layer adds passes a norm with a gain first, as in Gemma2.
+        observed: the residual stream is an output of the graph.
+    """
+    build = Builder(np.random.default_rng(seed), [], [])
+    ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
+    table = build.weight("table", VOCABULARY, width)
+    x = build.op("Gather", [table, ids], width, "embedding", axis=0)
+    if multiplier is not None:
+        x = build.op("Mul", [x, build.constant("multiplier", np.array(multiplier, np.float32))], width, "scaled")
+
+    def norm(value: ir.Value, name: str) -> ir.Value:
+        gain = build.random.uniform(0.5, 1.5, width) if gains else np.ones(width)
+        return build.op(
+            "RMSNormalization", [value, build.constant(f"{name}.gain", gain.astype(np.float32))], width, name, axis=-1
+        )
+
+    def linear(value: ir.Value, columns: int, name: str) -> ir.Value:
+        assert value.shape is not None
+        rows = value.shape[2]
+        assert isinstance(rows, int)
+        value = build.op("MatMul", [value, build.weight(f"{name}.weight", rows, columns)], columns, name)
+        if biased:
+            value = build.op("Add", [value, build.weight(f"{name}.bias", columns)], columns, f"{name}.add_bias")
+        return value
+
+    for layer in range(layers):
+        hidden = linear(norm(x, f"norm{layer}"), inner, f"up{layer}")
+        added = linear(build.op("Sigmoid", [hidden], inner, f"sigmoid{layer}"), width, f"down{layer}")
+        if post_norm:
+            added = norm(added, f"post_norm{layer}")
+        x = build.op("Add", [x, added], width, f"residual{layer}")
+    normed = norm(x, "final_norm")
+    if tied:
+        turned = ir.node("Transpose", [table], {"perm": [1, 0]}, name="transposed_table")
+        turned.outputs[0].name, turned.outputs[0].dtype = "transposed", ir.DataType.FLOAT
+        turned.outputs[0].shape = ir.Shape([width, VOCABULARY])
+        build.nodes.append(turned)
+        logits = build.op("MatMul", [normed, turned.outputs[0]], VOCABULARY, "head")
+    else:
+        logits = linear(normed, VOCABULARY, "head")
+    logits.name = "logits"
+    outputs = [logits, x] if observed else [logits]
+    graph = ir.Graph([ids], outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="small")
+    return ir.Model(graph, ir_version=10)
+
+
+def save(model: ir.Model, folder: Path, name: str = "model.onnx") -> Path:
+    """Write ``model`` with external data beside it."""
+    path = folder / name
+    ir.save(model, path, external_data=f"{name}.data", size_threshold_bytes=64)
+    return path
+
+
+def session(model: ir.Model, folder: Path) -> onnxruntime.InferenceSession:
+    """Open ``model`` in onnxruntime."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return open_session(save(model, folder))
+
+
+def logits(model: ir.Model, folder: Path, seed: int = 1) -> np.ndarray:
+    """Run ``model`` on random tokens, float32 [3, 5, vocabulary]."""
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, (3, 5))
+    return session(model, folder).run(["logits"], {"input_ids": ids})[0]
+
+
+def relative(before: np.ndarray, after: np.ndarray) -> float:
+    """Return the largest difference, relative to the largest value before."""
+    return float(np.abs(after - before).max() / np.abs(before).max())

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
+from tests.graphs import logits, relative, residual_model
+
+# float32: one rounding of each weight (6e-8) and sums of up to 16 terms, through 2 layers; seen 3e-7.
+FLOAT32 = 3e-6
+
+
+def fold(model: ir.Model) -> object:
+    return FoldNorms(FoldNormsOptions())(model).report  # type: ignore[attr-defined]
+
+
+def gains(model: ir.Model) -> list[np.ndarray]:
+    return [node.inputs[1].const_value.numpy() for node in model.graph if node.op_type == "RMSNormalization"]
+
+
+@given(
+    seed=st.integers(0, 1000),
+    width=st.sampled_from([4, 10, 16]),
+    layers=st.integers(0, 3),
+    biased=st.booleans(),
+    tied=st.booleans(),
+    post_norm=st.booleans(),
+)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_logits_stay_and_gains_become_one(
+    tmp_path: Path, seed: int, width: int, layers: int, biased: bool, tied: bool, post_norm: bool
+) -> None:
+    from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
+
+    model = residual_model(width, layers=layers, seed=seed, biased=biased, tied=tied, post_norm=post_norm)
+    before = logits(model, tmp_path / "before")
+    Canonicalize(CanonicalizeOptions())(model)
+    report = fold(model)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+    # a post-norm's gain sits on the residual itself and must stay, with its reason; every other gain is folded
+    folded = [bool((gain == 1).all()) for gain in gains(model)]
+    assert folded.count(False) == (layers if post_norm else 0)
+    stays = [skip for skip in report.skips if "read by Add" in skip.reason]
+    assert len(stays) == (layers if post_norm else 0)
+
+
+def test_a_gain_that_two_norms_share_is_folded_once_each(tmp_path: Path) -> None:
+    model = residual_model()
+    norms = [node for node in model.graph if node.op_type == "RMSNormalization"]
+    for norm in norms:
+        norm.replace_input_with(1, norms[0].inputs[1])
+    before = logits(model, tmp_path / "before")
+    fold(model)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+    assert all((gain == 1).all() for gain in gains(model))
+
+
+def test_a_weight_that_another_product_shares_is_copied_first(tmp_path: Path) -> None:
+    model = residual_model()
+    up = {node.name: node for node in model.graph}
+    up["up1"].replace_input_with(1, up["up0"].inputs[1])
+    before = logits(model, tmp_path / "before")
+    fold(model)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+
+
+def test_a_norm_that_the_app_reads_stays(tmp_path: Path) -> None:
+    model = residual_model()
+    final = next(node for node in model.graph if node.name == "final_norm")
+    model.graph.outputs.append(final.outputs[0])
+    report = fold(model)
+    assert [(skip.where, skip.reason) for skip in report.skips] == [
+        ("final_norm", "its output is an output of the graph")
+    ]
+    assert not (gains(model)[-1] == 1).all()
+
+
+def test_a_layer_norm_is_reported_not_passed_over() -> None:
+    model = residual_model(layers=1)
+    norm = next(node for node in model.graph if node.name == "norm0")
+    norm.op_type = "LayerNormalization"
+    assert any(skip.where == "norm0" and "LayerNormalization" in skip.reason for skip in fold(model).skips)

@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from graphopt import provenance
+from graphopt.formats import format_of
+from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions, TableFormat
+from graphopt.rounding import round_to_nearest
+from graphopt.runtime import ACCURACY_LEVEL, open_session
+from tests.graphs import residual_model, save, session
+
+
+def options(**given: object) -> QuantizeWeightsOptions:
+    defaults = {"linear": LinearFormat(group=16), "head": LinearFormat(format="int8", group=16)}
+    return QuantizeWeightsOptions(**{**defaults, **given})  # type: ignore[arg-type]
+
+
+def quantize(model: ir.Model, chosen: QuantizeWeightsOptions | None = None) -> object:
+    return QuantizeWeights(chosen or options())(model).report  # type: ignore[attr-defined]
+
+
+def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
+    """Return a float copy of ``model`` whose weights are what the codes stand for, computed by the definition."""
+    copy = model.clone(deep_copy=True)
+    for name, value in copy.graph.initializers.items():
+        if name == "table":
+            wanted, turned = chosen.embedding, True
+        elif name.endswith(".weight"):
+            wanted, turned = (chosen.head if name.startswith("head") else chosen.linear), False
+        else:
+            continue
+        if wanted is None:
+            continue
+        array = value.const_value.numpy()
+        array = array.T if turned else array
+        result = round_to_nearest(array, format_of(wanted.format), wanted.group, chosen.scale).dequantize()
+        value.const_value = ir.tensor((result.T if turned else result).astype(np.float32), name=name)
+    return copy
+
+
+@given(
+    seed=st.integers(0, 1000),
+    linear=st.sampled_from(["int4", "int8", "uint4", "uint8"]),
+    head=st.sampled_from(["int4", "int8", "uint4", "uint8", None]),
+    embedding=st.sampled_from([("int8", None), ("int8", 16), ("uint8", 8), None]),
+    scale=st.sampled_from(["extreme", "least_squares"]),
+)
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_onnxruntime_computes_what_the_codes_stand_for(
+    tmp_path: Path, seed: int, linear: str, head: str | None, embedding: tuple[str, int | None] | None, scale: str
+) -> None:
+    chosen = options(
+        linear=LinearFormat(format=linear, group=16),
+        head=None if head is None else LinearFormat(format=head, group=16),
+        embedding=None if embedding is None else TableFormat(format=embedding[0], group=embedding[1]),
+        scale=scale,
+    )
+    model = residual_model(width=32, inner=48, seed=seed, biased=True)
+    expected = session(dequantized(model, chosen), tmp_path / "float")
+    quantize(model, chosen)
+    # float32 activations, so that only the weights differ from the original
+    actual = open_session(save(model, tmp_path), entries={ACCURACY_LEVEL: "0"})
+    ids = {"input_ids": np.random.default_rng(seed).integers(0, 24, (2, 6))}
+    want, got = (s.run(["logits"], ids)[0] for s in (expected, actual))
+    # float32 sums of up to 48 terms in another order: 48 * 6e-8, through 2 layers; seen 1e-6
+    assert np.abs(want - got).max() < 2e-5 * np.abs(want).max()
+
+
+def test_every_product_becomes_the_fused_kernel_and_no_float_weight_stays(tmp_path: Path) -> None:
+    model = residual_model(width=32, inner=48)
+    quantize(model)
+    path = save(model, tmp_path)
+    stored = {n: v.const_value for n, v in ir.load(path).graph.initializers.items()}
+    assert not {name for name in stored if name.endswith(".weight") or name == "table"}
+    assert max(t.size for t in stored.values() if t.dtype == ir.DataType.FLOAT) < 32 * 48 / 8
+    open_session(path, optimized_to=tmp_path / "optimized.onnx")
+    kinds = Counter(node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph)
+    assert kinds["MatMulNBits"] == 5
+    assert kinds["MatMul"] == 0
+    # what is dequantized is the rows that were looked up, never a stored weight
+    unpacked = [node for node in ir.load(tmp_path / "optimized.onnx").graph if node.op_type == "DequantizeLinear"]
+    assert unpacked
+    assert {node.inputs[0].producer().op_type for node in unpacked} == {"Gather"}
+
+
+def test_the_embedding_is_looked_up_as_codes() -> None:
+    model = residual_model(width=32)
+    quantize(model)
+    lookup = next(node for node in model.graph if node.op_type == "Gather")
+    assert lookup.inputs[0].dtype == ir.DataType.INT8
+    assert lookup.outputs[0].uses()[0].node.op_type == "DequantizeLinear"
+
+
+def test_rows_that_the_group_does_not_divide_take_a_smaller_one_and_say_so() -> None:
+    model = residual_model(width=96, inner=32)
+    report = quantize(model, options(linear=LinearFormat(group=128)))
+    made = {c.where: c.what for c in report.changes}
+    assert "groups of 32 (128 does not divide 96 rows)" in made["up0.dequantize"]
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen", "where", "reason"),
+    [
+        (residual_model(width=10), options(), "up0", "10 rows are no multiple"),
+        (residual_model(width=32), options(linear=None), "up0", "leaves it in floating point"),
+        (residual_model(width=32), options(embedding=None), "embedding", "leaves it in floating point"),
+        (residual_model(width=32), options(embedding=TableFormat(format="int8", group=24)), "embedding", "no multiple of the group 24"),
+    ],
+)
+def test_what_is_left_alone_has_its_reason(
+    model: ir.Model, chosen: QuantizeWeightsOptions, where: str, reason: str
+) -> None:
+    assert any(skip.where == where and reason in skip.reason for skip in quantize(model, chosen).skips)
+
+
+def test_a_table_that_tokens_do_not_index_is_left_alone() -> None:
+    model = residual_model(width=32)
+    lookup = next(node for node in model.graph if node.op_type == "Gather")
+    lookup.inputs[1].name = "position_ids"
+    assert any("not looked up by input_ids" in skip.reason for skip in quantize(model).skips)
+
+
+def test_a_stack_of_matrices_is_left_alone_with_its_shape() -> None:
+    model = residual_model(width=32, inner=32)
+    up = next(node for node in model.graph if node.name == "up0")
+    stacked = ir.val("stacked", const_value=ir.tensor(np.zeros((1, 32, 32), np.float32), name="stacked"))
+    model.graph.initializers["stacked"] = stacked
+    up.replace_input_with(1, stacked)
+    assert any(skip.where == "up0" and "[1, 32, 32]" in skip.reason for skip in quantize(model).skips)
+
+
+def test_new_nodes_know_where_they_come_from() -> None:
+    model = residual_model(width=32)
+    quantize(model)
+    made = next(node for node in model.graph if node.name == "up0.dequantize")
+    assert provenance.history(made) == (["quantize_weights"], ["up0.weight"])
+
+
+@pytest.mark.parametrize("bad", [{"format": "int3"}, {"group": 48}, {"grup": 32}])
+def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LinearFormat(**bad)  # type: ignore[arg-type]
+
+
+def test_an_embedding_of_4_bits_is_refused() -> None:
+    with pytest.raises(ValidationError, match="int8"):
+        TableFormat(format="int4")  # type: ignore[arg-type]
