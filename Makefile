@@ -20,8 +20,6 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3
 EXTRAS ?= cpu,export,dev
 # Test processes; each computes with one thread, or they would fight for the cores.
 JOBS ?= 2
-# Where torch offers builds without CUDA, gigabytes smaller. Where it cannot be reached, pip's usual index serves.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 TORCH = $(shell sed -nE 's/.*"(torch==[^"]+)".*/\1/p' pyproject.toml)
 
 BIN := .venv/bin
@@ -68,7 +66,7 @@ $(READY): pyproject.toml $(NATIVE)
 	fi
 	@rm -f .venv/.ready-*
 	@echo "Installing $(TORCH) (the large one: minutes the first time)"
-	@$(PIP) install --retries 0 --extra-index-url $(TORCH_INDEX) "$(or $(TORCH),$(error pyproject.toml pins no torch))"
+	@$(PIP) install "$(or $(TORCH),$(error pyproject.toml pins no torch))"
 	@echo "Installing graphopt[$(EXTRAS)]"
 	@$(PIP) install --editable ".[$(EXTRAS)]"
 	@touch $@

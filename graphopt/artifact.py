@@ -24,8 +24,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 import graphopt
 from graphopt.analysis.cost import WeightTotals
 from graphopt.errors import InputError
+from graphopt.onnx_file import load
 from graphopt.passes.base import PassReport
-from graphopt.runtime import OPSETS
 from graphopt.verify import Check
 
 MODEL = "model.onnx"
@@ -134,7 +134,8 @@ def read(path: str | Path) -> Artifact:
     """Open an artifact folder, or a plain ``.onnx`` file with the companions beside it.
 
     Raises:
-        InputError: there is no model, it is truncated, its external data is missing or short, or its manifest is not one.
+        InputError: there is no model, it is truncated, its opset is one that onnxruntime cannot load, its external data
+            is missing, short or elsewhere, or its manifest is not one.
     """
     path = Path(path)
     onnx_file = path / MODEL if path.is_dir() else path
@@ -142,12 +143,7 @@ def read(path: str | Path) -> Artifact:
         raise InputError(
             "there is no ONNX model here", file=path, remedy=f"give a folder that holds {MODEL}, or an .onnx file"
         )
-    try:
-        model = ir.load(onnx_file)
-    except Exception as error:
-        raise InputError(f"the file cannot be read as ONNX ({error})", file=onnx_file, remedy="is it truncated?") from error
-    _check_opset(model, onnx_file)
-    _check_external_data(model, onnx_file)
+    model = load(onnx_file)
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     if (folder / MANIFEST).is_file() and path.is_dir():
@@ -260,16 +256,6 @@ def _record_of(file: Path) -> FileRecord:
         return FileRecord(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
 
 
-def _check_opset(model: ir.Model, onnx_file: Path) -> None:
-    opset = model.opset_imports.get("")
-    if opset is None:
-        raise InputError("the file names no opset of standard ONNX", file=onnx_file, remedy="is it truncated?")
-    if opset > OPSETS[-1]:
-        raise InputError(
-            f"onnxruntime cannot load opset {opset}", file=onnx_file, remedy=f"export it with opset {OPSETS[-1]} or older"
-        )
-
-
 def _check_sizes(manifest: Manifest, folder: Path) -> None:
     # A file cut between two parts of the protocol still parses. Hashes take as long as reading: see verify_files.
     for name in manifest.files.keys() & {MODEL, DATA}:
@@ -282,26 +268,8 @@ def _check_sizes(manifest: Manifest, folder: Path) -> None:
             )
 
 
-def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
-    for name, value in model.graph.initializers.items():
-        tensor = value.const_value
-        if not isinstance(tensor, ir.ExternalTensor):
-            continue
-        data = Path(tensor.path)
-        if not data.is_file():
-            raise InputError("external data is missing", file=data, tensor=name, remedy=f"{onnx_file.name} needs it")
-        end = (tensor.offset or 0) + (tensor.length or tensor.nbytes)
-        if data.stat().st_size < end:
-            raise InputError(
-                f"external data is truncated: it has {data.stat().st_size} bytes, the tensor ends at {end}",
-                file=data,
-                tensor=name,
-                shape=list(tensor.shape),
-            )
-
-
 def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of the packages that make an artifact, and of ``packages``; those not installed are left out."""
+    """Return the versions of what makes an artifact, and of ``packages``; those not installed are left out."""
     # graphopt says its own version: run from a checkout, it is no installed package.
     versions = {"graphopt": graphopt.__version__}
     for package in ("onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", *packages):

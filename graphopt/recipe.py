@@ -52,9 +52,9 @@ class Recipe(BaseModel):
 
 def presets() -> dict[str, Recipe]:
     """Return the recipes that ship with the package, by name."""
-    files = sorted(resources.files("graphopt.presets").iterdir(), key=lambda file: file.name)
-    found = [_parse(f.read_text(encoding="utf-8"), f.name) for f in files if f.name.endswith(".yaml")]
-    return {recipe.name: recipe for recipe in found}
+    files = [file for file in resources.files("graphopt.presets").iterdir() if file.name.endswith(".yaml")]
+    found = [_parse(file.read_text(encoding="utf-8"), file.name) for file in files]
+    return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
 
 
 def load_recipe(name_or_file: str | Path | Recipe) -> Recipe:

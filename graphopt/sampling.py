@@ -82,8 +82,8 @@ class Sampling:
             np.exp((values - peak) / self.temperature, out=weights)
         if self.top_k is not None or self.top_p < 1:
             k = min(self.top_k or len(weights), len(weights))
-            likely = np.argpartition(-weights, k - 1)[:k]
-            ranks = likely[np.argsort(-weights[likely])]
+            likely = np.argpartition(-values, k - 1)[:k]
+            ranks = likely[np.argsort(-values[likely])]
             mass = np.cumsum(weights[ranks])
             # As many as are needed: a token goes when those before it reach top_p already.
             count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * mass[-1]))

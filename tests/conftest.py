@@ -64,7 +64,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="session")
 def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes the Hugging Face folder of a family in :data:`FAMILIES`; only Llama has a tokenizer."""
+    """Return a function that makes the Hugging Face folder of a family; only Llama's has a tokenizer."""
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:

@@ -74,9 +74,11 @@ class BasisGraph:
         """Return axis ``index`` (negative counts from the back) of ``value`` as a node of the graph."""
         axis = Axis(value.name or "", index % rank)
         if axis not in self.graph:
-            width = value.shape[axis.index] if value.shape is not None and len(value.shape) == rank else None
+            known = value.shape is not None and len(value.shape) == rank
+            width = value.shape[axis.index] if known and value.shape is not None else None
+            pins = [] if known else [Pin(axis.tensor, "its shape is not known, so what reads it cannot be followed")]
             self.graph.add_node(
-                axis, width=width if isinstance(width, int) else None, writers=[], readers=[], pins=[]
+                axis, width=width if isinstance(width, int) else None, writers=[], readers=[], pins=pins
             )
         return axis
 

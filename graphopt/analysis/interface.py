@@ -93,7 +93,8 @@ class Interface:
     @property
     def vocabulary(self) -> int | None:
         """Width of the logits, or ``None`` where the graph does not say."""
-        return self.outputs["logits"].shape[-1]
+        shape = self.outputs["logits"].shape
+        return shape[-1] if shape else None
 
     def empty_past(self, batch: int) -> dict[str, Array]:
         """Return a cache of length 0 for ``batch`` sequences, by input name.
@@ -141,7 +142,7 @@ class Interface:
 
 
 def _port_of_value(value: ir.Value) -> Port:
-    dims: Sequence[object] = () if value.shape is None else value.shape
+    dims: Sequence[object] = () if value.shape is None else tuple(value.shape)
     return Port(
         value.name or "",
         None if value.dtype is None else value.dtype.numpy(),

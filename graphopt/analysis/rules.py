@@ -62,6 +62,8 @@ def add(found: BasisGraph, node: ir.Node) -> None:
         return
     assert y.shape is not None
     rank = len(y.shape)
+    if rank == 0:
+        return
     for position, value in enumerate(node.inputs):
         if not _ranked(value):
             _pin_all(found, node, "an input whose shape is unknown")

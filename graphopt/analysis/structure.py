@@ -37,7 +37,16 @@ def head_nodes(graph: ir.Graph) -> set[ir.Node]:
 
 def token_lookups(graph: ir.Graph) -> list[ir.Node]:
     """Return every ``Gather`` of rows of a constant floating-point table by ``input_ids``."""
-    return [node for node in lookups(graph) if node.inputs[1] is not None and node.inputs[1].name == "input_ids"]
+    return [node for node in lookups(graph) if _is_tokens(node.inputs[1])]
+
+
+def _is_tokens(value: ir.Value | None) -> bool:
+    """Whether ``value`` is ``input_ids``, perhaps in another shape or integer type."""
+    while value is not None and (producer := value.producer()) is not None:
+        if producer.op_type not in ("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Cast", "Identity"):
+            return False
+        value = producer.inputs[0]
+    return value is not None and value.name == "input_ids"
 
 
 def lookups(graph: ir.Graph) -> list[ir.Node]:

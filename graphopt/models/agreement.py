@@ -12,7 +12,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.interface import Interface
 from graphopt.errors import MissingDependencyError, VerificationError
-from graphopt.models.trace import import_export_packages, quiet
+from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.runtime import import_onnxruntime
 from graphopt.verify import TOLERANCE, Check, Probe, available_memory, run_probe
 
@@ -37,7 +37,9 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
         return check.model_copy(update={"reason": str(error)})
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     if 2 * size > available_memory():
-        return check.model_copy(update={"reason": f"no memory to run a model of {size / 1e9:.1f} GB beside torch's copy"})
+        return check.model_copy(
+            update={"reason": f"no memory to run a model of {size / 1e9:.1f} GB beside torch's copy"}
+        )
     interface = Interface.of_graph(program.graph)
     probe = Probe.of(interface)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
@@ -48,15 +50,13 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
     difference = float(np.abs(got - expected).max() / np.abs(expected).max())
     if not difference <= TOLERANCE:
         raise VerificationError(
-            f"the exported graph does not compute what transformers does: its logits are off by {difference:.1e} of the "
-            f"largest (allowed: {TOLERANCE:.0e}); nothing was written",
+            f"the exported graph does not compute what transformers does: its logits are off by {difference:.1e} of "
+            f"the largest (allowed: {TOLERANCE:.0e}); nothing was written",
             tensor="logits",
             remedy=f"please report it: {type(model).__name__} is exported wrongly",
         )
     reason = "random tokens with padding; onnxruntime in two calls with a cache, torch in one without"
-    return check.model_copy(
-        update={"status": "measured", "reason": reason, "figures": {"largest_change": difference}}
-    )
+    return check.model_copy(update={"status": "measured", "reason": reason, "figures": {"largest_change": difference}})
 
 
 def _forward(model: Any, probe: Probe, *, positions: bool) -> npt.NDArray[np.float64]:

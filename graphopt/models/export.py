@@ -75,7 +75,7 @@ def _check_exists(source: str | Path) -> None:
     raise InputError(
         "there is no model here" if not Path(source).exists() else "the file is no ONNX model",
         file=source,
-        remedy="give a Hugging Face folder, an .onnx file, a hub id, or one of " + ", ".join(shipped_models() or ["none"]),
+        remedy=f"give a Hugging Face folder or id, an .onnx file, or a shipped model ({', '.join(shipped_models())})",
     )
 
 
@@ -108,7 +108,8 @@ def _from_onnx(path: Path, name: str) -> Artifact:
 def _from_transformers(source: str, name: str, temporary: Path, say: Callable[[str], None]) -> Artifact:
     # Imported here, since torch and transformers behind it are optional and slow to load.
     from graphopt.models.agreement import check_agreement
-    from graphopt.models.trace import load_model, trace
+    from graphopt.models.checkpoint import load_model
+    from graphopt.models.trace import trace
 
     say("loading the model" if Path(source).is_dir() else "asking the Hugging Face hub for the model")
     torch_model = load_model(source)
@@ -133,7 +134,7 @@ def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict
 
     Those of a folder are carried along unchanged; what transformers must fetch or convert is written to ``temporary``.
     """
-    from graphopt.models.trace import save_companions
+    from graphopt.models.checkpoint import save_companions
 
     folder = Path(source)
     notes: list[str] = []

@@ -24,7 +24,7 @@ class LinearFormat(Options):
     group: Literal[16, 32, 64, 128, 256] = 64
 
 
-class TableFormat(Options):
+class EmbeddingFormat(Options):
     """A number format for tables that are looked up, and how many weights of a row share a scale (``None``: all).
 
     ONNX's ``Gather`` takes no codes of 4 bits.
@@ -39,7 +39,7 @@ class QuantizeWeightsOptions(Options):
 
     step: Literal["quantize_weights"] = "quantize_weights"
     linear: LinearFormat | None = LinearFormat()
-    embedding: TableFormat | None = TableFormat()
+    embedding: EmbeddingFormat | None = EmbeddingFormat()
     head: LinearFormat | None = LinearFormat(format="int8", group=128)
     scale: Literal["extreme", "least_squares"] = "least_squares"
 
@@ -110,7 +110,7 @@ class QuantizeWeights(Pass):
         ledger.changed(dequantize, f"{weight.name} as {wanted.format} in groups of {group}{note}", [weight])
         _drop(graph, weight)
 
-    def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: TableFormat, ledger: Ledger) -> None:
+    def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, ledger: Ledger) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
         assert table is not None and table.const_value is not None
         width = table.const_value.shape.numpy()[1]

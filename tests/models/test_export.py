@@ -77,7 +77,11 @@ def graph_logits(folder: Path, ids: np.ndarray, mask: np.ndarray, pieces: list[i
     rows, start = [], 0
     for length in pieces:
         end = start + length
-        feeds = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+        feeds = {
+            "input_ids": ids[:, start:end],
+            "attention_mask": mask[:, :end],
+            "position_ids": positions[:, start:end],
+        }
         outputs = dict(zip(names, session.run(names, feeds | past), strict=True))
         rows.append(outputs.pop("logits"))
         past = {name.replace("present", "past_key_values"): value for name, value in outputs.items()}
@@ -216,7 +220,9 @@ def test_hub_id(
         assert manifest.files[file] == artifact.read_manifest(llama_artifact).files[file]
 
 
-def test_tokenizer_of_an_older_kind_is_converted(llama_folder: Path, make_folder: Callable[[str], Path], tmp_path: Path) -> None:
+def test_tokenizer_of_an_older_kind_is_converted(
+    llama_folder: Path, make_folder: Callable[[str], Path], tmp_path: Path
+) -> None:
     from tokenizers import Tokenizer
 
     folder, made = shutil.copytree(make_folder("gpt2"), tmp_path / "model"), tmp_path / "made"
@@ -259,7 +265,7 @@ def test_missing_path(model: str | Path, clean: Path) -> None:
 def test_unknown_hub_id(clean: Path) -> None:
     message = refusal("nobody/nothing", clean)
     assert "nobody/nothing" in message
-    assert "no file, folder or shipped model has this name and the Hugging Face hub gave none" in message
+    assert "no file, folder or shipped model has this name, and the Hugging Face hub gave none" in message
 
 
 def test_file_of_another_kind(clean: Path, tmp_path: Path) -> None:
@@ -294,7 +300,9 @@ def test_not_a_causal_language_model(config: dict[str, Any], clean: Path, tmp_pa
 def test_quantized_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}})
+    )
     assert "the checkpoint is quantized already" in refusal(folder, clean)
 
 
@@ -313,7 +321,7 @@ def test_state_that_is_no_cache(clean: Path, tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "model")
     message = refusal(tmp_path / "model", clean)
-    assert "the model keeps a state" in message
+    assert "none of tokens, mask, positions and key-value cache" in message
     assert "conv_states" in message
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from graphopt import provenance
 from graphopt.formats import format_of
-from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions, TableFormat
+from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions, EmbeddingFormat
 from graphopt.rounding import round_to_nearest
 from graphopt.runtime import ACCURACY_LEVEL, open_session
 from tests.graphs import residual_model, save, session
@@ -60,7 +60,7 @@ def test_onnxruntime_computes_what_the_codes_stand_for(
     chosen = options(
         linear=LinearFormat(format=linear, group=16),
         head=None if head is None else LinearFormat(format=head, group=16),
-        embedding=None if embedding is None else TableFormat(format=embedding[0], group=embedding[1]),
+        embedding=None if embedding is None else EmbeddingFormat(format=embedding[0], group=embedding[1]),
         scale=scale,
     )
     model = residual_model(width=32, inner=48, seed=seed, biased=True)
@@ -112,7 +112,7 @@ def test_rows_that_the_group_does_not_divide_take_a_smaller_one_and_say_so() -> 
         (residual_model(width=10), options(), "up0", "10 rows are no multiple"),
         (residual_model(width=32), options(linear=None), "up0", "leaves it in floating point"),
         (residual_model(width=32), options(embedding=None), "embedding", "leaves it in floating point"),
-        (residual_model(width=32), options(embedding=TableFormat(format="int8", group=24)), "embedding", "no multiple of the group 24"),
+        (residual_model(width=32), options(embedding=EmbeddingFormat(format="int8", group=24)), "embedding", "no multiple of the group 24"),
     ],
 )
 def test_what_is_left_alone_has_its_reason(
@@ -152,4 +152,4 @@ def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
 
 def test_an_embedding_of_4_bits_is_refused() -> None:
     with pytest.raises(ValidationError, match="int8"):
-        TableFormat(format="int4")  # type: ignore[arg-type]
+        EmbeddingFormat(format="int4")  # type: ignore[arg-type]

@@ -1,0 +1,104 @@
+"""Inputs, outputs and dimensions of an exported graph, by the names of :mod:`graphopt.analysis.interface`.
+
+    input.past_key_values.layers.0.keys [s44, 2, s36, 16]  ->  past_key_values.0.key [batch, 2, past, 16]
+
+Nothing here changes what the graph computes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+
+BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
+"""Names of the dimensions that vary."""
+
+# The side is told only where both sides have the name.
+_CACHE = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_FIRST_INPUTS = ("input_ids", "attention_mask", "position_ids")
+
+
+def name_ports(graph: ir.Graph) -> None:
+    """Name inputs, outputs and dimensions of ``graph`` in place, and put the inputs in order.
+
+    Args:
+        graph: what ``transformers.exporters.OnnxExporter`` made of a causal language model.
+
+    Raises:
+        InputError: the graph keeps a state that is not a key-value cache.
+    """
+    _drop_constant_states(graph)
+    _rename(graph)
+    _name_dimensions(graph)
+
+
+def _drop_constant_states(graph: ir.Graph) -> None:
+    """Drop inputs that only pass through to an output: the width of each sliding window, which the cache object holds.
+
+    The exporter traces a sliding-window layer with the full cache, and applies the window, a constant, in its mask.
+    """
+    for value in [value for value in graph.inputs if _CACHE.fullmatch(value.name or "") is None]:
+        readers = value.consumers()
+        if not readers or any(node.op_type != "Identity" or not node.outputs[0].is_graph_output() for node in readers):
+            continue
+        for node in readers:
+            graph.outputs.remove(node.outputs[0])
+            graph.remove(node, safe=True)
+        graph.inputs.remove(value)
+
+
+def _rename(graph: ir.Graph) -> None:
+    for value in (*graph.inputs, *graph.outputs):
+        match = _CACHE.fullmatch(value.name or "")
+        if match is not None:
+            side = "present" if match[1] == "output" else "past_key_values"
+            value.name = f"{side}.{match[2]}.{match[3]}"
+        elif value.is_graph_input() and value.name not in _FIRST_INPUTS:
+            raise InputError(
+                "the model has an input that is none of tokens, mask, positions and key-value cache",
+                tensor=value.name,
+                shape=None if value.shape is None else [str(dimension) for dimension in value.shape],
+                remedy="graphopt takes decoder-only models in which every layer with a state has a key-value cache",
+            )
+    first = [value for name in _FIRST_INPUTS for value in graph.inputs if value.name == name]
+    caches = [value for value in graph.inputs if value not in first]
+    graph.inputs.clear()
+    graph.inputs.extend([*first, *caches])
+
+
+def _name_dimensions(graph: ir.Graph) -> None:
+    """Name the symbols that torch numbered, everywhere: ``s44`` -> ``batch``, ``s36 + s70`` -> ``past + length``."""
+    names: dict[str, str] = {}
+    for value in graph.inputs:
+        cache = (value.name or "").startswith("past_key_values.")
+        meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: KEYS if value.name == "attention_mask" else LENGTH}
+        for axis, dimension in enumerate(value.shape or ()):
+            # An input that shares the symbol of another (position_ids, every further cache) says the same again.
+            if isinstance(dimension, ir.SymbolicDim) and axis in meaning:
+                names.setdefault(str(dimension), meaning[axis])
+    for value in values_of(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_dimension(dimension, names) for dimension in value.shape])
+
+
+def _dimension(dimension: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | ir.SymbolicDim:
+    symbol = None if isinstance(dimension, int) else dimension.value
+    if isinstance(dimension, int) or symbol is None:
+        return dimension
+    # The exporter writes a dimension that it traced as symbolic and found to be fixed as the symbol "8".
+    if symbol.isdigit():
+        return int(symbol)
+    named = re.sub(r"\bs\d+\b", lambda match: names.get(match[0], match[0]), symbol)
+    return ir.SymbolicDim(KEYS if named == f"{LENGTH} + {PAST}" else named)
+
+
+def values_of(graph: ir.Graph) -> Iterator[ir.Value]:
+    """Yield every value of ``graph`` and its subgraphs: inputs, initializers, and what nodes compute."""
+    yield from graph.inputs
+    yield from graph.initializers.values()
+    for node in graph.all_nodes():
+        yield from node.outputs

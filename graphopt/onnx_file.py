@@ -1,0 +1,77 @@
+"""An ``.onnx`` file is untrusted input: it is opened here, with every check that needs no weight to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+from graphopt.runtime import OPSETS
+
+
+def load(onnx_file: Path) -> ir.Model:
+    """Open a model; its weights stay on disk until they are read.
+
+    Raises:
+        InputError: the file is truncated, its opset is newer than onnxruntime loads, or external data is missing,
+            short, described wrongly, or elsewhere than beside the file.
+    """
+    try:
+        model = ir.load(onnx_file)
+    except Exception as error:
+        raise InputError(
+            f"the file cannot be read as ONNX ({error})", file=onnx_file, remedy="is it truncated?"
+        ) from error
+    _check_opset(model, onnx_file)
+    _check_external_data(model, onnx_file)
+    return model
+
+
+def _check_opset(model: ir.Model, onnx_file: Path) -> None:
+    opset = model.opset_imports.get("")
+    if opset is None:
+        raise InputError("the file names no opset of standard ONNX", file=onnx_file, remedy="is it truncated?")
+    if opset > OPSETS[-1]:
+        raise InputError(
+            f"onnxruntime cannot load opset {opset}",
+            file=onnx_file,
+            remedy=f"export it with opset {OPSETS[-1]} or older",
+        )
+
+
+def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
+    """Confirm that every tensor outside the file is there in full, and lies beside it: a model file is untrusted."""
+    folder = onnx_file.parent.resolve()
+    for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+        tensor = value.const_value
+        if not isinstance(tensor, ir.ExternalTensor):
+            continue
+        data = Path(tensor.path)
+        if not data.resolve().is_relative_to(folder):
+            raise InputError(
+                "external data lies outside the model's folder, and is not read",
+                file=data,
+                tensor=value.name,
+                remedy="copy the file itself, not a link, beside the model if you trust it",
+            )
+        if not data.is_file():
+            raise InputError(
+                "external data is missing", file=data, tensor=value.name, remedy=f"{onnx_file.name} needs it"
+            )
+        start, length = tensor.offset or 0, tensor.nbytes if tensor.length is None else tensor.length
+        if start < 0 or length != tensor.nbytes:
+            raise InputError(
+                f"external data is said to be {length} bytes from {start} on, but the tensor has {tensor.nbytes}",
+                file=onnx_file,
+                tensor=value.name,
+                shape=list(tensor.shape),
+                remedy="the file is damaged; export it again",
+            )
+        if data.stat().st_size < start + length:
+            raise InputError(
+                f"external data is truncated: it has {data.stat().st_size} bytes, the tensor ends at {start + length}",
+                file=data,
+                tensor=value.name,
+                shape=list(tensor.shape),
+            )

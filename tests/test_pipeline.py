@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt import artifact
+from graphopt.analysis.interface import Interface
+from graphopt.artifact import DATA, MANIFEST, MODEL, verify_files
+from graphopt.errors import InputError, VerificationError
+from graphopt.passes import fold_norms
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe, load_recipe
+from graphopt.runtime import open_session
+from graphopt.verify import TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The exported Llama after rotate-int4."""
+    output = tmp_path_factory.mktemp("optimized") / "rotate-int4"
+    optimize(llama_artifact, "rotate-int4", output)
+    return output
+
+
+def run_once(folder: Path, ids: np.ndarray) -> np.ndarray:
+    session = open_session(folder / MODEL)
+    interface = Interface.of_session(session)
+    feeds = interface.feeds(ids, np.ones_like(ids), interface.empty_past(len(ids)))
+    return session.run(["logits"], feeds)[0]
+
+
+def test_rotate_keeps_the_logits_of_the_export(llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, "rotate", tmp_path / "rotated")
+    ids = np.random.default_rng(5).integers(0, 300, (3, 40))
+    before, after = run_once(llama_artifact, ids), run_once(tmp_path / "rotated", ids)
+    # the issue's bound; norm gains of this model are drawn from [0.5, 1.5]. Seen: 1e-6.
+    assert np.abs(after - before).max() < TOLERANCE * np.abs(before).max()
+    graph = ir.load(tmp_path / "rotated" / MODEL).graph
+    gains = [n.inputs[1].const_value.numpy() for n in graph if n.op_type == "RMSNormalization"]
+    assert len(gains) == 5
+    assert all((gain == 1).all() for gain in gains)
+
+
+def forget_the_gain(matrix: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    return matrix * factors.mean()
+
+
+def wrong_row(matrix: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    return np.roll(factors, 1)[:, None] * matrix
+
+
+@pytest.mark.parametrize("wrong", [forget_the_gain, wrong_row])
+def test_a_wrong_fold_is_refused_and_nothing_is_written(
+    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., np.ndarray]
+) -> None:
+    monkeypatch.setattr(fold_norms, "scale_rows", wrong)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with pytest.raises(VerificationError, match="fold_norms is exact, but it moved the logits"):
+        optimize(llama_artifact, "rotate", tmp_path / "out" / "rotated")
+    assert not (tmp_path / "out").exists()
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("recipe", ["int4", "rotate-int4"])
+def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path, recipe: str) -> None:
+    made = optimize(llama_artifact, recipe, tmp_path / "out")
+    # Nominal, from the shapes of the Llama: matrices 4 bits and a float32 scale per 64 rows, the MLP's 160 rows in groups
+    # of 32; embedding 8 bits and a scale a row; head 8 bits and a scale per 64; norms float32.
+    hidden, mlp, heads, kv_heads, vocabulary, layers = 64, 160, 64, 32, 300, 2
+    read_hidden = hidden * (heads + 2 * kv_heads + 2 * mlp)
+    bits = layers * ((read_hidden + heads * hidden) * (4 + 32 / 64) + mlp * hidden * (4 + 32 / 32))
+    bits += vocabulary * hidden * (8 + 32 / hidden) + hidden * vocabulary * (8 + 32 / 64)
+    bits += (2 * layers + 1) * hidden * 32
+    assert made.manifest.weights is not None
+    assert 8 * made.manifest.weights.bytes == pytest.approx(bits, rel=0.05)
+    assert 8 * (tmp_path / "out" / DATA).stat().st_size == pytest.approx(bits, rel=0.05)
+    # and no original is left beside its codes: no float tensor is as large as the smallest matrix
+    stored = [v.const_value for v in ir.load(tmp_path / "out" / MODEL).graph.initializers.values()]
+    assert max(tensor.size for tensor in stored if tensor.dtype.is_floating_point()) < hidden * kv_heads
+
+
+def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
+    manifest = artifact.read_manifest(optimized)
+    assert manifest.recipe is not None
+    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4")
+    assert [report.name for report in manifest.passes] == ["canonicalize", "fold_norms", "rotate", "quantize_weights"]
+    logits = [check for check in manifest.checks if check.name == "logits"]
+    assert [check.status for check in logits] == ["measured"] * 4
+    assert logits[2].figures["largest_change"] < TOLERANCE < logits[3].figures["largest_change"]
+    assert [check.figures["fused_kernels"] for check in manifest.checks if check.name == "kernels"] == [15]
+    assert manifest.precision is not None
+    assert manifest.precision.activations == "int8"
+    assert manifest.precision.storage == {"float32": 6, "int4": 14, "int8": 2}  # 5 gains, rotary frequencies
+    assert manifest.session == {"session.qdq_matmulnbits_accuracy_level": "4"}
+    assert set(manifest.files) == {file.name for file in optimized.iterdir()} - {MANIFEST}
+    assert {"tokenizer.json", "config.json", MODEL, DATA} <= set(manifest.files)
+    verify_files(optimized)
+
+
+def test_float32_activations_are_a_recipe_away_and_closer(llama_artifact: Path, tmp_path: Path) -> None:
+    changes = []
+    for activations in ("int8", "float32"):
+        recipe = load_recipe("int4").model_copy(update={"activations": activations})
+        made = optimize(llama_artifact, recipe)
+        assert made.manifest.precision is not None
+        assert made.manifest.precision.activations == activations
+        changes.append(made.manifest.checks[-2].figures["divergence_from_start_nats"])
+    # both hold the rounding of the weights; only one that of the activations
+    assert changes[0] != changes[1]
+
+
+def test_the_input_is_not_changed(llama_artifact: Path) -> None:
+    source = artifact.read(llama_artifact)
+    names = [node.op_type for node in source.model.graph]
+    optimize(source, "rotate")
+    assert [node.op_type for node in source.model.graph] == names
+    verify_files(llama_artifact)
+
+
+def test_runs_in_a_process_that_never_imported_graphopt(optimized: Path, llama_artifact: Path, tmp_path: Path) -> None:
+    code = """
+import json, sys
+sys.modules["graphopt"] = None  # an import would fail
+import numpy, onnxruntime
+session = onnxruntime.InferenceSession(sys.argv[1], providers=["CPUExecutionProvider"])
+ids = numpy.arange(12).reshape(2, 6)
+feeds = {"input_ids": ids, "attention_mask": numpy.ones((2, 6), numpy.int64), "position_ids": numpy.tile(numpy.arange(6), (2, 1))}
+for value in session.get_inputs():
+    if value.name.startswith("past_key_values"):
+        feeds[value.name] = numpy.zeros((2, value.shape[1], 0, value.shape[3]), numpy.float32)
+print(json.dumps(session.run(["logits"], feeds)[0].tolist()))
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(optimized / MODEL)], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    got = np.array(json.loads(result.stdout))
+    ids = np.arange(12).reshape(2, 6)
+    assert np.array_equal(got.astype(np.float32), run_once(optimized, ids))
+    before = run_once(llama_artifact, ids)
+    # 4-bit weights drawn at random, 2 layers: each product errs by about 8% of its size (seen: 0.1 of the largest logit)
+    assert np.abs(got - before).max() < 0.4 * np.abs(before).max()
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_other_families_go_through_and_say_what_was_left_alone(
+    family: str, make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    made = optimize(make_artifact(family), "rotate-int4", tmp_path / family)
+    reports = {report.name: report for report in made.manifest.passes}
+    assert len(reports["quantize_weights"].changes) >= 10
+    if family == "gpt2":  # LayerNorm is not folded yet, so its residual stays where it is
+        assert any("LayerNormalization" in skip.reason for skip in reports["fold_norms"].skips)
+        assert not reports["rotate"].changes
+    else:
+        assert reports["rotate"].changes
+
+
+def damaged(source: Path, folder: Path, damage: str) -> Path:
+    """Copy an artifact and damage it."""
+    shutil.copytree(source, folder)
+    model = ir.load(folder / MODEL)
+    if damage == "truncated":
+        (folder / MODEL).write_bytes((folder / MODEL).read_bytes()[:1000])
+    elif damage == "no data":
+        (folder / DATA).unlink()
+    elif damage == "short data":
+        (folder / DATA).write_bytes((folder / DATA).read_bytes()[:-100])
+    elif damage == "opset":
+        model.graph.opset_imports[""] = 28
+        ir.save(model, folder / MODEL)
+        (folder / MANIFEST).unlink()  # it would betray the change first
+    elif damage == "nan":
+        value = max((v for v in model.graph.initializers.values()), key=lambda v: v.const_value.size)
+        array = value.const_value.numpy().copy()
+        array.flat[5] = np.nan
+        value.const_value = ir.tensor(array, name=value.name)
+        ir.save(model, folder / MODEL)
+        (folder / MANIFEST).unlink()
+    return folder
+
+
+BAD = {
+    "truncated": "cannot be read as ONNX.*model.onnx",
+    "no data": "external data is missing.*model.onnx.data",
+    "short data": "external data is truncated",
+    "opset": "opset 28",
+    "nan": r"NaN or infinite, the first at index \[0, 5\]",
+}
+
+
+@pytest.mark.parametrize("damage", BAD)
+def test_bad_input_gets_a_clear_error_and_leaves_nothing(
+    damage: str, llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = damaged(llama_artifact, tmp_path / "in", damage)
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    with pytest.raises(InputError, match=BAD[damage]):
+        optimize(folder, "int4", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "scratch"]
+    assert not list(scratch.iterdir())
+
+
+def test_an_output_that_is_there_is_refused_before_any_work(llama_artifact: Path, tmp_path: Path) -> None:
+    stages: list[str] = []
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "precious.txt").write_text("keep")
+    with pytest.raises(InputError, match="not an artifact"):
+        optimize(llama_artifact, "int4", tmp_path / "out", on_stage=lambda stage, *_: stages.append(stage))
+    assert not stages
+    assert (tmp_path / "out" / "precious.txt").read_text() == "keep"

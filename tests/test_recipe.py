@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt.errors import InputError
+from graphopt.passes import CanonicalizeOptions, FoldNormsOptions, QuantizeWeightsOptions, RotateOptions
+from graphopt.passes.quantize_weights import EmbeddingFormat, LinearFormat
+from graphopt.recipe import Recipe, load_recipe, presets
+from graphopt.runtime import ACCURACY_LEVEL
+
+FORMATS = st.sampled_from(["int4", "int8", "uint4", "uint8"])
+LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256]))
+STEPS = st.one_of(
+    st.builds(CanonicalizeOptions),
+    st.builds(FoldNormsOptions),
+    st.builds(RotateOptions, residual=st.sampled_from(["hadamard", "random"]), seed=st.integers(0, 2**40)),
+    st.builds(
+        QuantizeWeightsOptions,
+        linear=LINEAR,
+        head=LINEAR,
+        embedding=st.none() | st.builds(EmbeddingFormat, group=st.none() | st.integers(1, 512)),
+        scale=st.sampled_from(["extreme", "least_squares"]),
+    ),
+)
+RECIPES = st.builds(
+    Recipe,
+    name=st.text(min_size=1),
+    description=st.text(),
+    steps=st.lists(STEPS, max_size=5).map(tuple),
+    activations=st.sampled_from(["int8", "float32"]),
+)
+
+
+@given(RECIPES)
+def test_yaml_round_trips(recipe: Recipe) -> None:
+    assert Recipe.model_validate(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+def test_presets_are_named_as_their_files_and_load_by_name() -> None:
+    assert list(presets()) == ["int4", "rotate", "rotate-int4"]
+    for name, recipe in presets().items():
+        assert load_recipe(name) == recipe
+        assert recipe.description
+
+
+def test_rotate_is_exact_only() -> None:
+    assert {step.effect for step in load_recipe("rotate").passes()} == {"exact"}
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nsteps:\n  - step: rotate\n    seed: 7\n")
+    (step,) = load_recipe(file).steps
+    assert step == RotateOptions(seed=7)
+
+
+def test_activations_become_the_session_entry() -> None:
+    recipe = Recipe(name="a", steps=(), activations="float32")
+    assert recipe.session_entries() == {ACCURACY_LEVEL: "0"}
+    assert Recipe(name="a", steps=()).session_entries() == {ACCURACY_LEVEL: "4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x\nsteps: []\ncolour: red", "colour: Extra inputs are not permitted"),
+        ("name: x\nsteps: [{step: rotate, sead: 1}]", "sead: Extra inputs are not permitted"),
+        ("name: x\nsteps: [{step: rotat}]", "steps.0.*rotat"),
+        ("name: x\nsteps: [{step: quantize_weights, linear: {format: int3}}]", "int3|format"),
+        ("name: x", "steps: Field required"),
+        ("- just\n- a list", "recipe: Input should be"),
+        ("name: [", "not YAML"),
+        ("", "recipe: Input should be"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        load_recipe(file)
+    assert str(error.value.file) == str(file)
+
+
+def test_an_unknown_name_lists_the_presets() -> None:
+    with pytest.raises(InputError, match="no recipe 'int5'.*rotate-int4"):
+        load_recipe("int5")
