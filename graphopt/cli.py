@@ -41,9 +41,7 @@ Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it ch
 
 
 @app.command()
-def demo(
-    output: Output = Path("graphopt-demo"), as_json: Json = False
-) -> None:
+def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     """Export, rotate, quantize, check and run the model that ships with graphopt."""
     from graphopt.demo import PROMPT, run_demo
     from graphopt.view.tables import megabytes
@@ -74,7 +72,7 @@ def demo(
 
 @app.command()
 def export(
-    model: Annotated[str, typer.Argument(help="a shipped model's name, a Hugging Face folder or hub id, or an .onnx file")],
+    model: Annotated[str, typer.Argument(help="a shipped model, a Hugging Face folder or hub id, or an .onnx file")],
     output: Output,
     overwrite: Overwrite = False,
     as_json: Json = False,
@@ -124,7 +122,7 @@ def run(
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if as_json:
         completions = generate(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-        return print_json([{"prompt_text": text, **c.model_dump()} for text, c in zip(prompt, completions, strict=True)])
+        return print_json([{"prompt_text": t, **c.model_dump()} for t, c in zip(prompt, completions, strict=True)])
     if len(prompt) == 1:
         steps = stream(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
         sys.stdout.write(prompt[0])

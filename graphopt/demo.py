@@ -83,7 +83,8 @@ def run_demo(output: Path, on_stage: Progress = silent) -> Demo:
 
 def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: float) -> Stage:
     session = load(folder)
-    moved = [check.figures["largest_change_from_start"] for check in manifest.checks if "largest_change_from_start" in check.figures]
+    key = "largest_change_from_start"
+    moved = [check.figures[key] for check in manifest.checks if key in check.figures]
     return Stage(
         name=name,
         folder=str(folder),

@@ -33,7 +33,7 @@ def optimize(
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
 
     Args:
-        model: an artifact folder, an ``.onnx`` file, or what :func:`graphopt.artifact.read` made of one. It is not changed.
+        model: an artifact folder, an ``.onnx`` file, or what :func:`graphopt.read` made of one. It is not changed.
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         overwrite: whether an artifact at ``output`` may be replaced.
@@ -107,9 +107,11 @@ def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) 
         )
     entry, level = next(iter(recipe.session_entries().items()))
     rounded = " and ".join(activations)
-    note = f"with the session entry {entry}={level}, onnxruntime's kernel rounds the inputs of quantized products to {rounded}"
+    note = f"onnxruntime with {entry}={level} rounds the inputs of quantized products to {rounded}"
     if activations == ("int8",):
-        note += "; this is also its default. float32 inputs: `activations: float32` in the recipe, or the entry set to 0"
+        note += (
+            "; this is also its default. For float32 inputs: `activations: float32` in the recipe, or the entry at 0"
+        )
     else:
         note += "; a session without the entry rounds them to int8"
     return Precision(storage=storage_formats(model), activations=rounded, note=note)

@@ -1,7 +1,7 @@
 """Which pass made a node, and from what: a record that every node and weight carries in ``metadata_props``.
 
 ``graphopt.pass`` names the pass; ``graphopt.from`` lists, separated by spaces, the nodes or weights it was made from.
-A later pass that edits the same thing appends itself to the first and leaves the second, so the record reads as a history.
+A later pass that edits the same thing appends itself to the first and leaves the second, so the record is a history.
 """
 
 from __future__ import annotations

@@ -86,5 +86,7 @@ def _parse(text: str, file: str) -> Recipe:
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
         raise InputError(
-            f"the recipe cannot be used: {problems}", file=file, remedy="`graphopt recipes NAME` prints one with all keys"
+            f"the recipe cannot be used: {problems}",
+            file=file,
+            remedy="`graphopt recipes NAME` prints one with all keys",
         ) from error

@@ -1,8 +1,8 @@
 """Before and after: what a pass did to what the model computes, found by running it in onnxruntime.
 
-A model runs on a probe of random tokens: a batch with padding, a prefill, then a second call on the cache. The logits of
-real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is refused
-otherwise; a lossy pass is measured.
+A model runs on a probe of random tokens: a batch with padding, a prefill, then a second call on the cache. The logits
+of real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is
+refused otherwise; a lossy pass is measured.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from graphopt.runtime import open_session
 Status = Literal["proved", "measured", "failed", "not covered"]
 
 TOLERANCE = 1e-4
-"""How far an exact pass may move the logits, relative to the largest: float32 rounding through tens of layers, with room."""
+"""How far an exact pass may move the logits, relative to the largest: float32 rounding of tens of layers, with room."""
 
 _BATCH, _LENGTH, _PREFILL, _PADDING = 2, 12, 8, 3
 # Below this many bytes a tensor stays inside the .onnx file: onnxruntime wants shape constants there.
@@ -154,7 +154,7 @@ class Verifier:
 
 
 def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArray[np.float64]:
-    """Return the logits of the real tokens of ``probe``, float64 [tokens, vocabulary]: a prefill, then the rest on its cache."""
+    """Return the logits of the real tokens, float64 [tokens, vocabulary]: of a prefill, then of the rest on its cache."""
     session = open_session(path, entries=entries)
     interface = Interface.of_session(session)
     past, rows = interface.empty_past(_BATCH), []
@@ -164,7 +164,8 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArr
         past = dict(zip(interface.past, present, strict=True))
         rows.append(logits)
     real = probe.attention_mask.astype(bool)
-    return np.concatenate(rows, axis=1)[real].astype(np.float64)
+    taken: npt.NDArray[np.float64] = np.concatenate(rows, axis=1)[real].astype(np.float64)
+    return taken
 
 
 def available_memory() -> int:

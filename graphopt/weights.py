@@ -19,7 +19,7 @@ Weight = npt.NDArray[Any]
 
 
 def weight_of(node: ir.Node, index: int) -> ir.Value | None:
-    """Return the initializer that is input ``index`` of ``node``, or ``None`` where that input is computed or absent."""
+    """Return the initializer that is input ``index`` of ``node``, or ``None`` where it is computed or absent."""
     value = node.inputs[index] if index < len(node.inputs) else None
     return value if value is not None and value.is_initializer() and value.const_value is not None else None
 
@@ -77,9 +77,7 @@ def rewrite(weight: ir.Value, function: Callable[[Weight], Weight], shape: tuple
     source = weight.const_value
     assert source is not None
     new_shape = tuple(source.shape.numpy()) if shape is None else shape
-    weight.const_value = lazy(
-        lambda: function(source.numpy().astype(np.float64)), source.dtype, new_shape, weight.name
-    )
+    weight.const_value = lazy(lambda: function(source.numpy().astype(np.float64)), source.dtype, new_shape, weight.name)
     weight.shape = ir.Shape(new_shape)
 
 

@@ -31,7 +31,9 @@ class Builder:
         self.weights.append(value)
         return value
 
-    def op(self, op_type: str, inputs: list[ir.Value | None], width: int | None, name: str, **attributes: object) -> ir.Value:
+    def op(
+        self, op_type: str, inputs: list[ir.Value | None], width: int | None, name: str, **attributes: object
+    ) -> ir.Value:
         node = ir.node(op_type, inputs, attributes or None, name=name)  # type: ignore[arg-type]
         output = node.outputs[0]
         output.name, output.dtype = f"{name}.out", ir.DataType.FLOAT
@@ -102,7 +104,9 @@ def residual_model(
         logits = linear(normed, VOCABULARY, "head")
     logits.name = "logits"
     outputs = [logits, x] if observed else [logits]
-    graph = ir.Graph([ids], outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="small")
+    graph = ir.Graph(
+        [ids], outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="small"
+    )
     return ir.Model(graph, ir_version=10)
 
 

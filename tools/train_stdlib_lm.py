@@ -1,7 +1,8 @@
 """Train the model that ships with graphopt: a small Llama on the source of the Python standard library.
 
 Writes a Hugging Face folder (``config.json``, fp16 ``model.safetensors``, ``tokenizer.json``, ``README.md`` with the
-run). The learning-rate schedule follows the clock, not the step count: the run ends when it was told to, on any machine.
+run). The learning-rate schedule follows the clock, not the step count: the run ends when it was told to, on any
+machine.
 
     python tools/train_stdlib_lm.py --minutes 75 -o graphopt/models/stdlib_lm
 """
@@ -13,6 +14,7 @@ import lzma
 import math
 import platform
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -65,7 +67,7 @@ def new_model() -> LlamaForCausalLM:
             bos_token_id=0,
             eos_token_id=0,
             # On a CPU the compiler fuses plain attention better than it can call the flash kernel.
-            attn_implementation="eager",
+            attn_implementation="eager",  # type: ignore[call-arg]
         )
     )
 
@@ -170,7 +172,9 @@ def main(
             print(f"step {steps} loss {smoothed:.3f} progress {progress:.3f} {rate:,.0f} tokens/s", flush=True)
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, output: Path, parameters: int, run: dict[str, object]) -> None:
+def save(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, output: Path, parameters: int, run: Mapping[str, object]
+) -> None:
     """Write the Hugging Face folder: fp16 weights, tokenizer, model card."""
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=CONTEXT

@@ -6,7 +6,8 @@ looks at single coordinates *pins* it. For an orthogonal Q, an unpinned basis ma
 writer and Q^T into every reader, and the function stays what it was (QuaRot, Ashkboos et al. 2024, section 3, after
 SliceGPT's computational invariance; here without a table of model families).
 
-What an op does to bases is a rule in :mod:`graphopt.analysis.rules`; an op without a rule pins what it touches, and says so.
+What an op does to bases is a rule in :mod:`graphopt.analysis.rules`; an op without a rule pins what it touches, and
+says so.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Basis:
 
 
 class BasisGraph:
-    """The graph of axes that rules fill; :attr:`graph` is the networkx graph, its edges labelled with the joining op."""
+    """The graph of axes that rules fill; :attr:`graph` is the networkx graph, its edges labelled by the joining op."""
 
     def __init__(self) -> None:
         self.graph: nx.Graph[Axis] = nx.Graph()
@@ -116,7 +117,7 @@ class BasisGraph:
 
 
 def find_bases(graph: ir.Graph) -> list[Basis]:
-    """Return the bases of ``graph`` that some weight writes or reads, pinned ones included, in the order of the graph."""
+    """Return the bases of ``graph`` that some weight writes or reads, pinned ones included, in graph order."""
     from graphopt.analysis.rules import RULES, observe
 
     found = BasisGraph()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 from pydantic import BaseModel
 
@@ -53,7 +55,7 @@ def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, _DECODING) is None
 
 
-def _reader(value: ir.Value, inputs: dict[str, tuple[int, ...]]) -> ir.Node | None:
+def _reader(value: ir.Value, inputs: Mapping[str, tuple[int, ...]]) -> ir.Node | None:
     """Return the node that reads ``value``, or rows looked up in it, as one of its ``inputs``."""
     for use in value.uses():
         if use.idx in inputs.get(use.node.op_type, ()):

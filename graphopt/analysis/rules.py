@@ -104,7 +104,7 @@ def root_mean_square(found: BasisGraph, node: ir.Node) -> None:
     if node.attributes.get_int("axis", -1) not in (-1, len(x.shape) - 1):
         found.pin(last, node.name or "", "the norm spans more than the last axis")
     elif gain is None or gain.const_value is None or not np.all(gain.const_value.numpy() == 1):
-        found.pin(last, node.name or "", "the norm has a gain of its own; fold_norms moves it into the weights that read it")
+        found.pin(last, node.name or "", "the norm has a gain of its own, which fold_norms could not move into weights")
 
 
 def carry(found: BasisGraph, node: ir.Node) -> None:

@@ -55,7 +55,8 @@ class TableFormat:
             places = np.clip(np.rint(numbers - ordered[0]), 0, len(ordered) - 1).astype(np.uint8)
         else:
             places = np.searchsorted((ordered[1:] + ordered[:-1]) / 2, numbers).astype(np.uint8)
-        return order.astype(np.uint8)[places]
+        codes: Codes = order.astype(np.uint8)[places]
+        return codes
 
     def decode(self, codes: Codes) -> npt.NDArray[np.float64]:
         """Return the value of each code."""
@@ -69,7 +70,8 @@ class TableFormat:
 def signed_integer(bits: int, onnx_type: ir.DataType) -> TableFormat:
     """Return two's complement ``int<bits>``: -2^(bits-1) .. 2^(bits-1) - 1."""
     half = 2 ** (bits - 1)
-    return TableFormat(f"int{bits}", bits, tuple(float(c if c < half else c - 2 * half) for c in range(2 * half)), onnx_type)
+    table = tuple(float(code if code < half else code - 2 * half) for code in range(2 * half))
+    return TableFormat(f"int{bits}", bits, table, onnx_type)
 
 
 def unsigned_integer(bits: int, onnx_type: ir.DataType) -> TableFormat:

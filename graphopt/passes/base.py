@@ -14,11 +14,11 @@ from pydantic import BaseModel, ConfigDict
 from graphopt import provenance
 
 Effect = Literal["exact", "lossy"]
-"""``exact``: the graph computes the same function; ``lossy``: it computes another one, and the difference is measured."""
+"""``exact``: the graph computes the same function; ``lossy``: it computes another, and the difference is measured."""
 
 
 class Options(BaseModel):
-    """What a recipe may say about one step; each pass derives its own, with a ``Literal`` field ``step`` to know it by."""
+    """What a recipe may say about one step; each pass derives its own, told apart by a ``Literal`` field ``step``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,9 +60,7 @@ class Ledger:
     def __init__(self, report: PassReport) -> None:
         self.report = report
 
-    def changed(
-        self, item: ir.Node | ir.Value, what: str, sources: Iterable[ir.Node | ir.Value | str] = ()
-    ) -> None:
+    def changed(self, item: ir.Node | ir.Value, what: str, sources: Iterable[ir.Node | ir.Value | str] = ()) -> None:
         """Record that ``item`` was made, or edited, from ``sources``."""
         provenance.record(item, self.report.name, sources)
         self.report.changes.append(Change(where=item.name or "?", what=what))
@@ -92,6 +90,12 @@ class Pass(ir.passes.InPlacePass, abc.ABC):
     @abc.abstractmethod
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Rewrite ``model`` in place and write every change and every skip into ``ledger``."""
+
+    def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> PassResult:
+        """Run the pass on a model, with its checks before and after, and return its report with the model."""
+        result = super().__call__(model_or_result)
+        assert isinstance(result, PassResult)
+        return result
 
     def call(self, model: ir.Model) -> PassResult:
         """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""

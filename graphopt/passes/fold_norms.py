@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -29,8 +30,8 @@ class FoldNorms(Pass):
         n = RMSNormalization(x, 1);  y = MatMul(n, diag(g) W)
 
     since (x / rms(x) * g) W = (x / rms(x)) (diag(g) W). A unit gain lets rotations through (QuaRot, Ashkboos et al.
-    2024, section 4.1). A norm stays as it is when anything but a ``MatMul`` with a constant matrix reads it: a post-norm
-    whose output is added to the residual, say, or a per-head norm in front of a rotary embedding.
+    2024, section 4.1). A norm stays as it is when anything but a ``MatMul`` with a constant matrix reads it: a
+    post-norm whose output is added to the residual, say, or a per-head norm in front of a rotary embedding.
     """
 
     name: ClassVar[str] = "fold_norms"
@@ -44,7 +45,9 @@ class FoldNorms(Pass):
         """Fold each gain, or say why it stays."""
         for node in model.graph:
             if node.op_type == "LayerNormalization":
-                ledger.skipped(node, "the gain, bias and mean of LayerNormalization are not folded yet, only RMSNormalization's")
+                ledger.skipped(
+                    node, "only RMSNormalization is folded yet, not the gain, bias and mean of LayerNormalization"
+                )
             if node.op_type != "RMSNormalization":
                 continue
             reason = self._reason_to_stay(node)
@@ -59,7 +62,7 @@ class FoldNorms(Pass):
                 continue
             for use in node.outputs[0].uses():
                 weight = own(use.node, 1)
-                rewrite(weight, lambda matrix, factors=factors: scale_rows(matrix, factors))
+                rewrite(weight, partial(scale_rows, factors=factors))
                 ledger.changed(weight, f"rows scaled by the gain of {node.name}", [gain])
             rewrite(gain, np.ones_like)
             ledger.changed(node, "gain became one")
@@ -74,7 +77,7 @@ class FoldNorms(Pass):
         for use in output.uses():
             weight = weight_of(use.node, 1)
             if use.node.op_type != "MatMul" or use.idx != 0 or weight is None or len(weight.shape or ()) != 2:
-                return f"its output is read by {use.node.op_type} {use.node.name}, which has no constant matrix to take the gain"
+                return f"its output is read by {use.node.op_type}, which has no constant matrix to take the gain"
         return None
 
 

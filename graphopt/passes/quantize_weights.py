@@ -35,7 +35,7 @@ class EmbeddingFormat(Options):
 
 
 class QuantizeWeightsOptions(Options):
-    """Formats of matrices, of the token embedding and of the head (``None`` leaves one as it is), and the choice of scales."""
+    """Formats of matrices, token embedding and head (``None`` leaves one as it is), and how scales are chosen."""
 
     step: Literal["quantize_weights"] = "quantize_weights"
     linear: LinearFormat | None = LinearFormat()
@@ -56,8 +56,8 @@ class QuantizeWeights(Pass):
         y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
         e = DequantizeLinear(Gather(codes, ids), Gather(scales, ids); axis=-1)
 
-    W is about (code - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when it loads
-    the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table.
+    W is about (code - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when it
+    loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table.
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -116,7 +116,8 @@ class QuantizeWeights(Pass):
         width = table.const_value.shape.numpy()[1]
         group = wanted.group or width
         if ids is None or ids.shape is None or width % group:
-            ledger.skipped(node, f"its width {width} is no multiple of the group {group}, or its indices have no known rank")
+            reason = f"its width {width} is no multiple of the group {group}, or its indices have no known rank"
+            ledger.skipped(node, reason)
             return
         rank = len(ids.shape)
         lazily = LazyQuantized(table, format_of(wanted.format), group, self.options.scale, transposed=True)
@@ -140,10 +141,9 @@ class QuantizeWeights(Pass):
         _drop(graph, table)
 
 
-def _typed(
-    value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: list[int | ir.SymbolicDim]
-) -> None:
-    value.name, value.dtype, value.shape = name, dtype, ir.Shape(shape)
+def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: list[int | ir.SymbolicDim]) -> None:
+    value.name, value.shape = name, ir.Shape(shape)
+    value.type = None if dtype is None else ir.TensorType(dtype)
 
 
 def _drop(graph: ir.Graph, weight: ir.Value) -> None:

@@ -16,7 +16,7 @@ from graphopt.weights import lazy
 class LazyQuantized:
     """Quantizes ``weight`` when one of its parts is first read.
 
-    Codes are handed out once and forgotten, since they are large; scales and zero points, a few percent of them, are kept.
+    Codes are handed out and forgotten, since they are large; scales and zero points, a few percent of them, are kept.
 
     Args:
         weight: an initializer, [rows, columns]; groups run along the rows.

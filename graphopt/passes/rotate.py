@@ -31,9 +31,9 @@ class Rotate(Pass):
 
         x = MatMul(a, W1 Q) + Gather(E Q, ids);  y = MatMul(RMSNormalization(x, 1), Q^T W2)
 
-    x becomes x Q, its norm is |x Q| = |x|, and (x Q)(Q^T W2) = x W2: nothing is added at run time, and outliers that sat
-    in single coordinates are spread over all (QuaRot, Ashkboos et al. 2024, section 4.1). Which axes belong together is
-    found by :mod:`graphopt.analysis.bases`; a basis that is pinned stays, with the node that pins it.
+    x becomes x Q, its norm is |x Q| = |x|, and (x Q)(Q^T W2) = x W2: nothing is added at run time, and outliers that
+    sat in single coordinates are spread over all (QuaRot, Ashkboos et al. 2024, section 4.1). Which axes belong
+    together is found by :mod:`graphopt.analysis.bases`; a basis that is pinned stays, with the node that pins it.
     """
 
     name: ClassVar[str] = "rotate"
@@ -46,13 +46,14 @@ class Rotate(Pass):
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Rotate what is free, and give the first pin of what is not."""
         for basis in find_bases(model.graph):
-            if not basis.writers or not basis.readers:
-                continue
+            where = f"basis {basis.name} [{basis.width}]"
             if basis.pins:
                 pin = basis.pins[0]
-                ledger.skipped(f"basis {basis.name} [{basis.width}]", f"pinned by {pin.node}: {pin.reason}")
+                ledger.skipped(f"{where} at {pin.node}", pin.reason)
             elif basis.width is None:
-                ledger.skipped(f"basis {basis.name}", "its width is not known before run time")
+                ledger.skipped(where, "its width is not known before run time")
+            elif not basis.writers or not basis.readers:
+                ledger.skipped(where, "weights on one side of it only, so a rotation could not be undone")
             else:
                 self._rotate(basis, rotation_for(basis.width, self.options.residual, self.options.seed), ledger)
 
@@ -65,7 +66,7 @@ class Rotate(Pass):
 
 
 def fuse(site: WeightAxis, rotation: Rotation) -> ir.Value:
-    """Multiply ``rotation`` into one axis of one weight, and return the weight: W Q for a writer, Q^T W for a reader."""
+    """Multiply ``rotation`` into one axis of a weight, and return the weight: W Q for a writer, Q^T W for a reader."""
     weight = own(site.node, site.input)
     rewrite(weight, lambda array: rotation.apply(array, site.axis))
     return weight

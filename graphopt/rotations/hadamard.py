@@ -61,7 +61,8 @@ def _residues(q: int) -> Signs:
     chi[(np.arange(1, q) ** 2) % q] = 1
     chi[0] = 0
     index = np.arange(q)
-    return chi[(index[:, None] - index[None, :]) % q]
+    characters: Signs = chi[(index[:, None] - index[None, :]) % q]
+    return characters
 
 
 def _paley_one(q: int) -> Signs:

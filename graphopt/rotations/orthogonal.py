@@ -17,8 +17,13 @@ Doubles = npt.NDArray[np.float64]
 class Rotation(Protocol):
     """An orthogonal matrix Q of ``width`` rows and columns."""
 
-    width: int
-    seed: int
+    @property
+    def width(self) -> int:
+        """Rows and columns of Q."""
+
+    @property
+    def seed(self) -> int:
+        """What Q was drawn from."""
 
     @property
     def kind(self) -> str:

@@ -73,7 +73,10 @@ def round_to_nearest(
             trial_error = _squared_error(groups, table, trial)
             better = trial_error < error
             error = np.where(better, trial_error, error)
-            best = tuple(np.where(better[:, None] if a.ndim == 3 else better, b, a) for a, b in zip(best, trial, strict=True))
+            best = tuple(
+                np.where(better[:, None] if old.ndim == 3 else better, new, old)
+                for old, new in zip(best, trial, strict=True)
+            )
     codes, scales, zero_points = best
     return Quantized(
         table,

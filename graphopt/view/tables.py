@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.table import Table
+from rich.table import Column, Table
 
 from graphopt.artifact import Manifest
 from graphopt.passes import PassReport
@@ -14,7 +14,8 @@ from graphopt.verify import Check
 
 def passes_table(manifest: Manifest) -> Table:
     """Show each pass with what it changed, what it left alone, and what its check found."""
-    table = Table("pass", "effect", "changed", "left alone", "check", "largest logit change", "seconds")
+    names = Column("pass", no_wrap=True)
+    table = Table(names, "effect", "changed", "left alone", "check", "logit change", "seconds")
     checks = {check.after: check for check in manifest.checks if check.name == "logits"}
     for report in manifest.passes:
         check = checks.get(report.name)

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from graphopt import provenance
 from graphopt.formats import format_of
-from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions, EmbeddingFormat
+from graphopt.passes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.rounding import round_to_nearest
 from graphopt.runtime import ACCURACY_LEVEL, open_session
 from tests.graphs import residual_model, save, session
@@ -112,7 +112,12 @@ def test_rows_that_the_group_does_not_divide_take_a_smaller_one_and_say_so() -> 
         (residual_model(width=10), options(), "up0", "10 rows are no multiple"),
         (residual_model(width=32), options(linear=None), "up0", "leaves it in floating point"),
         (residual_model(width=32), options(embedding=None), "embedding", "leaves it in floating point"),
-        (residual_model(width=32), options(embedding=EmbeddingFormat(format="int8", group=24)), "embedding", "no multiple of the group 24"),
+        (
+            residual_model(width=32),
+            options(embedding=EmbeddingFormat(group=24)),
+            "embedding",
+            "multiple of the group 24",
+        ),
     ],
 )
 def test_what_is_left_alone_has_its_reason(

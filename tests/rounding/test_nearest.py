@@ -33,7 +33,7 @@ def test_extreme_scales_err_by_at_most_half_a_step(table: TableFormat, shape: tu
 @TABLES
 @given(shape=SHAPES)
 @settings(deadline=None, max_examples=20)
-def test_least_squares_is_never_worse_than_extreme_in_any_group(table: TableFormat, shape: tuple[int, int, int]) -> None:
+def test_least_squares_is_never_worse_in_any_group(table: TableFormat, shape: tuple[int, int, int]) -> None:
     matrix = matrix_of(*shape)
 
     def errors(scale: str) -> np.ndarray:

@@ -73,7 +73,7 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
     opset = model.opset_imports.get("", 0)
     if opset > OPSETS[-1]:
         raise InputError(
-            f"opset {opset} is newer than onnxruntime can load", remedy=f"export the model with opset {OPSETS[-1]} or older"
+            f"opset {opset} is newer than onnxruntime can load", remedy=f"export it with opset {OPSETS[-1]} or older"
         )
     if opset >= OPSET:
         return

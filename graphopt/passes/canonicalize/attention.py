@@ -78,7 +78,6 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
         if concats[0] is None or concats[1] is None:
             ledger.skipped(node, "its keys or values are no Concat of a cache input and new ones along the length")
             continue
-        attributes = {name: attribute for name, attribute in node.attributes.items()}
         pairs = [(concat.inputs[0], concat.inputs[1], concat.outputs[0]) for concat in concats if concat is not None]
         (past_key, key, present_key), (past_value, value, present_value) = pairs
         mask = node.inputs[3] if len(node.inputs) > 3 else None
@@ -86,14 +85,14 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
             "",
             "Attention",
             [node.inputs[0], key, value, mask, past_key, past_value],
-            list(attributes.values()),
+            list(node.attributes.values()),
             num_outputs=3,
             name=node.name,
             metadata_props=dict(node.metadata_props),
         )
         model.graph.insert_before(node, made)
         for old, new in zip([node.outputs[0], present_key, present_value], made.outputs, strict=True):
-            new.dtype, new.shape, name = old.dtype, old.shape, old.name
+            new.type, new.shape, name = old.type, old.shape, old.name
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             old.name, new.name = f"{name}.replaced", name
         model.graph.remove([node, *(concat for concat in concats if concat is not None)], safe=True)

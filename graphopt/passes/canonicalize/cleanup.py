@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
@@ -12,7 +14,7 @@ from onnx_ir.passes.common import (
 )
 
 from graphopt.passes.base import Ledger
-from graphopt.weights import lazy, new_weight, weight_of
+from graphopt.weights import Weight, lazy, new_weight, weight_of
 
 
 def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
@@ -30,8 +32,8 @@ def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
 def fold_transposed_weights(model: ir.Model, ledger: Ledger) -> None:
     """``MatMul(x, Transpose(W))`` -> ``MatMul(x, W^T)`` with W^T stored, so that a weight is seen as a weight."""
     for node in list(model.graph):
-        weight = weight_of(node, 0)
-        if node.op_type != "Transpose" or weight is None or weight.const_value is None or node.outputs[0].is_graph_output():
+        weight = weight_of(node, 0) if node.op_type == "Transpose" else None
+        if weight is None or weight.const_value is None or node.outputs[0].is_graph_output():
             continue
         source = weight.const_value
         shape = tuple(source.shape.numpy())
@@ -40,11 +42,15 @@ def fold_transposed_weights(model: ir.Model, ledger: Ledger) -> None:
         value = new_weight(
             model.graph,
             f"{weight.name}.transposed",
-            lazy(lambda source=source, p=permutation: source.numpy().transpose(p), source.dtype, turned),
+            lazy(_transposed(source, permutation), source.dtype, turned),
         )
         ledger.changed(value, f"transpose of {weight.name} stored", [weight])
         ir.convenience.replace_all_uses_with(node.outputs[0], value)
         model.graph.remove(node, safe=True)
+
+
+def _transposed(source: ir.TensorProtocol, permutation: tuple[int, ...]) -> Callable[[], Weight]:
+    return lambda: source.numpy().transpose(permutation)
 
 
 def split_gemm(model: ir.Model, ledger: Ledger) -> None:
@@ -79,7 +85,7 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
 
 def _splice(graph: ir.Graph, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:
     old = node.outputs[0]
-    output.dtype, output.shape, name = old.dtype, old.shape, old.name
+    output.type, output.shape, name = old.type, old.shape, old.name
     graph.insert_before(node, tape.nodes)
     ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
     graph.remove(node, safe=True)

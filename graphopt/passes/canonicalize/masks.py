@@ -49,7 +49,7 @@ def lift_masks(model: ir.Model, ledger: Ledger) -> None:
     meanings: dict[str, str] = {}
     for node in attentions(model):
         mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
-        if mask is None or node.attributes.get_int("is_causal", 0):
+        if mask is None or node.attributes.get_int("is_causal") == 1:
             continue
         if mask.name not in meanings:
             meanings[mask.name or ""] = _meaning(model, mask)
@@ -114,7 +114,7 @@ def _meaning(model: ir.Model, mask: ir.Value) -> str:
 
 
 def _visible(mask: Array) -> Bools:
-    return mask.astype(bool) if mask.dtype == np.bool_ else mask > _HIDDEN
+    return mask.astype(bool) if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > _HIDDEN
 
 
 def _same(left: Bools, right: Bools) -> bool:
@@ -136,7 +136,7 @@ def _drop_guard(model: ir.Model, node: ir.Node, mask: ir.Value, ledger: Ledger) 
             ledger.skipped(user, "the condition of the guard cannot be evaluated on its own")
             continue
         means_blind = all(
-            _same(got.astype(bool), ~_visible(seen).any(-1, keepdims=True))
+            _same(got.astype(bool), ~np.asarray(_visible(seen).any(-1, keepdims=True)))
             for (_, got), (_, seen) in zip(blind, masks, strict=True)
         )
         if not means_blind:

@@ -12,12 +12,13 @@ from typing import Any
 
 import onnx_ir as ir
 from onnxscript.rewriter import pattern
+from onnxscript.rewriter._basics import MatchResult
 
 from graphopt.passes.base import Ledger
 from graphopt.passes.canonicalize.cleanup import scalar
 
 
-class _RootMeanSquare(pattern.RewriteRuleClassBase):  # type: ignore[misc]
+class _RootMeanSquare(pattern.RewriteRuleClassBase):
     """The pattern, its conditions, and what takes its place."""
 
     def __init__(self, ledger: Ledger, *, gain_first: bool) -> None:
@@ -28,13 +29,11 @@ class _RootMeanSquare(pattern.RewriteRuleClassBase):  # type: ignore[misc]
         square = pattern.OrValue([op.Pow(x, 2.0), op.Mul(x, x)])
         mean = op.ReduceMean(square, [-1], _allow_other_attributes=True)
         root = op.Sqrt(pattern.OrValue([op.Add(mean, epsilon), op.Add(epsilon, mean)]))
-        normalized = pattern.OrValue(
-            [op.Div(x, root), op.Mul(x, op.Reciprocal(root)), op.Mul(x, op.Div(1.0, root))]
-        )
+        normalized = pattern.OrValue([op.Div(x, root), op.Mul(x, op.Reciprocal(root)), op.Mul(x, op.Div(1.0, root))])
         return op.Mul(gain, normalized) if self._gain_first else op.Mul(normalized, gain)
 
-    def check(self, context: Any, x: ir.Value, gain: ir.Value, epsilon: ir.Value, **_: Any) -> pattern.MatchResult:
-        result = pattern.MatchResult()
+    def check(self, op: Any, *_: Any, gain: ir.Value, epsilon: ir.Value, **__: Any) -> MatchResult:
+        result = MatchResult()
         if scalar(epsilon) is None:
             return result.fail("epsilon is no constant number", epsilon)
         if gain.const_value is None or gain.shape is None or len(gain.shape) != 1:
@@ -52,5 +51,5 @@ class _RootMeanSquare(pattern.RewriteRuleClassBase):  # type: ignore[misc]
 
 def lift_norms(model: ir.Model, ledger: Ledger) -> None:
     """Lift every decomposed norm of the graph; the opset must be 23 or later."""
-    rules = [_RootMeanSquare.rule(ledger, gain_first=first) for first in (False, True)]
+    rules = [_RootMeanSquare.rule(ledger, gain_first=first) for first in (False, True)]  # type: ignore[no-untyped-call]
     pattern.RewriteRuleSet(rules).apply_to_model(model)

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from graphopt import cli
+from graphopt.artifact import MANIFEST, MODEL
+from graphopt.recipe import Recipe
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return a function that runs the command in this process and gives its exit code, output and errors."""
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["graphopt", *map(str, arguments)])
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from graphopt.pipeline import optimize
+
+    optimize(llama_artifact, "int4", folder := tmp_path_factory.mktemp("cli") / "int4")
+    return folder
+
+
+def test_optimize_reports_passes_checks_and_precision(run, llama_artifact: Path, tmp_path: Path) -> None:
+    code, out, _ = run("optimize", llama_artifact, "-r", "rotate-int4", "-o", tmp_path / "out")
+    assert code == 0
+    assert all(name in out for name in ("canonicalize", "fold_norms", "rotate", "quantize_weights", "measured", "int8"))
+    assert (tmp_path / "out" / MODEL).is_file()
+
+
+def test_optimize_json_is_the_manifest(run, llama_artifact: Path, tmp_path: Path) -> None:
+    code, out, _ = run("optimize", llama_artifact, "-r", "rotate", "-o", tmp_path / "out", "--json")
+    assert code == 0
+    assert json.loads(out) == json.loads((tmp_path / "out" / MANIFEST).read_text())
+
+
+def test_a_recipe_of_ones_own(run, llama_artifact: Path, tmp_path: Path) -> None:
+    code, text, _ = run("recipes", "int4")
+    recipe = yaml.safe_load(text)
+    assert Recipe.model_validate(recipe).name == "int4"
+    recipe["name"] = "mine"
+    recipe["steps"][-1]["linear"]["group"] = 32
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    code, out, _ = run("optimize", llama_artifact, "-r", tmp_path / "mine.yaml", "-o", tmp_path / "out", "--json")
+    assert code == 0
+    assert json.loads(out)["recipe"]["steps"][-1]["linear"]["group"] == 32
+
+
+def test_export_lets_a_plain_onnx_in(run, llama_artifact: Path, tmp_path: Path) -> None:
+    code, out, _ = run("export", llama_artifact / MODEL, "-o", tmp_path / "out", "--json")
+    assert code == 0
+    assert json.loads(out)["source"]["kind"] == "onnx"
+
+
+def test_run_streams_one_prompt_and_lists_several(run, optimized: Path) -> None:
+    code, out, _ = run("run", optimized, "--prompt", "def f(x):", "--max-new-tokens", 5)
+    assert code == 0
+    assert out.startswith("def f(x):")
+    assert len(out) > len("def f(x):\n")
+    code, listed, _ = run("run", optimized, "--prompt", "def f(x):", "--prompt", "import", "--max-new-tokens", 5)
+    assert code == 0
+    assert "def f(x):" in listed
+    assert "import" in listed
+    assert "(length)" in listed
+
+
+def test_run_json_and_seeds(run, optimized: Path) -> None:
+    arguments = ("run", optimized, "--prompt", "class", "--max-new-tokens", 8, "--temperature", 1.5, "--json")
+    texts = [json.loads(run(*arguments, "--seed", seed)[1])[0]["tokens"] for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_eval_measures_a_file(run, optimized: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text("import os\nprint(os.getcwd())\n" * 10)
+    code, out, _ = run("eval", optimized, "--text", tmp_path / "text.py", "--json")
+    assert code == 0
+    report = json.loads(out)
+    # this tokenizer adds no BOS, so the first token, one byte, cannot be scored
+    assert report["bytes"] == (tmp_path / "text.py").stat().st_size - 1
+    # random weights know nothing: about log2(300) bits per token, and no better than guessing bytes of a small alphabet
+    assert 1 < report["bits_per_byte"] < 16
+    assert "bits per byte" in run("eval", optimized, "--text", tmp_path / "text.py")[1]
+
+
+def test_passes_and_recipes_are_listed(run) -> None:
+    _, out, _ = run("passes")
+    assert "before::" in out
+    assert "fold_norms (exact)" in out
+    assert {p["effect"] for p in json.loads(run("passes", "--json")[1])} == {"exact", "lossy"}
+    assert "rotate-int4" in run("recipes")[1]
+    assert [r["name"] for r in json.loads(run("recipes", "--json")[1])] == ["int4", "rotate", "rotate-int4"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("optimize", "{missing}", "-o", "{out}"), "no ONNX model here"),
+        (("optimize", "{model}", "-r", "int5", "-o", "{out}"), "no recipe 'int5'"),
+        (("optimize", "{model}", "-r", "{unknown key}", "-o", "{out}"), "sead: Extra inputs are not permitted"),
+        (("optimize", "{model}", "-o", "{model}"), "output exists"),
+        (("export", "{missing}/nothing.onnx", "-o", "{out}"), "nothing.onnx"),
+        (("run", "{model}", "--prompt", ""), "empty"),
+        (("run", "{model}", "--prompt", "{long}"), "128 positions"),
+        (("run", "{model}", "--prompt", "x", "--temperature", "-1"), "temperature"),
+        (("eval", "{model}", "--text", "{missing}"), "cannot be read"),
+        (("eval", "{model}", "--text", "{binary}"), "not UTF-8"),
+        (("eval", "{model}"), "--held-out"),
+        (("eval", "{model}", "--text", "{empty}"), "empty"),
+    ],
+)
+def test_bad_input_exits_2_with_one_line_and_writes_nothing(
+    run, llama_artifact: Path, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    (tmp_path / "bad.yaml").write_text("name: x\nsteps: [{step: rotate, sead: 1}]")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "empty").write_text("")
+    names = {
+        "{missing}": tmp_path / "missing",
+        "{out}": tmp_path / "out",
+        "{model}": llama_artifact,
+        "{unknown key}": tmp_path / "bad.yaml",
+        "{long}": "x = 1; " * 200,
+        "{binary}": tmp_path / "binary",
+        "{empty}": tmp_path / "empty",
+    }
+    filled = [re.sub(r"\{[^}]+\}", lambda match: str(names[match[0]]), argument) for argument in arguments]
+    before = sorted(tmp_path.iterdir())
+    code, out, err = run(*filled)
+    assert code == 2
+    assert message in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_refused_check_exits_3(run, llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphopt.passes import fold_norms
+
+    monkeypatch.setattr(fold_norms, "scale_rows", lambda matrix, factors: matrix)
+    code, _, err = run("optimize", llama_artifact, "-r", "rotate", "-o", tmp_path / "out")
+    assert code == 3
+    assert "fold_norms is exact" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_usage_errors_exit_2(run) -> None:
+    assert run("optimize")[0] == 2
+    assert run("frobnicate")[0] == 2
+
+
+def test_without_onnxruntime_the_message_names_the_extra(llama_artifact: Path, tmp_path: Path) -> None:
+    code = """
+import sys
+for name in ("onnxruntime", "torch", "transformers"):
+    sys.modules[name] = None
+import graphopt, graphopt.cli
+sys.argv = ["graphopt", "run", sys.argv[1], "--prompt", "x"]
+graphopt.cli.main()
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(llama_artifact)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 4
+    assert 'pip install "graphopt[cpu]"' in result.stderr
+
+
+def test_importing_graphopt_brings_neither_torch_nor_transformers_nor_onnxruntime() -> None:
+    heavy = "{'torch', 'transformers', 'onnxruntime'}"
+    code = f"import graphopt, graphopt.cli, sys; print(sorted({heavy} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
