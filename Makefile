@@ -46,7 +46,7 @@ lint: $(READY)
 	$(BIN)/mypy
 
 clean:
-	rm -rf build dist .demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist graphopt-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find graphopt tests tools -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 distclean: clean

@@ -23,7 +23,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 import graphopt
 from graphopt.analysis.cost import WeightTotals
+from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
+from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.onnx_file import load
 from graphopt.passes.base import PassReport
 from graphopt.verify import Check
@@ -196,8 +198,9 @@ def write(
         ir.save(artifact.model, folder / MODEL, external_data=DATA, callback=count)
         for name, source in artifact.companions.items():
             shutil.copyfile(source, folder / name)
+        notes = _write_genai_config(artifact, folder)
         files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
-        manifest = artifact.manifest.model_copy(update={"files": files})
+        manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
         (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest
 
@@ -249,6 +252,25 @@ def verify_files(folder: Path) -> None:
             raise InputError(
                 "a file of the artifact is not what its manifest says", file=file, remedy="make the artifact again"
             )
+
+
+def _write_genai_config(artifact: Artifact, folder: Path) -> list[str]:
+    """Write ``genai_config.json`` if onnxruntime-genai can run the graph; return the manifest's notes, with why not."""
+    facts = artifact.manifest.model
+    config = genai_config(
+        Interface.of_graph(artifact.model.graph),
+        MODEL,
+        max_positions=facts.max_positions,
+        bos_token_id=facts.bos_token_id,
+        eos_token_ids=facts.eos_token_ids,
+        session=artifact.manifest.session,
+    )
+    prefix = f"no {GENAI_CONFIG}: "
+    notes = [note for note in artifact.manifest.notes if not note.startswith(prefix)]
+    if isinstance(config, str):
+        return [*notes, prefix + config]
+    (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return notes
 
 
 def _record_of(file: Path) -> FileRecord:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import onnx_ir as ir
@@ -18,8 +17,6 @@ from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.verify import Check, Verifier
 from graphopt.weights import check_finite
-
-_PACKAGES = ("graphopt", "onnx", "onnx-ir", "onnxscript", "onnxruntime", "numpy")
 
 
 def optimize(
@@ -89,7 +86,7 @@ def optimize(
         weights=weight_totals(graph),
         precision=precision_of(graph, activations, chosen),
         session=chosen.session_entries() if activations else {},
-        versions=source.manifest.versions | versions(),
+        versions=source.manifest.versions | artifacts.installed_versions(),
     )
     made = Artifact(graph, manifest, source.companions, keep=folder)
     if output is not None:
@@ -115,14 +112,3 @@ def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) 
     else:
         note += "; a session without the entry rounds them to int8"
     return Precision(storage=storage_formats(model), activations=rounded, note=note)
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that take part, where they are installed."""
-    found = {}
-    for package in _PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -7,6 +7,7 @@ refused otherwise; a lossy pass is measured.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -154,7 +155,7 @@ class Verifier:
 
 
 def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArray[np.float64]:
-    """Return the logits of the real tokens, float64 [tokens, vocabulary]: of a prefill, then of the rest on its cache."""
+    """Return the logits of real tokens, float64 [tokens, vocabulary]: of a prefill, then of the rest on its cache."""
     session = open_session(path, entries=entries)
     interface = Interface.of_session(session)
     past, rows = interface.empty_past(_BATCH), []
@@ -169,7 +170,11 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArr
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that are free now."""
+    """Return the bytes of memory that a new process could have: what Linux says, elsewhere what is plainly free."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return 1024 * int(line.split()[1])
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 from graphopt import artifact
@@ -12,6 +11,7 @@ from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.interface import Interface
 from graphopt.artifact import COMPANIONS, MODEL, Artifact, Manifest, Source
 from graphopt.errors import InputError
+from graphopt.progress import Progress, silent
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
 # would make up an empty tokenizer.
@@ -29,7 +29,7 @@ def export(
     output: str | Path,
     *,
     overwrite: bool = False,
-    on_stage: Callable[[str], None] | None = None,
+    on_stage: Progress = silent,
 ) -> Manifest:
     """Write the model as an artifact: one float32 graph for prefill and decode, with its tokenizer and configuration.
 
@@ -49,17 +49,16 @@ def export(
         VerificationError: the graph does not compute what transformers does.
     """
     artifact.check_output(Path(output), overwrite=overwrite)
-    say = on_stage or (lambda stage: None)
     source = shipped_models().get(str(model), model)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
             opened = _from_onnx(Path(source), str(model))
         else:
             _check_exists(source)
-            opened = _from_transformers(str(source), str(model), Path(temporary), say)
+            opened = _from_transformers(str(source), str(model), Path(temporary), on_stage)
         for note in opened.manifest.notes:
-            say(note)
-        say("writing the artifact")
+            on_stage(note)
+        on_stage("writing the artifact")
         return artifact.write(opened, output, overwrite=overwrite)
 
 
@@ -105,7 +104,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     return opened
 
 
-def _from_transformers(source: str, name: str, temporary: Path, say: Callable[[str], None]) -> Artifact:
+def _from_transformers(source: str, name: str, temporary: Path, say: Progress) -> Artifact:
     # Imported here, since torch and transformers behind it are optional and slow to load.
     from graphopt.models.agreement import check_agreement
     from graphopt.models.checkpoint import load_model

@@ -7,6 +7,7 @@ out; neither they nor their tests are ever seen in training.
 from __future__ import annotations
 
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 HELD_OUT: tuple[str, ...] = (
@@ -38,14 +39,14 @@ def stdlib_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def held_out_text() -> str:
-    """Return the source of all :data:`HELD_OUT` modules, in order, as one string.
+def held_out_text(modules: Sequence[str] = HELD_OUT) -> str:
+    """Return the source of the held-out ``modules``, in order, as one string.
 
     Raises:
         FileNotFoundError: this Python was installed without the source of a held-out module.
     """
     folder = stdlib_folder()
-    paths = [folder / f"{name}.py" for name in HELD_OUT]
+    paths = [folder / f"{name}.py" for name in modules]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise FileNotFoundError(

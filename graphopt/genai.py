@@ -1,0 +1,72 @@
+"""The configuration by which onnxruntime-genai runs an artifact: ``genai_config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphopt.analysis.interface import Interface
+
+GENAI_CONFIG = "genai_config.json"
+
+
+def genai_config(
+    interface: Interface,
+    model_file: str,
+    *,
+    max_positions: int | None,
+    bos_token_id: int | None,
+    eos_token_ids: list[int],
+    session: Mapping[str, str],
+) -> dict[str, Any] | str:
+    """Return the configuration, or why onnxruntime-genai cannot run the graph.
+
+    Args:
+        interface: names and shapes of the graph.
+        model_file: name of the ``.onnx`` file in the folder.
+        max_positions: positions of the model.
+        bos_token_id: the token that begins a text, if any.
+        eos_token_ids: the tokens that end one.
+        session: onnxruntime session entries that the artifact means.
+    """
+    shapes = {interface.inputs[name].shape[1::2] for name in interface.past}
+    layers = len(interface.past) // 2
+    numbered = {f"past_key_values.{layer}.{part}" for layer in range(layers) for part in ("key", "value")}
+    if "attention_mask" not in interface.inputs:
+        return "the graph has no attention_mask input"
+    if len(shapes) != 1 or set(interface.past) != numbered:
+        return "its layers differ in KV heads or head size, or are not numbered from 0"
+    if max_positions is None or not eos_token_ids or interface.vocabulary is None:
+        return "the number of positions, the token that ends a text or the vocabulary is not known"
+    ((heads, size),) = shapes
+    inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids") if name in interface.inputs} | {
+        "past_key_names": "past_key_values.%d.key",
+        "past_value_names": "past_key_values.%d.value",
+    }
+    outputs = {
+        "logits": "logits",
+        "present_key_names": "present.%d.key",
+        "present_value_names": "present.%d.value",
+    }
+    decoder = {
+        # Keys that onnxruntime-genai does not know itself it hands to onnxruntime as session entries.
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},
+        "filename": model_file,
+        "head_size": size,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": layers,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+    model = {
+        "type": "decoder",
+        "bos_token_id": eos_token_ids[0] if bos_token_id is None else bos_token_id,
+        "eos_token_id": eos_token_ids,
+        "pad_token_id": eos_token_ids[0],
+        "context_length": max_positions,
+        "vocab_size": interface.vocabulary,
+        "decoder": decoder,
+    }
+    # The caches of the graph grow by copies; buffers shared between past and present would need another operator.
+    search = {"do_sample": False, "max_length": max_positions, "past_present_share_buffer": False}
+    return {"model": model, "search": search}

@@ -1,0 +1,86 @@
+"""The model that ships with the package: small in git, trained, and exported as transformers computes it."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphopt.analysis.interface import Interface
+from graphopt.artifact import DATA, MODEL
+from graphopt.evaluate import evaluate
+from graphopt.models.export import export, shipped_models
+from graphopt.models.stdlib_text import held_out_text
+from graphopt.pipeline import optimize
+from graphopt.runtime import open_session
+from graphopt.session import load
+
+FOLDER = shipped_models()["stdlib_lm"]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("shipped") / "float32"
+    export("stdlib_lm", output)
+    return output
+
+
+def test_the_folder_is_a_hugging_face_folder_of_at_most_12_megabytes() -> None:
+    files = {file.name: file.stat().st_size for file in FOLDER.iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
+    assert sum(files.values()) <= 12e6
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config["num_key_value_heads"] < config["num_attention_heads"]
+    # 20 times a power of two
+    assert config["intermediate_size"] == 20 * 32
+
+
+def test_it_has_learned_more_than_xz_finds(exported: Path) -> None:
+    text = held_out_text()
+    xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / len(text.encode())
+    # windows without overlap: half the time of the default, and a little harder on the model
+    result = evaluate(load(exported), text, stride=1024)
+    assert result.bytes == len(text.encode())
+    assert result.bits_per_byte < xz
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(exported: Path, batch: int) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    ids = np.random.default_rng(batch).integers(0, 4096, (batch, 24))
+    mask = np.ones_like(ids)
+    for row in range(1, batch):
+        mask[row, : 4 * row] = 0
+    model = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    positions = np.maximum(mask.cumsum(-1) - 1, 0)
+    with torch.no_grad():
+        expected = model(torch.tensor(ids), torch.tensor(mask), torch.tensor(positions)).logits.numpy()
+    session = open_session(exported / MODEL)
+    interface = Interface.of_session(session)
+    for steps in ([24], [16] + [1] * 8):
+        past, start, pieces = interface.empty_past(batch), 0, []
+        for length in steps:
+            end = start + length
+            feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
+            logits, *present = session.run(["logits", *interface.present], feeds)
+            past, start = dict(zip(interface.past, present, strict=True)), end
+            pieces.append(logits)
+        got, real = np.concatenate(pieces, 1), mask.astype(bool)
+        # the issue's bound, relative to the largest logit; float32 through 6 layers, seen 1e-6
+        assert np.abs(got - expected)[real].max() < 1e-4 * np.abs(expected[real]).max()
+
+
+def test_int4_takes_the_nominal_bits_of_the_whole_folder(exported: Path, tmp_path: Path) -> None:
+    made = optimize(exported, "rotate-int4", tmp_path / "int4")
+    # 6 layers of 4.5-bit matrices in groups of 64 (8.25 bits for the head in groups of 128, 8.125 for the embedding)
+    width, mlp, kv, vocabulary = 256, 640, 128, 4096
+    matrices = 6 * width * (2 * width + 2 * kv + 3 * mlp)
+    nominal = (4.5 * matrices + vocabulary * width * (8.25 + 8.125) + 32 * 13 * width) / 8
+    stored = sum((tmp_path / "int4" / name).stat().st_size for name in (MODEL, DATA))
+    assert stored == pytest.approx(nominal, rel=0.05)
+    assert made.manifest.checks[-1].figures == {"quantized_products": 43, "fused_kernels": 43}

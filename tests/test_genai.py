@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime_genai
+import pytest
+
+from graphopt import artifact
+from graphopt.analysis.interface import Interface, Port
+from graphopt.artifact import MODEL
+from graphopt.genai import GENAI_CONFIG, genai_config
+from graphopt.generate import generate
+from graphopt.pipeline import optimize
+from graphopt.session import load
+
+FACTS = {"max_positions": 128, "bos_token_id": 0, "eos_token_ids": [0], "session": {}}
+
+
+@pytest.mark.parametrize("recipe", ["rotate", "int4"])
+def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, recipe, tmp_path / recipe)
+    prompt = [5, 17, 101, 43, 250]
+    model = onnxruntime_genai.Model(str(tmp_path / recipe))
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    parameters.set_search_options(max_length=len(prompt) + 12)
+    generator = onnxruntime_genai.Generator(model, parameters)
+    generator.append_tokens(np.array(prompt, np.int32))
+    while not generator.is_done():
+        generator.generate_next_token()
+    ours = generate(load(tmp_path / recipe), [prompt], max_new_tokens=12)[0]
+    assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
+
+
+def test_session_entries_of_the_recipe_are_handed_on(llama_artifact: Path, tmp_path: Path) -> None:
+    manifest = optimize(llama_artifact, "int4", tmp_path / "out").manifest
+    assert GENAI_CONFIG in manifest.files
+    config = genai_config(interface_of(tmp_path / "out"), MODEL, **{**FACTS, "session": manifest.session})  # type: ignore[arg-type]
+    assert isinstance(config, dict)
+    options = config["model"]["decoder"]["session_options"]
+    assert options["session.qdq_matmulnbits_accuracy_level"] == "4"
+
+
+def interface_of(folder: Path) -> Interface:
+    return Interface.of_graph(artifact.read(folder).model.graph)
+
+
+def test_why_a_graph_cannot_run_there_is_said(llama_artifact: Path) -> None:
+    interface = interface_of(llama_artifact)
+    inputs = dict(interface.inputs)
+    del inputs["attention_mask"]
+    assert genai_config(replace(interface, inputs=inputs), MODEL, **FACTS) == "the graph has no attention_mask input"  # type: ignore[arg-type]
+    wide = Port("past_key_values.1.key", np.dtype(np.float32), (None, 2, None, 99))
+    uneven = replace(interface, inputs={**interface.inputs, wide.name: wide})
+    assert "differ in KV heads" in str(genai_config(uneven, MODEL, **FACTS))  # type: ignore[arg-type]
+    assert "positions" in str(genai_config(interface, MODEL, **{**FACTS, "max_positions": None}))  # type: ignore[arg-type]
