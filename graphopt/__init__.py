@@ -5,17 +5,19 @@ artifact = graphopt.optimize("float32", "rotate-int4", "int4")
 session = graphopt.load("int4")                                          # then graphopt.generate, graphopt.evaluate
 """
 
-from graphopt.artifact import Artifact, Manifest, read
+from graphopt.artifact import Artifact, read
+from graphopt.decoding.sampling import Sampling
 from graphopt.errors import GraphoptError, InputError, MissingDependencyError, VerificationError
 from graphopt.evaluate import Evaluation, evaluate
 from graphopt.generate import Completion, generate, stream
+from graphopt.manifest import Manifest
 from graphopt.models.export import export
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe, presets
-from graphopt.sampling import Sampling
 from graphopt.session import Session, load
+from graphopt.version import VERSION
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = [
     "Artifact",

@@ -9,30 +9,23 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.metadata
 import json
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, ValidationError
 
-import graphopt
-from graphopt.analysis.cost import WeightTotals
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
 from graphopt.genai import GENAI_CONFIG, genai_config
+from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of_config, read_manifest
 from graphopt.onnx_file import load
-from graphopt.passes.base import PassReport
-from graphopt.verify import Check
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
-MANIFEST = "manifest.json"
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -42,77 +35,6 @@ COMPANIONS = (
     "generation_config.json",
 )
 """Files of a Hugging Face folder that an artifact carries along unchanged, where they exist."""
-
-
-class ModelFacts(BaseModel):
-    """What an app must know about the model and cannot read from its graph; ``None`` where nobody said."""
-
-    architecture: str | None = None
-    max_positions: int | None = None
-    bos_token_id: int | None = None
-    eos_token_ids: list[int] = []
-
-
-class Source(BaseModel):
-    """Where the model came from."""
-
-    kind: Literal["transformers", "onnx"]
-    name: str
-
-
-class Precision(BaseModel):
-    """Storage and compute precision, told apart.
-
-    Attributes:
-        storage: how many weight tensors are stored in each format.
-        activations: to what the runtime rounds the inputs of quantized products, as read from its own optimized graph.
-        note: the same in words, with what to set to change it.
-    """
-
-    storage: dict[str, int]
-    activations: str
-    note: str
-
-
-class FileRecord(BaseModel):
-    """Size and SHA-256 of one file of the folder."""
-
-    bytes: int
-    sha256: str
-
-
-class Manifest(BaseModel):
-    """How an artifact came to be; ``manifest.json``.
-
-    Attributes:
-        format: version of this layout.
-        source: where the model came from.
-        model: facts that an app needs.
-        notes: what a reader should know and no other field says, such as a tokenizer that was not there.
-        recipe: the recipe that was applied, or ``None`` for a plain export.
-        passes: what each pass did and left alone.
-        checks: what was proved or measured after each pass.
-        weights: size of the weights.
-        precision: storage and compute precision.
-        session: onnxruntime session entries that the recipe means; a plain session without them uses its defaults.
-        versions: packages that made it.
-        files: size and hash of every other file of the folder.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    format: Literal[1] = 1
-    source: Source
-    model: ModelFacts
-    notes: list[str] = []
-    recipe: dict[str, Any] | None = None
-    passes: list[PassReport] = []
-    checks: list[Check] = []
-    weights: WeightTotals | None = None
-    precision: Precision | None = None
-    session: dict[str, str] = {}
-    versions: dict[str, str] = {}
-    files: dict[str, FileRecord] = {}
 
 
 @dataclass
@@ -154,21 +76,6 @@ def read(path: str | Path) -> Artifact:
     else:
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder))
     return Artifact(model, manifest, companions)
-
-
-def read_manifest(folder: Path) -> Manifest:
-    """Read ``manifest.json`` of an artifact.
-
-    Raises:
-        InputError: it is missing or not a manifest.
-    """
-    file = folder / MANIFEST
-    try:
-        return Manifest.model_validate_json(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise InputError("the folder has no manifest", file=file, remedy="make it with `graphopt export`") from error
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"the manifest cannot be read: {error}", file=file) from error
 
 
 def write(
@@ -288,37 +195,3 @@ def _check_sizes(manifest: Manifest, folder: Path) -> None:
                 file=file,
                 remedy="is it truncated? make the artifact again",
             )
-
-
-def installed_versions(*packages: str) -> dict[str, str]:
-    """Return the versions of what makes an artifact, and of ``packages``; those not installed are left out."""
-    # graphopt says its own version: run from a checkout, it is no installed package.
-    versions = {"graphopt": graphopt.__version__}
-    for package in ("onnx", "onnx-ir", "onnxruntime", "onnxruntime-gpu", *packages):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    return versions
-
-
-def facts_of_config(folder: Path) -> ModelFacts:
-    """Read what an app must know from the ``config.json`` and ``generation_config.json`` of a Hugging Face folder."""
-    config = _json(folder / "config.json")
-    generation = _json(folder / "generation_config.json")
-    text = config | config.get("text_config", {})
-    eos = generation.get("eos_token_id", text.get("eos_token_id"))
-    return ModelFacts(
-        architecture=next(iter(config.get("architectures") or []), None),
-        max_positions=text.get("max_position_embeddings", text.get("n_positions")),
-        bos_token_id=generation.get("bos_token_id", text.get("bos_token_id")),
-        eos_token_ids=[] if eos is None else eos if isinstance(eos, list) else [eos],
-    )
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"the file is not JSON: {error}", file=file) from error
-    return content if isinstance(content, dict) else {}

@@ -114,8 +114,8 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Complete one or more prompts, streaming as the model goes."""
+    from graphopt.decoding.sampling import Sampling
     from graphopt.generate import generate, stream
-    from graphopt.sampling import Sampling
     from graphopt.session import load
 
     session = load(folder, threads=threads)

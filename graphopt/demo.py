@@ -7,9 +7,9 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
-from graphopt.artifact import Manifest
 from graphopt.evaluate import evaluate
 from graphopt.generate import generate
+from graphopt.manifest import Manifest
 from graphopt.models.export import export
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.interface import IntArray
-from graphopt.decoder import Decoder
+from graphopt.decoding.decoder import Decoder
 from graphopt.errors import GraphoptError, InputError
 from graphopt.session import Session
 

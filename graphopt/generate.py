@@ -14,10 +14,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.interface import IntArray
-from graphopt.decoder import Decoder, Logits
-from graphopt.detokenize import TextStream
+from graphopt.decoding.decoder import Decoder, Logits
+from graphopt.decoding.detokenize import TextStream
+from graphopt.decoding.sampling import GREEDY, Sampling
 from graphopt.errors import InputError
-from graphopt.sampling import GREEDY, Sampling
 from graphopt.session import Session
 
 Prompt = str | Sequence[int]

@@ -10,8 +10,9 @@ from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.cost import storage_formats, weight_totals
-from graphopt.artifact import Artifact, Manifest, Precision
+from graphopt.artifact import Artifact
 from graphopt.kernels import check_kernels, quantized_products
+from graphopt.manifest import Manifest, Precision, installed_versions
 from graphopt.passes import PassReport
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
@@ -86,7 +87,7 @@ def optimize(
         weights=weight_totals(graph),
         precision=precision_of(graph, activations, chosen),
         session=chosen.session_entries() if activations else {},
-        versions=source.manifest.versions | artifacts.installed_versions(),
+        versions=source.manifest.versions | installed_versions(),
     )
     made = Artifact(graph, manifest, source.companions, keep=folder)
     if output is not None:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from graphopt import artifact
 from graphopt.analysis.interface import Array, IntArray, Interface
 from graphopt.errors import InputError
+from graphopt.manifest import MANIFEST, Manifest, Source, facts_of_config, read_manifest
 from graphopt.runtime import open_session
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class Session:
     file: Path
     inference: onnxruntime.InferenceSession
     interface: Interface
-    manifest: artifact.Manifest
+    manifest: Manifest
     tokenizer: Tokenizer | None
 
     @property
@@ -159,17 +160,17 @@ def load(path: str | Path, *, threads: int = 0) -> Session:
             remedy=f"give a folder that holds {artifact.MODEL}, or an .onnx file",
         )
     folder = file.parent
-    if path.is_dir() and (folder / artifact.MANIFEST).is_file():
-        manifest = artifact.read_manifest(folder)
+    if path.is_dir() and (folder / MANIFEST).is_file():
+        manifest = read_manifest(folder)
         _check_sizes(folder, manifest)
     else:
-        source = artifact.Source(kind="onnx", name=str(path))
-        manifest = artifact.Manifest(source=source, model=artifact.facts_of_config(folder))
+        source = Source(kind="onnx", name=str(path))
+        manifest = Manifest(source=source, model=facts_of_config(folder))
     inference = open_session(file, entries=manifest.session, threads=threads)
     return Session(file, inference, Interface.of_session(inference), manifest, _read_tokenizer(folder / TOKENIZER))
 
 
-def _check_sizes(folder: Path, manifest: artifact.Manifest) -> None:
+def _check_sizes(folder: Path, manifest: Manifest) -> None:
     # Sizes cost nothing and catch what goes wrong in practice, a cut-off copy; artifact.verify_files compares hashes.
     for name, record in manifest.files.items():
         file = folder / name

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt import artifact
-from graphopt.artifact import DATA, MANIFEST, MODEL, Artifact, Manifest, ModelFacts, Source
+from graphopt.artifact import DATA, MODEL, Artifact
 from graphopt.errors import InputError
+from graphopt.manifest import MANIFEST, Manifest, ModelFacts, Source, facts_of_config, installed_versions, read_manifest
 
 ROWS = 40
 
@@ -227,7 +228,7 @@ def test_manifest_with_an_unknown_key(folder: Path) -> None:
 
 def test_missing_manifest(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="the folder has no manifest"):
-        artifact.read_manifest(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_changed_and_missing_files_are_found(folder: Path) -> None:
@@ -263,11 +264,11 @@ def test_facts(config: dict[str, Any], generation: dict[str, Any] | None, facts:
     (tmp_path / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert artifact.facts_of_config(tmp_path) == facts
+    assert facts_of_config(tmp_path) == facts
 
 
 def test_facts_without_configuration(tmp_path: Path) -> None:
-    assert artifact.facts_of_config(tmp_path) == ModelFacts()
+    assert facts_of_config(tmp_path) == ModelFacts()
 
 
 def test_configuration_that_is_no_json(tmp_path: Path, folder: Path) -> None:
@@ -280,6 +281,6 @@ def test_configuration_that_is_no_json(tmp_path: Path, folder: Path) -> None:
 
 
 def test_versions_of_what_is_installed() -> None:
-    versions = artifact.installed_versions("no-such-package")
+    versions = installed_versions("no-such-package")
     assert {"graphopt", "onnx", "onnx-ir"} <= versions.keys()
     assert "no-such-package" not in versions

@@ -10,7 +10,8 @@ import pytest
 import yaml
 
 from graphopt import cli
-from graphopt.artifact import MANIFEST, MODEL
+from graphopt.artifact import MODEL
+from graphopt.manifest import MANIFEST
 from graphopt.recipe import Recipe
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
-from graphopt.decoder import Decoder
+from graphopt.decoding.decoder import Decoder
 from graphopt.errors import GraphoptError, InputError
 from graphopt.evaluate import evaluate, negative_log_likelihood, plan
 from graphopt.models.stdlib_text import held_out_text
@@ -118,7 +118,7 @@ def test_a_graph_without_a_cache_can_be_scored(tmp_path: Path) -> None:
 
 def test_pieces_change_nothing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = evaluate(session, TEXT, window=60, stride=25)
-    monkeypatch.setattr("graphopt.decoder._PIECE", 7)
+    monkeypatch.setattr("graphopt.decoding.decoder._PIECE", 7)
     assert evaluate(session, TEXT, window=60, stride=25).nats == pytest.approx(whole.nats, rel=1e-6)  # order of sums
 
 

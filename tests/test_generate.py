@@ -13,11 +13,11 @@ from hypothesis.extra import numpy as stn
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaForCausalLM
 
-from graphopt.artifact import Manifest, ModelFacts, Source
-from graphopt.detokenize import TextStream
+from graphopt.decoding.detokenize import TextStream
+from graphopt.decoding.sampling import Sampling
 from graphopt.errors import GraphoptError, InputError
 from graphopt.generate import Completion, Prompt, generate, stream
-from graphopt.sampling import Sampling
+from graphopt.manifest import Manifest, ModelFacts, Source
 from graphopt.session import Session, load
 from tests.toys import byte_tokenizer, counting_model
 
@@ -69,7 +69,7 @@ def test_a_batch_gives_what_its_rows_give_alone(session: Session, sampling: Samp
 def test_pieces_of_a_long_prompt_change_nothing(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     # With padding longer than a piece: the first pieces of the short rows hold nothing at all.
     whole = generate(session, PROMPTS, max_new_tokens=10)
-    monkeypatch.setattr("graphopt.decoder._PIECE", 3)
+    monkeypatch.setattr("graphopt.decoding.decoder._PIECE", 3)
     assert generate(session, PROMPTS, max_new_tokens=10) == whole
 
 

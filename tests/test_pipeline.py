@@ -14,8 +14,9 @@ import pytest
 
 from graphopt import artifact
 from graphopt.analysis.interface import Interface
-from graphopt.artifact import DATA, MANIFEST, MODEL, verify_files
+from graphopt.artifact import DATA, MODEL, verify_files
 from graphopt.errors import InputError, VerificationError
+from graphopt.manifest import MANIFEST, read_manifest
 from graphopt.passes import fold_norms
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
@@ -91,7 +92,7 @@ def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path
 
 
 def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
-    manifest = artifact.read_manifest(optimized)
+    manifest = read_manifest(optimized)
     assert manifest.recipe is not None
     assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4")
     assert [report.name for report in manifest.passes] == ["canonicalize", "fold_norms", "rotate", "quantize_weights"]

@@ -11,8 +11,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from graphopt import artifact
-from graphopt.decoder import Decoder
+from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
+from graphopt.manifest import Manifest, ModelFacts, Source
 from graphopt.session import Session, load
 from tests.toys import BOS, byte_tokenizer, counting_model
 
@@ -54,7 +55,7 @@ def test_steps_through_the_cache_equal_one_run(session: Session, pieces: tuple[i
 
 
 def test_feed_cuts_into_pieces(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphopt.decoder._PIECE", 5)
+    monkeypatch.setattr("graphopt.decoding.decoder._PIECE", 5)
     ids = tokens(session, 2, 12)
     pieces = [(begin, logits.copy()) for begin, logits in Decoder(session, 2).feed(ids)]
     assert [begin for begin, _ in pieces] == [0, 5, 10]
@@ -62,7 +63,7 @@ def test_feed_cuts_into_pieces(session: Session, monkeypatch: pytest.MonkeyPatch
 
 
 def test_feed_keeps_the_logits_of_a_piece_small(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphopt.decoder._LOGITS_BYTES", 3 * 2 * 4 * (session.interface.vocabulary or 0))
+    monkeypatch.setattr("graphopt.decoding.decoder._LOGITS_BYTES", 3 * 2 * 4 * (session.interface.vocabulary or 0))
     shapes = [logits.shape[:2] for _, logits in Decoder(session, 2).feed(tokens(session, 2, 7))]
     assert shapes == [(2, 3), (2, 3), (2, 1)]
 
@@ -146,9 +147,9 @@ def test_a_plain_folder_and_a_plain_file_open_too(tmp_path: Path) -> None:
 
 def test_session_entries_of_the_manifest_are_used(tmp_path: Path) -> None:
     counting_model(tmp_path)
-    manifest = artifact.Manifest(
-        source=artifact.Source(kind="onnx", name="toy"),
-        model=artifact.ModelFacts(),
+    manifest = Manifest(
+        source=Source(kind="onnx", name="toy"),
+        model=ModelFacts(),
         session={"session.intra_op.allow_spinning": "0"},
     )
     (tmp_path / "manifest.json").write_text(manifest.model_dump_json())

@@ -200,7 +200,8 @@ Held out, with their tests: {", ".join(f"`{name}`" for name in HELD_OUT)}.
 {rows}
 
 Muon (lr 0.02) on the matrices, AdamW (lr 0.006) on the embedding and norms, 2% warm-up, linear decay over the second
-half, windows of {CONTEXT // 2} tokens and {CONTEXT} in the last fifth, bf16 autocast on {torch.get_num_threads()} CPU threads, torch {torch.__version__}.
+half, windows of {CONTEXT // 2} tokens and {CONTEXT} in the last fifth, bf16 autocast on {torch.get_num_threads()} CPU
+threads, torch {torch.__version__}.
 `graphopt eval` on the held-out text gives the figures of the exported and of the optimized model.
 """
     )

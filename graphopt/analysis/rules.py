@@ -10,7 +10,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.bases import BasisGraph
+from graphopt.analysis.axes import BasisGraph
 from graphopt.weights import weight_of
 
 Rule = Callable[[BasisGraph, ir.Node], None]

@@ -9,8 +9,9 @@ from pathlib import Path
 from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.interface import Interface
-from graphopt.artifact import COMPANIONS, MODEL, Artifact, Manifest, Source
+from graphopt.artifact import COMPANIONS, MODEL, Artifact
 from graphopt.errors import InputError
+from graphopt.manifest import Manifest, Source, facts_of_config, installed_versions
 from graphopt.progress import Progress, silent
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
@@ -97,7 +98,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
         update={
             "source": Source(kind="onnx", name=name) if not manifest.files else manifest.source,
             "weights": weight_totals(opened.model),
-            "versions": manifest.versions or artifact.installed_versions(),
+            "versions": manifest.versions or installed_versions(),
             "notes": notes,
         }
     )
@@ -119,11 +120,11 @@ def _from_transformers(source: str, name: str, temporary: Path, say: Progress) -
     check = check_agreement(torch_model, program)
     manifest = Manifest(
         source=Source(kind="transformers", name=name),
-        model=artifact.facts_of_config(companions["config.json"].parent),
+        model=facts_of_config(companions["config.json"].parent),
         checks=[check],
         weights=weight_totals(program),
         notes=notes,
-        versions=artifact.installed_versions("torch", "transformers"),
+        versions=installed_versions("torch", "transformers"),
     )
     return Artifact(program, manifest, companions)
 

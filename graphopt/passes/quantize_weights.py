@@ -10,7 +10,7 @@ from pydantic import Field
 from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, token_lookups
 from graphopt.formats import format_of
 from graphopt.passes.base import Effect, Ledger, Options, Pass
-from graphopt.passes.quantized import LazyQuantized
+from graphopt.rounding.lazy import LazyQuantized
 from graphopt.weights import new_weight, weight_of
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes only.

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.bases import Basis, WeightAxis, find_bases
+from graphopt.analysis.axes import Basis, WeightAxis
+from graphopt.analysis.bases import find_bases
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.rotations import Rotation, rotation_for
 from graphopt.weights import own, rewrite

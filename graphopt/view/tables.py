@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rich.table import Column, Table
 
-from graphopt.artifact import Manifest
+from graphopt.manifest import Manifest
 from graphopt.passes import PassReport
 from graphopt.verify import Check
 

@@ -3,7 +3,8 @@ from __future__ import annotations
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.bases import Basis, find_bases
+from graphopt.analysis.axes import Basis
+from graphopt.analysis.bases import find_bases
 from tests.graphs import residual_model
 
 

@@ -18,6 +18,7 @@ from graphopt import artifact
 from graphopt.analysis.interface import Interface
 from graphopt.artifact import DATA, MODEL
 from graphopt.errors import InputError, MissingDependencyError, VerificationError
+from graphopt.manifest import read_manifest
 from graphopt.models import export as export_module
 from graphopt.models.export import export, shipped_models
 from graphopt.runtime import open_session
@@ -166,7 +167,7 @@ def test_exporters_notes_are_stripped(llama_artifact: Path) -> None:
 
 
 def test_manifest_and_companions(llama_folder: Path, llama_artifact: Path) -> None:
-    manifest = artifact.read_manifest(llama_artifact)
+    manifest = read_manifest(llama_artifact)
     assert manifest.source.kind == "transformers"
     assert manifest.model.architecture == "LlamaForCausalLM"
     assert (manifest.model.max_positions, manifest.model.bos_token_id, manifest.model.eos_token_ids) == (128, 0, [0])
@@ -189,7 +190,7 @@ def test_manifest_and_companions(llama_folder: Path, llama_artifact: Path) -> No
 def test_a_folder_without_tokenizer_says_so(make_artifact: Callable[[str], Path]) -> None:
     folder = make_artifact("qwen2")
     assert not (folder / "tokenizer.json").exists()
-    assert artifact.read_manifest(folder).notes == ["no tokenizer was carried along: the folder has none"]
+    assert read_manifest(folder).notes == ["no tokenizer was carried along: the folder has none"]
 
 
 def test_hub_id(
@@ -213,11 +214,11 @@ def test_hub_id(
     assert stages[0] == "asking the Hugging Face hub for the model"
     assert stages[-1] == "writing the artifact"
     assert manifest.source.name == "somebody/tiny"
-    assert manifest.model == artifact.read_manifest(llama_artifact).model
+    assert manifest.model == read_manifest(llama_artifact).model
     assert manifest.notes == []
     assert (tmp_path / "out" / "tokenizer.json").is_file()
     for file in (MODEL, DATA):
-        assert manifest.files[file] == artifact.read_manifest(llama_artifact).files[file]
+        assert manifest.files[file] == read_manifest(llama_artifact).files[file]
 
 
 def test_tokenizer_of_an_older_kind_is_converted(
@@ -405,7 +406,7 @@ def test_onnx_file(data: str | None, llama_artifact: Path, tmp_path: Path) -> No
     manifest = export(file, tmp_path / "out")
     assert (manifest.source.kind, manifest.source.name) == ("onnx", str(file))
     assert manifest.model.max_positions == 128
-    assert manifest.weights == artifact.read_manifest(llama_artifact).weights
+    assert manifest.weights == read_manifest(llama_artifact).weights
     assert manifest.notes == []
     assert {file.name for file in (tmp_path / "out").iterdir()} == {
         MODEL,
@@ -428,7 +429,7 @@ def test_onnx_file_without_tokenizer_says_so(llama_artifact: Path, tmp_path: Pat
 
 def test_artifact_keeps_its_history(llama_artifact: Path, tmp_path: Path) -> None:
     manifest = export(llama_artifact, tmp_path / "out")
-    original = artifact.read_manifest(llama_artifact)
+    original = read_manifest(llama_artifact)
     assert manifest.model_copy(update={"files": {}}) == original.model_copy(update={"files": {}})
 
 

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from graphopt.artifact import FileRecord, Manifest, ModelFacts, Precision, Source
+from graphopt.manifest import FileRecord, Manifest, ModelFacts, Precision, Source
 from graphopt.passes import Change, PassReport, Skip
 from graphopt.verify import Check
 from graphopt.view.tables import passes_table, skips_table, summary

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.formats.table import TableFormat
-from graphopt.rounding import Quantized, round_to_nearest
+from graphopt.rounding.nearest import Quantized, round_to_nearest
 from graphopt.weights import lazy
 
 
