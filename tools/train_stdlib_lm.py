@@ -183,7 +183,10 @@ def save(
     half = new_model().half()
     half.load_state_dict(halves)
     half.save_pretrained(output)
-    rows = "\n".join(f"| {name.replace('_', ' ')} | {value} |" for name, value in run.items())
+    rows = "\n".join(
+        f"| {name.replace('_', ' ')} | {f'{value:.4f}' if isinstance(value, float) else value} |"
+        for name, value in run.items()
+    )
     (output / "README.md").write_text(
         f"""# stdlib_lm
 
@@ -193,7 +196,7 @@ A Llama of {parameters:,} parameters (6 layers, 256 wide, 4 query and 2 KV heads
 (PSF License). It completes Python code, badly; it exists so that graphopt can be tried and tested on a model
 that has really learned something.
 
-Held out, with their tests: {", ".join(f"`{name}`" for name in HELD_OUT)}.
+Held out, with the test files named after them: {", ".join(f"`{name}`" for name in HELD_OUT)}.
 
 | run | |
 | --- | --- |

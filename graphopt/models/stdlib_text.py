@@ -1,7 +1,7 @@
 """The text that the shipped model was trained on and is judged by: the Python standard library's own source.
 
 The text is read from the Python that runs, so that evaluation needs no download. A fixed list of modules is held
-out; neither they nor their tests are ever seen in training.
+out; training sees neither them nor the test files named after them.
 """
 
 from __future__ import annotations
