@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import lzma
 import time
 from pathlib import Path
 
 from pydantic import BaseModel
 
+from graphopt.decoding.sampling import Sampling
 from graphopt.evaluate import evaluate
 from graphopt.generate import generate
 from graphopt.manifest import Manifest
@@ -21,7 +23,8 @@ MODEL = "stdlib_lm"
 MODULES = ("csv", "heapq", "json/decoder", "shlex", "string", "textwrap")
 EXPORTED = "float32"
 RECIPES = ("rotate", "int4", "rotate-int4")
-PROMPT = "def read_lines(path):\n    "
+PROMPT = "def read_lines(path):"
+SAMPLING = Sampling(temperature=0.5, top_p=0.9, seed=2)
 
 
 class Stage(BaseModel):
@@ -36,7 +39,7 @@ class Stage(BaseModel):
         largest_logit_change: against the exported model, relative to the largest logit.
         activations: to what quantized products round their inputs.
         seconds: time to make the artifact.
-        completion: what the model makes of the prompt, greedily.
+        completion: what the model makes of the prompt, sampled with the same seed in every stage.
     """
 
     name: str
@@ -51,9 +54,17 @@ class Stage(BaseModel):
 
 
 class Demo(BaseModel):
-    """What the demo found: the text it was judged on, the prompt, and a row per stage."""
+    """What the demo found.
+
+    Attributes:
+        held_out_bytes: size of the text that the models were judged on.
+        xz_bits_per_byte: what ``xz -9e`` needs for it, for a sense of scale.
+        prompt: what the models completed.
+        stages: a row per artifact.
+    """
 
     held_out_bytes: int
+    xz_bits_per_byte: float
     prompt: str
     stages: list[Stage]
 
@@ -85,7 +96,9 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
         seconds = time.perf_counter() - started
         say("judging it on held-out text", 1, 2)
         stages.append(_judge(name, folder, manifest, text, seconds))
-    return Demo(held_out_bytes=len(text.encode()), prompt=PROMPT, stages=stages)
+    size = len(text.encode())
+    xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
+    return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages)
 
 
 def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: float) -> Stage:
@@ -101,5 +114,5 @@ def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: floa
         largest_logit_change=moved[-1] if moved else 0.0,
         activations=manifest.precision.activations if manifest.precision else "float32",
         seconds=seconds,
-        completion=generate(session, PROMPT, max_new_tokens=48)[0].text or "",
+        completion=generate(session, PROMPT, max_new_tokens=48, sampling=SAMPLING)[0].text or "",
     )
