@@ -164,14 +164,17 @@ def verify_files(folder: Path) -> None:
 def _write_genai_config(artifact: Artifact, folder: Path) -> list[str]:
     """Write ``genai_config.json`` if onnxruntime-genai can run the graph; return the manifest's notes, with why not."""
     facts = artifact.manifest.model
-    config = genai_config(
-        Interface.of_graph(artifact.model.graph),
-        MODEL,
-        max_positions=facts.max_positions,
-        bos_token_id=facts.bos_token_id,
-        eos_token_ids=facts.eos_token_ids,
-        session=artifact.manifest.session,
-    )
+    try:
+        config = genai_config(
+            Interface.of_graph(artifact.model.graph),
+            MODEL,
+            max_positions=facts.max_positions,
+            bos_token_id=facts.bos_token_id,
+            eos_token_ids=facts.eos_token_ids,
+            session=artifact.manifest.session,
+        )
+    except InputError as error:
+        config = error.what
     prefix = f"no {GENAI_CONFIG}: "
     notes = [note for note in artifact.manifest.notes if not note.startswith(prefix)]
     if isinstance(config, str):

@@ -62,7 +62,7 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert progress == [(1, 1)]
     opened = artifact.read(tmp_path / "deep" / "small")
     assert opened.manifest == manifest
-    assert opened.manifest.notes == ["a note"]
+    assert opened.manifest.notes == ["a note", "no genai_config.json: the graph has no input of this name"]
     assert list(opened.companions) == ["tokenizer.json"]
     assert opened.companions["tokenizer.json"].read_text() == '{"a": 1}'
     weight = opened.model.graph.initializers["weight"].const_value

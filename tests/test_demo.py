@@ -45,9 +45,10 @@ def test_every_stage_completes_the_prompt(demo: Demo) -> None:
 
 
 def test_a_second_demo_replaces_the_first(demo: Demo, folder: Path) -> None:
+    before = [artifact.read_manifest(Path(stage.folder)).files for stage in demo.stages]
     again = run_demo(folder, text=held_out_text(("heapq",)))
-    keys = ("name", "bytes", "bits_per_byte", "completion")
-    assert [[getattr(s, k) for k in keys] for s in again.stages] == [[getattr(s, k) for k in keys] for s in demo.stages]
+    # the same bytes, whenever it is made; only the manifest itself holds times
+    assert [artifact.read_manifest(Path(stage.folder)).files for stage in again.stages] == before
 
 
 def test_the_demo_is_judged_on_modules_that_were_held_out() -> None:

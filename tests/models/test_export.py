@@ -414,6 +414,7 @@ def test_onnx_file(data: str | None, llama_artifact: Path, tmp_path: Path) -> No
         "manifest.json",
         "tokenizer.json",
         "config.json",
+        "genai_config.json",
     }
     ids, mask = np.arange(6)[None], np.ones((1, 6), np.int64)
     # The very same weights and nodes in the same runtime: not a bit may differ.
@@ -424,7 +425,9 @@ def test_onnx_file(data: str | None, llama_artifact: Path, tmp_path: Path) -> No
 
 def test_onnx_file_without_tokenizer_says_so(llama_artifact: Path, tmp_path: Path) -> None:
     manifest = export(plain_onnx(llama_artifact, tmp_path / "in"), tmp_path / "out")
-    assert manifest.notes == ["no tokenizer was carried along: there is no tokenizer.json beside the model"]
+    tokenizer, genai = manifest.notes
+    assert tokenizer == "no tokenizer was carried along: there is no tokenizer.json beside the model"
+    assert "the number of positions" in genai
 
 
 def test_artifact_keeps_its_history(llama_artifact: Path, tmp_path: Path) -> None:
