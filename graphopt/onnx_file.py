@@ -7,7 +7,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.runtime import OPSETS
+from graphopt.runtime import NEWEST_OPSET
 
 
 def load(onnx_file: Path) -> ir.Model:
@@ -32,11 +32,11 @@ def _check_opset(model: ir.Model, onnx_file: Path) -> None:
     opset = model.opset_imports.get("")
     if opset is None:
         raise InputError("the file names no opset of standard ONNX", file=onnx_file, remedy="is it truncated?")
-    if opset > OPSETS[-1]:
+    if opset > NEWEST_OPSET:
         raise InputError(
             f"onnxruntime cannot load opset {opset}",
             file=onnx_file,
-            remedy=f"export it with opset {OPSETS[-1]} or older",
+            remedy=f"export it with opset {NEWEST_OPSET} or older",
         )
 
 

@@ -55,7 +55,7 @@ def optimize(
     passes = chosen.passes()
     total = len(passes) + 3
     on_stage("reading the weights", 0, total)
-    check_finite(graph)
+    check_finite(graph, None if isinstance(model, Artifact) else model)
     on_stage("running the model as it is", 1, total)
     verifier = Verifier(Path(folder.name), chosen.session_entries())
     verifier.start(graph)

@@ -15,8 +15,8 @@ from graphopt.errors import InputError, MissingDependencyError
 if TYPE_CHECKING:
     import onnxruntime
 
-OPSETS = range(21, 27)
-"""Opsets of the standard domain that a model may use here: 21 brought INT4, 26 is the newest onnxruntime 1.31 loads."""
+NEWEST_OPSET = 26
+"""The newest opset of the standard domain that onnxruntime 1.31 loads."""
 
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 """Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""

@@ -7,6 +7,7 @@ at a time when the model is saved, so a model larger than memory goes through in
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,12 @@ def rewrite(weight: ir.Value, function: Callable[[Weight], Weight], shape: tuple
     weight.shape = ir.Shape(new_shape)
 
 
-def check_finite(model: ir.Model) -> None:
+def check_finite(model: ir.Model, file: str | Path | None = None) -> None:
     """Read every floating-point weight once and refuse NaN and infinity.
+
+    Args:
+        model: the model.
+        file: where it came from, for the message.
 
     Raises:
         InputError: a weight is not finite; names the tensor, its shape and the first bad index.
@@ -101,6 +106,7 @@ def check_finite(model: ir.Model) -> None:
             raise InputError(
                 f"weight has {int((~finite).sum())} value(s) that are NaN or infinite, "
                 f"the first at index {[int(i) for i in first]}",
+                file=file,
                 tensor=name,
                 shape=array.shape,
                 remedy="the checkpoint is damaged or was converted with overflow; export it again",

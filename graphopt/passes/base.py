@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,9 +13,15 @@ import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt import provenance
+from graphopt.errors import InputError
+from graphopt.runtime import NEWEST_OPSET
 
 Effect = Literal["exact", "lossy"]
 """``exact``: the graph computes the same function; ``lossy``: it computes another, and the difference is measured."""
+
+
+CANONICAL_OPSETS = range(23, NEWEST_OPSET + 1)
+"""From the first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding`` to the newest that runs."""
 
 
 class Options(BaseModel):
@@ -93,9 +100,28 @@ class Pass(ir.passes.InPlacePass, abc.ABC):
 
     def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> PassResult:
         """Run the pass on a model, with its checks before and after, and return its report with the model."""
-        result = super().__call__(model_or_result)
+        try:
+            result = super().__call__(model_or_result)
+        except ir.passes.PreconditionError as error:
+            raise InputError(str(error), remedy="put the step `canonicalize` first in the recipe") from error
         assert isinstance(result, PassResult)
         return result
+
+    def requires(self, model: ir.Model) -> None:
+        """Demand the representation that all passes share: standard ONNX, opset 23 to 26."""
+        opset = model.opset_imports.get("")
+        if opset not in CANONICAL_OPSETS:
+            raise ir.passes.PreconditionError(
+                f"{self.name} needs a graph of opset {CANONICAL_OPSETS[0]} to {CANONICAL_OPSETS[-1]}, it has {opset}"
+            )
+
+    def ensures(self, model: ir.Model) -> None:
+        """Promise a graph in which no name stands for two values."""
+        names = Counter(value.name for node in model.graph for value in node.outputs if value.name)
+        names.update(list(model.graph.initializers))
+        twice = [name for name, count in names.items() if count > 1]
+        if twice:
+            raise ir.passes.PostconditionError(f"{self.name} gave several values the same name: {', '.join(twice)}")
 
     def call(self, model: ir.Model) -> PassResult:
         """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""

@@ -90,6 +90,14 @@ class QuantizeWeights(Pass):
             if weight is not None and node not in left:
                 ledger.skipped(node, f"{node.op_type} with a weight of shape {list(weight.shape or ())}, not a matrix")
 
+    def ensures(self, model: ir.Model) -> None:
+        """Promise also that no original weight is left in the file beside its codes."""
+        super().ensures(model)
+        initializers = model.graph.initializers
+        left = [name for name in initializers if f"{name}.codes" in initializers and not initializers[name].uses()]
+        if left:
+            raise ir.passes.PostconditionError(f"{self.name} left originals beside their codes: {', '.join(left)}")
+
     def _quantize_matrix(self, graph: ir.Graph, node: ir.Node, wanted: LinearFormat, ledger: Ledger) -> None:
         weight = weight_of(node, 1)
         assert weight is not None and weight.const_value is not None

@@ -8,15 +8,11 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import InputError
-from graphopt.passes.base import Effect, Ledger, Options, Pass
+from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.canonicalize.cleanup import fold_transposed_weights, merge_and_prune, split_gemm
 from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
-from graphopt.runtime import OPSETS
-
-OPSET = 23
-"""The first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding``."""
 
 
 class CanonicalizeOptions(Options):
@@ -51,6 +47,9 @@ class Canonicalize(Pass):
     def __init__(self, options: CanonicalizeOptions) -> None:
         self.options = options
 
+    def requires(self, model: ir.Model) -> None:
+        """Demand nothing: this pass makes what the others require."""
+
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Run the lifts in order; each leaves the graph valid."""
         raise_opset(model, ledger)
@@ -70,19 +69,20 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
     Raises:
         InputError: onnxruntime cannot load the opset, or the converter does not get there.
     """
-    opset = model.opset_imports.get("", 0)
-    if opset > OPSETS[-1]:
+    opset, oldest, newest = model.opset_imports.get("", 0), CANONICAL_OPSETS[0], CANONICAL_OPSETS[-1]
+    if opset > newest:
         raise InputError(
-            f"opset {opset} is newer than onnxruntime can load", remedy=f"export it with opset {OPSETS[-1]} or older"
+            f"opset {opset} is newer than onnxruntime can load", remedy=f"export it with opset {newest} or older"
         )
-    if opset >= OPSET:
+    if opset >= oldest:
         return
     from onnxscript import version_converter
 
+    remedy = f"export the model with opset {oldest}"
     try:
-        version_converter.convert_version(model, OPSET)
+        version_converter.convert_version(model, oldest)
     except Exception as error:
-        raise InputError(f"opset {opset} cannot be raised to {OPSET}: {error}") from error
-    if model.opset_imports.get("") != OPSET:
-        raise InputError(f"opset {opset} cannot be raised to {OPSET}", remedy=f"export the model with opset {OPSET}")
-    ledger.report_change("graph", f"opset {opset} raised to {OPSET}")
+        raise InputError(f"opset {opset} cannot be raised to {oldest} ({error})", remedy=remedy) from error
+    if model.opset_imports.get("") != oldest:
+        raise InputError(f"opset {opset} cannot be raised to {oldest}", remedy=remedy)
+    ledger.report_change("graph", f"opset {opset} raised to {oldest}")

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import ClassVar
+
+import onnx_ir as ir
+import pytest
+
+from graphopt import provenance
+from graphopt.errors import InputError
+from graphopt.passes import PASSES
+from graphopt.passes.base import Effect, Ledger, Options, Pass
+from tests.graphs import residual_model
+
+
+class Rename(Pass):
+    """Do to a graph what a careless pass would."""
+
+    name: ClassVar[str] = "rename"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[Options]] = Options
+
+    def __init__(self, damage: str) -> None:
+        self.damage = damage
+
+    def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
+        nodes = {node.name: node for node in model.graph}
+        if self.damage == "two of a name":
+            nodes["up0"].outputs[0].name = nodes["up1"].outputs[0].name
+        else:
+            ledger.changed(nodes["up0"], "looked at", [nodes["up1"]])
+            ledger.skipped(nodes["up1"], "not today")
+
+
+def test_the_report_holds_changes_skips_and_time_and_the_node_its_history() -> None:
+    model = residual_model()
+    result = Rename("none")(model)
+    assert result.modified
+    assert [(c.where, c.what) for c in result.report.changes] == [("up0", "looked at")]
+    assert [(s.where, s.reason) for s in result.report.skips] == [("up1", "not today")]
+    assert result.report.seconds > 0
+    assert provenance.history(next(n for n in model.graph if n.name == "up0")) == (["rename"], ["up1"])
+
+
+def test_a_pass_that_gives_two_values_one_name_is_stopped() -> None:
+    with pytest.raises(ir.passes.PostconditionError, match="rename gave several values the same name"):
+        Rename("two of a name")(residual_model())
+
+
+@pytest.mark.parametrize("name", [name for name in PASSES if name != "canonicalize"])
+def test_a_graph_that_is_not_canonical_is_refused_with_what_to_do(name: str) -> None:
+    model = residual_model()
+    model.graph.opset_imports[""] = 18
+    with pytest.raises(InputError, match=r"opset 23 to 26, it has 18.*`canonicalize` first"):
+        PASSES[name](PASSES[name].options_type())(model)
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_every_pass_documents_its_rewrite_and_knows_its_step(name: str) -> None:
+    doc = PASSES[name].__doc__
+    assert "before::" in doc
+    assert "after" in doc
+    assert PASSES[name].options_type().step == name
