@@ -25,6 +25,10 @@ TORCH = $(shell sed -nE 's/.*"(torch==[^"]+)".*/\1/p' pyproject.toml)
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRAS)
 NATIVE := CMakeLists.txt $(shell find graphopt/runtime_ops -name CMakeLists.txt -o -name '*.cc' -o -name '*.cu' -o -name '*.h')
+# An editable install knows modules by where they were: when one is added, moved or removed, it is made anew.
+LAYOUT := build/.layout
+$(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \
+	&& { cmp -s $(LAYOUT).new $(LAYOUT) || cp $(LAYOUT).new $(LAYOUT); })
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 .PHONY: help setup demo test lint clean distclean
@@ -54,7 +58,7 @@ distclean: clean
 
 # An environment that cannot run pip (a setup was cut off, its Python is gone) is made anew; any other is brought up to
 # date. torch goes first and by itself, so that no other package gets to choose its build.
-$(READY): pyproject.toml $(NATIVE)
+$(READY): pyproject.toml $(NATIVE) $(LAYOUT)
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		if [ -z "$(PYTHON)" ]; then \
 			echo "graphopt needs Python 3.11 or newer with the venv module; name yours: make PYTHON=/path/to/python" >&2; \

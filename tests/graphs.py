@@ -54,6 +54,7 @@ def residual_model(
     multiplier: float | None = None,
     post_norm: bool = False,
     observed: bool = False,
+    layer_norm: bool = False,
 ) -> ir.Model:
     """Return logits = head(norm(x)), x = table[ids] + sum of layers w2(sigmoid(w1(norm(x)))), by the options given.
 
@@ -64,6 +65,7 @@ def residual_model(
         multiplier: a number that scales the embedding.
         post_norm: what a layer adds passes a norm with a gain first, as in Gemma2.
         observed: the residual stream is an output of the graph.
+        layer_norm: norms are LayerNormalizations with biases.
     """
     build = Builder(np.random.default_rng(seed), [], [])
     ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
@@ -74,9 +76,10 @@ def residual_model(
 
     def norm(value: ir.Value, name: str) -> ir.Value:
         gain = build.random.uniform(0.5, 1.5, width) if gains else np.ones(width)
-        return build.op(
-            "RMSNormalization", [value, build.constant(f"{name}.gain", gain.astype(np.float32))], width, name, axis=-1
-        )
+        inputs: list[ir.Value | None] = [value, build.constant(f"{name}.gain", gain.astype(np.float32))]
+        if layer_norm:
+            inputs.append(build.weight(f"{name}.bias", width))
+        return build.op("LayerNormalization" if layer_norm else "RMSNormalization", inputs, width, name, axis=-1)
 
     def linear(value: ir.Value, columns: int, name: str) -> ir.Value:
         assert value.shape is not None

@@ -11,6 +11,7 @@ from graphopt.errors import InputError
 from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.canonicalize.cleanup import fold_transposed_weights, merge_and_prune, split_gemm
+from graphopt.passes.canonicalize.flattened import drop_idle_reshapes, unflatten_products
 from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
 
@@ -35,9 +36,9 @@ class Canonicalize(Pass):
         y, present_k, present_v = Attention(q, new_k, new_v, <padding>, past_k, past_v; is_causal=1)
         n = RMSNormalization(x, gain; epsilon)
 
-    Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add``, transposed weights are stored
-    transposed, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime fuses that into one
-    kernel, and has none for the standard ``Swish`` of opset 24.
+    Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, transposed
+    weights are stored transposed, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime
+    fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -56,6 +57,8 @@ class Canonicalize(Pass):
         merge_and_prune(model, ledger)
         split_gemm(model, ledger)
         fold_transposed_weights(model, ledger)
+        drop_idle_reshapes(model, ledger)
+        unflatten_products(model, ledger)
         lift_norms(model, ledger)
         group_heads(model, ledger)
         take_cache(model, ledger)

@@ -74,6 +74,7 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
         if attributes.get_int("transB", 0):
             right = tape.op("Transpose", [right], {"perm": [1, 0]})
         output = tape.op("MatMul", [inputs[0], right])
+        output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
         made = output.producer()
         if len(inputs) > 2 and inputs[2] is not None:
             output = tape.op("Add", [output, inputs[2]])
