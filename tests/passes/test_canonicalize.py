@@ -222,3 +222,37 @@ def test_products_between_reshapes_read_the_shape_around_them(tmp_path: Path, he
     reshapes = Counter(node.op_type for node in model.graph)["Reshape"]
     assert reshapes == (2 if not honest else 0 if heads is None else 1)
     assert bool(report.skips) != honest
+
+
+def test_a_spelled_out_rotary_embedding_becomes_the_standard_op(tmp_path: Path) -> None:
+    heads, size = 2, 8
+    x = ir.val("x", ir.DataType.FLOAT, ["batch", heads, "length", size])
+    angles = ir.val("angles", ir.DataType.FLOAT, ["batch", "length", size // 2])
+    numbers = {"zero": [0], "half": [size // 2], "end": [2**63 - 1], "last": [3], "one": [1]}
+    values = {n: ir.val(n, const_value=ir.tensor(np.array(v, np.int64), name=n)) for n, v in numbers.items()}
+    tape = ir.tape.Tape()
+    both = tape.op("Concat", [angles, angles], {"axis": -1})
+    cos, sin = (tape.op("Unsqueeze", [tape.op(function, [both]), values["one"]]) for function in ("Cos", "Sin"))
+    first = tape.op("Slice", [x, *(values[n] for n in ("zero", "half", "last", "one"))])
+    second = tape.op("Slice", [x, *(values[n] for n in ("half", "end", "last", "one"))])
+    turned = tape.op("Concat", [tape.op("Neg", [second]), first], {"axis": -1})
+    y = tape.op("Add", [tape.op("Mul", [x, cos]), tape.op("Mul", [turned, sin])])
+    for position, node in enumerate(tape.nodes):
+        node.name = f"node{position}"
+        node.outputs[0].dtype = ir.DataType.FLOAT
+    y.name, y.shape = "y", x.shape
+    graph = ir.Graph(
+        [x, angles], [y], nodes=tape.nodes, initializers=list(values.values()), opset_imports={"": 23}, name="rotary"
+    )
+    model = ir.Model(graph, ir_version=10)
+    random = np.random.default_rng(0)
+    feeds = {"x": random.standard_normal((2, heads, 5, size)), "angles": random.uniform(0, 7, (2, 5, size // 2))}
+    results = []
+    for name in ("before", "after"):
+        ir.save(model, tmp_path / f"{name}.onnx")
+        session = open_session(tmp_path / f"{name}.onnx")
+        results.append(session.run(["y"], {k: v.astype(np.float32) for k, v in feeds.items()})[0])
+        if name == "before":
+            canonicalize(model)
+    assert sorted(node.op_type for node in model.graph) == ["Cos", "RotaryEmbedding", "Sin"]
+    assert relative(*results) < FLOAT32

@@ -14,6 +14,7 @@ from graphopt.passes.canonicalize.cleanup import fold_transposed_weights, merge_
 from graphopt.passes.canonicalize.flattened import drop_idle_reshapes, unflatten_products
 from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
+from graphopt.passes.canonicalize.rotary import lift_rotary
 
 
 class CanonicalizeOptions(Options):
@@ -30,11 +31,13 @@ class Canonicalize(Pass):
         k = Reshape(Expand(Unsqueeze(Concat(past_k, new_k))))            heads repeated per query head
         y = Where(<no key>, 0, Attention(q, k, v, <mask arithmetic>))
         n = Mul(Div(x, Sqrt(Add(ReduceMean(Pow(x, 2)), epsilon))), gain)
+        r = Add(Mul(x, c), Mul(Concat(Neg(x2), x1), s))                  c, s: Cos, Sin of Concat(f, f)
 
     after::
 
         y, present_k, present_v = Attention(q, new_k, new_v, <padding>, past_k, past_v; is_causal=1)
         n = RMSNormalization(x, gain; epsilon)
+        r = RotaryEmbedding(x, Cos(f), Sin(f))
 
     Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, transposed
     weights are stored transposed, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime
@@ -60,6 +63,7 @@ class Canonicalize(Pass):
         drop_idle_reshapes(model, ledger)
         unflatten_products(model, ledger)
         lift_norms(model, ledger)
+        lift_rotary(model, ledger)
         group_heads(model, ledger)
         take_cache(model, ledger)
         lift_masks(model, ledger)

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
-from onnxscript.rewriter import pattern
-from onnxscript.rewriter._basics import MatchResult
+from onnxscript.rewriter import MatchResult, pattern
 
 from graphopt.passes.base import Ledger
 from graphopt.passes.canonicalize.cleanup import scalar
