@@ -6,7 +6,8 @@ at a time when the model is saved, so a model larger than memory goes through in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 
 Weight = npt.NDArray[Any]
+
+# Numbers in a block; in float64 it and a few temporaries stay near the processor's last cache.
+_BLOCK = 1 << 20
 
 
 def weight_of(node: ir.Node, index: int) -> ir.Value | None:
@@ -67,19 +71,39 @@ def lazy(
     return ir.LazyTensor(evaluate, dtype=dtype, shape=ir.Shape(shape), name=name)
 
 
-def rewrite(weight: ir.Value, function: Callable[[Weight], Weight], shape: tuple[int, ...] | None = None) -> None:
-    """Replace the tensor of ``weight`` by ``function`` of it, evaluated in float64 and kept in its own dtype.
+def rewrite(weight: ir.Value, function: Callable[[Weight], Weight], axis: int = 0) -> None:
+    """Replace the tensor of ``weight`` by ``function`` of it, evaluated in float64 and kept in its own dtype and shape.
 
     Args:
         weight: an initializer that its reader owns, see :func:`own`.
-        function: maps the float64 array to the new one.
-        shape: shape of the result; the same as before where it is ``None``.
+        function: maps a float64 array to one of the same shape. It is called on blocks, which hold all of ``axis`` and
+            a part of the other axes, so it may mix what lies along ``axis`` only.
+        axis: the axis that stays whole.
     """
     source = weight.const_value
     assert source is not None
-    new_shape = tuple(source.shape.numpy()) if shape is None else shape
-    weight.const_value = lazy(lambda: function(source.numpy().astype(np.float64)), source.dtype, new_shape, weight.name)
-    weight.shape = ir.Shape(new_shape)
+    shape = tuple(source.shape.numpy())
+
+    def evaluate() -> Weight:
+        old = source.numpy()
+        new = np.empty(shape, old.dtype)
+        for block in blocks_of(shape, axis):
+            new[block] = function(np.asarray(old[block], np.float64))
+        return new
+
+    weight.const_value = lazy(evaluate, source.dtype, shape, weight.name)
+
+
+def blocks_of(shape: tuple[int, ...], axis: int) -> Iterator[tuple[slice, ...]]:
+    """Yield slices that cut an array of ``shape`` across its largest axis but ``axis``, a few megabytes each."""
+    others = [other for other in range(len(shape)) if other != axis % len(shape)]
+    if not others:
+        yield (slice(None),)
+        return
+    cut = max(others, key=lambda other: shape[other])
+    step = max(1, _BLOCK * shape[cut] // max(1, math.prod(shape)))
+    for start in range(0, shape[cut], step):
+        yield tuple(slice(start, start + step) if other == cut else slice(None) for other in range(len(shape)))
 
 
 def check_finite(model: ir.Model, file: str | Path | None = None) -> None:

@@ -3,9 +3,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from graphopt.errors import InputError
-from graphopt.weights import check_finite, lazy, new_weight, own, rewrite, weight_of
+from graphopt.weights import blocks_of, check_finite, lazy, new_weight, own, rewrite, weight_of
 from tests.graphs import residual_model
 
 
@@ -66,3 +68,30 @@ def test_a_weight_that_is_not_finite_is_named_with_its_place(bad: float, dtype: 
     model.graph.initializers["up0.weight"].const_value = ir.tensor(array, name="up0.weight")
     with pytest.raises(InputError, match=r"1 value\(s\).*index \[3, 4\].*tensor=up0.weight.*shape=\[16, 12\]"):
         check_finite(model)
+
+
+@given(shape=st.lists(st.integers(1, 5000), min_size=1, max_size=2).map(tuple), axis=st.integers(0, 1))
+@settings(deadline=None, max_examples=30)
+def test_blocks_cover_every_number_once_and_keep_the_axis_whole(shape: tuple[int, ...], axis: int) -> None:
+    axis = min(axis, len(shape) - 1)
+    seen = np.zeros(shape, np.int8)
+    for block in blocks_of(shape, axis):
+        assert seen[block].shape[axis] == shape[axis]
+        seen[block] += 1
+    assert (seen == 1).all()
+
+
+def test_a_large_weight_is_rewritten_in_blocks() -> None:
+    model, widths = residual_model(), []
+    node = node_of(model, "up0")
+    large = np.random.default_rng(0).standard_normal((512, 9000)).astype(np.float32)
+    node.inputs[1].const_value = ir.tensor(large, name="up0.weight")
+
+    def double(array: np.ndarray) -> np.ndarray:
+        widths.append(array.shape[1])
+        return 2 * array
+
+    rewrite(own(node, 1), double)
+    assert np.array_equal(node.inputs[1].const_value.numpy(), 2 * large)
+    # 2^20 numbers a block: 2048 columns of 512
+    assert widths == [2048, 2048, 2048, 2048, 808]

@@ -64,7 +64,7 @@ class TableFormat:
 
     def to_onnx(self, codes: Codes) -> npt.NDArray[Any]:
         """Return the codes as an array of :attr:`onnx_type`."""
-        return self.decode(codes).astype(self.onnx_type.numpy())
+        return self.values.astype(self.onnx_type.numpy())[codes]
 
 
 def signed_integer(bits: int, onnx_type: ir.DataType) -> TableFormat:

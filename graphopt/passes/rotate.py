@@ -69,5 +69,5 @@ class Rotate(Pass):
 def fuse(site: WeightAxis, rotation: Rotation) -> ir.Value:
     """Multiply ``rotation`` into one axis of a weight, and return the weight: W Q for a writer, Q^T W for a reader."""
     weight = own(site.node, site.input)
-    rewrite(weight, lambda array: rotation.apply(array, site.axis))
+    rewrite(weight, lambda array: rotation.apply(array, site.axis), site.axis)
     return weight

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.formats.table import Codes, TableFormat
+from graphopt.weights import blocks_of
 
 Doubles = npt.NDArray[np.float64]
 
@@ -64,29 +65,35 @@ def round_to_nearest(
     group = group or rows
     if rows % group:
         raise ValueError(f"{rows} rows cannot be cut into groups of {group}")
-    groups = matrix.astype(np.float64).reshape(-1, group, columns)
-    best = _attempt(groups, table, 1.0)
-    if scale == "least_squares":
-        error = _squared_error(groups, table, best)
-        for share in _SHARES[1:]:
-            trial = _attempt(groups, table, float(share))
-            trial_error = _squared_error(groups, table, trial)
-            better = trial_error < error
-            error = np.where(better, trial_error, error)
-            best = tuple(
-                np.where(better[:, None] if old.ndim == 3 else better, new, old)
-                for old, new in zip(best, trial, strict=True)
-            )
-    codes, scales, zero_points = best
-    return Quantized(
-        table,
-        codes.reshape(rows, columns).astype(np.uint8),
-        scales.astype(np.float32),
-        zero_points.astype(np.uint8) if table.zero_point else None,
-    )
+    codes = np.empty((rows, columns), np.uint8)
+    scales = np.empty((rows // group, columns), np.float32)
+    zero_points = np.empty((rows // group, columns), np.uint8)
+    for block in blocks_of(matrix.shape, 0):
+        groups = np.asarray(matrix[block], np.float64).reshape(rows // group, group, -1)
+        chosen, scales[block], zero_points[block] = _choose(groups, table, scale)
+        codes[block] = chosen.reshape(rows, -1)
+    return Quantized(table, codes, scales, zero_points if table.zero_point else None)
 
 
 Attempt = tuple[npt.NDArray[Any], ...]
+
+
+def _choose(groups: Doubles, table: TableFormat, scale: Literal["extreme", "least_squares"]) -> Attempt:
+    """Return codes [groups, group, columns], scales and zero points [groups, columns] for ``groups``."""
+    best = _attempt(groups, table, 1.0)
+    if scale == "extreme":
+        return best
+    error = _squared_error(groups, table, best)
+    for share in _SHARES[1:]:
+        trial = _attempt(groups, table, float(share))
+        trial_error = _squared_error(groups, table, trial)
+        better = trial_error < error
+        error = np.where(better, trial_error, error)
+        best = tuple(
+            np.where(better[:, None] if old.ndim == 3 else better, new, old)
+            for old, new in zip(best, trial, strict=True)
+        )
+    return best
 
 
 def _attempt(groups: Doubles, table: TableFormat, share: float) -> Attempt:

@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.passes.base import Ledger
-from graphopt.weights import Weight, lazy, new_weight, own, rewrite, weight_of
+from graphopt.weights import Weight, blocks_of, lazy, new_weight, own, rewrite, weight_of
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 _BIAS = 2
@@ -72,8 +72,9 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     matrix, vector = weight.const_value, bias.const_value
 
     def shift() -> Weight:
-        moved: Weight = vector.numpy().astype(np.float64) @ matrix.numpy().astype(np.float64)
-        return moved
+        shape = tuple(matrix.shape.numpy())
+        b, w = vector.numpy().astype(np.float64), matrix.numpy()
+        return np.concatenate([b @ w[block].astype(np.float64) for block in blocks_of(shape, 0)])
 
     add = _bias_of(product)
     if add is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis
@@ -26,7 +28,7 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
             continue
         for site in basis.writers:
             weight = own(site.node, site.input)
-            rewrite(weight, lambda array, axis=site.axis: center(array, axis))  # type: ignore[misc]
+            rewrite(weight, partial(center, axis=site.axis), site.axis)
             ledger.changed(weight, f"axis {site.axis} centered, for the norms that read basis {basis.name}")
         for node in inside:
             if not _reduces_last(node):
