@@ -14,6 +14,7 @@ from graphopt.runtime import open_session
 from graphopt.verify import Check, Verifier
 
 FUSED = "MatMulNBits"
+UNKNOWN = "unknown"
 
 _ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 
@@ -56,7 +57,7 @@ def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str
     """
     if verifier.why_not is not None:
         check = Check(name="kernels", after="the recipe", status="not covered", reason=verifier.why_not)
-        return KernelReport(check, ("unknown",))
+        return KernelReport(check, (UNKNOWN,))
     expected = quantized_products(model.graph)
     path = verifier.settle(model)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:

@@ -11,7 +11,7 @@ from onnx_ir.passes.common import NameFixPass
 from graphopt import artifact as artifacts
 from graphopt.analysis.cost import storage_formats, weight_totals
 from graphopt.artifact import Artifact
-from graphopt.kernels import check_kernels, quantized_products
+from graphopt.kernels import UNKNOWN, check_kernels, quantized_products
 from graphopt.manifest import Manifest, Precision, installed_versions
 from graphopt.passes import PassReport
 from graphopt.progress import Progress, silent
@@ -106,7 +106,9 @@ def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) 
     entry, level = next(iter(recipe.session_entries().items()))
     rounded = " and ".join(activations)
     note = f"onnxruntime with {entry}={level} rounds the inputs of quantized products to {rounded}"
-    if activations == ("int8",):
+    if activations == (UNKNOWN,):
+        note = f"the recipe asks for {recipe.activations} ({entry}={level}); what onnxruntime runs was not read here"
+    elif activations == ("int8",):
         note += (
             "; this is also its default. For float32 inputs: `activations: float32` in the recipe, or the entry at 0"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 
@@ -16,9 +17,9 @@ def passes_table(manifest: Manifest) -> Table:
     """Show each pass with what it changed, what it left alone, and what its check found."""
     names = Column("pass", no_wrap=True)
     table = Table(names, "effect", "changed", "left alone", "check", "logit change", "seconds")
-    checks = {check.after: check for check in manifest.checks if check.name == "logits"}
-    for report in manifest.passes:
-        check = checks.get(report.name)
+    # One for each pass, in the same order; a pass may have run twice.
+    checks = [check for check in manifest.checks if check.name == "logits"]
+    for report, check in itertools.zip_longest(manifest.passes, checks):
         table.add_row(
             report.name,
             report.effect,
