@@ -8,10 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 # Before anything imports them. No test may reach for the network; each worker of pytest-xdist computes on one core.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Shared cores make an example's time mean nothing; CI draws the same examples every time, a developer new ones.
+settings.register_profile("graphopt", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("graphopt")
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY, HIDDEN, POSITIONS = 300, 64, 128

@@ -137,7 +137,7 @@ def test_missing_model(tmp_path: Path) -> None:
         assert "there is no ONNX model here" in str(refusal(path))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(share=st.floats(0, 1, exclude_max=True))
 def test_a_model_file_cut_anywhere_is_refused(share: float, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "cut.onnx"
@@ -147,7 +147,7 @@ def test_a_model_file_cut_anywhere_is_refused(share: float, tmp_path_factory: py
     assert "truncated" in str(refusal(file))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(content=st.binary(max_size=200))
 def test_a_file_of_anything_else_is_refused(content: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.getbasetemp() / "noise.onnx"

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
@@ -130,7 +130,6 @@ def test_progress_counts_up_to_all_tokens(session: Session) -> None:
     assert evaluation.seconds > 0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**32), st.integers(1, 70), st.sampled_from([1, 2, 300, 5000]), st.floats(0, 40))
 def test_log_likelihood_is_that_of_float64(seed: int, positions: int, vocabulary: int, scale: float) -> None:
     random = np.random.default_rng(seed)

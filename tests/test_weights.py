@@ -71,7 +71,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_place(bad: float, dtype: 
 
 
 @given(shape=st.lists(st.integers(1, 5000), min_size=1, max_size=2).map(tuple), axis=st.integers(0, 1))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_blocks_cover_every_number_once_and_keep_the_axis_whole(shape: tuple[int, ...], axis: int) -> None:
     axis = min(axis, len(shape) - 1)
     seen = np.zeros(shape, np.int8)

@@ -256,3 +256,72 @@ def test_a_spelled_out_rotary_embedding_becomes_the_standard_op(tmp_path: Path) 
             canonicalize(model)
     assert sorted(node.op_type for node in model.graph) == ["Cos", "RotaryEmbedding", "Sin"]
     assert relative(*results) < FLOAT32
+
+
+def windowed_model(window: int | None) -> ir.Model:
+    """Return one Attention with its mask spelled out: causal, not padding, and within ``window`` keys if given."""
+    ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
+    real = ir.val("attention_mask", ir.DataType.INT64, ["batch", "past + length"])
+    caches = [
+        ir.val(f"past_key_values.0.{part}", ir.DataType.FLOAT, ["batch", 2, "past", 4]) for part in ("key", "value")
+    ]
+    numbers = {"zero": 0, "one": 1, "axes": [1, 2], "last": [1], "window": window or 0}
+    values = {n: ir.val(n, const_value=ir.tensor(np.array(v, np.int64), name=n)) for n, v in numbers.items()}
+    table = np.random.default_rng(0).standard_normal((24, 8)).astype(np.float32)
+    values["table"] = ir.val("table", const_value=ir.tensor(table, name="table"))
+    values["heads"] = ir.val("heads", const_value=ir.tensor(np.array([0, 0, 2, 4], np.int64), name="heads"))
+    values["flat"] = ir.val("flat", const_value=ir.tensor(np.array([0, 0, 8], np.int64), name="flat"))
+    tape = ir.tape.Tape()
+
+    def size(value: ir.Value, axis: int) -> ir.Value:
+        return tape.op("Squeeze", [tape.op("Shape", [value], {"start": axis, "end": axis + 1})])
+
+    past = size(caches[0], 2)
+    keys = tape.op("Range", [values["zero"], size(real, 1), values["one"]])
+    queries = tape.op("Add", [tape.op("Range", [values["zero"], size(ids, 1), values["one"]]), past])
+    queries = tape.op("Unsqueeze", [queries, values["last"]])
+    mask = tape.op("LessOrEqual", [keys, queries])
+    if window is not None:
+        mask = tape.op("And", [mask, tape.op("Greater", [keys, tape.op("Sub", [queries, values["window"]])])])
+    padding = tape.op("Unsqueeze", [tape.op("Cast", [real], {"to": ir.DataType.BOOL}), values["axes"]])
+    mask = tape.op("And", [mask, padding])
+    x = tape.op("Reshape", [tape.op("Gather", [values["table"], ids]), values["heads"]])
+    x = tape.op("Transpose", [x], {"perm": [0, 2, 1, 3]})
+    x.shape = ir.Shape(["batch", 2, "length", 4])
+    attention = ir.node("Attention", [x, x, x, mask, *caches], {"is_causal": 0}, num_outputs=3, name="attention")
+    y, *presents = attention.outputs
+    for value, name in zip(presents, ("present.0.key", "present.0.value"), strict=True):
+        value.name, value.dtype, value.shape = name, ir.DataType.FLOAT, ir.Shape(["batch", 2, "past + length", 4])
+    y.dtype = ir.DataType.FLOAT
+    nodes = [*tape.nodes, attention]
+    after = ir.tape.Tape()
+    logits = after.op("Reshape", [after.op("Transpose", [y], {"perm": [0, 2, 1, 3]}), values["flat"]])
+    logits.name, logits.dtype, logits.shape = "logits", ir.DataType.FLOAT, ir.Shape(["batch", "length", 8])
+    graph = ir.Graph(
+        [ids, real, *caches],
+        [logits, *presents],
+        nodes=[*nodes, *after.nodes],
+        initializers=list(values.values()),
+        opset_imports={"": 23},
+        name="windowed",
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+@pytest.mark.parametrize("window", [5, 100, 4096, 131072])
+def test_a_window_longer_than_any_test_sequence_is_still_seen(window: int) -> None:
+    model = windowed_model(window)
+    report = canonicalize(model)
+    assert any("neither causal nor" in skip.reason for skip in report.skips)
+    assert not any(n.attributes.get_int("is_causal", 0) for n in model.graph if n.op_type == "Attention")
+
+
+def test_the_same_mask_without_a_window_is_causal() -> None:
+    model = windowed_model(None)
+    assert not canonicalize(model).skips
+    assert [n.attributes.get_int("is_causal") for n in model.graph if n.op_type == "Attention"] == [1]
+
+
+def test_a_number_too_long_to_try_leaves_the_mask_alone() -> None:
+    report = canonicalize(windowed_model(1 << 23))
+    assert any("8388608, too long a sequence to try" in skip.reason for skip in report.skips)

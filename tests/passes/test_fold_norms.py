@@ -31,7 +31,7 @@ def gains(model: ir.Model) -> list[np.ndarray]:
     tied=st.booleans(),
     post_norm=st.booleans(),
 )
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_logits_stay_and_gains_become_one(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, tied: bool, post_norm: bool
 ) -> None:
@@ -87,7 +87,7 @@ def test_a_norm_that_the_app_reads_stays(tmp_path: Path) -> None:
     biased=st.booleans(),
     multiplier=st.sampled_from([None, 3.0]),
 )
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_layer_norms_become_root_mean_square_norms_of_gain_one(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, multiplier: float | None
 ) -> None:

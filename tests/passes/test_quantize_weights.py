@@ -53,7 +53,7 @@ def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
     embedding=st.sampled_from([("int8", None), ("int8", 16), ("uint8", 8), None]),
     scale=st.sampled_from(["extreme", "least_squares"]),
 )
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_onnxruntime_computes_what_the_codes_stand_for(
     tmp_path: Path, seed: int, linear: str, head: str | None, embedding: tuple[str, int | None] | None, scale: str
 ) -> None:

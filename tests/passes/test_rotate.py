@@ -34,7 +34,7 @@ def weights(model: ir.Model) -> dict[str, np.ndarray]:
     multiplier=st.sampled_from([None, 3.0]),
     kind=st.sampled_from(["hadamard", "random"]),
 )
-@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_logits_stay_and_every_weight_of_the_residual_moves(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, multiplier: float | None, kind: str
 ) -> None:

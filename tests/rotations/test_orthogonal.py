@@ -13,7 +13,7 @@ EXACT = 1e-12
 
 
 @given(width=st.integers(1, 160).map(lambda n: 4 * n).filter(has_hadamard), seed=st.integers(0, 2**32))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_hadamard_rotation_is_the_matrix_it_says(width: int, seed: int) -> None:
     rotation = HadamardRotation(width, seed)
     matrix = rotation.apply(np.eye(width), -1)

@@ -19,7 +19,7 @@ def matrix_of(groups: int, columns: int, seed: int) -> np.ndarray:
 
 @TABLES
 @given(shape=SHAPES)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_extreme_scales_err_by_at_most_half_a_step(table: TableFormat, shape: tuple[int, int, int]) -> None:
     matrix = matrix_of(*shape)
     quantized = round_to_nearest(matrix, table, 16, "extreme")
@@ -32,7 +32,7 @@ def test_extreme_scales_err_by_at_most_half_a_step(table: TableFormat, shape: tu
 
 @TABLES
 @given(shape=SHAPES)
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_least_squares_is_never_worse_in_any_group(table: TableFormat, shape: tuple[int, int, int]) -> None:
     matrix = matrix_of(*shape)
 

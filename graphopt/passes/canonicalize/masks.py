@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,11 @@ from graphopt.weights import lazy, new_weight
 Bools = npt.NDArray[np.bool_]
 
 _MASK = 3
-# (batch, new tokens, past): prefill, one step, several tokens onto a cache, and long enough to betray a short window.
+# (batch, new tokens, past): prefill, one step, several tokens onto a cache.
 _INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
+# A window or a chunk shows only in sequences longer than itself, and its size is a constant of the arithmetic. Beyond
+# the largest of these constants, none can be a length: exporters write "to the end" that way.
+_LONGEST, _ENDLESS = 1 << 22, 1 << 31
 # Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
 _HIDDEN = -1e4
 
@@ -44,73 +48,112 @@ class _Instance:
     """[batch, 1, 1, keys]: which key is a real token."""
 
 
+Evaluated = list[tuple[_Instance, Array]] | str
+
+
 def lift_masks(model: ir.Model, ledger: Ledger) -> None:
     """Replace masks that mean "causal", with or without padding, and the guards around ``Attention``."""
-    meanings: dict[str, str] = {}
+    evaluator = _Evaluator(model)
     for node in attentions(model):
         mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
         if mask is None or node.attributes.get_int("is_causal") == 1:
             continue
-        if mask.name not in meanings:
-            meanings[mask.name or ""] = _meaning(model, mask)
-        meaning = meanings[mask.name or ""]
+        meaning = evaluator.meaning(mask)
         if meaning not in ("causal", "causal and padding"):
             ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
             continue
-        _drop_guard(model, node, mask, ledger)
+        _drop_guard(evaluator, node, mask, ledger)
         node.replace_input_with(_MASK, None if meaning == "causal" else _padding_mask(model))
         node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
         ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
 
 
-def _instances(interface: Interface) -> Iterator[_Instance]:
+class _Evaluator:
+    """Runs parts of a graph on their own, each once: layers share their masks."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self._results: dict[str, Evaluated] = {}
+
+    @cached_property
+    def _interface(self) -> Interface:
+        return Interface.of_graph(self.model.graph)
+
+    def run(self, value: ir.Value) -> Evaluated:
+        """Run only what computes ``value``; return its result per instance, or why that cannot be done."""
+        name = value.name or ""
+        if name not in self._results:
+            self._results[name] = self._run(value)
+        return self._results[name]
+
+    def _run(self, value: ir.Value) -> Evaluated:
+        graph = self.model.graph
+        try:
+            part = ir.convenience.extract(graph, list(graph.inputs), [value])
+        except ValueError as error:
+            return f"its computation cannot be cut out of the graph ({error})"
+        if any(node.op_type in ("Attention", "MatMul") for node in part):
+            return "it depends on what the model computes"
+        lengths = sorted(_numbers(part))
+        if lengths and lengths[-1] > _LONGEST:
+            return f"its arithmetic holds the number {lengths[-1]}, too long a sequence to try"
+        for unused in [port for port in part.inputs if not port.uses()]:
+            part.inputs.remove(unused)
+        for port in part.inputs:
+            if port.name in self._interface.past:
+                # Only the length of a cache can matter here, so long ones may be fed thin.
+                port.shape = ir.Shape(["batch", "heads", "past", "size"])
+        around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
+        results = []
+        with session_of(ir.Model(part, ir_version=self.model.ir_version)) as session:
+            for instance in _instances(self._interface, _INSTANCES + around):
+                feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
+                results.append((instance, session.run(None, feeds)[0]))
+        return results
+
+    def meaning(self, mask: ir.Value) -> str:
+        """Return what ``mask`` means: "causal", "causal and padding", or why it is neither."""
+        results = self.run(mask)
+        if isinstance(results, str):
+            return results
+        causal = with_padding = True
+        for instance, array in results:
+            visible = _visible(array)
+            if array.dtype != np.bool_ and (array[visible] != 0).any():
+                return "it adds a bias to visible scores"
+            causal &= _same(visible, instance.causal & np.ones_like(instance.padding))
+            with_padding &= _same(visible, instance.causal & instance.padding)
+        if with_padding:
+            # Without an attention_mask input there is no padding, and both meanings are one.
+            return "causal and padding" if "attention_mask" in self._interface.inputs else "causal"
+        return "causal" if causal else "it is neither causal nor causal with padding (a sliding window, perhaps)"
+
+
+def _numbers(part: ir.Graph) -> set[int]:
+    """Return the constants of ``part`` that could be lengths longer than what is tried anyway."""
+    found: set[int] = set()
+    for value in part.initializers.values():
+        if value.const_value is not None and value.const_value.size <= 16:
+            array = np.asarray(value.const_value.numpy())
+            if array.dtype != np.bool_:
+                finite = np.abs(array.astype(np.float64)[np.isfinite(array.astype(np.float64))])
+                found.update(int(number) for number in finite.ravel() if 8 < number < _ENDLESS)
+    return found
+
+
+def _instances(interface: Interface, sizes: list[tuple[int, int, int]]) -> Iterator[_Instance]:
     random = np.random.default_rng(0)
-    for batch, length, past in _INSTANCES:
+    for batch, length, past in sizes:
         keys = past + length
         visible = np.ones((batch, keys), np.int64)
-        if "attention_mask" in interface.inputs:
+        # A single sequence has no padding, so that its oldest keys, where a window would end, are seen.
+        if "attention_mask" in interface.inputs and batch > 1:
             visible = (random.random((batch, keys)) > 0.3).astype(np.int64)
             visible[0, : keys - 1] = 0
-        caches = {
-            name: np.zeros((batch, *empty.shape[1:2], past, *empty.shape[3:]), empty.dtype)
-            for name, empty in interface.empty_past(batch).items()
-        }
-        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, caches)
+        thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
+        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, thin)
         causal = np.arange(keys)[None, :] <= np.arange(length)[:, None] + past
         yield _Instance(feeds, causal[None, None], visible.astype(bool)[:, None, None, :])
-
-
-def _evaluate(model: ir.Model, value: ir.Value) -> list[tuple[_Instance, Array]] | str:
-    """Run only the part of the graph that computes ``value``; return it per instance, or why that cannot be done."""
-    interface = Interface.of_graph(model.graph)
-    try:
-        part = ir.convenience.extract(model.graph, list(model.graph.inputs), [value])
-    except ValueError as error:
-        return f"its computation cannot be cut out of the graph ({error})"
-    if any(node.op_type in ("Attention", "MatMul") for node in part):
-        return "it depends on what the model computes"
-    results = []
-    with session_of(ir.Model(part, ir_version=model.ir_version)) as session:
-        for instance in _instances(interface):
-            results.append((instance, session.run(None, instance.feeds)[0]))
-    return results
-
-
-def _meaning(model: ir.Model, mask: ir.Value) -> str:
-    results = _evaluate(model, mask)
-    if isinstance(results, str):
-        return results
-    causal = with_padding = True
-    for instance, array in results:
-        visible = _visible(array)
-        if array.dtype != np.bool_ and (array[visible] != 0).any():
-            return "it adds a bias to visible scores"
-        causal &= _same(visible, instance.causal & np.ones_like(instance.padding))
-        with_padding &= _same(visible, instance.causal & instance.padding)
-    if with_padding:
-        # Without an attention_mask input there is no padding, and both meanings are one.
-        return "causal and padding" if "attention_mask" in Interface.of_graph(model.graph).inputs else "causal"
-    return "causal" if causal else "it is neither causal nor causal with padding (a sliding window, perhaps)"
 
 
 def _visible(mask: Array) -> Bools:
@@ -124,27 +167,29 @@ def _same(left: Bools, right: Bools) -> bool:
         return False
 
 
-def _drop_guard(model: ir.Model, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
+def _drop_guard(evaluator: _Evaluator, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
     """Remove ``Where(no visible key, 0, attention)`` behind ``node``, if that is what it is."""
     for user in [use.node for use in node.outputs[0].uses()]:
         if user.op_type != "Where" or user.inputs[2] is not node.outputs[0] or scalar(user.inputs[1]) != 0.0:
             continue
         condition = user.inputs[0]
         assert condition is not None
-        blind, masks = _evaluate(model, condition), _evaluate(model, mask)
+        blind, masks = evaluator.run(condition), evaluator.run(mask)
         if isinstance(blind, str) or isinstance(masks, str):
             ledger.skipped(user, "the condition of the guard cannot be evaluated on its own")
             continue
+        # Sizes that only one of the two tries differ in their random paddings too, so only the shared ones count.
+        shared = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
         means_blind = all(
             _same(got.astype(bool), ~np.asarray(_visible(seen).any(-1, keepdims=True)))
-            for (_, got), (_, seen) in zip(blind, masks, strict=True)
+            for (_, got), (_, seen) in shared
         )
         if not means_blind:
             ledger.skipped(user, "a Where behind Attention that is no guard for queries without a visible key")
             continue
         ledger.changed(node, "guard for queries that see no key removed", [user])
         user.outputs[0].replace_all_uses_with(node.outputs[0])
-        model.graph.remove(user, safe=True)
+        evaluator.model.graph.remove(user, safe=True)
 
 
 _PADDING = "padding_mask"
