@@ -193,7 +193,7 @@ def passes(as_json: Json = False) -> None:
         return print_json(found)
     for entry in found:
         out.print(f"[bold]{entry['name']}[/bold] ({entry['effect']})")
-        out.print(entry["doc"] + "\n", markup=False, highlight=False)
+        out.print(entry["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
     return None
 
 

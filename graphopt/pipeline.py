@@ -105,13 +105,16 @@ def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) 
         )
     entry, level = next(iter(recipe.session_entries().items()))
     rounded = " and ".join(activations)
-    note = f"onnxruntime with {entry}={level} rounds the inputs of quantized products to {rounded}"
     if activations == (UNKNOWN,):
         note = f"the recipe asks for {recipe.activations} ({entry}={level}); what onnxruntime runs was not read here"
     elif activations == ("int8",):
-        note += (
-            "; this is also its default. For float32 inputs: `activations: float32` in the recipe, or the entry at 0"
+        note = (
+            f"onnxruntime rounds the inputs of quantized products to int8, with {entry}={level} as by default; "
+            "for float32 inputs: `activations: float32` in the recipe, or the entry at 0"
         )
     else:
-        note += "; a session without the entry rounds them to int8"
+        note = (
+            f"the inputs of quantized products are {rounded} with {entry}={level}; "
+            "onnxruntime rounds them to int8 in a session without this entry"
+        )
     return Precision(storage=storage_formats(model), activations=rounded, note=note)
