@@ -73,9 +73,9 @@ def open_session(
 
 
 @contextlib.contextmanager
-def session_of(model: ir.Model, *, entries: Mapping[str, str] | None = None) -> Iterator[onnxruntime.InferenceSession]:
+def session_of(model: ir.Model) -> Iterator[onnxruntime.InferenceSession]:
     """Open a session on a model in memory, through a temporary file that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         path = Path(folder) / "model.onnx"
         ir.save(model, path, external_data="model.onnx.data")
-        yield open_session(path, entries=entries)
+        yield open_session(path)
