@@ -37,7 +37,7 @@ class Recipe(BaseModel):
     steps: tuple[Step, ...]
     activations: Literal["int8", "float32"] = "int8"
 
-    def passes(self) -> list[Pass]:
+    def passes(self) -> list[Pass[Any]]:
         """Return the passes of the recipe, ready to run."""
         return [PASSES[step.step](step) for step in self.steps]
 

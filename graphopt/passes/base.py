@@ -7,7 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
@@ -28,6 +28,9 @@ class Options(BaseModel):
     """What a recipe may say about one step; each pass derives its own, told apart by a ``Literal`` field ``step``."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 class Change(BaseModel):
@@ -82,7 +85,7 @@ class Ledger:
         self.report.skips.append(Skip(where=where, reason=reason))
 
 
-class Pass(ir.passes.InPlacePass, abc.ABC):
+class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     """A rewrite of a model in place.
 
     A subclass sets ``name`` and ``effect``, takes its ``Options``, and implements :meth:`rewrite`. Its docstring shows
@@ -93,6 +96,9 @@ class Pass(ir.passes.InPlacePass, abc.ABC):
     name: ClassVar[str]
     effect: ClassVar[Effect]
     options_type: ClassVar[type[Options]]
+
+    def __init__(self, options: OptionsT) -> None:
+        self.options = options
 
     @abc.abstractmethod
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:

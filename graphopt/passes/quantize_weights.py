@@ -44,7 +44,7 @@ class QuantizeWeightsOptions(Options):
     scale: Literal["extreme", "least_squares"] = "least_squares"
 
 
-class QuantizeWeights(Pass):
+class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     """Store matrices and the token embedding as codes with a scale per group, rounded to nearest.
 
     before::
@@ -63,9 +63,6 @@ class QuantizeWeights(Pass):
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[Options]] = QuantizeWeightsOptions
-
-    def __init__(self, options: QuantizeWeightsOptions) -> None:
-        self.options = options
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Quantize what the options name; say why anything else with weights stays."""

@@ -21,7 +21,7 @@ class RotateOptions(Options):
     seed: int = 0
 
 
-class Rotate(Pass):
+class Rotate(Pass[RotateOptions]):
     """Rotate every basis that the analysis finds free, by multiplying into the weights around it.
 
     before::
@@ -40,9 +40,6 @@ class Rotate(Pass):
     name: ClassVar[str] = "rotate"
     effect: ClassVar[Effect] = "exact"
     options_type: ClassVar[type[Options]] = RotateOptions
-
-    def __init__(self, options: RotateOptions) -> None:
-        self.options = options
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Rotate what is free, and give the first pin of what is not."""

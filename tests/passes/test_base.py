@@ -12,7 +12,7 @@ from graphopt.passes.base import Effect, Ledger, Options, Pass
 from tests.graphs import residual_model
 
 
-class Rename(Pass):
+class Rename(Pass[Options]):
     """Do to a graph what a careless pass would."""
 
     name: ClassVar[str] = "rename"

@@ -23,7 +23,7 @@ class CanonicalizeOptions(Options):
     step: Literal["canonicalize"] = "canonicalize"
 
 
-class Canonicalize(Pass):
+class Canonicalize(Pass[CanonicalizeOptions]):
     """Lift what exporters spell out to the standard ops of opset 23.
 
     before::
@@ -47,9 +47,6 @@ class Canonicalize(Pass):
     name: ClassVar[str] = "canonicalize"
     effect: ClassVar[Effect] = "exact"
     options_type: ClassVar[type[Options]] = CanonicalizeOptions
-
-    def __init__(self, options: CanonicalizeOptions) -> None:
-        self.options = options
 
     def requires(self, model: ir.Model) -> None:
         """Demand nothing: this pass makes what the others require."""

@@ -17,7 +17,7 @@ class FoldNormsOptions(Options):
     step: Literal["fold_norms"] = "fold_norms"
 
 
-class FoldNorms(Pass):
+class FoldNorms(Pass[FoldNormsOptions]):
     """Leave of every norm only the division by the root mean square.
 
     before::
@@ -40,9 +40,6 @@ class FoldNorms(Pass):
     name: ClassVar[str] = "fold_norms"
     effect: ClassVar[Effect] = "exact"
     options_type: ClassVar[type[Options]] = FoldNormsOptions
-
-    def __init__(self, options: FoldNormsOptions) -> None:
-        self.options = options
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Fold gains and biases forward, then means backward; say why anything stays."""
