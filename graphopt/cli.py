@@ -149,7 +149,7 @@ def evaluate(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
     text: Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read")] = None,
     held_out: Annotated[bool, typer.Option(help="read the standard-library modules that stdlib_lm never saw")] = False,
-    window: Annotated[int | None, typer.Option(help="tokens in a window; the model's positions by default")] = None,
+    window: Annotated[int | None, typer.Option(help="tokens in a window; the model's positions, up to 2048")] = None,
     stride: Annotated[int | None, typer.Option(help="tokens that a window adds; half of it by default")] = None,
     threads: Threads = 0,
     as_json: Json = False,

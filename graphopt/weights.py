@@ -1,7 +1,7 @@
 """Weights of a graph as lazy tensors: own one, rewrite one, make one.
 
 A rewrite composes a function onto the tensor and evaluates nothing; the bytes are read, mapped and written one weight
-at a time when the model is saved, so a model larger than memory goes through in the memory of its largest tensor.
+at a time when the model is saved, so a model larger than memory goes through in a few times that of its largest tensor.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import pytest
 
 from graphopt import verify
 from graphopt.errors import VerificationError
-from graphopt.verify import TOLERANCE, Verifier
+from graphopt.verify import Verifier
 from graphopt.weights import own, rewrite
 from tests.graphs import residual_model
 
@@ -82,10 +82,6 @@ def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_tolerance_is_well_above_rounding_and_well_below_a_wrong_fold() -> None:
-    assert 100 * np.finfo(np.float32).eps < TOLERANCE < 1e-3
-
-
 def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_path: Path) -> None:
     from graphopt import artifact
     from graphopt.analysis.interface import Interface
@@ -93,12 +89,10 @@ def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_pat
     model = artifact.read(llama_artifact).model
     verifier = started(model, tmp_path)
     assert (verify.Probe.of(Interface.of_graph(model.graph)).attention_mask == 0).sum() == 3
-    # an Attention that forgets its mask changes only what padding and the second call see, and is caught
+    # what an Attention that forgets its mask gets wrong shows only behind padding and in the second call
     for node in [node for node in model.graph if node.op_type == "Attention"]:
         node.replace_input_with(3, None)
         node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-        if len(node.inputs) < 5 or node.inputs[4] is None:
-            continue
     with pytest.raises(VerificationError):
         verifier.check(model, "forgetful", "exact")
 

@@ -33,7 +33,7 @@ class Rotate(Pass[RotateOptions]):
         x = MatMul(a, W1 Q) + Gather(E Q, ids);  y = MatMul(RMSNormalization(x, 1), Q^T W2)
 
     x becomes x Q, its norm is |x Q| = |x|, and (x Q)(Q^T W2) = x W2: nothing is added at run time, and outliers that
-    sat in single coordinates are spread over all (QuaRot, Ashkboos et al. 2024, section 4.1). Which axes belong
+    sat in single coordinates are spread over all (QuaRot, Ashkboos et al. 2024, section 4). Which axes belong
     together is found by :mod:`graphopt.analysis.bases`; a basis that is pinned stays, with the node that pins it.
     """
 

@@ -13,8 +13,7 @@ from graphopt.weights import blocks_of
 
 Doubles = npt.NDArray[np.float64]
 
-# Shares of the extreme that the search for the least squared error tries; QuaRot's search goes down to 0.2 in 100 steps
-# and finds nothing below 0.6 for 4 bits and groups of up to 256.
+# Shares of the extreme that the search for the least squared error tries.
 _SHARES = np.linspace(1.0, 0.6, 17)
 
 
@@ -50,13 +49,14 @@ def round_to_nearest(
 
     Without a zero point a group's scale maps its largest magnitude to the format's limit; with one, its range is mapped
     to the whole table. ``least_squares`` tries smaller ranges and keeps the one with the least squared error, group by
-    group (QuaRot, Ashkboos et al. 2024, section 5, "linear search over the squared error").
+    group (QuaRot, Ashkboos et al. 2024, section 5, finds its clipping ratios by such a linear search).
 
     Args:
         matrix: [rows, columns], rows are what a product sums over.
         table: the format.
         group: rows that share a scale; ``None`` for all of them.
-        scale: how the scale is chosen. ``extreme`` errs by at most half a step everywhere.
+        scale: how the scale is chosen. Without a zero point, ``extreme`` errs by at most half a step everywhere; a zero
+            point is itself rounded, which costs up to half a step more.
 
     Raises:
         ValueError: the rows are no multiple of ``group``.

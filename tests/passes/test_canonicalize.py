@@ -325,3 +325,22 @@ def test_the_same_mask_without_a_window_is_causal() -> None:
 def test_a_number_too_long_to_try_leaves_the_mask_alone() -> None:
     report = canonicalize(windowed_model(1 << 23))
     assert any("8388608, too long a sequence to try" in skip.reason for skip in report.skips)
+
+
+def test_a_mask_that_cannot_be_run_on_its_own_is_left_alone_with_the_reason() -> None:
+    # It looks into the cache, at a head that the thin stand-in for long caches does not have.
+    model = windowed_model(None)
+    cache = next(value for value in model.graph.inputs if value.name == "past_key_values.0.key")
+    attention = next(node for node in model.graph if node.op_type == "Attention")
+    tape = ir.tape.Tape()
+    one = next(v for n, v in model.graph.initializers.items() if n == "one")
+    total = tape.op("ReduceSum", [tape.op("Gather", [cache, one], {"axis": 1})], {"keepdims": 0})
+    anything = tape.op("GreaterOrEqual", [tape.op("Mul", [total, total]), tape.op("Sub", [total, total])])
+    mask = tape.op("And", [attention.inputs[3], anything])
+    for node in tape.nodes:
+        node.outputs[0].dtype = ir.DataType.FLOAT if node.op_type in ("Gather", "ReduceSum", "Mul", "Sub") else None
+    model.graph.insert_before(attention, tape.nodes)
+    attention.replace_input_with(3, mask)
+    report = canonicalize(model)
+    assert any("cannot be run on its own" in skip.reason for skip in report.skips)
+    assert attention.attributes.get_int("is_causal") == 0

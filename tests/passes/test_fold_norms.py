@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -131,3 +132,39 @@ def test_a_folded_layer_norm_that_keeps_its_mean_has_no_empty_input() -> None:
     model = residual_model(layers=1, layer_norm=True, observed=True)
     fold(model)
     assert {len(node.inputs) for node in model.graph if node.op_type == "LayerNormalization"} == {2}
+
+
+def spans_two_axes(model: ir.Model, norm: ir.Node) -> None:
+    norm.attributes["axis"] = ir.AttrInt64("axis", 1)
+
+
+def mean_is_read(model: ir.Model, norm: ir.Node) -> None:
+    """Let the layer add the mean of its norm to the stream."""
+    norm.resize_outputs(2)
+    mean = norm.outputs[1]
+    mean.name, mean.dtype, mean.shape = "mean", ir.DataType.FLOAT, ir.Shape(["batch", "length", 1])
+    stream = next(node for node in model.graph if node.name == "residual0")
+    added = ir.node("Add", [stream.outputs[0], mean], name="add_mean")
+    added.outputs[0].name, added.outputs[0].dtype = "add_mean.out", ir.DataType.FLOAT
+    added.outputs[0].shape = stream.outputs[0].shape
+    model.graph.insert_after(stream, added)
+    stream.outputs[0].replace_all_uses_with(added.outputs[0])
+    added.replace_input_with(0, stream.outputs[0])
+
+
+def flows_back(model: ir.Model, norm: ir.Node) -> None:
+    """Let the layer add what its norm computes, instead of what its weights make of it."""
+    stream = next(node for node in model.graph if node.name == "residual0")
+    stream.replace_input_with(1, norm.outputs[0])
+
+
+@pytest.mark.parametrize("twist", [spans_two_axes, mean_is_read, flows_back])
+def test_a_mean_that_cannot_move_stays_and_the_logits_with_it(
+    tmp_path: Path, twist: Callable[[ir.Model, ir.Node], None]
+) -> None:
+    model = residual_model(layers=1, layer_norm=True)
+    twist(model, next(node for node in model.graph if node.name == "norm0"))
+    before = logits(model, tmp_path / "before")
+    report = fold(model)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+    assert {"norm0", "final_norm"} <= {skip.where for skip in report.skips if "keeps its mean" in skip.reason}

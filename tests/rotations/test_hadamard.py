@@ -16,8 +16,7 @@ def test_rows_are_orthogonal_in_integers(n: int) -> None:
 
 
 def test_orders_that_paley_and_sylvester_reach_below_100() -> None:
-    # Horadam 2007, table 2.1: of the multiples of 4 below 100, only 52 (Paley over 5^2 or 25) and 92 (Williamson)
-    # need more than Paley over primes and Sylvester.
+    # 52 = 2 (5^2 + 1) needs Paley over a field that is no prime's, and 92 needs Williamson (or more).
     assert [n for n in range(4, 100, 4) if not has_hadamard(n)] == [52, 92]
 
 

@@ -105,10 +105,13 @@ class _Evaluator:
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
         around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
         results = []
-        with session_of(ir.Model(part, ir_version=self.model.ir_version)) as session:
-            for instance in _instances(self._interface, _INSTANCES + around):
-                feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
-                results.append((instance, session.run(None, feeds)[0]))
+        try:
+            with session_of(ir.Model(part, ir_version=self.model.ir_version)) as session:
+                for instance in _instances(self._interface, _INSTANCES + around):
+                    feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
+                    results.append((instance, session.run(None, feeds)[0]))
+        except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
+            return f"its computation cannot be run on its own ({str(error).splitlines()[0]})"
         return results
 
     def meaning(self, mask: ir.Value) -> str:
@@ -178,7 +181,7 @@ def _drop_guard(evaluator: _Evaluator, node: ir.Node, mask: ir.Value, ledger: Le
         if isinstance(blind, str) or isinstance(masks, str):
             ledger.skipped(user, "the condition of the guard cannot be evaluated on its own")
             continue
-        # Sizes that only one of the two tries differ in their random paddings too, so only the shared ones count.
+        # Both begin with the same instances; the sizes behind them come from constants that only one may have.
         shared = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
         means_blind = all(
             _same(got.astype(bool), ~np.asarray(_visible(seen).any(-1, keepdims=True)))

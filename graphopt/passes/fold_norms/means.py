@@ -21,7 +21,7 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
         inside = [node for node in norms.values() if _lies_in(node.inputs[0], basis)]
         if not inside:
             continue
-        reason = _reason_to_stay(basis, {node.name for node in inside})
+        reason = _reason_to_stay(basis, inside)
         if reason is not None:
             for node in inside:
                 ledger.skipped(node, f"it keeps its mean: {reason}")
@@ -31,8 +31,6 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
             rewrite(weight, partial(center, axis=site.axis), site.axis)
             ledger.changed(weight, f"axis {site.axis} centered, for the norms that read basis {basis.name}")
         for node in inside:
-            if not _reduces_last(node):
-                continue
             _become_root_mean_square(model.graph, node, ledger)
 
 
@@ -42,11 +40,19 @@ def center(array: Weight, axis: int) -> Weight:
     return centered
 
 
-def _reason_to_stay(basis: Basis, norms: set[str | None]) -> str | None:
+def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> str | None:
+    for node in norms:
+        if not _reduces_last(node):
+            return f"{node.name} takes its mean over more than the last axis"
+        if any(extra.uses() for extra in node.outputs[1:]):
+            return f"something reads the mean or deviation that {node.name} computes"
+        if _lies_in(node.outputs[0], basis):
+            return f"what {node.name} computes flows back into the basis, with a mean of its own"
     if basis.readers:
         return f"{basis.readers[0].node.name} reads the same basis without a norm, and would see the mean missing"
+    names = {node.name for node in norms}
     for pin in basis.pins:
-        if pin.node not in norms:
+        if pin.node not in names:
             return f"{pin.node} reads the same basis: {pin.reason}"
     if not basis.writers:
         return "no weight writes what it normalizes"
