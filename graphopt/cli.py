@@ -10,7 +10,7 @@ import contextlib
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +37,7 @@ out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead of tables")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
+NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 
 
@@ -95,14 +96,57 @@ def optimize(
     output: Output,
     recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
     overwrite: Overwrite = False,
+    no_run: NoRun = False,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
     from graphopt.pipeline import optimize as run_optimize
 
     with progress() as say:
-        manifest = run_optimize(model, recipe, output, overwrite=overwrite, on_stage=say).manifest
+        manifest = run_optimize(model, recipe, output, overwrite=overwrite, run=not no_run, on_stage=say).manifest
     report_artifact(output, manifest, as_json)
+
+
+@app.command()
+def verify(
+    before: Annotated[Path, typer.Argument(help="the artifact that AFTER was made from")],
+    after: Annotated[Path, typer.Argument(help="an artifact that `graphopt optimize` wrote")],
+    no_run: NoRun = False,
+    as_json: Json = False,
+) -> None:
+    """Prove again, from the two folders alone, that AFTER computes what BEFORE computes; --json has every finding."""
+    from graphopt.proof import verify as run_verify
+    from graphopt.view.tables import checks_table
+
+    with progress() as say:
+        proof = run_verify(before, after, run=not no_run, on_stage=say)
+    if as_json:
+        return print_json(proof)
+    out.print(checks_table(proof.checks))
+    return None
+
+
+@app.command()
+def bases(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
+    as_it_is: Annotated[bool, typer.Option(help="leave out the passes canonicalize and fold_norms")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what could be rotated: every basis with what writes and reads it, or what keeps it from being rotated."""
+    from graphopt.analysis.bases import find_bases
+    from graphopt.artifact import read
+    from graphopt.passes import PASSES
+    from graphopt.view.bases import describe, lines
+
+    graph = read(model).model
+    for name in () if as_it_is else ("canonicalize", "fold_norms"):
+        PASSES[name](PASSES[name].options_type())(graph)
+    found = [describe(basis) for basis in find_bases(graph.graph)]
+    if as_json:
+        return print_json(found)
+    for line in lines(found):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    return None
 
 
 @app.command()
@@ -262,9 +306,11 @@ def progress() -> Iterator[Progress]:
         yield say
 
 
-def print_json(value: BaseModel | list[Any]) -> None:
+def print_json(value: BaseModel | Sequence[Any]) -> None:
     """Print a report as JSON on standard output."""
-    content = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+    values = [value] if isinstance(value, BaseModel) else value
+    dumped = [each.model_dump(mode="json") if isinstance(each, BaseModel) else each for each in values]
+    content = dumped[0] if isinstance(value, BaseModel) else dumped
     print(json.dumps(content, indent=2))
 
 

@@ -16,7 +16,7 @@ from graphopt.manifest import Manifest, Precision, installed_versions
 from graphopt.passes import PassReport
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
-from graphopt.verify import Check, Verifier
+from graphopt.verify import Check, Verifier, prove
 from graphopt.weights import check_finite
 
 
@@ -26,6 +26,7 @@ def optimize(
     output: str | Path | None = None,
     *,
     overwrite: bool = False,
+    run: bool = True,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -35,6 +36,8 @@ def optimize(
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         overwrite: whether an artifact at ``output`` may be replaced.
+        run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
+            are still proved where they can be; the rest is reported as not covered.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -57,15 +60,19 @@ def optimize(
     on_stage("reading the weights", 0, total)
     check_finite(graph, None if isinstance(model, Artifact) else model)
     on_stage("running the model as it is", 1, total)
-    verifier = Verifier(Path(folder.name), chosen.session_entries())
+    verifier = Verifier(Path(folder.name), chosen.session_entries(), run=run)
     verifier.start(graph)
 
     reports: list[PassReport] = []
     checks: list[Check] = []
     for done, step in enumerate(passes, start=2):
         on_stage(step.name, done, total)
-        result = step(graph)
-        reports.append(result.report)
+        before = graph.clone()
+        report = step(graph).report
+        reports.append(report)
+        if report.claims is not None:
+            on_stage(f"proving {step.name}", done, total)
+            checks.append(prove(before, graph, report.claims, step.name))
         on_stage(f"checking {step.name}", done, total)
         checks.append(verifier.check(graph, step.name, step.effect))
 

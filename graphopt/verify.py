@@ -1,4 +1,7 @@
-"""Before and after: what a pass did to what the model computes, found by running it in onnxruntime.
+"""Before and after: what a pass did to what the model computes.
+
+Two locks. An exact pass that claims what it did is checked by :mod:`graphopt.certificate`, at any size of model. And
+where the model fits, it is run:
 
 A model runs on a probe of random tokens: a batch with padding, a prefill, then a second call on the cache. The logits
 of real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is
@@ -12,7 +15,6 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +23,11 @@ from onnx_ir.external_data import unload_from_model
 from pydantic import BaseModel
 
 from graphopt.analysis.interface import Interface
+from graphopt.certificate.claims import Claims
+from graphopt.certificate.report import Finding, Status
 from graphopt.errors import VerificationError
 from graphopt.passes.base import Effect
 from graphopt.runtime import open_session
-
-Status = Literal["proved", "measured", "failed", "not covered"]
 
 TOLERANCE = 1e-4
 """How far an exact pass may move the logits, relative to the largest: float32 rounding of tens of layers, with room."""
@@ -44,6 +46,7 @@ class Check(BaseModel):
         status: ``proved``, ``measured``, ``failed`` or ``not covered``.
         reason: the evidence, or why there is none.
         figures: the numbers behind it.
+        findings: the same place by place, where a check has places.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Check(BaseModel):
     status: Status
     reason: str
     figures: dict[str, float] = {}
+    findings: list[Finding] = []
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,14 @@ class Verifier:
     Args:
         folder: where models are written to be run; weights that a pass made lazily are computed once, into it.
         entries: onnxruntime session entries to run with.
+        run: whether to run models at all.
 
     Attributes:
         why_not: why the model cannot be run here, once :meth:`start` has found a reason.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, str]) -> None:
-        self._folder, self._entries = folder, dict(entries)
+    def __init__(self, folder: Path, entries: Mapping[str, str], *, run: bool = True) -> None:
+        self._folder, self._entries, self._may_run = folder, dict(entries), run
         self._probe: Probe | None = None
         self._logits: npt.NDArray[np.float64] | None = None
         self._first: npt.NDArray[np.float64] | None = None
@@ -96,7 +101,7 @@ class Verifier:
             InputError: onnxruntime cannot load it.
             VerificationError: it computes NaN or infinity to begin with.
         """
-        self.why_not = _why_not(model)
+        self.why_not = _why_not(model) if self._may_run else "the caller asked not to run the model"
         if self.why_not is not None:
             return
         self._first = self._logits = self._run(model)
@@ -133,8 +138,7 @@ class Verifier:
         return Check(name="logits", after=name, status="measured", reason=reason, figures=figures)
 
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
-        path = self.settle(model)
-        return run_probe(path, self._probe_for(model), self._entries)
+        return run_probe(self.settle(model), self._probe_for(model), self._entries)
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
@@ -152,6 +156,46 @@ class Verifier:
             self._saved.with_suffix(".data").unlink(missing_ok=True)
         self._saved = path
         return path
+
+
+def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check:
+    """Let the independent checker confirm what the pass called ``name`` claims to have made of ``before``.
+
+    Raises:
+        VerificationError: it does not; names the first node and tensor at fault.
+    """
+    from graphopt.certificate.checker import check as certify
+
+    certificate = certify(before, after, claims)
+    if certificate.status == "failed":
+        first = next(finding for finding in certificate.findings if finding.status == "failed")
+        raise VerificationError(
+            f"the certificate of {name} does not hold: {first.reason}",
+            node=first.node,
+            tensor=first.tensor,
+            remedy="do not deploy this model; leave the pass out of the recipe, and report this with the model",
+        )
+    figures = {
+        "rotations": certificate.rotations,
+        "nodes": certificate.nodes,
+        "fused_weights": certificate.weights,
+        "unchanged_constants": certificate.unchanged,
+        "largest_share_of_rounding": certificate.largest_error_ratio,
+        "seconds": certificate.seconds,
+    }
+    reason = (
+        f"each of {certificate.nodes} nodes maps coordinates to coordinates, the outputs are in their own; "
+        f"{certificate.weights} fused weights are their originals times orthogonal maps up to rounding, "
+        f"tried with {certificate.vectors} random vectors each"
+    )
+    return Check(
+        name="certificate",
+        after=name,
+        status=certificate.status,
+        reason=reason,
+        figures=figures,
+        findings=certificate.findings,
+    )
 
 
 def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArray[np.float64]:

@@ -7,7 +7,7 @@ at a time when the model is saved, so a model larger than memory goes through in
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,57 @@ def rewrite(weight: ir.Value, function: Callable[[Weight], Weight], axis: int = 
             a part of the other axes, so it may mix what lies along ``axis`` only.
         axis: the axis that stays whole.
     """
+    rewrite_in_steps(weight, [(function, axis)])
+
+
+def rewrite_in_steps(weight: ir.Value, steps: Sequence[tuple[Callable[[Weight], Weight], int]]) -> None:
+    """Replace the tensor of ``weight`` by one function of it after another, rounded to its dtype once, at the end.
+
+    Args:
+        weight: an initializer that its reader owns, see :func:`own`.
+        steps: functions with the axis that each needs whole, as for :func:`rewrite`. Where the axes differ, the tensor
+            is held in float64 between the steps.
+    """
     source = weight.const_value
     assert source is not None
     shape = tuple(source.shape.numpy())
+    several = len({axis % len(shape) for _, axis in steps}) > 1
 
     def evaluate() -> Weight:
         old = source.numpy()
+        if several:
+            work = old.astype(np.float64)
+            for function, axis in steps:
+                for block in blocks_of(shape, axis):
+                    work[block] = function(work[block])
+            return work.astype(old.dtype)
         new = np.empty(shape, old.dtype)
-        for block in blocks_of(shape, axis):
-            new[block] = function(np.asarray(old[block], np.float64))
+        for block in blocks_of(shape, steps[0][1]):
+            part = np.asarray(old[block], np.float64)
+            for function, _ in steps:
+                part = function(part)
+            new[block] = part
         return new
 
     weight.const_value = lazy(evaluate, source.dtype, shape, weight.name)
+
+
+def along(
+    function: Callable[[Weight], Weight], axis: int, starts: Sequence[int], width: int
+) -> Callable[[Weight], Weight]:
+    """Return what applies ``function`` to the pieces ``start .. start + width`` of ``axis``, and keeps the rest."""
+
+    def apply(array: Weight) -> Weight:
+        if tuple(starts) == (0,) and array.shape[axis] == width:
+            return function(array)
+        new = array.copy()
+        for start in starts:
+            piece = [slice(None)] * array.ndim
+            piece[axis] = slice(start, start + width)
+            new[tuple(piece)] = function(array[tuple(piece)])
+        return new
+
+    return apply
 
 
 def blocks_of(shape: tuple[int, ...], axis: int) -> Iterator[tuple[slice, ...]]:

@@ -7,31 +7,83 @@ writer and Q^T into every reader, and the function stays what it was (QuaRot, As
 SliceGPT's computational invariance; here without a table of model families).
 
 What an op does to bases is a rule in :mod:`graphopt.analysis.rules`; an op without a rule pins what it touches, and
-says so.
+says so. How axes that consist of others are resolved is in :mod:`graphopt.analysis.refine`.
 """
 
 from __future__ import annotations
 
+import re
+
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis, BasisGraph
+from graphopt.analysis.refine import bases_of
 from graphopt.analysis.rules import RULES, observe
+
+_CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.(key|value)")
 
 
 def find_bases(graph: ir.Graph) -> list[Basis]:
-    """Return the bases of ``graph`` that some weight writes or reads, pinned ones included, in graph order."""
+    """Return the bases of ``graph`` that some weight writes or reads or attention contracts, in graph order.
+
+    A KV cache is no pin: what the app gets as ``present.N.key`` it gives back as ``past_key_values.N.key`` without
+    looking, so both may lie in a rotated basis, the same one.
+    """
     found = BasisGraph()
+    caches = cache_ports(graph)
     for value in graph.inputs:
-        _pin_port(found, value, "graph input")
+        if _floating(value) and value.name not in caches:
+            _pin_port(found, value, "graph input", "made")
     for node in graph:
-        RULES.get((node.domain, node.op_type), observe)(found, node)
+        values = (*node.inputs, *node.outputs)
+        if any(value is not None and _floating(value) for value in values):
+            RULES.get((node.domain, node.op_type), observe)(found, node)
+        _pin_captured(found, node)
     for value in graph.outputs:
-        _pin_port(found, value, "graph output")
-    return [basis for basis in found.bases() if basis.writers or basis.readers]
+        if _floating(value) and value.name not in caches:
+            _pin_port(found, value, "graph output", "observed")
+    outputs = {value.name: value for value in graph.outputs}
+    for value in graph.inputs:
+        if value.name in caches:
+            for before, after in zip(found.axes(value), found.axes(outputs[caches[value.name]]), strict=True):
+                found.join(before, after, None)
+    return [basis for basis in bases_of(found) if basis.writers or basis.readers or _contracted(basis)]
 
 
-def _pin_port(found: BasisGraph, value: ir.Value, what: str) -> None:
-    if value.shape is None or value.dtype is None or not value.dtype.is_floating_point():
-        return
-    for index in range(len(value.shape)):
-        found.pin(found.axis(value, index, len(value.shape)), value.name or "", f"it is a {what}, observed by the app")
+def _contracted(basis: Basis) -> bool:
+    # Scores times values is a contraction too, over positions, of which there is no fixed number.
+    return "query_key" in basis.marks and basis.width is not None
+
+
+def cache_ports(graph: ir.Graph) -> dict[str | None, str]:
+    """Return the other end of every cache port: ``past_key_values.N.key`` and ``present.N.key``, both ways."""
+    ports: dict[str | None, str] = {}
+    outputs = {value.name: value for value in graph.outputs}
+    for value in graph.inputs:
+        match = _CACHE.fullmatch(value.name or "")
+        twin = outputs.get(f"present.{match[2]}.{match[3]}") if match else None
+        same_rank = twin is not None and None not in (value.shape, twin.shape) and len(value.shape) == len(twin.shape)  # type: ignore[arg-type]
+        if twin is not None and same_rank and twin is not value:
+            ports[value.name], ports[twin.name] = twin.name or "", value.name or ""
+    return ports
+
+
+def _floating(value: ir.Value) -> bool:
+    return value.dtype is None or value.dtype.is_floating_point()
+
+
+def _pin_port(found: BasisGraph, value: ir.Value, what: str, side: str) -> None:
+    for axis in found.axes(value):
+        found.pin(axis, value.name or "", f"it is a {what}, known to the app", side)  # type: ignore[arg-type]
+
+
+def _pin_captured(found: BasisGraph, node: ir.Node) -> None:
+    """Pin what a subgraph of ``node`` reads from outside without naming it as an input."""
+    for attribute in node.attributes.values():
+        if attribute.type != ir.AttributeType.GRAPH:
+            continue
+        for inner in attribute.as_graph().all_nodes():
+            for value in inner.inputs:
+                if value is not None and value.graph is node.graph and _floating(value):
+                    for axis in found.axes(value):
+                        found.pin(axis, node.name or "", f"a subgraph of {node.op_type} reads it", "observed")

@@ -13,6 +13,7 @@ import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt import provenance
+from graphopt.certificate.claims import Claims
 from graphopt.errors import InputError
 from graphopt.runtime import NEWEST_OPSET
 
@@ -48,13 +49,14 @@ class Skip(BaseModel):
 
 
 class PassReport(BaseModel):
-    """What one run of a pass did, what it left alone, and how long it took in seconds."""
+    """What one run of a pass did, what it left alone, how long it took in seconds, what it claims to be checked."""
 
     name: str
     effect: Effect
     changes: list[Change] = []
     skips: list[Skip] = []
     seconds: float = 0.0
+    claims: Claims | None = None
 
 
 @dataclass

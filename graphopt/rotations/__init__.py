@@ -1,6 +1,15 @@
 """Orthogonal maps: Hadamard matrices that are constructed, not pasted, and fast ways to apply them."""
 
-from graphopt.rotations.hadamard import hadamard, has_hadamard
-from graphopt.rotations.orthogonal import HadamardRotation, RandomRotation, Rotation, rotation_for
+from graphopt.rotations.hadamard import factors, hadamard, has_hadamard
+from graphopt.rotations.orthogonal import HadamardRotation, RandomRotation, Rotation, rotation_for, signs
 
-__all__ = ["HadamardRotation", "RandomRotation", "Rotation", "hadamard", "has_hadamard", "rotation_for"]
+__all__ = [
+    "HadamardRotation",
+    "RandomRotation",
+    "Rotation",
+    "factors",
+    "hadamard",
+    "has_hadamard",
+    "rotation_for",
+    "signs",
+]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from graphopt.rotations.hadamard import hadamard, has_hadamard
+from graphopt.certificate.claims import RotationClaim
+from graphopt.rotations.hadamard import Signs
+from graphopt.rotations.hadamard import factors as largest_factors
+from graphopt.rotations.transform import Doubles, pair, transform
 
-Doubles = npt.NDArray[np.float64]
+_CHUNK = 1 << 18  # coordinates that are transformed at a time: 2 MB, which stays in a cache
 
 
 class Rotation(Protocol):
@@ -22,8 +25,8 @@ class Rotation(Protocol):
         """Rows and columns of Q."""
 
     @property
-    def seed(self) -> int:
-        """What Q was drawn from."""
+    def seed(self) -> int | None:
+        """What Q was drawn from; None where nothing was drawn."""
 
     @property
     def kind(self) -> str:
@@ -32,45 +35,78 @@ class Rotation(Protocol):
     def apply(self, array: Doubles, axis: int) -> Doubles:
         """Contract ``axis`` of ``array`` with the rows of Q: ``x Q`` on a last axis, ``Q^T W`` on a first."""
 
+    def claim(self) -> RotationClaim:
+        """Return the data from which Q can be built again."""
+
+
+def signs(width: int, seed: int) -> Doubles:
+    """Return ``width`` times +1 or -1, float64: sign i is bit i mod 64 of word i // 64 of PCG64's stream, 1 for -1.
+
+    NumPy keeps the streams of its bit generators from version to version, but not what ``Generator`` makes of them
+    (NEP 19), and a claim has to mean the same matrix later.
+    """
+    words = np.random.PCG64(seed).random_raw(-(-width // 64))
+    index = np.arange(width, dtype=np.uint64)
+    bits = words[index // 64] >> index % 64 & 1
+    return 1.0 - 2.0 * bits.astype(np.float64)
+
 
 @dataclass(frozen=True)
 class HadamardRotation:
-    """Q = diag(signs) (H_m (x) H_2^k) / sqrt(width), with width = m 2^k and signs drawn from ``seed``.
+    """Q = diag(signs) (I_blocks (x) H_f1 (x) H_f2 ...) / sqrt(f1 f2 ...), no signs if ``seed`` is None.
 
     The randomized Hadamard transform of QuIP# (Tseng et al. 2024, section 3) and QuaRot (Ashkboos et al. 2024,
-    section 3); the factor of a power of two is applied as a fast transform.
+    section 3). A ``width`` that no Hadamard matrix known here has is cut into blocks of the largest order that divides
+    it.
     """
 
     width: int
-    seed: int
+    seed: int | None
 
     @property
     def kind(self) -> str:
         """Name it for a report, with its factors."""
-        odd, power = self._factors
-        return f"Hadamard {self.width}" if odd == 1 else f"Hadamard {self.width} = {odd} x {power}"
+        order = prod(self.factors)
+        if self.blocks > 1:
+            return f"Hadamard in {self.blocks} blocks of {order}, since no order {self.width} is known"
+        product = f" = {' x '.join(map(str, self.factors))}" if len(self.factors) > 1 else ""
+        return f"Hadamard {order}{product}"
 
-    @cached_property
-    def _factors(self) -> tuple[int, int]:
-        power = self.width & -self.width
-        while not has_hadamard(self.width // power):
-            power //= 2
-        return self.width // power, power
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """The orders f1, f2, ... of the Hadamard matrices, leftmost first."""
+        return largest_factors(self.width)
 
-    @cached_property
-    def signs(self) -> Doubles:
-        """The diagonal of +1 and -1, [width]."""
-        return np.random.default_rng(self.seed).choice([-1.0, 1.0], self.width)
+    @property
+    def blocks(self) -> int:
+        """How many runs of coordinates are transformed each by itself."""
+        return self.width // prod(self.factors)
+
+    @property
+    def pair(self) -> tuple[Signs, Signs]:
+        """Two matrices, int8 [a, a] and [b, b], whose Kronecker product is that of all factors; a + b is least."""
+        return pair(self.factors)
 
     def apply(self, array: Doubles, axis: int) -> Doubles:
-        """Contract ``axis`` of ``array`` with the rows of Q."""
-        odd, power = self._factors
+        """Contract ``axis`` of ``array`` with the rows of Q.
+
+        Every run of coordinates along ``axis`` is computed in the same way whatever the rest of ``array`` is, so a
+        tensor that is rotated in pieces is the same to the bit as one that is rotated whole.
+        """
         last = np.moveaxis(array, axis, -1)
-        blocks = (last * self.signs).reshape(*last.shape[:-1], odd, power)
-        if odd > 1:
-            blocks = np.einsum("...it,ij->...jt", blocks, hadamard(odd).astype(np.float64), optimize=True)
-        blocks = _fast_walsh_hadamard(blocks) / np.sqrt(self.width)
-        return np.moveaxis(blocks.reshape(last.shape), -1, axis)
+        rows = last.reshape(-1, self.width)
+        turned = np.empty(rows.shape)
+        diagonal = np.ones(self.width) if self.seed is None else signs(self.width, self.seed)
+        step = max(1, _CHUNK // self.width)
+        for start in range(0, len(rows), step):
+            piece = slice(start, start + step)
+            turned[piece] = transform(np.multiply(rows[piece], diagonal, order="C"), self.factors)
+        turned /= np.sqrt(prod(self.factors))
+        return np.moveaxis(turned.reshape(last.shape), -1, axis)
+
+    def claim(self) -> RotationClaim:
+        """Return the data from which Q can be built again."""
+        return RotationClaim(kind="hadamard", width=self.width, factors=self.factors, seed=self.seed)
 
 
 @dataclass(frozen=True)
@@ -95,24 +131,11 @@ class RandomRotation:
         """Contract ``axis`` of ``array`` with the rows of Q."""
         return np.moveaxis(np.moveaxis(array, axis, -1) @ self.matrix, -1, axis)
 
+    def claim(self) -> RotationClaim:
+        """Return the data from which Q can be drawn again, by the same NumPy and LAPACK."""
+        return RotationClaim(kind="random", width=self.width, seed=self.seed)
+
 
 def rotation_for(width: int, kind: Literal["hadamard", "random"], seed: int) -> Rotation:
-    """Return a rotation of ``width``; a random one where no Hadamard matrix of that order can be constructed.
-
-    A rotation that is fused into weights costs nothing at run time, so a dense one is as good there as a fast one.
-    """
-    if kind == "hadamard" and has_hadamard(width):
-        return HadamardRotation(width, seed)
-    return RandomRotation(width, seed)
-
-
-def _fast_walsh_hadamard(blocks: Doubles) -> Doubles:
-    """Multiply the last axis, a power of two, by Sylvester's H, in n log n additions."""
-    width = blocks.shape[-1]
-    half = 1
-    while half < width:
-        pairs = blocks.reshape(*blocks.shape[:-1], width // (2 * half), 2, half)
-        low, high = pairs[..., 0, :], pairs[..., 1, :]
-        blocks = np.stack([low + high, low - high], axis=-2).reshape(blocks.shape)
-        half *= 2
-    return blocks
+    """Return a rotation of ``width``; "hadamard" has blocks where no matrix of that order is known here."""
+    return HadamardRotation(width, seed) if kind == "hadamard" else RandomRotation(width, seed)

@@ -4,3 +4,35 @@ Each folder holds what the operator means (its types, its shape rule and its bod
 reference written from the definition, and its kernels. A model carries the body, so it runs in any onnxruntime; where
 graphopt's library is registered, the kernel takes the node.
 """
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.hadamard.op import HADAMARD
+from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (HADAMARD,)}
+"""Every operator by its name; a new one is one folder and one line."""
+
+
+def declare(model: ir.Model) -> None:
+    """Put the body of each of our operators that the graph uses into the model, and import the domain.
+
+    Raises:
+        ValueError: the graph has a node of the domain that is no operator of ours.
+    """
+    used = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
+    if not used:
+        return
+    unknown = used - OPERATORS.keys()
+    if unknown:
+        raise ValueError(f"{DOMAIN} has no operator {', '.join(sorted(unknown))}; it has {', '.join(OPERATORS)}")
+    model.opset_imports[DOMAIN] = max(OPERATORS[name].version for name in used)
+    opset = model.opset_imports[""]
+    for name in sorted(used):
+        function = OPERATORS[name].function(opset)
+        model.functions[function.identifier()] = function
+
+
+__all__ = ["DOMAIN", "OPERATORS", "Cost", "Operator", "declare"]

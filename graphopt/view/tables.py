@@ -16,15 +16,17 @@ from graphopt.verify import Check
 def passes_table(manifest: Manifest) -> Table:
     """Show each pass with what it changed, what it left alone, and what its check found."""
     names = Column("pass", no_wrap=True)
-    table = Table(names, "effect", "changed", "left alone", "check", "logit change", "seconds")
+    table = Table(names, "effect", "changed", "left alone", "proof", "check", "logit change", "seconds")
     # One for each pass, in the same order; a pass may have run twice.
     checks = [check for check in manifest.checks if check.name == "logits"]
+    proofs = iter(check.status for check in manifest.checks if check.name == "certificate")
     for report, check in itertools.zip_longest(manifest.passes, checks):
         table.add_row(
             report.name,
             report.effect,
             str(len(report.changes)),
             str(len(report.skips)),
+            "" if report.claims is None else next(proofs, ""),
             "" if check is None else check.status,
             "" if check is None else change(check),
             f"{report.seconds:.2f}",
@@ -36,6 +38,16 @@ def change(check: Check) -> str:
     """Show how far a pass moved the logits, relative to the largest."""
     value = check.figures.get("largest_change")
     return "" if value is None else f"{value:.1e}"
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """Show each check with its status and its evidence."""
+    table = Table("check", "after", "status", "evidence")
+    for check in checks:
+        figure = change(check)
+        evidence = f"{check.reason}; largest change {figure}" if figure else check.reason
+        table.add_row(check.name, check.after, check.status, evidence)
+    return table
 
 
 def skips_table(reports: Sequence[PassReport]) -> Table | None:

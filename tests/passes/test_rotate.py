@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +13,17 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from graphopt import provenance
+from graphopt.passes import PassReport
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.rotate import Rotate, RotateOptions
 from tests.graphs import logits, relative, residual_model
 
 # float32: each weight is rounded once more after the rotation, sums of up to 24 terms, 3 layers; seen 5e-7.
 FLOAT32 = 5e-6
+ROOT = Path(__file__).parents[2]
 
 
-def rotate(model: ir.Model, **options: object) -> object:
+def rotate(model: ir.Model, **options: object) -> PassReport:
     return Rotate(RotateOptions(**options))(model).report  # type: ignore[arg-type, attr-defined]
 
 
@@ -92,10 +97,12 @@ def test_the_seed_decides_and_is_recorded() -> None:
     assert provenance.history(models[0].graph.initializers["table"])[0] == ["rotate"]
 
 
-def test_a_width_without_a_hadamard_matrix_is_said(tmp_path: Path) -> None:
+def test_a_width_without_a_hadamard_matrix_is_rotated_in_blocks_and_said(tmp_path: Path) -> None:
     model = residual_model(width=10, gains=False)
+    before = logits(model, tmp_path / "before")
     report = rotate(model)
-    assert all("random orthogonal 10" in change.what for change in report.changes)
+    assert all("Hadamard in 5 blocks of 2" in change.what for change in report.changes)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 
 
 def test_unknown_options_are_refused() -> None:
@@ -109,5 +116,117 @@ def test_an_exported_llama_keeps_its_logits(llama_canonical: ir.Model, tmp_path:
     verifier = Verifier(tmp_path, {})
     verifier.start(llama_canonical)
     report = rotate(llama_canonical)
-    assert len(report.changes) == 5 + 11
+    # the residual's writers and readers, and the value and output projection of each layer
+    assert len(report.changes) == 5 + 11 + 2 * 2
     assert verifier.check(llama_canonical, "rotate", "exact").figures["largest_change"] < TOLERANCE
+
+
+ALL = {"query_key": "hadamard", "weight_inputs": "hadamard", "online_residual": True}
+
+
+def hadamards(model: ir.Model) -> list[str]:
+    """Return what each Hadamard node of the graph rotates."""
+    return [node.inputs[0].name for node in model.graph if node.op_type == "Hadamard"]
+
+
+def test_everything_at_once_is_proved_and_runs(llama_canonical: ir.Model, tmp_path: Path) -> None:
+    from graphopt.certificate.checker import check
+    from graphopt.verify import Verifier
+
+    verifier = Verifier(tmp_path, {})
+    verifier.start(llama_canonical)
+    before = llama_canonical.clone()
+    report = rotate(llama_canonical, **ALL)
+    # per layer: queries and keys behind their rotary embeddings, and what the down projection reads
+    assert [name.rsplit(".", 2)[-2] for name in hadamards(llama_canonical)] == [
+        "RotaryEmbedding",
+        "RotaryEmbedding_1",
+        "Mul",
+    ] * 2
+    certificate = check(before, llama_canonical, report.claims)
+    assert certificate.status == "proved", certificate.findings
+    assert verifier.check(llama_canonical, "rotate", "exact").figures["largest_change"] < FLOAT32
+
+
+def test_the_caches_hold_rotated_keys_and_values(llama_canonical: ir.Model) -> None:
+    report = rotate(llama_canonical, **ALL)
+    claimed = {claim.tensor for claim in report.claims.tensors}
+    assert {f"past_key_values.{layer}.{what}" for layer in range(2) for what in ("key", "value")} <= claimed
+
+
+@pytest.mark.parametrize(("what", "count"), [("query_key", 4), ("weight_inputs", 2)])
+def test_only_what_the_recipe_pays_for_runs_online(llama_canonical: ir.Model, what: str, count: int) -> None:
+    report = rotate(llama_canonical, residual=None, value=None, **{what: "hadamard"})
+    assert len(hadamards(llama_canonical)) == count
+    assert sum("reads weight_input" in change.what for change in report.changes) == (
+        2 if what == "weight_inputs" else 0
+    )
+    # what could be free and is not asked for is said
+    assert any("the recipe leaves residual bases" in skip.reason for skip in report.skips)
+
+
+def test_a_norm_with_a_gain_behind_it_is_paid_for_only_if_asked(tmp_path: Path) -> None:
+    model = residual_model(post_norm=True, layers=2)
+    FoldNorms(FoldNormsOptions())(model)
+    before = logits(model, tmp_path / "before")
+    rotate(model, online_residual=True)
+    assert hadamards(model) == ["post_norm0.out", "post_norm1.out"]
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+
+
+def test_weights_of_a_pinned_basis_read_it_rotated(tmp_path: Path) -> None:
+    # The app sees the residual, so it stays; each reader gets a rotation in front of it, shared by equal inputs.
+    model = residual_model(observed=True, gains=False)
+    before = logits(model, tmp_path / "before")
+    rotate(model, weight_inputs="hadamard")
+    assert hadamards(model) == ["norm0.out", "sigmoid0.out", "norm1.out", "sigmoid1.out", "final_norm.out"]
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+
+
+def test_twice_is_once_and_one_more_free_rotation(llama_canonical: ir.Model, tmp_path: Path) -> None:
+    from graphopt.certificate.checker import check
+    from graphopt.verify import Verifier
+
+    verifier = Verifier(tmp_path, {})
+    verifier.start(llama_canonical)
+    rotate(llama_canonical, **ALL)
+    online, once = hadamards(llama_canonical), llama_canonical.clone()
+    report = rotate(llama_canonical, seed=7, **ALL)
+    assert hadamards(llama_canonical) == online
+    assert any("rotated online already" in skip.reason for skip in report.skips)
+    moved = [change.what for change in report.changes]
+    assert len(moved) == 5 + 11 + 2 * 2
+    assert check(once, llama_canonical, report.claims).status == "proved"
+    assert verifier.check(llama_canonical, "rotate", "exact").figures["largest_change"] < FLOAT32
+
+
+def test_a_weight_between_two_bases_is_rounded_once() -> None:
+    # w2 reads the hidden basis and writes the residual: both rotations meet in float64, and the result is rounded once.
+    model = residual_model(width=16, inner=12, layers=1, gains=False)
+    old = weights(model)["down0.weight"].astype(np.float64)
+    from graphopt.rotations import HadamardRotation
+
+    report = rotate(model, weight_inputs="hadamard")
+    claim = next(claim for claim in report.claims.rotations.values() if claim.width == 16)
+    turned = HadamardRotation(12, None).apply(HadamardRotation(16, claim.seed).apply(old, 1), 0)
+    assert np.array_equal(weights(model)["down0.weight"], turned.astype(np.float32))
+
+
+def test_a_seed_gives_the_same_bits_in_another_process(tmp_path: Path) -> None:
+    # On another number of threads as well: the library of linear algebra may sum in another order there.
+    script = (
+        "import hashlib; from tests.graphs import residual_model; from graphopt.passes.rotate import *\n"
+        "model = residual_model(width=160, inner=96, gains=False); "
+        "Rotate(RotateOptions(seed=3, weight_inputs='hadamard'))(model)\n"
+        "digest = hashlib.sha256()\n"
+        "[digest.update(v.const_value.numpy().tobytes()) for v in model.graph.initializers.values()]\n"
+        "print(digest.hexdigest())"
+    )
+    digests = set()
+    for threads in ("1", "2"):
+        environment = {**os.environ, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads}
+        done = subprocess.run(
+            [sys.executable, "-c", script], capture_output=True, text=True, env=environment, cwd=ROOT, check=True
+        )
+        digests.add(done.stdout)
+    assert len(digests) == 1

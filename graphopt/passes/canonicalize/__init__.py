@@ -10,8 +10,9 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.errors import InputError
 from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
-from graphopt.passes.canonicalize.cleanup import fold_transposed_weights, merge_and_prune, split_gemm
+from graphopt.passes.canonicalize.cleanup import merge_and_prune, split_gemm
 from graphopt.passes.canonicalize.flattened import drop_idle_reshapes, unflatten_products
+from graphopt.passes.canonicalize.layouts import store_layouts
 from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
 from graphopt.passes.canonicalize.rotary import lift_rotary
@@ -56,7 +57,7 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         raise_opset(model, ledger)
         merge_and_prune(model, ledger)
         split_gemm(model, ledger)
-        fold_transposed_weights(model, ledger)
+        store_layouts(model, ledger)
         drop_idle_reshapes(model, ledger)
         unflatten_products(model, ledger)
         lift_norms(model, ledger)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
@@ -14,7 +12,6 @@ from onnx_ir.passes.common import (
 )
 
 from graphopt.passes.base import Ledger
-from graphopt.weights import Weight, lazy, new_weight, weight_of
 
 
 def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
@@ -27,30 +24,6 @@ def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
     removed = before - len(list(model.graph))
     if removed:
         ledger.report_change("graph", f"removed {removed} constant, identity, repeated or unused node(s)")
-
-
-def fold_transposed_weights(model: ir.Model, ledger: Ledger) -> None:
-    """``MatMul(x, Transpose(W))`` -> ``MatMul(x, W^T)`` with W^T stored, so that a weight is seen as a weight."""
-    for node in list(model.graph):
-        weight = weight_of(node, 0) if node.op_type == "Transpose" else None
-        if weight is None or weight.const_value is None or node.outputs[0].is_graph_output():
-            continue
-        source = weight.const_value
-        shape = tuple(source.shape.numpy())
-        permutation = tuple(node.attributes.get_ints("perm", ())) or tuple(reversed(range(len(shape))))
-        turned = tuple(shape[axis] for axis in permutation)
-        value = new_weight(
-            model.graph,
-            f"{weight.name}.transposed",
-            lazy(_transposed(source, permutation), source.dtype, turned),
-        )
-        ledger.changed(value, f"transpose of {weight.name} stored", [weight])
-        ir.convenience.replace_all_uses_with(node.outputs[0], value)
-        model.graph.remove(node, safe=True)
-
-
-def _transposed(source: ir.TensorProtocol, permutation: tuple[int, ...]) -> Callable[[], Weight]:
-    return lambda: source.numpy().transpose(permutation)
 
 
 def split_gemm(model: ir.Model, ledger: Ledger) -> None:

@@ -1,4 +1,4 @@
-"""Gains and biases of norms move forward, into the weights that read them."""
+"""Gains and biases of norms move forward, into the weights that read them, past what only moves rows."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.passes.base import Ledger
+from graphopt.passes.fold_norms.readers import Reader, readers_of
 from graphopt.weights import Weight, blocks_of, lazy, new_weight, own, rewrite, weight_of
 
 NORMS = ("RMSNormalization", "LayerNormalization")
@@ -30,10 +31,11 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
         if np.all(factors == 1) and bias is None:
             ledger.skipped(node, "its gain is one already")
             continue
-        for use in list(node.outputs[0].uses()):
+        for product in [reader.node for reader in readers_of(node.outputs[0])]:
+            assert product is not None
             if bias is not None and bias.const_value is not None:
-                _add_behind(use.node, bias, ledger)
-            weight = own(use.node, 1)
+                _add_behind(product, bias, ledger)
+            weight = own(product, 1)
             rewrite(weight, partial(scale_rows, factors=factors))
             ledger.changed(weight, f"rows scaled by the gain of {node.name}", [gain])
         rewrite(gain, np.ones_like)
@@ -44,19 +46,23 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
 
 
 def _reason_to_stay(node: ir.Node) -> str | None:
-    gain, output = weight_of(node, 1), node.outputs[0]
+    gain = weight_of(node, 1)
     if gain is None or gain.const_value is None or len(gain.const_value.shape) != 1:
         return "its gain is no constant vector"
     if len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None and weight_of(node, _BIAS) is None:
         return "its bias is no constant"
     if any(extra.uses() for extra in node.outputs[1:]):
         return "something reads its mean or deviation"
-    if output.is_graph_output():
-        return "its output is an output of the graph"
-    for use in output.uses():
-        weight = weight_of(use.node, 1)
-        if use.node.op_type != "MatMul" or use.idx != 0 or weight is None or len(weight.shape or ()) != 2:
-            return f"its output is read by {use.node.op_type}, which has no constant matrix to take the gain"
+    return next((reason for reader in readers_of(node.outputs[0]) if (reason := _cannot_take(reader))), None)
+
+
+def _cannot_take(reader: Reader) -> str | None:
+    node, moved = reader.node, f", moved by {' and '.join(dict.fromkeys(reader.moved_by))}," if reader.moved_by else ""
+    if node is None:
+        return f"its output{moved} is an output of the graph"
+    weight = weight_of(node, 1)
+    if node.op_type != "MatMul" or reader.input != 0 or weight is None or len(weight.shape or ()) != 2:
+        return f"its output{moved} is read by {node.op_type}, which has no constant matrix to take the gain"
     return None
 
 

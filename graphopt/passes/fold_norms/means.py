@@ -6,10 +6,10 @@ from functools import partial
 
 import onnx_ir as ir
 
-from graphopt.analysis.axes import Basis
+from graphopt.analysis.axes import Axis, Basis
 from graphopt.analysis.bases import find_bases
 from graphopt.passes.base import Ledger
-from graphopt.weights import Weight, own, rewrite, weight_of
+from graphopt.weights import Weight, along, own, rewrite, weight_of
 
 
 def fold_means(model: ir.Model, ledger: Ledger) -> None:
@@ -28,7 +28,9 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
             continue
         for site in basis.writers:
             weight = own(site.node, site.input)
-            rewrite(weight, partial(center, axis=site.axis), site.axis)
+            assert basis.width is not None
+            centered = along(partial(center, axis=site.axis), site.axis, site.starts, basis.width)
+            rewrite(weight, centered, site.axis)
             ledger.changed(weight, f"axis {site.axis} centered, for the norms that read basis {basis.name}")
         for node in inside:
             _become_root_mean_square(model.graph, node, ledger)
@@ -54,7 +56,7 @@ def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> str | None:
     for pin in basis.pins:
         if pin.node not in names:
             return f"{pin.node} reads the same basis: {pin.reason}"
-    if not basis.writers:
+    if not basis.writers or basis.width is None:
         return "no weight writes what it normalizes"
     return None
 
@@ -62,8 +64,7 @@ def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> str | None:
 def _lies_in(value: ir.Value | None, basis: Basis) -> bool:
     if value is None or value.shape is None:
         return False
-    last = len(value.shape) - 1
-    return any(axis.tensor == value.name and axis.index == last for axis in basis.axes)
+    return Axis(value.name or "", len(value.shape) - 1) in basis.axes
 
 
 def _reduces_last(node: ir.Node) -> bool:

@@ -1,0 +1,1 @@
+"""The certificate: that a rotated graph computes what the graph before it computes, checked without the rewriter."""

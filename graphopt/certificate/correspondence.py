@@ -1,0 +1,93 @@
+"""What makes a node of one graph the same operation as a node of another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx_ir as ir
+
+HADAMARD = ("ai.graphopt", "Hadamard")
+
+
+def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
+    """Return the tensor of an initializer, or of a node ``Constant``; ``None`` for what is computed or given."""
+    if value is None or value.is_graph_input():
+        return None
+    if value.is_initializer():
+        return value.const_value
+    node = value.producer()
+    if node is None or node.op_type != "Constant" or node.domain or set(node.attributes) != {"value"}:
+        return None
+    return node.attributes["value"].as_tensor()
+
+
+def difference(node: ir.Node, before: ir.Node) -> str | None:
+    """Return how the operation of ``node`` differs from that of ``before``, or ``None``."""
+    if (node.domain, node.op_type, node.overload) != (before.domain, before.op_type, before.overload):
+        return f"it is {node.op_type}, before it was {before.op_type}"
+    if len(node.outputs) != len(before.outputs):
+        return f"it has {len(node.outputs)} outputs, before it had {len(before.outputs)}"
+    for name in sorted({*node.attributes, *before.attributes}):
+        one, other = node.attributes.get(name), before.attributes.get(name)
+        if one is None or other is None or _bytes(one) != _bytes(other):
+            return f"attribute {name} is not what it was"
+    return None
+
+
+def inputs_of(node: ir.Node) -> list[ir.Value | None]:
+    """Return the inputs of a node, then the outer values that its subgraphs read, in a fixed order."""
+    inputs = list(node.inputs)
+    while inputs and inputs[-1] is None:
+        inputs.pop()
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            inputs.extend(_captured(attribute.as_graph()))
+        elif attribute.type == ir.AttributeType.GRAPHS:
+            for graph in attribute.as_graphs():
+                inputs.extend(_captured(graph))
+    return inputs
+
+
+def model_difference(before: ir.Model, after: ir.Model) -> str | None:
+    """Return how the operators that nodes may name differ: their versions, and their bodies in the model."""
+    for domain in sorted({*before.opset_imports, *after.opset_imports}):
+        old, new = before.opset_imports.get(domain), after.opset_imports.get(domain)
+        if old != new and not (old is None and domain == HADAMARD[0]):
+            return f"version {old} of the operators of {domain or 'ONNX'} became {new}"
+    for key in sorted({*before.functions, *after.functions}):
+        body, other = before.functions.get(key), after.functions.get(key)
+        if body is None and key[:2] == HADAMARD:
+            continue
+        if body is None or other is None or _function_bytes(body) != _function_bytes(other):
+            return f"the body of the operator {key[0]}::{key[1]} is not what it was"
+    return None
+
+
+def needed(graph: ir.Graph) -> list[ir.Node]:
+    """Return the nodes that outputs of ``graph`` are computed from, in graph order."""
+    seen: set[ir.Node] = set()
+    pending = [node for value in graph.outputs if (node := value.producer()) is not None]
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            pending += [n for value in inputs_of(node) if value is not None and (n := value.producer()) is not None]
+    return [node for node in graph if node in seen]
+
+
+def _captured(graph: ir.Graph) -> Iterator[ir.Value]:
+    own: set[ir.Value] = {*graph.inputs, *graph.initializers.values()}
+    for node in graph:
+        for value in inputs_of(node):
+            if value is not None and value not in own:
+                yield value
+        own.update(node.outputs)
+    yield from (value for value in graph.outputs if value not in own)
+
+
+def _bytes(attribute: ir.Attr) -> bytes:
+    return bytes(ir.serde.serialize_attribute(attribute).SerializeToString(deterministic=True))
+
+
+def _function_bytes(function: ir.Function) -> bytes:
+    return bytes(ir.serde.serialize_function(function).SerializeToString(deterministic=True))

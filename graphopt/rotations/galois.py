@@ -1,0 +1,72 @@
+"""The quadratic character of a finite field GF(q), q = p^k: which elements are squares.
+
+Paley's Hadamard matrices need nothing else of the field, and a primitive polynomial gives it: modulo one, the powers of
+x run through every element but 0, so the squares are the even powers.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from itertools import product
+
+import numpy as np
+import numpy.typing as npt
+
+
+@lru_cache(maxsize=1024)
+def prime_power(q: int) -> tuple[int, int] | None:
+    """Return (p, k) where ``q`` is p^k for a prime p and k >= 1, else None."""
+    if q < 2:
+        return None
+    prime = next((divisor for divisor in range(2, int(q**0.5) + 1) if q % divisor == 0), q)
+    exponent, rest = 0, q
+    while rest % prime == 0:
+        exponent, rest = exponent + 1, rest // prime
+    return (prime, exponent) if rest == 1 else None
+
+
+def characters(q: int) -> npt.NDArray[np.int8]:
+    """Return chi(a_i - a_j) for the elements a_0, ... of GF(q), int8 [q, q]: 1 for squares, -1 for others, 0 for 0.
+
+    Element a_i is the polynomial whose coefficients are the digits of i in base p, constant first.
+
+    Raises:
+        ValueError: ``q`` is no power of an odd prime.
+    """
+    parts = prime_power(q)
+    if parts is None or parts[0] == 2:
+        raise ValueError(f"{q} is no power of an odd prime")
+    prime, degree = parts
+    place = prime ** np.arange(degree)
+    chi = np.zeros(q, np.int8)
+    powers = np.array(_powers_of_x(prime, degree)) @ place
+    chi[powers[0::2]], chi[powers[1::2]] = 1, -1
+    digits = np.arange(q)[:, None] // place % prime
+    # row by row: a table of all differences at once would take 8 k bytes an entry
+    return np.stack([chi[(element - digits) % prime @ place] for element in digits])
+
+
+def _powers_of_x(prime: int, degree: int) -> list[tuple[int, ...]]:
+    """Return 1, x, x^2, ... modulo the first primitive polynomial x^k - r(x), as coefficients, constant first.
+
+    A polynomial modulo which these are p^k - 1 elements is primitive: every element but 0 is then a power of x, and so
+    has an inverse.
+    """
+    one = (1, *[0] * (degree - 1))
+    for remainder in product(range(prime), repeat=degree):
+        if remainder[0] == 0:
+            continue
+        powers, power = [one], _times_x(one, remainder, prime)
+        while power != one:
+            powers.append(power)
+            power = _times_x(power, remainder, prime)
+        if len(powers) == prime**degree - 1:
+            return powers
+    raise AssertionError(f"every finite field has a primitive polynomial, GF({prime}^{degree}) too")
+
+
+def _times_x(element: tuple[int, ...], remainder: tuple[int, ...], prime: int) -> tuple[int, ...]:
+    """Multiply by x, where x^k = ``remainder``. Its constant is not 0, so this permutes the ring's elements."""
+    top = element[-1]
+    shifted = (0, *element[:-1])
+    return tuple((low + top * part) % prime for low, part in zip(shifted, remainder, strict=True))
