@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.runtime import NEWEST_OPSET
+from graphopt.weights import map_on_demand
 
 
 def load(onnx_file: Path) -> ir.Model:
@@ -25,6 +26,7 @@ def load(onnx_file: Path) -> ir.Model:
         ) from error
     _check_opset(model, onnx_file)
     _check_external_data(model, onnx_file)
+    map_on_demand(model)
     return model
 
 

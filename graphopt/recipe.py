@@ -10,11 +10,20 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphopt.errors import InputError
-from graphopt.passes import PASSES, CanonicalizeOptions, FoldNormsOptions, Pass, QuantizeWeightsOptions, RotateOptions
+from graphopt.passes import (
+    PASSES,
+    CanonicalizeOptions,
+    EmulateQuantizationOptions,
+    FoldNormsOptions,
+    Pass,
+    QuantizeWeightsOptions,
+    RotateOptions,
+)
 from graphopt.runtime import ACCURACY_LEVEL
 
 Step = Annotated[
-    CanonicalizeOptions | FoldNormsOptions | RotateOptions | QuantizeWeightsOptions, Field(discriminator="step")
+    CanonicalizeOptions | FoldNormsOptions | RotateOptions | QuantizeWeightsOptions | EmulateQuantizationOptions,
+    Field(discriminator="step"),
 ]
 
 

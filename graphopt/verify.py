@@ -28,6 +28,7 @@ from graphopt.certificate.report import Finding, Status
 from graphopt.errors import VerificationError
 from graphopt.passes.base import Effect
 from graphopt.runtime import open_session
+from graphopt.weights import map_on_demand
 
 TOLERANCE = 1e-4
 """How far an exact pass may move the logits, relative to the largest: float32 rounding of tens of layers, with room."""
@@ -150,6 +151,7 @@ class Verifier:
         number = 0 if self._saved is None else int(self._saved.stem) + 1
         data, path = f"{number}.data", self._folder / f"{number}.onnx"
         unload_from_model(model, self._folder, data, size_threshold_bytes=_INLINE)
+        map_on_demand(model)
         ir.save(model, path)
         if self._saved is not None:
             self._saved.unlink()

@@ -23,6 +23,45 @@ Weight = npt.NDArray[Any]
 _BLOCK = 1 << 20
 
 
+class MappedTensor(ir.ExternalTensor):
+    """A tensor on disk that is mapped into memory for as long as somebody holds its array, and no longer.
+
+    ``onnx_ir`` keeps each file mapped once a tensor was read: reading all weights of a model one by one then ends with
+    the whole model in resident memory.
+    """
+
+    def numpy(self) -> Weight:
+        """Return the array, read-only; the mapping ends when the array does."""
+        array = super().numpy()
+        self._array = self.raw = None
+        return array
+
+    def tobytes(self) -> bytes:
+        """Return a copy of the stored bytes."""
+        stored = super().tobytes()
+        self._array = self.raw = None
+        return stored
+
+    def __array__(self, dtype: Any = None) -> Weight:
+        return self.numpy().__array__(dtype)
+
+
+def map_on_demand(model: ir.Model) -> None:
+    """Let every weight on disk be mapped only while it is read."""
+    for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and not isinstance(tensor, MappedTensor):
+            value.const_value = MappedTensor(
+                tensor.location,
+                tensor.offset,
+                tensor.length,
+                tensor.dtype,
+                shape=tensor.shape,
+                name=tensor.name,
+                base_dir=tensor.base_dir,
+            )
+
+
 def weight_of(node: ir.Node, index: int) -> ir.Value | None:
     """Return the initializer that is input ``index`` of ``node``, or ``None`` where it is computed or absent."""
     value = node.inputs[index] if index < len(node.inputs) else None

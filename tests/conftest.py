@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from tests import families
+from tests.families import HIDDEN as HIDDEN
+from tests.families import POSITIONS, VOCABULARY, make_model
+
 # Before anything imports them. No test may reach for the network; each worker of pytest-xdist computes on one core.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,52 +23,8 @@ settings.register_profile("graphopt", deadline=None, derandomize="CI" in os.envi
 settings.load_profile("graphopt")
 
 END_OF_TEXT = "<|endoftext|>"
-VOCABULARY, HIDDEN, POSITIONS = 300, 64, 128
-
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": HIDDEN,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": POSITIONS,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-# MLP widths are 12 and 20 times a power of two, for which rotations need odd Hadamard orders.
-_GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("LlamaConfig", {**_GROUPED, "intermediate_size": 160, "tie_word_embeddings": True}),
-    # biases on query, key and value
-    "qwen2": ("Qwen2Config", {**_GROUPED}),
-    # learned positions, LayerNorm, fused query-key-value stored [in, out], biases everywhere
-    "gpt2": (
-        "GPT2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "n_embd": HIDDEN,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_positions": POSITIONS,
-            "bos_token_id": 0,
-            "eos_token_id": 0,
-        },
-    ),
-    # attention and MLP in parallel on one residual, partial rotary
-    "gpt_neox": ("GPTNeoXConfig", {**_COMMON, "intermediate_size": 96}),
-    # fused query-key-value and fused gate-up
-    "phi3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),
-    # a sliding window (shorter than the tests' sequences) in one layer of two, norms with 1 + gain, scaled embedding
-    "gemma3": (
-        "Gemma3TextConfig",
-        {
-            **_GROUPED,
-            "head_dim": 16,
-            "sliding_window": 6,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "pad_token_id": 0,
-        },
-    ),
-}
+# The families whose exports are looked into closely: each has what the others here have not.
+FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
 
 
 @pytest.fixture(scope="session")
@@ -74,13 +34,7 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
 
     def make(family: str) -> Path:
         if family not in made:
-            import torch
-            import transformers
-
-            config_class, settings = FAMILIES[family]
-            torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**settings))
-            randomize(model)
+            model = make_model(family)
             made[family] = tmp_path_factory.mktemp("folders") / family
             if family == "llama":
                 # As checkpoints are: 16 bits, which the export must widen to 32.
@@ -92,26 +46,11 @@ def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pat
     return make
 
 
-def randomize(model: Any) -> None:
-    """Draw weights that leave nothing to chance: logits of order 1, no norm gain that is 1 and no bias that is 0."""
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() > 1:
-                # One over the root of the width keeps what passes through at the size it had.
-                parameter.normal_(std=HIDDEN**-0.5)
-            elif name.endswith("bias"):
-                parameter.normal_(std=0.2)
-            else:
-                parameter.uniform_(0.5, 1.5)
-
-
 @pytest.fixture(scope="session")
 def make_artifact(
     make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], Path]:
-    """Return a function that exports a family in :data:`FAMILIES` and gives the artifact's folder."""
+    """Return a function that exports a family of :mod:`tests.families` and gives the artifact's folder."""
     made: dict[str, Path] = {}
 
     def make(family: str) -> Path:

@@ -107,7 +107,12 @@ def test_passes_and_recipes_are_listed(run) -> None:
     assert "fold_norms (exact)" in out
     assert {p["effect"] for p in json.loads(run("passes", "--json")[1])} == {"exact", "lossy"}
     assert "rotate-int4" in run("recipes")[1]
-    assert [r["name"] for r in json.loads(run("recipes", "--json")[1])] == ["int4", "rotate", "rotate-int4"]
+    assert [r["name"] for r in json.loads(run("recipes", "--json")[1])] == [
+        "int4",
+        "rotate",
+        "rotate-int4",
+        "rotate-online",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -188,3 +193,33 @@ def test_importing_graphopt_brings_neither_torch_nor_transformers_nor_onnxruntim
     code = f"import graphopt, graphopt.cli, sys; print(sorted({heavy} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_bases_says_what_can_be_rotated(run, llama_artifact: Path) -> None:
+    code, out, _ = run("bases", llama_artifact)
+    assert code == 0
+    assert "model.embed_tokens.Gather.output [64]  residual, 5 writer(s), 11 reader(s): for free" in out
+    assert "RotaryEmbedding turns each pair" in out
+    code, out, _ = run("bases", llama_artifact, "--as-it-is", "--json")
+    assert code == 0
+    embedding = json.loads(out)[0]
+    assert embedding["name"] == "model.embed_tokens.Gather.output"
+    assert embedding["verdict"] == "pinned"
+    assert "gain of its own" in embedding["reason"]
+
+
+def test_verify_proves_again_and_names_what_is_wrong(run, llama_artifact: Path, tmp_path: Path) -> None:
+    assert run("optimize", llama_artifact, "-r", "rotate", "-o", tmp_path / "out", "--no-run")[0] == 0
+    code, out, _ = run("verify", llama_artifact, tmp_path / "out")
+    assert code == 0
+    assert "proved" in out
+    assert "measured" in out
+    code, out, _ = run("verify", llama_artifact, tmp_path / "out", "--no-run", "--json")
+    assert [check["status"] for check in json.loads(out)["checks"]] == ["proved", "not covered"]
+    data = tmp_path / "out" / "model.onnx.data"
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2 + 2] ^= 64
+    data.write_bytes(content)
+    code, _, err = run("verify", llama_artifact, tmp_path / "out", "--no-run")
+    assert code == 3
+    assert "tensor=" in err

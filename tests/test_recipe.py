@@ -42,7 +42,7 @@ def test_yaml_round_trips(recipe: Recipe) -> None:
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
-    assert list(presets()) == ["int4", "rotate", "rotate-int4"]
+    assert list(presets()) == ["int4", "rotate", "rotate-int4", "rotate-online"]
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description

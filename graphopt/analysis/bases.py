@@ -52,7 +52,7 @@ def find_bases(graph: ir.Graph) -> list[Basis]:
 
 def _contracted(basis: Basis) -> bool:
     # Scores times values is a contraction too, over positions, of which there is no fixed number.
-    return "query_key" in basis.marks and basis.width is not None
+    return bool(basis.marks) and basis.width is not None
 
 
 def cache_ports(graph: ir.Graph) -> dict[str | None, str]:

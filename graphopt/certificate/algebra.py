@@ -1,6 +1,6 @@
-"""Ops that compute: which coordinates pass through them, with the algebra that says so, for row vectors x -> x Q.
+"""Sums, scales and norms: which coordinates pass through them, with the algebra that says so; and the table of rules.
 
-An op that is not listed here or in :mod:`graphopt.certificate.layout` looks at single coordinates.
+The algebra is stated for row vectors, x -> x Q. An op that is not in the table looks at single coordinates.
 """
 
 from __future__ import annotations
@@ -12,34 +12,9 @@ import numpy as np
 from graphopt.certificate.attention import attention
 from graphopt.certificate.coordinates import Coordinates, Tag, same
 from graphopt.certificate.layout import LAYOUT
+from graphopt.certificate.products import gather, gather_rows, matmul
 from graphopt.certificate.site import Rule, Site, static
 from graphopt.certificate.weights import read
-
-
-def matmul(site: Site) -> list[Tag]:
-    """``x W`` with a constant W [m, n]: W' = M_in^T W M_out; else a product of two activations."""
-    if 1 not in site.constants:
-        return product(site)
-    shape = site.constants[1][0].shape.numpy()
-    if len(shape) != 2:
-        site.refuse(f"its constant has {len(shape)} axes, only matrices are followed", site.name(1))
-    return [_through_weight(site, 1, _row(site, site.tags[0], shape[0], "reads"), shape[1])]
-
-
-def gather(site: Site) -> list[Tag]:
-    """``table[ids]`` with a constant table [m, n]: table' = table M_out; else rows of an activation are picked."""
-    axis = site.attribute("axis", 0)
-    if 0 in site.constants and site.tags[1] is None and axis == 0 and len(site.constants[0][0].shape) == 2:
-        return [_through_weight(site, 0, None, site.constants[0][0].shape.numpy()[1])]
-    x = site.tags[0]
-    if x is None or site.tags[1] is not None:
-        site.refuse("it looks up coordinates that are rotated, or looks up by them")
-    ids, axis = site.input_dims(1), axis % len(x.shape)
-    row = x.reduced([axis])
-    if ids is None or row is None:
-        site.refuse("it picks among positions that are in different coordinates")
-    one = row.labels.reshape(3, *row.shape[:axis], *(1 for _ in ids), *row.shape[axis + 1 :])
-    return [Coordinates(one).spread((*row.shape[:axis], *static(ids), *row.shape[axis + 1 :]))]
 
 
 def add(site: Site) -> list[Tag]:
@@ -114,26 +89,17 @@ def select(site: Site) -> list[Tag]:
     return [labelled[0]]
 
 
-def product(site: Site) -> list[Tag]:
-    """``a b``: (a Q)(Q^T b) = a b where both are rotated along the axis that is summed over; a (b Q) = (a b) Q."""
-    a, b = site.tags[:2]
-    shape = site.output_shape()
-    if len(shape) < 2 or any(tag is not None and len(tag.shape) < 2 for tag in (a, b)):
-        site.refuse("a product with a vector in rotated coordinates")
-    contracts_a, contracts_b = (_contracted(tag, along, other) for tag, along, other in ((a, -1, -2), (b, -2, -1)))
-    if contracts_a is not None and contracts_b is not None:
-        batch = np.broadcast_shapes(shape[:-2], contracts_a.shape[:-2], contracts_b.shape[:-2])
-        left, right = (tag.labels.reshape(3, *tag.shape[:-2], -1) for tag in (contracts_a, contracts_b))
-        if same(
-            Coordinates(left).spread((*batch, left.shape[-1])), Coordinates(right).spread((*batch, right.shape[-1]))
-        ):
-            return [None]
-        site.refuse("the axis that is summed over is in different coordinates on its two sides")
-    if a is None and b is not None and b.spanned() <= {len(b.shape) - 1}:
-        row = b.reduced([-2])
-        if row is not None:
-            return [row.spread(shape)]
-    site.refuse("the axis that is summed over is not in the same coordinates on its two sides")
+def total(site: Site) -> list[Tag]:
+    """``ReduceSum`` and ``ReduceMean`` over an axis along which all is in the same coordinates."""
+    x, axes = site.tags[0], site.constants.get(1)
+    if x is None or axes is None or not axes[0].size:
+        site.refuse("it adds up along axes that are not constant")
+    over = {int(axis) % len(x.shape) for axis in read(axes[0], lambda numbers: numbers.tolist())}
+    row = x.reduced(sorted(over))
+    if row is None:
+        site.refuse("it adds up what is in different coordinates")
+    kept = bool(site.attribute("keepdims", 1))
+    return [row.moved(lambda plane: plane if kept else plane.squeeze(tuple(over)))]
 
 
 def no_values(site: Site) -> list[Tag]:
@@ -141,32 +107,8 @@ def no_values(site: Site) -> list[Tag]:
     return [None] * len(site.node.outputs)
 
 
-def _through_weight(site: Site, index: int, rows: Tag, width: int) -> Tag:
-    site.fused.add(index)
-    claim = site.claims[0]
-    site.fuse(site, index, rows, _row(site, claim, width, "writes"))
-    return claim
-
-
-def _row(site: Site, tag: Tag, width: int, what: str) -> Tag:
-    """Return the labels of the last axis, the same for each row, or nothing if there are none."""
-    if tag is None:
-        return None
-    row = tag.along_last()
-    if row is None or row.shape != (width,):
-        site.refuse(f"the coordinates that its weight {what} are not the same for each row of {width}")
-    return row
-
-
 def _within_rows(tag: Coordinates) -> bool:
     return tag.spanned() <= {len(tag.shape) - 1}
-
-
-def _contracted(tag: Tag, along: int, other: int) -> Coordinates | None:
-    """Return labels that lie along axis ``along`` alone and are the same at each position of ``other``."""
-    if tag is None or not tag.spanned() <= {along % len(tag.shape)}:
-        return None
-    return tag.reduced([other])
 
 
 def _add_constant(site: Site, index: int, labels: Coordinates) -> None:
@@ -186,10 +128,13 @@ RULES: dict[str, Rule] = {
     "Attention": attention,
     "Div": scale,
     "Gather": gather,
+    "GatherND": gather_rows,
     "LayerNormalization": layer_norm,
     "MatMul": matmul,
     "Mul": scale,
     "RMSNormalization": root_mean_square,
+    "ReduceMean": total,
+    "ReduceSum": total,
     "Shape": no_values,
     "Size": no_values,
     "Sub": add,

@@ -54,9 +54,8 @@ class Constants:
             site,
             index,
             found,
-            f"the fused weight agrees with its original times its maps on {self._vectors} random vectors: at most "
-            f"{found.ratio:.1g} of what rounding explains. A row that is off by {found.visible:.1e} of its length "
-            f"passes with probability below 1e-6",
+            f"on {self._vectors} random vectors it is its original times its maps, to {found.ratio:.2g} of what "
+            f"rounding explains; a row off by {found.visible:.1e} of its length passes with probability below 1e-6",
         )
 
     def entries(self, site: Site, index: int, labels: Tag) -> None:
@@ -65,7 +64,12 @@ class Constants:
         if not self._fits(site, index) or not self._first((id(before), id(after), labels and labels.key())):
             return
         found = compare_entries(before, after, labels, self._rotations)
-        self._judge(site, index, found, f"each entry agrees, to {found.ratio:.1g} of what rounding explains")
+        self._judge(
+            site,
+            index,
+            found,
+            f"each entry is that of its original times its map, to {found.ratio:.2g} of what rounding explains",
+        )
 
     def _fits(self, site: Site, index: int) -> bool:
         before, after = site.constants[index]

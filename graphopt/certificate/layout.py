@@ -6,34 +6,26 @@ dimension all positions have the same labels, each with copies of its own.
 
 from __future__ import annotations
 
-from itertools import groupby
 from math import prod
 
 import numpy as np
 
-from graphopt.certificate.coordinates import Coordinates, Tag, canonical, planes
-from graphopt.certificate.site import Dims, Rule, Site, static
-
-
-def reshape(site: Site) -> list[Tag]:
-    """Runs of symbolic dimensions keep their places between runs of numbers, so each run maps onto itself."""
-    x, target = _data(site), site.output_dims()
-    source = site.input_dims(0)
-    if source is None or not _follows(source, target):
-        site.refuse(f"a reshape from {_text(source)} to {_text(target)} cannot be followed")
-    return [x.moved(lambda plane: plane.reshape(static(target)))]
+from graphopt.certificate.coordinates import Tag, canonical, planes
+from graphopt.certificate.reshape import only_rotated, reshape
+from graphopt.certificate.site import Rule, Site, static, text_of
+from graphopt.certificate.weights import read
 
 
 def transpose(site: Site) -> list[Tag]:
     """Axes change places."""
-    x = _data(site)
+    x = only_rotated(site)
     order = site.node.attributes.get_ints("perm", range(len(x.shape))[::-1])
     return [x.moved(lambda plane: plane.transpose(tuple(order)))]
 
 
 def split(site: Site) -> list[Tag]:
     """Each part takes its labels."""
-    x = _data(site)
+    x = only_rotated(site)
     axis = site.attribute("axis", 0) % len(x.shape)
     sizes = [site.output_shape(index)[axis] for index in range(len(site.node.outputs))]
     source = site.input_dims(0)
@@ -45,28 +37,20 @@ def split(site: Site) -> list[Tag]:
 
 def slice_(site: Site) -> list[Tag]:
     """Coordinates between constants; along an axis without labels, any."""
-    x, shape = _data(site), site.output_shape()
-    rank = len(x.shape)
-    starts = site.constants.get(1)
-    axes = site.constants.get(3)
-    if len(shape) != rank or (starts is None and axes is None):
+    x, shape = only_rotated(site), site.output_shape()
+    starts, ends, axes, steps = (_numbers(site, index) for index in (1, 2, 3, 4))
+    if len(shape) != len(x.shape) or (starts is None and axes is None):
         site.refuse("a slice along axes that are not constant")
-    count = starts[0].size if starts is not None else 0
-    for position, axis in enumerate(axes[0].numpy().tolist() if axes is not None else range(count)):
-        axis %= rank
+    for position, axis in enumerate(axes if axes is not None else range(len(starts or ()))):
+        axis %= len(shape)
         row = x.reduced([axis])
         if row is not None:
-            x = row.spread([size if a != axis else shape[axis] for a, size in enumerate(x.shape)])
+            x = row.spread([*x.shape[:axis], shape[axis], *x.shape[axis + 1 :]])
             continue
-        if any(
-            i < len(site.node.inputs) and site.node.inputs[i] is not None and i not in site.constants for i in (1, 2, 4)
-        ):
+        if starts is None or ends is None or (steps is None and len(site.node.inputs) > 4):
             site.refuse("a slice of rotated coordinates at places that are not constant")
-        start, end, step = (
-            site.constants[i][0].numpy().tolist()[position] if i in site.constants else 1 for i in (1, 2, 4)
-        )
-        where = (slice(None),) * (axis + 1) + (slice(start, end, step),)
-        moved = canonical(x.labels[where])
+        where = slice(starts[position], ends[position], steps[position] if steps else 1)
+        moved = canonical(x.labels[(slice(None),) * (axis + 1) + (where,)])
         if moved is None:
             return [None]
         x = moved
@@ -76,9 +60,9 @@ def slice_(site: Site) -> list[Tag]:
 def expand(site: Site) -> list[Tag]:
     """Repeated elements are copies of their own."""
     try:
-        return [_data(site).spread(site.output_shape())]
+        return [only_rotated(site).spread(site.output_shape())]
     except ValueError:
-        site.refuse(f"an expansion to {_text(site.output_dims())} cannot be followed")
+        site.refuse(f"an expansion to {text_of(site.output_dims())} cannot be followed")
 
 
 def concat(site: Site) -> list[Tag]:
@@ -113,47 +97,13 @@ def same_elements(site: Site) -> list[Tag]:
     types = [value.dtype for value in (site.before.inputs[0], site.before.outputs[0]) if value is not None]
     if site.node.op_type == "Cast" and not all(dtype is not None and dtype.is_floating_point() for dtype in types):
         site.refuse("it turns rotated coordinates into another type than floating point")
-    return [_data(site)]
+    return [only_rotated(site)]
 
 
-def _data(site: Site) -> Coordinates:
-    """Return the labels of the only input that may have any."""
-    x = site.tags[0]
-    if x is None or any(tag is not None for tag in site.tags[1:]):
-        site.refuse("its shape or indices are in rotated coordinates")
-    return x
-
-
-def _follows(source: Dims, target: Dims) -> bool:
-    """Return whether runs of numbers have equal products, and runs of names are the same, all but one at most.
-
-    The one that may differ is then equal too, since both shapes have the same number of elements.
-    """
-    one, other = _runs(source), _runs(target)
-    if len(one) != len(other) or any(
-        isinstance(a, int) is not isinstance(b, int) for a, b in zip(one, other, strict=True)
-    ):
-        return False
-    unequal = [(a, b) for a, b in zip(one, other, strict=True) if a != b or (isinstance(a, tuple) and None in a)]
-    return not unequal or (len(unequal) == 1 and isinstance(unequal[0][0], tuple))
-
-
-def _runs(dims: Dims) -> list[int | tuple[str | None, ...]]:
-    """Return products of neighbouring numbers and tuples of neighbouring names; a 1 is no boundary."""
-    wide = [dim for dim in dims if dim != 1]
-    runs: list[int | tuple[str | None, ...]] = []
-    for fixed, run in groupby(wide, key=lambda dim: isinstance(dim, int)):
-        parts = list(run)
-        runs.append(
-            prod(dim for dim in parts if isinstance(dim, int))
-            if fixed
-            else tuple(d for d in parts if not isinstance(d, int))
-        )
-    return runs
-
-
-def _text(dims: Dims | None) -> str:
-    return "an unknown shape" if dims is None else f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"
+def _numbers(site: Site, index: int) -> list[int] | None:
+    """Return the numbers of an input that is a constant vector."""
+    pair = site.constants.get(index)
+    return None if pair is None else read(pair[0], lambda numbers: [int(number) for number in numbers])
 
 
 LAYOUT: dict[str, Rule] = {

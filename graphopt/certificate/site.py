@@ -109,3 +109,8 @@ def dims_of(value: ir.Value) -> Dims | None:
 def static(dims: Dims) -> tuple[int, ...]:
     """Return ``dims`` with 1 for symbolic dimensions."""
     return tuple(dim if isinstance(dim, int) else 1 for dim in dims)
+
+
+def text_of(dims: Dims | None) -> str:
+    """Write a shape down."""
+    return "an unknown shape" if dims is None else f"[{', '.join('?' if dim is None else str(dim) for dim in dims)}]"

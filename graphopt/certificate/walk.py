@@ -6,15 +6,15 @@ from itertools import zip_longest
 
 import onnx_ir as ir
 
+from graphopt.certificate.added import coordinates_behind, matrices_of
 from graphopt.certificate.algebra import RULES
 from graphopt.certificate.claimed import Claimed
 from graphopt.certificate.constants import Constants
-from graphopt.certificate.coordinates import Tag, in_blocks, same
+from graphopt.certificate.coordinates import Tag, same
 from graphopt.certificate.correspondence import HADAMARD, constant, difference, inputs_of
 from graphopt.certificate.report import Finding
-from graphopt.certificate.rotations import Orthogonal, Rotations, of_matrices
-from graphopt.certificate.site import Pair, Refused, Site, dims_of, static
-from graphopt.certificate.weights import read
+from graphopt.certificate.rotations import Rotations
+from graphopt.certificate.site import Pair, Refused, Site, dims_of
 
 # Only these make rotated coordinates out of others, by a weight of theirs.
 _WRITERS = ("MatMul", "Gather")
@@ -149,49 +149,25 @@ class Walk:
                 site.refuse("it cuts through coordinates that a rotation mixes")
 
     def _follow_rotation(self, node: ir.Node) -> None:
-        """A node that turns its input by Hadamard matrices, and stands for the same tensor."""
+        """Follow a node that is not in the graph before and stands for its input, in other coordinates."""
         self._pass_through(node)
         value = node.inputs[0] if node.inputs else None
-        before = None if value is None else self.stands_for.get(value)
-        dims = None if before is None else dims_of(before)
-        rotations = self._matrices(node)
-        if rotations is None or value is None:
-            return
-        turn, back = rotations
-        if not dims or not isinstance(dims[-1], int) or dims[-1] % turn.width:
-            self.fail(node, value, f"{turn.width} coordinates are rotated at once, of a tensor of shape {dims}")
-            return
-        tag, size = self.tags.get(value), dims[-1]
-        turned, undone = (
-            in_blocks(self._rotations.number(rotation), rotation.width, size).spread(static(dims))
-            for rotation in (turn, back)
-        )
-        if tag is not None and not same(tag, undone):
-            self.fail(node, value, "what it rotates is in rotated coordinates already")
-        self.tags[node.outputs[0]] = turned if tag is None or not same(tag, undone) else None
-
-    def _matrices(self, node: ir.Node) -> tuple[Orthogonal, Orthogonal] | None:
-        """Return the matrix that a node multiplies by, and its inverse, once they are seen to be orthogonal."""
-        if len(node.inputs) != 3 or len(node.outputs) != 1 or node.attributes:
-            self.fail(node, None, "it should have an input, two matrices, one output and no attributes")
-            return None
-        matrices = []
-        for value in node.inputs[1:]:
-            tensor = constant(value)
-            if tensor is None or tensor.dtype != ir.DataType.INT8:
-                self.fail(node, value, "its matrix is no constant of type int8")
-                return None
-            matrices.append(read(tensor, lambda array: array.copy()))
-            try:
-                of_matrices(matrices[-1:])
-            except ValueError as error:
-                self.fail(node, value, f"it is no Hadamard matrix: {error}")
-                return None
-        orders = " and ".join(str(len(matrix)) for matrix in matrices)
-        reason = f"H H^T = n I holds in integers for its matrices of order {orders}"
-        names = ", ".join(value.name or "?" for value in node.inputs[1:] if value is not None)
-        self._findings.append(Finding(node=node.name or "?", tensor=names, status="proved", reason=reason))
-        return of_matrices(matrices), of_matrices([matrix.T for matrix in matrices])
+        meant = None if value is None else self.stands_for.get(value)
+        try:
+            matrices = matrices_of(node)
+            orders = " and ".join(str(value.shape[0]) for value in node.inputs[1:] if value is not None and value.shape)
+            names = ", ".join(value.name or "?" for value in node.inputs[1:] if value is not None)
+            reason = f"H H^T = n I holds in integers for its matrices, of order {orders}"
+            self._findings.append(Finding(node=node.name or "?", tensor=names, status="proved", reason=reason))
+            if value is None or meant is None:
+                raise Refused("it rotates a tensor that stands for nothing known")
+            self.tags[node.outputs[0]] = coordinates_behind(
+                self.tags.get(value), dims_of(meant), matrices, self._rotations
+            )
+        except Refused as refusal:
+            self.fail(node, refusal.tensor or value, refusal.reason)
+            for output, guess in zip(node.outputs, refusal.guess, strict=False):
+                self.tags[output] = guess
 
     def _pass_through(self, node: ir.Node) -> None:
         """Let the outputs of a node stand for what its first input does, in the same coordinates."""

@@ -6,11 +6,14 @@ from typing import Any
 
 from graphopt.passes.base import Change, Effect, Ledger, Options, Pass, PassReport, PassResult, Skip
 from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.passes.emulate_quantization import EmulateQuantization, EmulateQuantizationOptions
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.rotate import Rotate, RotateOptions
 
-PASSES: dict[str, Any] = {made.name: made for made in (Canonicalize, FoldNorms, Rotate, QuantizeWeights)}
+PASSES: dict[str, Any] = {
+    made.name: made for made in (Canonicalize, FoldNorms, Rotate, QuantizeWeights, EmulateQuantization)
+}
 """Every pass by the name that recipes call it, in the order a recipe usually has them."""
 
 __all__ = [
@@ -18,6 +21,7 @@ __all__ = [
     "CanonicalizeOptions",
     "Change",
     "Effect",
+    "EmulateQuantizationOptions",
     "FoldNormsOptions",
     "Ledger",
     "Options",

@@ -10,7 +10,7 @@ from pydantic import Field
 from graphopt.analysis.structure import head_nodes
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.runtime_ops import declare
-from graphopt.runtime_ops.round_trip import ROUND_TRIP
+from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
 from graphopt.weights import weight_of
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]

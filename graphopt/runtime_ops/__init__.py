@@ -11,8 +11,9 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.hadamard.op import HADAMARD
 from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
 
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (HADAMARD,)}
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in (HADAMARD, ROUND_TRIP)}
 """Every operator by its name; a new one is one folder and one line."""
 
 

@@ -16,18 +16,19 @@ from graphopt.verify import Check
 def passes_table(manifest: Manifest) -> Table:
     """Show each pass with what it changed, what it left alone, and what its check found."""
     names = Column("pass", no_wrap=True)
-    table = Table(names, "effect", "changed", "left alone", "proof", "check", "logit change", "seconds")
+    table = Table(names, "effect", "changed", "left alone", Column("check", no_wrap=True), "logit change", "seconds")
     # One for each pass, in the same order; a pass may have run twice.
     checks = [check for check in manifest.checks if check.name == "logits"]
-    proofs = iter(check.status for check in manifest.checks if check.name == "certificate")
+    proofs = iter(check for check in manifest.checks if check.name == "certificate")
     for report, check in itertools.zip_longest(manifest.passes, checks):
         table.add_row(
             report.name,
             report.effect,
             str(len(report.changes)),
             str(len(report.skips)),
-            "" if report.claims is None else next(proofs, ""),
-            "" if check is None else check.status,
+            "\n".join(
+                each.status for each in (next(proofs, None) if report.claims else None, check) if each is not None
+            ),
             "" if check is None else change(check),
             f"{report.seconds:.2f}",
         )

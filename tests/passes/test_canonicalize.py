@@ -206,6 +206,25 @@ def centered_is_read(model: ir.Model, norm: ir.Node) -> None:
     node_of(model, "residual0").replace_input_with(0, centered)
 
 
+def test_a_number_behind_a_layer_norm_is_no_bias(tmp_path: Path) -> None:
+    model = residual_model(layers=1, layer_norm=True)
+    norm = node_of(model, "norm0")
+    norm.resize_inputs(2)
+    normed, _ = center(model, norm)
+    number = ir.val("number", const_value=ir.tensor(np.array([0.5], np.float32), name="number"))
+    model.graph.initializers["number"] = number
+    shifted = ir.node("Add", [normed.outputs[0], number], name="shifted")
+    shifted.outputs[0].dtype, shifted.outputs[0].shape = ir.DataType.FLOAT, normed.outputs[0].shape
+    normed.outputs[0].replace_all_uses_with(shifted.outputs[0])
+    shifted.replace_input_with(0, normed.outputs[0])
+    model.graph.insert_after(normed, shifted)
+    before = logits(model, tmp_path / "before")
+    canonicalize(model)
+    norm = node_of(model, "norm0.RMSNormalization")
+    assert (norm.op_type, len(norm.inputs)) == ("LayerNormalization", 2)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+
+
 @pytest.mark.parametrize("twist", [mean_without_its_axis, norm_over_two_axes, gain_that_is_computed, centered_is_read])
 def test_what_only_looks_like_a_layer_norm_stays(tmp_path: Path, twist: Callable[[ir.Model, ir.Node], None]) -> None:
     # One row of as many tokens as coordinates: a mean that lost its axis is spread over another, without an error.

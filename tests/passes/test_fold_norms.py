@@ -111,6 +111,7 @@ MOVES: dict[str, tuple[str, list[list[int] | int], Dims, dict[str, object]]] = {
     "flattened": ("Reshape", [[-1, 16]], ["rows", 16], {}),
     "turned": ("Transpose", [], ["length", "batch", 16], {"perm": [1, 0, 2]}),
     "an axis more": ("Unsqueeze", [[1, -2]], ["batch", 1, "length", 1, 16], {}),
+    "an axis just before the last": ("Unsqueeze", [[2]], ["batch", "length", 1, 16], {}),
     "one token picked": ("Gather", [-1], ["batch", 16], {"axis": 1}),
     "tokens repeated": ("Gather", [[0, 0, 3]], ["batch", 3, 16], {"axis": -2}),
     "rows picked": ("GatherND", [[[0, 1], [2, 2]]], [2, 16], {}),
@@ -140,6 +141,19 @@ def test_gain_and_bias_pass_what_only_moves_rows(tmp_path: Path, move: str, laye
     assert (final.inputs[1].const_value.numpy() == 1).all()
     assert len(final.inputs) == 2
     assert not [skip for skip in report.skips if "gain" in skip.reason]
+
+
+def test_a_gain_passes_one_move_after_another(tmp_path: Path) -> None:
+    model = residual_model(layers=1)
+    head = next(node for node in model.graph if node.name == "head")
+    axis = number(model, [2])
+    (wide,) = put_behind(model, head.inputs[0], "Unsqueeze", [axis], [["batch", "length", 1, 16]])
+    (back,) = put_behind(model, wide, "Squeeze", [axis], [["batch", "length", 16]])
+    head.replace_input_with(0, back)
+    before = logits(model, tmp_path / "before")
+    fold(model)
+    assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
+    assert all((gain == 1).all() for gain in gains(model))
 
 
 # What breaks rows up, or lets coordinates of a row meet; and who is then said to read them.

@@ -24,7 +24,7 @@ def model(pair: tuple[int, int], dtype: ir.DataType, rank: int, opset: int = 23)
     matrices = [ir.val(f"matrix{i}", const_value=ir.tensor(hadamard(n), name=f"matrix{i}")) for i, n in enumerate(pair)]
     node = HADAMARD.node([x, *matrices], name="transform")
     y = node.outputs[0]
-    y.name, y.type = "y", type_
+    y.name, y.type, y.shape = "y", type_, x.shape
     graph = ir.Graph([x], [y], nodes=[node], initializers=matrices, opset_imports={"": opset}, name="one")
     made = ir.Model(graph, ir_version=11)
     declare(made)
@@ -57,8 +57,8 @@ def test_body_is_the_reference(dtype: type, pair: tuple[int, int], leading: tupl
     expected = reference(x.astype(np.float64), hadamard(pair[0]), hadamard(pair[1]))
     assert y.dtype == dtype
     assert y.shape == x.shape
-    # the matrices, the first product and the second are rounded; sums have log2(a b) <= 14 roundings if added in pairs
-    assert np.abs(y - expected).max() < 16 * np.finfo(dtype).eps * np.abs(expected).max()
+    # sums of a and of b terms: their roundings are at most a + b, and of random signs about the root of that
+    assert np.abs(y - expected).max() < 4 * np.sqrt(sum(pair)) * np.finfo(dtype).eps * np.abs(expected).max()
 
 
 @given(st.sampled_from([1, 2, 4, 8, 12, 20]), st.sampled_from([1, 2, 4, 12]), st.integers(1, 3), st.integers(0, 3))
@@ -157,7 +157,7 @@ def test_what_hangs_on_the_matrices_alone_is_folded(tmp_path: object) -> None:
         providers=["CPUExecutionProvider"],
     )
     left = {node.op_type for node in ir.load(f"{tmp_path}/optimized.onnx").graph}
-    assert left == {"Shape", "Div", "Concat", "Reshape", "MatMul"}
+    assert left == {"Shape", "Div", "Concat", "ReduceProd", "Reshape", "MatMul", "Transpose"}
 
 
 def test_declare_puts_the_body_in_once() -> None:

@@ -32,17 +32,21 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         k = Reshape(Expand(Unsqueeze(Concat(past_k, new_k))))            heads repeated per query head
         y = Where(<no key>, 0, Attention(q, k, v, <mask arithmetic>))
         n = Mul(Div(x, Sqrt(Add(ReduceMean(Pow(x, 2)), epsilon))), gain)
+        m = RMSNormalization(Sub(x, ReduceMean(x)), gain)
         r = Add(Mul(x, c), Mul(Concat(Neg(x2), x1), s))                  c, s: Cos, Sin of Concat(f, f)
+        e = MatMul(a, Squeeze(Split(stack)[i]))                          stack: the matrices of all experts
 
     after::
 
         y, present_k, present_v = Attention(q, new_k, new_v, <padding>, past_k, past_v; is_causal=1)
         n = RMSNormalization(x, gain; epsilon)
+        m = LayerNormalization(x, gain; epsilon)
         r = RotaryEmbedding(x, Cos(f), Sin(f))
+        e = MatMul(a, stack.i)
 
-    Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, transposed
-    weights are stored transposed, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``: onnxruntime
-    fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
+    Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, every
+    weight is stored in the layout it is read in, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``:
+    onnxruntime fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
     """
 
     name: ClassVar[str] = "canonicalize"

@@ -20,7 +20,6 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import MatchResult, onnx_fusions, pattern
 
 from graphopt.passes.base import CANONICAL_OPSETS, Ledger
-from graphopt.passes.canonicalize.cleanup import scalar
 
 
 class _Interleaved(pattern.RewriteRuleClassBase):
@@ -41,25 +40,15 @@ class _Interleaved(pattern.RewriteRuleClassBase):
         return op.Add(op.Mul(x, cos), op.Mul(turned, sin))
 
     def check(
-        self,
-        op: Any,
-        x: ir.Value,
-        angles: ir.Value,
-        one_end: ir.Value,
-        other_end: ir.Value,
-        doubled: ir.Value,
-        turned: ir.Value,
-        **_: Any,
+        self, op: Any, x: ir.Value, angles: ir.Value, doubled: ir.Value, turned: ir.Value, **_: Any
     ) -> MatchResult:
         result = MatchResult()
         if x.shape is None or len(x.shape) != 4 or not isinstance(x.shape[1], int) or not isinstance(x.shape[3], int):
             return result.fail("its heads and their size are not known", x)
-        size = x.shape[3]
-        if size % 2 or any((scalar(end) or 0) < size for end in (one_end, other_end)):
-            return result.fail("it turns a part of a head", one_end)
+        # So the slices end where x does: every second coordinate, twice, makes up its size.
         if turned.shape != x.shape:
             return result.fail("what is turned is put back in another shape", turned)
-        if angles.shape is None or len(angles.shape) != 3 or doubled.shape != [*angles.shape[:2], size]:
+        if angles.shape is None or len(angles.shape) != 3 or doubled.shape != [*angles.shape[:2], x.shape[3]]:
             return result.fail("its angles are not repeated one by one", doubled)
         return result
 

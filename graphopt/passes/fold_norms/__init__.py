@@ -32,9 +32,10 @@ class FoldNorms(Pass[FoldNormsOptions]):
 
     since (n * g + b) W = n (diag(g) W) + b W, and a LayerNormalization is an RMSNormalization of x C: its mean moves
     into the weights that write x, where only such norms read x (SliceGPT, Ashkboos et al. 2024, section 3.2; QuaRot,
-    Ashkboos et al. 2024, section 4). A unit gain lets rotations through. A norm stays as it is when anything but a
-    ``MatMul`` with a constant matrix reads it: a post-norm whose output is added to the residual, say, or a per-head
-    norm in front of a rotary embedding.
+    Ashkboos et al. 2024, section 4). A unit gain lets rotations through. Between a norm and what reads it, rows may be
+    moved around whole, as they are on their way to experts. A norm stays as it is when anything but a ``MatMul`` with a
+    constant matrix reads it: a post-norm whose output is added to the residual, say, or a per-head norm in front of a
+    rotary embedding.
     """
 
     name: ClassVar[str] = "fold_norms"

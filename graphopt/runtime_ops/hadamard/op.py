@@ -28,7 +28,10 @@ def function(opset: int) -> ir.Function:
     """Return the body: y = reshape(left^T X right), with 1 / sqrt(a) in left and 1 / sqrt(b) in right.
 
     What depends on left and right alone is folded when onnxruntime loads the model, as they are constants there. Where
-    n is no multiple of a b, the first Reshape is an error: it has fewer elements to give away than it gets.
+    n is no multiple of a b, the first Reshape is an error: its shape has fewer elements than x.
+
+    The runs' axis is moved behind a for the product with left, which then is one product of two matrices. A product of
+    left with a stack of matrices would save the two transposes, but onnxruntime refuses it for a stack of none.
     """
     x, left, right = (ir.Value(name=name) for name in ("x", "left", "right"))
     tape = ir.tape.Tape()
@@ -36,11 +39,16 @@ def function(opset: int) -> ir.Function:
     turned_right = _orthogonal(tape, right, x)
     rows = tape.op("Shape", [left], {"start": 0, "end": 1})
     columns = tape.op("Shape", [right], {"start": 0, "end": 1})
-    runs = tape.op("Div", [tape.op("Shape", [x], {"start": -1}), tape.op("Mul", [rows, columns])])
-    leading = tape.op("Shape", [x], {"start": 0, "end": -1})
-    # allowzero: a leading axis may be empty, as for an expert that no token goes to
-    matrices = tape.op("Reshape", [x, tape.op("Concat", [leading, runs, rows, columns], {"axis": 0})], {"allowzero": 1})
-    products = tape.op("MatMul", [turned_left, tape.op("MatMul", [matrices, turned_right])])
+    in_each = tape.op("Div", [tape.op("Shape", [x], {"start": -1}), tape.op("Mul", [rows, columns])])
+    leading = tape.op("Concat", [tape.op("Shape", [x], {"start": 0, "end": -1}), in_each], {"axis": 0})
+    runs = tape.op("ReduceProd", [leading], {"keepdims": 1})
+    # allowzero: an axis may be empty, as for an expert that no token goes to
+    matrices = tape.op("Reshape", [x, tape.op("Concat", [runs, rows, columns], {"axis": 0})], {"allowzero": 1})
+    half = tape.op("Transpose", [tape.op("MatMul", [matrices, turned_right])], {"perm": [1, 0, 2]})
+    flat = tape.op("Concat", [rows, tape.op("Constant", [], {"value_ints": [-1]})], {"axis": 0})
+    whole = tape.op("MatMul", [turned_left, tape.op("Reshape", [half, flat])])
+    stacked = tape.op("Reshape", [whole, tape.op("Concat", [rows, runs, columns], {"axis": 0})], {"allowzero": 1})
+    products = tape.op("Transpose", [stacked], {"perm": [1, 0, 2]})
     y = tape.op("Reshape", [products, tape.op("Shape", [x])], {"allowzero": 1})
     y.name = "y"
     graph = ir.Graph([x, left, right], [y], nodes=tape.nodes, opset_imports={"": opset}, name=HADAMARD.name)

@@ -1,20 +1,28 @@
-"""``RoundTrip``: what is left of numbers that were stored in few bits, row by row.
+"""``ai.graphopt::RoundTrip``, version 1: what is left of numbers that were stored in few bits, row by row.
 
-A row is the last axis. For a row x of ``bits`` bits::
+Input:
+    x: float16, float or double [..., n], of rank 1 or more; a row is the last axis.
 
-    symmetric     scale = clip * max|x| / m           m = 2^(bits - 1) - 1     offset = 0
-                  codes = round(x / scale), from -m to m
+Attributes:
+    bits: int, at least 2.
+    symmetric: int, 0 or 1.
+    clip: float above 0, at most 1.
 
-    asymmetric    scale = clip * (max x - min x) / m  m = 2^bits - 1           offset = min x + (1 - clip) * range / 2
-                  codes = round((x - offset) / scale), from 0 to m
+Output:
+    y: the type and shape of x; computed in float::
 
-    y = codes * scale + offset
+        symmetric     m = 2^(bits - 1) - 1     scale = clip * max|x| / m              offset = 0
+                      codes = round((x - offset) / scale), from -m to m
 
-Nothing is stored: y is as large as x, and of its type. With ``clip`` = 1 every number of the row is in reach of a code,
-so |x - y| <= scale / 2 but for float32 rounding, and a second trip changes nothing. A smaller ``clip`` cuts off the
-largest numbers and gives all others a finer scale; an asymmetric range is cut on both sides alike.
+        asymmetric    m = 2^bits - 1           scale = clip * (max x - min x) / m     offset = min x + cut / 2
+                      codes = round((x - offset) / scale), from 0 to m                cut = (1 - clip) (max x - min x)
 
-A row of one repeated number (of zeros, in the symmetric case) has scale 0 and comes back as it was.
+        y = codes * scale + offset
+
+Ties go to even codes. Nothing gets smaller: this emulates a storage that a kernel may have one day. With ``clip`` 1
+every number of a row is in reach of a code, so |x - y| <= scale / 2 but for float rounding, and a second trip changes
+nothing. A smaller ``clip`` cuts the largest numbers off and gives all others a finer scale. A row with scale 0 (zeros,
+or one number all along where it is asymmetric) comes back as it was.
 """
 
 from __future__ import annotations
@@ -30,7 +38,7 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
 
-# A scale of 0 divides nothing: such a row has code 0 throughout, under any divisor.
+# A scale of 0 cannot divide: such a row has code 0 throughout, under any other divisor.
 _BODY = """
 <domain: "DOMAIN", opset_import: ["": OPSET]>
 RoundTrip <bits, symmetric, clip> (x) => (y)
@@ -77,12 +85,14 @@ RoundTrip <bits, symmetric, clip> (x) => (y)
 """
 
 
-def _function(opset: int) -> ir.Function:
+def function(opset: int) -> ir.Function:
+    """Return the body, one for all bits: its attributes are references to those of the node."""
     text = _BODY.replace("DOMAIN", DOMAIN).replace("OPSET", str(opset))
     return ir.serde.deserialize_function(onnx.parser.parse_function(text))
 
 
-def _reference(x: npt.NDArray[np.floating], bits: int, symmetric: int, clip: float) -> npt.NDArray[np.floating]:
+def reference(x: npt.NDArray[np.floating], bits: int, symmetric: int, clip: float) -> npt.NDArray[np.floating]:
+    """Return what the operator means, in float32 and then rounded to the type of ``x``."""
     row = x.astype(np.float32)
     if symmetric:
         highest, lowest = 2 ** (bits - 1) - 1, 1 - 2 ** (bits - 1)
@@ -99,10 +109,10 @@ def _reference(x: npt.NDArray[np.floating], bits: int, symmetric: int, clip: flo
     return (codes * scale + offset).astype(x.dtype)
 
 
-def _cost(shapes: Sequence[Sequence[int]]) -> Cost:
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes for an x of float: 3 operations a number for the extremes, then 6, in one pass each."""
     numbers = math.prod(shapes[0])
-    # Two passes: extremes (2 comparisons, 1 absolute value), then 6 operations per number; float32 in and out.
-    return Cost(operations=9 * numbers, bytes=8 * numbers)
+    return Cost(operations=9 * numbers, bytes=12 * numbers)
 
 
-ROUND_TRIP = Operator(name="RoundTrip", version=1, function=_function, reference=_reference, cost=_cost)
+ROUND_TRIP = Operator("RoundTrip", 1, function, reference, cost)

@@ -1,0 +1,100 @@
+"""Small models of families that transformers knows, with random weights: for the tests and for tools/families.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCABULARY, HIDDEN, POSITIONS = 300, 64, 128
+
+_ENDS = {"bos_token_id": 0, "eos_token_id": 0}
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    **_ENDS,
+}
+# MLP widths are 12 and 20 times a power of two, for which rotations need odd Hadamard orders.
+_GROUPED = {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 96}
+# A sliding window (shorter than the tests' sequences) in one layer of two.
+_WINDOWED = {**_GROUPED, "head_dim": 16, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_FALCON = {**_COMMON, "ffn_hidden_size": 96}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_GROUPED, "intermediate_size": 160, "tie_word_embeddings": True}),
+    "mistral": ("MistralConfig", {**_GROUPED, "sliding_window": None}),
+    "mistral_window": ("MistralConfig", {**_GROUPED, "sliding_window": 6}),
+    # biases on query, key and value
+    "qwen2": ("Qwen2Config", _GROUPED),
+    # norms with gains on queries and keys, per head
+    "qwen3": ("Qwen3Config", {**_GROUPED, "head_dim": 16}),
+    # norms with a gain behind attention and MLP too, soft-capped scores and logits, scaled embedding
+    "gemma2": ("Gemma2Config", _WINDOWED),
+    # norms with 1 + gain, on queries and keys too, scaled embedding
+    "gemma3": ("Gemma3TextConfig", _WINDOWED),
+    # fused query-key-value and fused gate-up
+    "phi3": ("Phi3Config", {**_GROUPED, "pad_token_id": 0}),
+    # learned positions, LayerNorm, fused query-key-value stored [in, out], biases everywhere
+    "gpt2": (
+        "GPT2Config",
+        {"vocab_size": VOCABULARY, "n_embd": HIDDEN, "n_layer": 2, "n_head": 4, "n_positions": POSITIONS, **_ENDS},
+    ),
+    # learned positions that begin at 2, separate projections, ReLU
+    "opt": ("OPTConfig", {**_COMMON, "ffn_dim": 96, "word_embed_proj_dim": HIDDEN, "pad_token_id": 1}),
+    # attention and MLP in parallel on one residual, partial rotary
+    "gpt_neox": ("GPTNeoXConfig", {**_COMMON, "intermediate_size": 96}),
+    # one head of keys and values for all queries
+    "falcon": ("FalconConfig", {**_FALCON, "multi_query": True}),
+    # query, key and value of each group side by side in one projection
+    "falcon_new": ("FalconConfig", {**_FALCON, "num_kv_heads": 2, "new_decoder_architecture": True}),
+    # LayerNorm with biases, partial rotary
+    "stablelm": ("StableLmConfig", _GROUPED),
+    # norms behind attention and MLP only, and over all heads of queries and keys
+    "olmo2": ("Olmo2Config", _GROUPED),
+    # multipliers on embedding, residual, scores and logits
+    "granite": (
+        "GraniteConfig",
+        {
+            **_GROUPED,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.1,
+            "logits_scaling": 8.0,
+        },
+    ),
+    # attention and MLP in parallel behind one LayerNorm, interleaved rotary, tied head
+    "cohere": ("CohereConfig", {**_GROUPED, "logit_scale": 0.25}),
+    # four experts, two for each token
+    "mixtral": (
+        "MixtralConfig",
+        {**_GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    ),
+}
+
+
+def make_model(family: str) -> Any:
+    """Return the random-weight transformers model of a family in :data:`FAMILIES`."""
+    import torch
+    import transformers
+
+    config_class, settings = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**settings))
+    randomize(model)
+    return model
+
+
+def randomize(model: Any) -> None:
+    """Draw weights that leave nothing to chance: logits of order 1, no norm gain that is 1 and no bias that is 0."""
+    import torch
+
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                # One over the root of the width keeps what passes through at the size it had.
+                parameter.normal_(std=HIDDEN**-0.5)
+            elif name.endswith("bias"):
+                parameter.normal_(std=0.2)
+            else:
+                parameter.uniform_(0.5, 1.5)

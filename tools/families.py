@@ -1,0 +1,176 @@
+"""Rotate a small random-weight model of every family, check it, and print which rotations each family takes.
+
+python tools/families.py --markdown docs/families.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import onnx_ir as ir
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import graphopt
+from graphopt import artifact
+from graphopt.analysis.axes import Axis, Basis
+from graphopt.analysis.bases import find_bases
+from graphopt.certificate.checker import check
+from graphopt.errors import GraphoptError
+from graphopt.passes import CanonicalizeOptions, FoldNormsOptions, RotateOptions
+from graphopt.passes.base import PassReport
+from graphopt.passes.canonicalize import Canonicalize
+from graphopt.passes.fold_norms import FoldNorms
+from graphopt.passes.rotate import Rotate
+from graphopt.verify import Verifier
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.families import FAMILIES, make_model
+
+EVERYTHING = RotateOptions(online_residual=True, query_key="hadamard", weight_inputs="hadamard")
+COLUMNS = {
+    "residual": "residual",
+    "value": "value",
+    "query_key": "query and key",
+    "weight_input": "down projection",
+}
+_ROTATED = re.compile(r"(?:writes|reads) (\w+) basis (.+): axis \d+ rotated by ")
+_INTRODUCTION = """\
+# Which rotations a family takes
+
+For each family a model of two layers with random weights, norm gains and biases was exported with `graphopt export`,
+then canonicalized, its norms folded, and every rotation of the recipe asked for. "falcon" has one head of keys and
+values, "falcon_new" the newer layout with groups.
+
+- **free**: multiplied into the weights, nothing is added at run time.
+- **online (n)**: n `Hadamard` nodes run in the two layers together, the rest is multiplied into the weights.
+- **refused**: left as it was, with the reason that the pass reports and the node that it names.
+- **residual**: the stream between the layers. **value**: what attention passes on, per head. **query and key**: what
+  attention compares and caches. **down projection**: what a weight reads that no other rotation has reached; where
+  values are refused, the output projection of attention too.
+- **certificate**: what the independent checker of `graphopt.certificate` says about the rotated graph.
+- **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
+  a prefill with padding, then a second call on its cache.
+
+This page was made by `python tools/families.py --markdown docs/families.md`.
+
+"""
+
+
+@dataclass
+class Outcome:
+    """What became of the bases of one role: how many were rotated, by how many nodes at run time, why others not."""
+
+    rotated: int = 0
+    nodes: int = 0
+    refusals: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        parts = [f"online ({self.nodes})" if self.nodes else "free"] if self.rotated else []
+        return "; ".join(parts + [f"refused: {reason}" for reason in self.refusals[:1]]) or "none"
+
+
+@dataclass
+class Row:
+    """One family: its outcomes by role, the certificate's status and the largest change of a logit; or what failed."""
+
+    family: str
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    certificate: str = ""
+    change: float | None = None
+    failure: str = ""
+
+    def cells(self) -> list[str]:
+        if self.failure:
+            return [self.family, self.failure, *[""] * (len(COLUMNS) + 1)]
+        change = "" if self.change is None else f"{self.change:.1e}"
+        return [self.family, *(str(self.outcomes[role]) for role in COLUMNS), self.certificate, change]
+
+
+def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[str, Outcome]:
+    """Return what ``report`` and the nodes of ``after`` say about each of ``bases``, by role."""
+    fused = {match.group(2, 1) for change in report.changes if (match := _ROTATED.match(change.what))}
+    turned = [node.inputs[0] for node in after.graph if node.op_type == "Hadamard"]
+    places = [Axis(value.name or "", len(value.shape) - 1) for value in turned if value and value.shape is not None]
+    found = {role: Outcome() for role in COLUMNS}
+    for basis in bases:
+        # A residual of which only what weights read is rotated is reported as theirs.
+        role = next((role for name, role in fused if name == basis.name), basis.role)
+        if role not in found:
+            continue
+        nodes = sum(place in basis.axes for place in places)
+        found[role].nodes += nodes
+        found[role].rotated += bool(nodes) or (basis.name, role) in fused
+        for skip in report.skips:
+            where, _, node = skip.where.partition(" at ")
+            if where == f"basis {basis.name} [{basis.width}]":
+                found[role].refusals.append(f"{skip.reason} ({node})")
+    return found
+
+
+def fold(model: ir.Model) -> None:
+    """Bring an export into the form that is rotated."""
+    Canonicalize(CanonicalizeOptions())(model)
+    FoldNorms(FoldNormsOptions())(model)
+
+
+def examine(family: str, path: Path, options: RotateOptions = EVERYTHING) -> Row:
+    """Rotate the artifact at ``path`` and check it, from the graph as it was exported on.
+
+    Raises:
+        GraphoptError: a pass or the comparison of logits failed.
+    """
+    model = artifact.read(path).model
+    with tempfile.TemporaryDirectory() as temporary:
+        verifier = Verifier(Path(temporary), {})
+        verifier.start(model)
+        fold(model)
+        before, bases = model.clone(), find_bases(model.graph)
+        report = Rotate(options)(model).report
+        assert report.claims is not None
+        certificate = check(before, model, report.claims)
+        found = outcomes(bases, model, report)
+        change = verifier.check(model, "rotate", "exact").figures["largest_change_from_start"]
+    return Row(family, found, certificate.status, change)
+
+
+def main(
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
+    markdown: Annotated[Path | None, typer.Option(help="write the table here too, with what it means")] = None,
+) -> None:
+    """Make, export, rotate and check every family."""
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        for family in track(FAMILIES, "families"):
+            source, made = Path(temporary) / f"{family}.transformers", Path(temporary) / family
+            make_model(family).save_pretrained(source)
+            try:
+                graphopt.export(source, made)
+                rows.append(examine(family, made))
+            except GraphoptError as error:
+                rows.append(Row(family, failure=error.what))
+    headings = ["family", *COLUMNS.values(), "certificate", "change of logits"]
+    table = Table(*headings)
+    for row in rows:
+        table.add_row(*row.cells())
+    Console().print(table)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    if markdown is not None:
+        lines = [headings, ["---"] * len(headings), *(row.cells() for row in rows)]
+        text = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        markdown.write_text(_INTRODUCTION + text)
+
+
+if __name__ == "__main__":
+    typer.run(main)
