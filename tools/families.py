@@ -25,6 +25,7 @@ from graphopt.analysis.axes import Axis, Basis
 from graphopt.analysis.bases import find_bases
 from graphopt.certificate.checker import check
 from graphopt.errors import GraphoptError
+from graphopt.models.checkpoint import quiet
 from graphopt.passes import CanonicalizeOptions, FoldNormsOptions, RotateOptions
 from graphopt.passes.base import PassReport
 from graphopt.passes.canonicalize import Canonicalize
@@ -57,6 +58,8 @@ values, "falcon_new" the newer layout with groups.
 - **residual**: the stream between the layers. **value**: what attention passes on, per head. **query and key**: what
   attention compares and caches. **down projection**: what a weight reads that no other rotation has reached; where
   values are refused, the output projection of attention too.
+- "falcon_new" keeps queries, keys and values of a group on one axis, in slices that the analysis takes for one basis:
+  the rotary embedding of queries and keys therefore holds values back too.
 - **certificate**: what the independent checker of `graphopt.certificate` says about the rotated graph.
 - **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
   a prefill with padding, then a second call on its cache.
@@ -152,7 +155,8 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         for family in track(FAMILIES, "families"):
             source, made = Path(temporary) / f"{family}.transformers", Path(temporary) / family
-            make_model(family).save_pretrained(source)
+            with quiet():
+                make_model(family).save_pretrained(source)
             try:
                 graphopt.export(source, made)
                 rows.append(examine(family, made))

@@ -9,6 +9,7 @@ from typing import NoReturn
 import onnx_ir as ir
 
 from graphopt.certificate.coordinates import Tag
+from graphopt.certificate.correspondence import inputs_of
 from graphopt.certificate.rotations import Rotations
 
 Dims = tuple[int | str | None, ...]
@@ -78,8 +79,8 @@ class Site:
         return self.node.attributes.get_int(name, default)
 
     def name(self, index: int) -> str:
-        """Return the name of an input."""
-        value = self.node.inputs[index] if index < len(self.node.inputs) else None
+        """Return the name of an input, those of subgraphs included."""
+        value = (*inputs_of(self.node), None)[index]
         return "?" if value is None else value.name or "?"
 
     def tag(self, index: int) -> Tag:

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.rotations.hadamard import Signs, hadamard
+from graphopt.rotations.hadamard import Signs, hadamard, halves
 
 Doubles = npt.NDArray[np.float64]
 
@@ -42,11 +42,7 @@ def _steps(order: int) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def pair(factors: tuple[int, ...]) -> tuple[Signs, Signs]:
     """Return int8 [a, a] and [b, b], read-only, whose Kronecker product is that of all ``factors``; a + b is least."""
-    cuts = []
-    for index, order in enumerate(factors):
-        parts = [1, order] if order & (order - 1) else [1 << power for power in range(order.bit_length())]
-        cuts += [((*factors[:index], part), (order // part, *factors[index + 1 :])) for part in parts]
-    left, right = min(cuts, key=lambda cut: prod(cut[0]) + prod(cut[1]), default=((), ()))
+    left, right = halves(factors)
     return _product(left), _product(right)
 
 

@@ -221,42 +221,33 @@ def rotated_attention(*, online: bool = True) -> tuple[ir.Model, ir.Model, Claim
 
 
 def interleaved_model() -> ir.Model:
+    """Return attention over three heads of 12, projected by one weight of columns [heads, (query, key, value), 12]."""
     random = np.random.default_rng(0)
-    weights: list[ir.Value] = []
-    nodes: list[ir.Node] = []
+    build = Builder(random, [], [])
 
-    def constant(name: str, array: np.ndarray) -> ir.Value:
-        weights.append(ir.val(name, const_value=ir.tensor(array, name=name)))
-        return weights[-1]
+    def op(op_type: str, inputs: list[ir.Value], shape: list[int | str], name: str, **attributes: object) -> ir.Value:
+        value = build.op(op_type, list(inputs), None, name, **attributes)
+        value.shape = ir.Shape(shape)
+        return value
 
-    def add(op: str, inputs: list[ir.Value], shapes: list[list[int | str]], name: str, **attributes: object) -> list:
-        made = ir.node(op, inputs, attributes, num_outputs=len(shapes), name=name)
-        for index, (value, shape) in enumerate(zip(made.outputs, shapes, strict=True)):
-            value.name = f"{name}.out" if len(shapes) == 1 else f"{name}.out{index}"
-            value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(shape)
-        nodes.append(made)
-        return list(made.outputs)
+    def numbers(name: str, *array: int) -> ir.Value:
+        return build.constant(name, np.array(array))
 
     x = ir.val("x", ir.DataType.FLOAT, ["b", "l", 8])
-    (y,) = add(
-        "MatMul",
-        [x, constant("packed.weight", random.standard_normal((8, 108)).astype(np.float32))],
-        [["b", "l", 108]],
-        "packed",
+    y = op("MatMul", [x, build.weight("packed.weight", 8, 108)], ["b", "l", 108], "packed")
+    y = op("Reshape", [y, numbers("folded.shape", 0, 0, 3, 3, 12)], ["b", "l", 3, 3, 12], "folded")
+    y = op("Transpose", [y], ["b", 3, 3, "l", 12], "turned", perm=[0, 2, 3, 1, 4])
+    split = ir.node("Split", [y], {"axis": 2, "num_outputs": 3}, num_outputs=3, name="split")
+    build.nodes.append(split)
+    parts, axes = [], numbers("axes", 2)
+    for index, part in enumerate(split.outputs):
+        part.name, part.dtype, part.shape = f"split.{index}", ir.DataType.FLOAT, ir.Shape(["b", 3, 1, "l", 12])
+        parts.append(op("Squeeze", [part, axes], ["b", 3, "l", 12], f"part{index}"))
+    y = op("Attention", parts, ["b", 3, "l", 12], "attention")
+    y = op("Transpose", [y], ["b", "l", 3, 12], "back", perm=[0, 2, 1, 3])
+    y = op("Reshape", [y, numbers("joined.shape", 0, 0, 36)], ["b", "l", 36], "joined")
+    y = op("MatMul", [y, build.weight("output.weight", 36, 8)], ["b", "l", 8], "output")
+    graph = ir.Graph(
+        [x], [y], nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="interleaved"
     )
-    (y,) = add("Reshape", [y, constant("shape", np.array([0, 0, 3, 3, 12]))], [["b", "l", 3, 3, 12]], "folded")
-    (y,) = add("Transpose", [y], [["b", 3, 3, "l", 12]], "turned", perm=[0, 2, 3, 1, 4])
-    parts = add("Split", [y], [["b", 3, 1, "l", 12]] * 3, "parts", axis=2, num_outputs=3)
-    axes = constant("axes", np.array([2]))
-    q, k, v = (add("Squeeze", [p, axes], [["b", 3, "l", 12]], f"part{i}")[0] for i, p in enumerate(parts))
-    (y,) = add("Attention", [q, k, v], [["b", 3, "l", 12]], "attention")
-    (y,) = add("Transpose", [y], [["b", "l", 3, 12]], "back", perm=[0, 2, 1, 3])
-    (y,) = add("Reshape", [y, constant("flat", np.array([0, 0, 36]))], [["b", "l", 36]], "joined")
-    (y,) = add(
-        "MatMul",
-        [y, constant("output.weight", random.standard_normal((36, 8)).astype(np.float32))],
-        [["b", "l", 8]],
-        "output",
-    )
-    graph = ir.Graph([x], [y], nodes=nodes, initializers=weights, opset_imports={"": 23}, name="interleaved")
     return ir.Model(graph, ir_version=10)

@@ -21,8 +21,10 @@ from tests.certificate.rotated import (
     edit,
     first_fault,
     insert_hadamard,
+    interleaved_model,
     rotated_attention,
     rotated_residual,
+    rotation_of,
     without,
 )
 from tests.graphs import logits, relative, residual_model, session

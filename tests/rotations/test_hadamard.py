@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import permutations
 from math import prod
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.rotations.hadamard import WILLIAMSON_ORDERS, factors, hadamard, has_hadamard
+from graphopt.rotations.hadamard import WILLIAMSON_ORDERS, factors, hadamard, halves, has_hadamard
 from graphopt.rotations.williamson import williamson
 
 # Widths of residual streams and of MLPs in released models.
@@ -15,7 +16,7 @@ WIDTHS = {
     **{2**power: (2**power,) for power in range(6, 15)},
     2880: (12, 12, 20),
     4864: (76, 64),
-    5376: (12, 28, 16),
+    5376: (12, 16, 28),
     5632: (44, 128),
     9728: (76, 128),
     11008: (172, 64),
@@ -23,7 +24,7 @@ WIDTHS = {
     14336: (28, 512),
     17408: (68, 256),
     18944: (148, 128),
-    25600: (20, 20, 64),
+    25600: (20, 64, 20),
     28672: (28, 1024),
 }
 
@@ -108,8 +109,17 @@ def test_factors_are_the_largest_order_and_cost_least(width: int) -> None:
         for low in range(2, order):
             if order % low == 0 and has_hadamard(low) and has_hadamard(order // low):
                 assert cost(order) <= cost(low) + cost(order // low)
-    assert factors(width) == (*sorted(order for order in chosen if not power(order)), *filter(power, chosen))
     assert sum(map(power, chosen)) <= 1
+    # no other order of the factors makes smaller halves
+    least = min(sum(map(prod, halves(ordered))) for ordered in permutations(chosen))
+    assert sum(map(prod, halves(chosen))) == least
+
+
+@given(st.integers(1, 3000))
+def test_halves_are_all_of_the_factors_and_nothing_else(width: int) -> None:
+    left, right = halves(factors(width))
+    assert prod(left) * prod(right) == prod(factors(width))
+    assert all(has_hadamard(order) for order in (*left, *right))
 
 
 def power(order: int) -> bool:

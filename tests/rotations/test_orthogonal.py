@@ -112,7 +112,7 @@ def test_seeds_differ_and_repeat() -> None:
         (64, "Hadamard 64"),
         (92, "Hadamard 92"),
         (640, "Hadamard 640 = 20 x 32"),
-        (25600, "Hadamard 25600 = 20 x 20 x 64"),
+        (25600, "Hadamard 25600 = 20 x 64 x 20"),
         (10, "Hadamard in 5 blocks of 2, since no order 10 is known"),
     ],
 )

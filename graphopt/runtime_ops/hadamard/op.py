@@ -69,7 +69,8 @@ def reference(
     runs = x.astype(np.float64).reshape(-1, len(left), len(right))
     with np.errstate(invalid="ignore", over="ignore"):  # what is not finite, or gets too large for x's type, may be so
         turned = np.einsum("nij,ik,jl->nkl", runs, left.astype(np.float64), right.astype(np.float64))
-        return (turned.reshape(x.shape) / np.sqrt(order)).astype(x.dtype)
+        y: npt.NDArray[np.floating] = (turned.reshape(x.shape) / np.sqrt(order)).astype(x.dtype)
+    return y
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
