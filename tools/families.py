@@ -64,6 +64,9 @@ values, "falcon_new" the newer layout with groups.
 - **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
   a prefill with padding, then a second call on its cache.
 
+BERT, an encoder, has norms with gains on the residual itself: that stays; values, queries and keys are rotated for free
+(`tests/passes/test_rotate_encoder.py`).
+
 This page was made by `python tools/families.py --markdown docs/families.md`.
 
 """
@@ -116,7 +119,7 @@ def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[st
         for skip in report.skips:
             where, _, node = skip.where.partition(" at ")
             if where == f"basis {basis.name} [{basis.width}]":
-                found[role].refusals.append(f"{skip.reason} ({node})")
+                found[basis.role].refusals.append(f"{skip.reason} ({node})")
     return found
 
 

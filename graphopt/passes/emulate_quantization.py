@@ -15,13 +15,13 @@ from graphopt.weights import weight_of
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
-_KEY, _VALUE, _PAST_KEY, _PAST_VALUE = 1, 2, 4, 5  # inputs of ``Attention``
+_NEW_BESIDE_PAST = {4: 1, 5: 2}  # inputs of ``Attention``: past key and key, past value and value
 
 
 class EmulateQuantizationOptions(Options):
-    """Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range that is kept.
+    """Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range that each keeps.
 
-    ``clip`` below 1 cuts a row's largest numbers off, which leaves a finer scale to all others.
+    A share below 1 cuts a row's largest numbers off, which leaves a finer scale to all others.
     """
 
     step: Literal["emulate_quantization"] = "emulate_quantization"
@@ -43,11 +43,11 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
         y = MatMul(RoundTrip(x), W)       o, present = Attention(q, RoundTrip(k), RoundTrip(v), mask, past)
 
     ``RoundTrip`` rounds each row (a token; for k and v a token of one head) to ``bits`` bits with a scale of its own
-    and turns it back: x' = code * scale. Everything stays float32, nothing gets smaller or faster; the graph computes
-    what a kernel on such codes would compute, so that its error can be measured. Activations are rounded symmetrically,
-    k and v between their least and their largest number; a tensor that several products read is rounded once. W may be
-    a float matrix or a ``DequantizeLinear`` of codes. The product that makes the logits keeps its input, as in the
-    evaluations of QuaRot (Ashkboos et al. 2024, section 5), and so do the queries.
+    and turns it back, x' = code * scale + offset. Everything stays in floating point, nothing gets smaller or faster:
+    the graph computes what kernels on such codes would compute, so that their error can be measured. Activations have
+    offset 0; k and v are rounded between the row's least and largest number. A tensor that several products read is
+    rounded once. W may be a float matrix or a ``DequantizeLinear`` of codes. Queries keep their numbers, and so does
+    the input of the product that makes the logits, as in the evaluations of QuaRot (Ashkboos et al. 2024).
     """
 
     name: ClassVar[str] = "emulate_quantization"
@@ -87,7 +87,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
             ledger.skipped("cache", "the graph has no input past_key_values")
         for past in caches:
             uses = [use for use in past.uses() if use.node.op_type != "Shape"]
-            entry = _entry(uses[0]) if len(uses) == 1 else None
+            entry = _entry(uses[0].node, uses[0].idx) if len(uses) == 1 else None
             if entry is None:
                 readers = ", ".join(use.node.op_type for use in uses)
                 ledger.skipped(past, f"where new tokens enter this cache is not known; it is read by: {readers}")
@@ -130,11 +130,10 @@ def _has_weights(node: ir.Node) -> bool:
     return node.op_type in names and any(weight_of(node, position) is not None for position in range(2))
 
 
-def _entry(use: ir.Usage) -> tuple[ir.Node, int] | None:
-    """Return the node and the input by which new tokens join the past that ``use`` reads."""
-    if use.node.op_type == "Attention":
-        position = {_PAST_KEY: _KEY, _PAST_VALUE: _VALUE}.get(use.idx)
-        return None if position is None else (use.node, position)
-    if use.node.op_type == "Concat" and use.idx == 0 and len(use.node.inputs) == 2:
-        return use.node, 1
+def _entry(node: ir.Node, position: int) -> tuple[ir.Node, int] | None:
+    """Return by which input new tokens join the past that ``node`` reads as input ``position``."""
+    if node.op_type == "Attention" and position in _NEW_BESIDE_PAST:
+        return node, _NEW_BESIDE_PAST[position]
+    if node.op_type == "Concat" and position == 0 and len(node.inputs) == 2:
+        return node, 1
     return None

@@ -166,6 +166,13 @@ def test_a_claim_that_cannot_be_is_a_finding(wrong: TensorClaim, reason: str) ->
     assert reason in first_fault(certificate).reason
 
 
+def test_claims_of_the_same_coordinates_are_a_finding() -> None:
+    before, after, claims = rotated_residual()
+    twice = (*claims.tensors, claim("embedding.out", "r"))
+    fault = first_fault(check(before, after, claims.model_copy(update={"tensors": twice})))
+    assert "about the same coordinates" in fault.reason
+
+
 def test_only_the_first_twenty_failures_are_listed() -> None:
     before, after = (residual_model(layers=12, gains=False, seed=seed) for seed in (0, 1))
     certificate = check(before, after, Claims())

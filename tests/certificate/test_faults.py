@@ -13,8 +13,11 @@ from graphopt.certificate.claims import Claims
 from graphopt.rotations.hadamard import hadamard
 from tests.certificate.rotated import (
     KEY,
+    PACKED,
     STARTS,
+    VALUE,
     WIDTH,
+    attention_model,
     claim,
     dense,
     edit,
@@ -262,7 +265,43 @@ def other_opset() -> Planted:
     return before, after, claims, "model", None
 
 
+def cut_rotation() -> Planted:
+    """A rotation of four coordinates, half of them keys and half of them values."""
+    before, after = attention_model(), attention_model()
+    start = STARTS["value"] - 2
+    maps = np.eye(PACKED)
+    maps[start : start + WIDTH, start : start + WIDTH] = dense(VALUE)
+    for name in ("packed.weight", "packed.bias"):
+        edit(after, name, lambda W: W @ maps)
+    claims = Claims(rotations={"value": VALUE}, tensors=(claim("packed.out", "value", start=start),))
+    return before, after, claims, "split", "biased.out"
+
+
+def blocks_that_do_not_divide() -> Planted:
+    before, after = attention_model(), attention_model()
+    insert_hadamard(after, "gated", 4, 2, "turned")
+    return before, after, Claims(), "turned", "gated.out"
+
+
+def gain_that_the_app_may_replace() -> Planted:
+    before, after, claims = rotated_residual()
+    for model in (before, after):
+        model.graph.inputs.append(model.graph.initializers["norm1.gain"])
+    return before, after, claims, "norm1", "norm1.gain"
+
+
+def shape_that_is_not_so() -> Planted:
+    before, after, claims = rotated_residual()
+    for model in (before, after):
+        node(model, "residual0").outputs[0].shape = ir.Shape(["batch", "length", 8])
+    return before, after, claims, "residual0", "embedding.out"
+
+
 FAULTS = [
+    cut_rotation,
+    blocks_that_do_not_divide,
+    gain_that_the_app_may_replace,
+    shape_that_is_not_so,
     forgotten_writer,
     forgotten_writer_without_a_claim,
     forgotten_reader,

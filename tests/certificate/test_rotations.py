@@ -58,6 +58,13 @@ def test_one_wrong_entry_is_no_hadamard_matrix(order: int, data: st.DataObject) 
             checked(other)
 
 
+def test_other_integer_matrices_with_orthogonal_rows_are_no_hadamard_matrices() -> None:
+    with pytest.raises(ValueError, match="neither"):
+        checked(2 * np.eye(4, dtype=np.int8))
+    with pytest.raises(ValueError, match="square"):
+        checked(hadamard(4)[:2])
+
+
 def test_equal_matrices_have_one_number() -> None:
     rotations = Rotations()
     claimed = rotations.number(of_claim(RotationClaim(kind="hadamard", width=96, factors=(12, 8))))

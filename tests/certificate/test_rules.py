@@ -281,6 +281,14 @@ def test_products_of_activations() -> None:
         assert outcome(matmul_of(*refused)) is None
 
 
+def test_a_rotation_across_batch_entries_does_not_pass_a_product() -> None:
+    mixed = in_blocks(1, 2, 48).labels.reshape(3, 1, 3, 8, 2).transpose(0, 1, 4, 2, 3)
+    tag = canonical(mixed)
+    assert tag is not None
+    assert tag.spanned() == {1}
+    assert outcome(matmul_of((("batch", 2, "length", 3), None), (("batch", 2, 3, 8), tag))) is None
+
+
 def test_a_norm_passes_rows_and_nothing_else() -> None:
     def norm(x: Array) -> Array:
         return x / np.sqrt((x**2).mean(-1, keepdims=True))
@@ -340,6 +348,12 @@ def test_attention_with_heads_in_one_axis() -> None:
     assert holds(made, folded, query, keys, keys)
     made = site("Attention", [(query, k), *inputs[1:]], [query], q_num_heads=4, kv_num_heads=2)
     assert outcome(made) is None
+
+
+def test_a_mask_in_other_coordinates_is_refused() -> None:
+    mask = (("length", 8), in_blocks(3, 4, 8).spread((1, 8)))
+    inputs: list[tuple[Dims, Tag]] = [(QUERY, None), (KEYS, None), (KEYS, None)]
+    assert outcome(site("Attention", [*inputs, mask], [QUERY])) is None
 
 
 def test_the_past_is_in_the_coordinates_of_what_is_new() -> None:

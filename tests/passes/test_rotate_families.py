@@ -66,7 +66,7 @@ def test_a_norm_with_a_gain_behind_the_layer_holds_the_residual(family: str, mak
     assert (refused.outcomes["value"], refused.outcomes["query_key"]) == (USUAL["value"], USUAL["query_key"])
     # What weights read of it is still rotated where the recipe pays for that: in front of five norms' readers.
     paid = examine(family, path, RotateOptions(query_key="hadamard", weight_inputs="hadamard"))
-    assert paid.outcomes["residual"].rotated == 0
+    assert paid.outcomes["residual"] == Outcome(refusals=[reason])
     assert paid.outcomes["weight_input"] == Outcome(rotated=2 + 1, nodes=2 + 5)
     for row in (refused, paid):
         assert row.certificate == "proved"

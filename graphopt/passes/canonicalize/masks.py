@@ -21,6 +21,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.interface import Array, Interface
+from graphopt.errors import InputError
 from graphopt.passes.base import Ledger
 from graphopt.passes.canonicalize.attention import attentions
 from graphopt.passes.canonicalize.cleanup import scalar
@@ -89,6 +90,10 @@ class _Evaluator:
     def _run(self, value: ir.Value) -> Evaluated:
         graph = self.model.graph
         try:
+            past = self._interface.past
+        except InputError as error:
+            return f"this is no language model as they are fed here ({error.what})"
+        try:
             part = ir.convenience.extract(graph, list(graph.inputs), [value])
         except ValueError as error:
             return f"its computation cannot be cut out of the graph ({error})"
@@ -100,7 +105,7 @@ class _Evaluator:
         for unused in [port for port in part.inputs if not port.uses()]:
             part.inputs.remove(unused)
         for port in part.inputs:
-            if port.name in self._interface.past:
+            if port.name in past:
                 # Only the length of a cache can matter here, so long ones may be fed thin.
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
         around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]

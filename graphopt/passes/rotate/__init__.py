@@ -84,31 +84,35 @@ class Rotate(Pass[RotateOptions]):
 
     def _rotate(self, work: _Work, basis: Basis, number: int) -> str | None:
         """Rotate one basis, or return why it stays."""
-        options, role = self.options, basis.role
         kind = self._kind(basis)
-        if role == "weight_output" and not basis.pins:
-            return "no weight reads it, so a rotation could not be undone"
-        pinned = any(pin.side == "observed" for pin in basis.pins)
         if basis.width is None:
             return "its width is not known before run time"
+        if basis.role == "weight_output" and not basis.pins:
+            return "no weight reads it, so a rotation could not be undone"
         if not basis.pins:
             if kind is None:
-                return f"the recipe leaves {role} bases as they are"
+                return f"the recipe leaves {basis.role} bases as they are"
             if not basis.writers:
                 return "no weight writes it, so it cannot be rotated without cost"
-            work.fuse(basis, rotation_for(basis.width, kind, _seed(options.seed, number)))
+            work.fuse(basis, rotation_for(basis.width, kind, _seed(self.options.seed, number)))
             return None
-        if not pinned and kind is not None and (role != "residual" or options.online_residual) and role != "value":
-            places = places_behind_makers(work.graph, basis)
+        rotation = HadamardRotation(basis.width, None)
+        reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
+        if reason is None:
+            places = places_behind_makers(work.graph, basis) if self._pays(basis, kind) else basis.pins[0].reason
             if not isinstance(places, str):
-                work.pay(basis, HadamardRotation(basis.width, None), places)
+                work.pay(basis, rotation, places)
                 return None
             reason = places
-        else:
-            reason = next((pin for pin in basis.pins if pin.side == "observed"), basis.pins[0]).reason
-        if options.weight_inputs is None or not basis.readers or any(pin.reason == ROTATED for pin in basis.pins):
-            return reason
-        return work.pay_in_front(basis, HadamardRotation(basis.width, None))
+        if self.options.weight_inputs and basis.readers and not any(pin.reason == ROTATED for pin in basis.pins):
+            # The basis stays all the same, and its reason with it, unless being read is all there is to it.
+            refused = work.pay_in_front(basis, rotation)
+            return reason if refused is None and basis.role != "weight_input" else refused
+        return reason
+
+    def _pays(self, basis: Basis, kind: Kind | None) -> bool:
+        """Return whether the recipe pays for rotating all of ``basis`` behind what makes it."""
+        return kind is not None and {"residual": self.options.online_residual, "value": False}.get(basis.role, True)
 
     def _kind(self, basis: Basis) -> Kind | None:
         options = self.options

@@ -106,7 +106,8 @@ def reference(x: npt.NDArray[np.floating], bits: int, symmetric: int, clip: floa
     scale = span * np.float32(clip) / np.float32(highest)
     steps = np.divide(row - offset, scale, out=np.zeros_like(row), where=scale != 0)
     codes = np.clip(np.rint(steps), lowest, highest)
-    return (codes * scale + offset).astype(x.dtype)
+    rounded: npt.NDArray[np.floating] = codes * scale + offset
+    return rounded.astype(x.dtype)
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
