@@ -38,6 +38,7 @@ class Stage(BaseModel):
         bits_per_byte: what the model needs per byte of the held-out text.
         largest_logit_change: against the exported model, relative to the largest logit.
         activations: to what quantized products round their inputs.
+        proof: what was proved of its exact passes, ``None`` where nothing claims to be.
         seconds: time to make the artifact.
         completion: what the model makes of the prompt, sampled with the same seed in every stage.
     """
@@ -49,6 +50,7 @@ class Stage(BaseModel):
     bits_per_byte: float
     largest_logit_change: float
     activations: str
+    proof: str | None
     seconds: float
     completion: str
 
@@ -113,6 +115,7 @@ def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: floa
         bits_per_byte=evaluate(session, text).bits_per_byte,
         largest_logit_change=moved[-1] if moved else 0.0,
         activations=manifest.precision.activations if manifest.precision else "float32",
+        proof=next((check.reason for check in manifest.checks if check.status == "proved"), None),
         seconds=seconds,
         completion=generate(session, PROMPT, max_new_tokens=48, sampling=SAMPLING)[0].text or "",
     )

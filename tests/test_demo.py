@@ -28,6 +28,7 @@ def test_every_stage_is_an_artifact_that_is_what_its_manifest_says(demo: Demo) -
 def test_rotation_is_exact_and_int4_is_small_and_close(demo: Demo) -> None:
     float32, rotated, int4, rotated_int4 = demo.stages
     assert rotated.largest_logit_change < 1e-4
+    assert [stage.proof is not None for stage in demo.stages] == [False, True, False, True]
     # the same function, so the same bits: 1e-4 of the logits is far less than 1e-3 bits
     assert rotated.bits_per_byte == pytest.approx(float32.bits_per_byte, abs=1e-3)
     for stage in (int4, rotated_int4):
