@@ -91,7 +91,6 @@ def _recipe_between(first: Artifact, last: Artifact, file: Path) -> Recipe:
 
 def _same_model(made: ir.Model, stored: ir.Model) -> Check:
     """Confirm that ``stored`` is ``made``, node by node and number by number."""
-    name, after = "replay", "the recipe"
     ours, theirs = ([_signature(node) for node in model.graph] for model in (made, stored))
     for mine, other in zip(ours, theirs, strict=False):
         if mine != other:
@@ -103,9 +102,8 @@ def _same_model(made: ir.Model, stored: ir.Model) -> Check:
             "the recipe, run again, makes another number of nodes or weights", tensor=odd[0] if odd else None
         )
     for key in found:
-        mine, other = weights[key].const_value, found[key].const_value
-        assert mine is not None and other is not None
-        a, b = mine.numpy(), other.numpy()
+        tensors = [values[key].const_value for values in (weights, found)]
+        a, b = (tensor.numpy() for tensor in tensors if tensor is not None)
         if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(_bytes(a), _bytes(b)):
             raise VerificationError(
                 "the recipe, run again, makes other numbers of this weight",
@@ -114,8 +112,13 @@ def _same_model(made: ir.Model, stored: ir.Model) -> Check:
                 remedy="was it changed after it was made, or made with other versions? see `versions` in its manifest",
             )
     reason = "the recipe, run again on the model before, makes every node and every stored number of this one"
-    figures = {"nodes": len(ours), "tensors": len(found)}
-    return Check(name=name, after=after, status="proved", reason=reason, figures=figures)
+    return Check(
+        name="replay",
+        after="the recipe",
+        status="proved",
+        reason=reason,
+        figures={"nodes": len(ours), "tensors": len(found)},
+    )
 
 
 def _bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:

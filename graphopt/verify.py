@@ -23,10 +23,10 @@ from onnx_ir.external_data import unload_from_model
 from pydantic import BaseModel
 
 from graphopt.analysis.interface import Interface
-from graphopt.certificate.claims import Claims
 from graphopt.certificate.report import Finding, Status
 from graphopt.errors import VerificationError
 from graphopt.passes.base import Effect
+from graphopt.rotations.claims import Claims
 from graphopt.runtime import open_session
 from graphopt.weights import map_on_demand
 

@@ -121,3 +121,22 @@ def test_what_was_never_optimized_is_refused(llama_artifact: Path) -> None:
 def test_the_wrong_order_is_refused(llama_artifact: Path, rotated: Path, quantized: Path) -> None:
     with pytest.raises(InputError, match="which is not what its recipe rotate-int4 does after"):
         verify(rotated, quantized)
+
+
+def test_another_body_of_our_operator_is_not_taken_for_it(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(rotated, tmp_path / "copy")
+    model = ir.load(copy / MODEL)
+    body = model.functions[("ai.graphopt", "Hadamard", "")]
+    square_root = next(node for node in body if node.op_type == "Sqrt")
+    square_root.op_type = "Abs"  # type: ignore[misc]
+    ir.save(model, copy / MODEL)
+    manifest = json.loads((copy / MANIFEST).read_text())
+    manifest["files"] = {}
+    (copy / MANIFEST).write_text(json.dumps(manifest))
+    check = verify(llama_artifact, copy, run=False).checks[0]
+    assert check.status == "not covered"
+    (finding,) = [finding for finding in check.findings if finding.status != "proved"]
+    assert finding.node == "ai.graphopt::Hadamard"
+    # and run, it is found out
+    with pytest.raises(VerificationError, match="moved the logits"):
+        verify(llama_artifact, copy)

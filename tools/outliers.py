@@ -188,7 +188,7 @@ def in_each_query_head(channels: Sequence[int]) -> list[int]:
 def peaks(model: ir.Model, ids: Array) -> dict[str, tuple[float, float]]:
     """Return, by place, how far what is rounded stands out, in the layers that were planted.
 
-    First max|x| / rms(x) of a token, the median over tokens; then the same of the sizes of channels, the mean of layers.
+    First max|x| / rms(x) of a token, the median over tokens; then the same of the sizes of channels, mean of layers.
     """
     names = {
         "residual": ("mlp.up_proj.MatMul", 0),

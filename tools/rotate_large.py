@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -73,23 +73,25 @@ def main(
         source = Path(work) / "float32"
         size = sum(file.stat().st_size for file in source.iterdir())
         largest = 4 * hidden * max(inner, vocabulary)
-        rows = [{"step": "plain copy of the files", **copy(source, Path(work) / "copied")}]
+        rows: list[dict[str, Any]] = [{"step": "plain copy of the files", **copy(source, Path(work) / "copied")}]
         for step in ("copy", "rotate", "rotate-online"):
             made = Path(work) / step
             rows.append({"step": step, **json.loads(run(OPTIMIZE, source, made, step))})
             shutil.rmtree(made)
     table = Table("step", "seconds", "peak memory", "certificate", "of that seconds")
     for row in rows:
-        proof = row.get("certificate_seconds")
+        peak, proof = row.get("peak_bytes"), row.get("certificate_seconds")
         table.add_row(
-            str(row["step"]),
+            row["step"],
             f"{row['seconds']:.1f}",
-            "" if row.get("peak_bytes") is None else f"{row['peak_bytes'] / 1e9:.2f} GB",
+            "" if peak is None else f"{peak / 1e9:.2f} GB",
             row.get("certificate") or "",
             "" if proof is None else f"{proof:.1f}",
         )
     console = Console()
-    console.print(f"{size / 1e9:.2f} GB on disk, {size // 4:,} weights; its largest tensor has {largest / 1e6:.0f} MB")
+    console.print(
+        f"{size / 1e9:.2f} GB on disk, {size / 4e9:.2f} billion weights; its largest tensor has {largest / 1e6:.0f} MB"
+    )
     console.print(table)
     if json_file is not None:
         json_file.write_text(json.dumps({"bytes": size, "largest_tensor": largest, "rows": rows}, indent=2) + "\n")

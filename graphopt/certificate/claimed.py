@@ -6,10 +6,10 @@ from collections import defaultdict
 
 import numpy as np
 
-from graphopt.certificate.claims import Claims, TensorClaim
 from graphopt.certificate.coordinates import Coordinates, Tag, canonical, planes
 from graphopt.certificate.rotations import Rotations, of_claim
 from graphopt.certificate.site import Dims, static
+from graphopt.rotations.claims import Claims, TensorClaim
 
 
 class Claimed:

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops import OPERATORS
+
 HADAMARD = ("ai.graphopt", "Hadamard")
 
 
@@ -61,6 +63,14 @@ def model_difference(before: ir.Model, after: ir.Model) -> str | None:
         if body is None or other is None or _function_bytes(body) != _function_bytes(other):
             return f"the body of the operator {key[0]}::{key[1]} is not what it was"
     return None
+
+
+def foreign_body(after: ir.Model) -> bool:
+    """Return whether ``after`` brings a body of ``Hadamard`` that is not the operator's own."""
+    body, opset = after.functions.get((*HADAMARD, "")), after.opset_imports.get("")
+    if body is None or opset is None:
+        return False
+    return _function_bytes(body) != _function_bytes(OPERATORS[HADAMARD[1]].function(opset))
 
 
 def needed(graph: ir.Graph) -> list[ir.Node]:

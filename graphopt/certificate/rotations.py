@@ -15,7 +15,7 @@ from math import isqrt, prod
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.certificate.claims import RotationClaim
+from graphopt.rotations.claims import RotationClaim
 from graphopt.rotations.hadamard import hadamard
 from graphopt.rotations.orthogonal import RandomRotation, signs
 

@@ -13,8 +13,8 @@ import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt import provenance
-from graphopt.certificate.claims import Claims
 from graphopt.errors import InputError
+from graphopt.rotations.claims import Claims
 from graphopt.runtime import NEWEST_OPSET
 
 Effect = Literal["exact", "lossy"]

@@ -19,7 +19,7 @@ _NEW_BESIDE_PAST = {4: 1, 5: 2}  # inputs of ``Attention``: past key and key, pa
 
 
 class EmulateQuantizationOptions(Options):
-    """Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range that each keeps.
+    """Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range each keeps.
 
     A share below 1 cuts a row's largest numbers off, which leaves a finer scale to all others.
     """

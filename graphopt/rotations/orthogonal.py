@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from graphopt.certificate.claims import RotationClaim
+from graphopt.rotations.claims import RotationClaim
 from graphopt.rotations.hadamard import Signs
 from graphopt.rotations.hadamard import factors as largest_factors
 from graphopt.rotations.transform import Doubles, pair, transform

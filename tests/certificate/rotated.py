@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from numpy.typing import NDArray
 
-from graphopt.certificate.claims import Claims, RotationClaim, TensorClaim
 from graphopt.certificate.report import Certificate, Finding
+from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
 from graphopt.rotations.hadamard import hadamard
 from graphopt.rotations.orthogonal import RandomRotation, signs
 from tests.graphs import VOCABULARY, Builder, residual_model

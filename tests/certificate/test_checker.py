@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.certificate.checker import check
-from graphopt.certificate.claims import Claims, RotationClaim, TensorClaim
+from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
 from graphopt.rotations.hadamard import hadamard
 from tests.certificate.rotated import (
     WIDTH,

@@ -3,9 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphopt.certificate.claims import RotationClaim
 from graphopt.certificate.coordinates import Coordinates, canonical, in_blocks, same
 from graphopt.certificate.rotations import Rotations, of_claim
+from graphopt.rotations.claims import RotationClaim
 
 ROTATIONS = Rotations()
 TWO, FOUR = (ROTATIONS.number(of_claim(RotationClaim(kind="random", width=n, seed=n))) for n in (2, 4))

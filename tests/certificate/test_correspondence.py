@@ -7,8 +7,8 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.certificate.checker import check
-from graphopt.certificate.claims import Claims
 from graphopt.certificate.correspondence import needed
+from graphopt.rotations.claims import Claims
 from tests.certificate.rotated import edit, first_fault, insert_hadamard, node, rotated_residual
 from tests.graphs import residual_model
 

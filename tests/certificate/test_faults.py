@@ -9,7 +9,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.certificate.checker import check
-from graphopt.certificate.claims import Claims
+from graphopt.rotations.claims import Claims
 from graphopt.rotations.hadamard import hadamard
 from tests.certificate.rotated import (
     KEY,

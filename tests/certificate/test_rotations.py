@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.certificate.claims import RotationClaim
 from graphopt.certificate.rotations import Rotations, checked, of_claim, of_matrices, sylvester
+from graphopt.rotations.claims import RotationClaim
 from graphopt.rotations.hadamard import hadamard
 from tests.certificate.rotated import dense
 

@@ -13,10 +13,10 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from graphopt.certificate.algebra import RULES
-from graphopt.certificate.claims import RotationClaim
 from graphopt.certificate.coordinates import Coordinates, Tag, canonical, in_blocks, same
 from graphopt.certificate.rotations import Rotations, of_claim
 from graphopt.certificate.site import Dims, Refused, Site, static
+from graphopt.rotations.claims import RotationClaim
 
 # What symbolic dimensions are at run time. They differ, so that a mix of two shows.
 SIZES = {"batch": 2, "length": 3, "batch*length": 6, "2*batch": 4, "2*length": 6, "4*length": 12}

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.certificate import weights
-from graphopt.certificate.claims import RotationClaim
 from graphopt.certificate.coordinates import Tag, in_blocks
 from graphopt.certificate.rotations import Rotations, of_claim
 from graphopt.certificate.weights import compare_entries, compare_matrix, is_same, read
+from graphopt.rotations.claims import RotationClaim
 from tests.certificate.rotated import dense
 
 DTYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]

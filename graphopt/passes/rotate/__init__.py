@@ -11,11 +11,11 @@ import onnx_ir as ir
 from graphopt.analysis.axes import Basis, Role
 from graphopt.analysis.bases import find_bases
 from graphopt.analysis.rules.elementwise import ROTATED
-from graphopt.certificate.claims import Claims, RotationClaim, TensorClaim
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.passes.rotate.fused import Fuser, fuse
 from graphopt.passes.rotate.online import insert, places_behind_makers
 from graphopt.rotations import HadamardRotation, Rotation, rotation_for
+from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
 from graphopt.runtime_ops import declare
 
 Kind = Literal["hadamard", "random"]
