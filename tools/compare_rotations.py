@@ -25,9 +25,10 @@ from graphopt.recipe import Recipe
 GROUPS = (32, 64, 128)
 
 
-def recipe(group: int, seed: int | None) -> Recipe:
+def recipe(group: int, seed: int | None, value: bool) -> Recipe:
     """Return int4 in groups of ``group``, after a rotation drawn from ``seed``, or without one for ``None``."""
-    rotation = () if seed is None else (FoldNormsOptions(), RotateOptions(seed=seed))
+    options = RotateOptions(seed=seed or 0, value="hadamard" if value else None)
+    rotation = () if seed is None else (FoldNormsOptions(), options)
     linear = LinearFormat.model_validate({"group": group})
     steps = (CanonicalizeOptions(), *rotation, QuantizeWeightsOptions(linear=linear))
     return Recipe(name=f"int4 group {group} seed {seed}", steps=steps)
@@ -35,6 +36,7 @@ def recipe(group: int, seed: int | None) -> Recipe:
 
 def main(
     seeds: Annotated[int, typer.Option(help="rotations to draw per group")] = 5,
+    value: Annotated[bool, typer.Option(help="rotate values too, not only the residual")] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
 ) -> None:
     """Export the shipped model, make every variant, judge each on the text that the demo uses."""
@@ -48,7 +50,7 @@ def main(
         for group in GROUPS:
             bits = {}
             for seed in (None, *range(seeds)):
-                graphopt.optimize(source, recipe(group, seed), made, overwrite=True)
+                graphopt.optimize(source, recipe(group, seed, value), made, overwrite=True)
                 bits[seed] = graphopt.evaluate(graphopt.load(made), text).bits_per_byte
                 rows.append({"group": group, "seed": seed, "bits_per_byte": bits[seed], "float32": floats})
             plain, rotated = bits[None], [bits[seed] for seed in range(seeds)]

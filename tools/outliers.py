@@ -49,7 +49,7 @@ FACTOR = 60.0
 LOUDNESS = 20.0
 """How many times as large as its neighbours a channel should become: up to 20 in LLM.int8() (Dettmers et al. 2022)."""
 
-LAYERS, GROUPED, KEY_HEADS, HEAD = range(6), 2, 2, 64  # the shipped model; query heads 0 and 1 read key head 0
+LAYERS, GROUPED, HEAD = range(6), 2, 64  # the shipped model; query heads 0 and 1 read key head 0
 VALUE_LAYERS = (1,)
 """Where a value channel is planted. Values have no quiet channel: one that is scaled becomes 45 times as large as its
 neighbours. A rotation spreads that over the 64 channels of its head and no further, columns of weights as well: planted
