@@ -16,6 +16,8 @@ from graphopt.manifest import Manifest, Precision, installed_versions
 from graphopt.passes import PassReport
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
+from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
 from graphopt.verify import Check, Verifier, prove
 from graphopt.weights import check_finite
 
@@ -87,7 +89,7 @@ def optimize(
     manifest = Manifest(
         source=source.manifest.source,
         model=source.manifest.model,
-        notes=source.manifest.notes,
+        notes=[*source.manifest.notes, *emulation_note(graph)],
         recipe=chosen.model_dump(mode="json"),
         passes=[*source.manifest.passes, *reports],
         checks=[*source.manifest.checks, *checks],
@@ -102,6 +104,15 @@ def optimize(
             made, output, overwrite=overwrite, on_tensor=lambda done, of: on_stage("writing", done, of)
         )
     return made
+
+
+def emulation_note(model: ir.Model) -> list[str]:
+    """Say how many tensors are rounded for the sake of an emulation, if any are."""
+    count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
+    what = (
+        f"{count} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster for it"
+    )
+    return [what] if count else []
 
 
 def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) -> Precision:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,9 +15,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from graphopt import provenance
+from graphopt.analysis.axes import WeightAxis
 from graphopt.passes import PassReport
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.rotate import Rotate, RotateOptions
+from graphopt.rotations import Rotation
 from tests.graphs import logits, relative, residual_model
 
 # float32: each weight is rounded once more after the rotation, sums of up to 24 terms, 3 layers; seen 5e-7.
@@ -212,12 +216,13 @@ def test_a_weight_between_two_bases_is_rounded_once() -> None:
     assert np.array_equal(weights(model)["down0.weight"], turned.astype(np.float32))
 
 
-def test_a_seed_gives_the_same_bits_in_another_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["hadamard", "random"])
+def test_a_seed_gives_the_same_bits_in_another_process(kind: str) -> None:
     # On another number of threads as well: the library of linear algebra may sum in another order there.
     script = (
         "import hashlib; from tests.graphs import residual_model; from graphopt.passes.rotate import *\n"
         "model = residual_model(width=160, inner=96, gains=False); "
-        "Rotate(RotateOptions(seed=3, weight_inputs='hadamard'))(model)\n"
+        f"Rotate(RotateOptions(seed=3, residual='{kind}', weight_inputs='hadamard'))(model)\n"
         "digest = hashlib.sha256()\n"
         "[digest.update(v.const_value.numpy().tobytes()) for v in model.graph.initializers.values()]\n"
         "print(digest.hexdigest())"
@@ -230,3 +235,56 @@ def test_a_seed_gives_the_same_bits_in_another_process(tmp_path: Path) -> None:
         )
         digests.add(done.stdout)
     assert len(digests) == 1
+
+
+FAULTS = {
+    # the weight at fault, and what the pass does wrong to it
+    "a forgotten writer": ("model.layers.1.self_attn.o_proj", 1, lambda turn, array: array),
+    "a forgotten reader": ("model.layers.0.mlp.up_proj", 0, lambda turn, array: array),
+    "a transposed map": ("model.layers.1.mlp.down_proj", 0, lambda turn, array: inverse(turn, array)),
+    "one flipped sign": ("lm_head", 0, lambda turn, array: turn(flipped(array))),
+    "a wrong head": (
+        "model.layers.0.self_attn.v_proj",
+        1,
+        lambda turn, array: np.roll(turn(np.roll(array, 8, 1)), -8, 1),
+    ),
+}
+
+
+def inverse(turn: Callable[[np.ndarray], np.ndarray], array: np.ndarray) -> np.ndarray:
+    """Apply the transposed map of the rows, which is not the map itself where the order is 20 times a power of two."""
+    return turn(np.eye(len(array))).T @ array
+
+
+def only_first_head(turned: np.ndarray, array: np.ndarray) -> np.ndarray:
+    return np.concatenate([turned[:, :16], array[:, 16:]], axis=1)
+
+
+def flipped(array: np.ndarray) -> np.ndarray:
+    copy = array.copy()
+    copy[7] *= -1
+    return copy
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_pass_is_named_by_the_certificate_alone(
+    fault: str, llama_canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphopt.certificate.checker import check
+    from graphopt.passes.rotate import fused
+
+    culprit, axis, wrong = FAULTS[fault]
+    right = fused.Fuser.add
+
+    def add(self: fused.Fuser, site: WeightAxis, rotation: Rotation) -> ir.Value:
+        weight = right(self, site, rotation)
+        if site.node.name == f"{culprit}.MatMul" and site.axis == axis:
+            turn, where = self._steps[weight].pop()
+            self._steps[weight].append((partial(wrong, turn), where))
+        return weight
+
+    monkeypatch.setattr(fused.Fuser, "add", add)
+    before = llama_canonical.clone()
+    certificate = check(before, llama_canonical, rotate(llama_canonical, **ALL).claims)
+    (finding,) = [finding for finding in certificate.findings if finding.status != "proved"]
+    assert (certificate.status, finding.node) == ("failed", f"{culprit}.MatMul")

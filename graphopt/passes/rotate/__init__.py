@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -12,10 +11,10 @@ from graphopt.analysis.axes import Basis, Role
 from graphopt.analysis.bases import find_bases
 from graphopt.analysis.rules.elementwise import ROTATED
 from graphopt.passes.base import Effect, Ledger, Options, Pass
-from graphopt.passes.rotate.fused import Fuser, fuse
-from graphopt.passes.rotate.online import insert, places_behind_makers
-from graphopt.rotations import HadamardRotation, Rotation, rotation_for
-from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
+from graphopt.passes.rotate.fused import fuse
+from graphopt.passes.rotate.online import places_behind_makers
+from graphopt.passes.rotate.work import Work
+from graphopt.rotations import HadamardRotation, rotation_for
 from graphopt.runtime_ops import declare
 
 Kind = Literal["hadamard", "random"]
@@ -71,18 +70,17 @@ class Rotate(Pass[RotateOptions]):
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Rotate what is free, pay for what the recipe pays for, and give the reason for the rest."""
-        work = _Work(model.graph, ledger)
+        work = Work(model.graph, ledger)
         for number, basis in enumerate(find_bases(model.graph)):
             reason = self._rotate(work, basis, number)
             if reason is not None:
                 where = f"basis {basis.name} [{basis.width}]"
                 pin = next((pin for pin in basis.pins if pin.side == "observed"), next(iter(basis.pins), None))
                 ledger.skipped(where if pin is None else f"{where} at {pin.node}", reason)
-        work.fuser.finish()
-        ledger.report.claims = Claims(rotations=work.rotations, tensors=tuple(work.tensors))
+        ledger.report.claims = work.finish()
         declare(model)
 
-    def _rotate(self, work: _Work, basis: Basis, number: int) -> str | None:
+    def _rotate(self, work: Work, basis: Basis, number: int) -> str | None:
         """Rotate one basis, or return why it stays."""
         kind = self._kind(basis)
         if basis.width is None:
@@ -124,85 +122,6 @@ class Rotate(Pass[RotateOptions]):
             "weight_output": None,
         }
         return kinds[basis.role]
-
-
-class _Work:
-    """One run of the pass: the graph, what is collected for its weights, and what is claimed."""
-
-    def __init__(self, graph: ir.Graph, ledger: Ledger) -> None:
-        self.graph, self.ledger, self.fuser = graph, ledger, Fuser()
-        self.rotations: dict[str, RotationClaim] = {}
-        self.tensors: list[TensorClaim] = []
-
-    def fuse(self, basis: Basis, rotation: Rotation) -> None:
-        """Multiply ``rotation`` into all weights around ``basis``, and claim where it then holds."""
-        self._weights(basis, rotation)
-        name = self._name(rotation)
-        for site in basis.writers:
-            output = site.node.outputs[0]
-            assert output.shape is not None
-            if site.node.op_type in ("MatMul", "Gather"):
-                self._claim(output, len(output.shape) - 1, name, site.starts)
-        inputs = {value.name: value for value in self.graph.inputs}
-        for axis in basis.axes:
-            if axis.tensor in inputs and not axis.part:
-                self._claim(inputs[axis.tensor], axis.index, name, (0,))
-
-    def pay(self, basis: Basis, rotation: HadamardRotation, places: list[ir.Value]) -> None:
-        """Rotate ``basis`` at run time at ``places``, and in the weights that write or read it behind them."""
-        self.fuse(basis, rotation)
-        for value in places:
-            insert(self.graph, value, rotation, self.ledger)
-
-    def pay_in_front(self, basis: Basis, rotation: HadamardRotation) -> str | None:
-        """Rotate at run time just what the readers of ``basis`` read, or return why that cannot be."""
-        assert basis.width is not None
-        reads: dict[ir.Value, set[ir.Node]] = {}
-        for site in basis.readers:
-            value = site.node.inputs[0]
-            assert value is not None and value.shape is not None
-            tiles = tuple(range(0, len(site.starts) * basis.width, basis.width))
-            if site.starts != tiles or value.shape[-1] != len(tiles) * basis.width:
-                return f"{site.node.name} reads it beside other coordinates"
-            reads.setdefault(value, set()).add(site.node)
-        for value, readers in reads.items():
-            insert(self.graph, value, rotation, self.ledger, readers)
-        self._weights(Basis(basis.name, basis.width, [], readers=basis.readers), rotation)
-        self._name(rotation)
-        return None
-
-    def _weights(self, basis: Basis, rotation: Rotation) -> None:
-        for role, sites in (("writes", basis.writers), ("reads", basis.readers)):
-            for site in sites:
-                weight = self.fuser.add(site, rotation)
-                copies = "" if len(site.starts) == 1 else f", {len(site.starts)} times {rotation.width}"
-                what = f"{role} {basis.role} basis {basis.name}: axis {site.axis} rotated by {rotation.kind}{copies}"
-                self.ledger.changed(weight, what)
-
-    def _claim(self, value: ir.Value, axis: int, rotation: str, starts: tuple[int, ...]) -> None:
-        """Claim ``rotation`` at ``starts`` of an axis: in one claim where they are evenly spaced."""
-        strides = {b - a for a, b in itertools.pairwise(starts)}
-        even = len(strides) <= 1
-        for start in starts[:1] if even else starts:
-            self.tensors.append(
-                TensorClaim(
-                    tensor=value.name or "",
-                    axis=axis,
-                    rotation=rotation,
-                    start=start,
-                    copies=len(starts) if even else 1,
-                    stride=strides.pop() if even and strides else 0,
-                )
-            )
-
-    def _name(self, rotation: Rotation) -> str:
-        claim = rotation.claim()
-        for name, known in self.rotations.items():
-            if known == claim:
-                return name
-        name = f"Q{len(self.rotations)}"
-        self.rotations[name] = claim
-        return name
 
 
 def _seed(seed: int, number: int) -> int:
