@@ -204,6 +204,15 @@ def test_twice_is_once_and_one_more_free_rotation(llama_canonical: ir.Model, tmp
     assert verifier.check(llama_canonical, "rotate", "exact").figures["largest_change"] < FLOAT32
 
 
+def test_what_is_quantized_already_is_left_alone_and_said(llama_canonical: ir.Model) -> None:
+    from graphopt.passes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
+
+    QuantizeWeights(QuantizeWeightsOptions())(llama_canonical)
+    report = rotate(llama_canonical)
+    assert not report.changes
+    assert any("rotate before weights are quantized" in skip.reason for skip in report.skips)
+
+
 def test_a_weight_between_two_bases_is_rounded_once() -> None:
     # w2 reads the hidden basis and writes the residual: both rotations meet in float64, and the result is rounded once.
     model = residual_model(width=16, inner=12, layers=1, gains=False)

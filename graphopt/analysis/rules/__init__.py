@@ -11,6 +11,7 @@ from graphopt.runtime_ops.operator import DOMAIN
 
 RULES: dict[tuple[str, str], Rule] = {
     ("", "MatMul"): linear.matmul,
+    ("", "DequantizeLinear"): linear.dequantize,
     ("", "Gather"): linear.gather,
     ("", "GatherND"): linear.gather_rows,
     ("", "ReduceSum"): linear.reduce,

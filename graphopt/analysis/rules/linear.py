@@ -38,6 +38,12 @@ def matmul(found: BasisGraph, node: ir.Node) -> None:
             found.pin(axis, node.name or "", reason, side)  # type: ignore[arg-type]
 
 
+def dequantize(found: BasisGraph, node: ir.Node) -> None:
+    """Codes have been chosen for these coordinates: a rotation comes before the rounding, or not at all."""
+    for axis in found.axes(node.outputs[0]):
+        found.pin(axis, node.name or "", "its codes are fixed: rotate before weights are quantized", "observed")
+
+
 def gather(found: BasisGraph, node: ir.Node) -> None:
     """``table[ids]``: (table Q)[ids] = table[ids] Q; the columns of a constant table write, activations pass on."""
     data, ids, y = node.inputs[0], node.inputs[1], node.outputs[0]
