@@ -1,4 +1,4 @@
-"""Which product makes the logits, which lookup reads the tokens."""
+"""Which product makes the logits, which chooses experts, which lookup reads the tokens."""
 
 from __future__ import annotations
 
@@ -22,17 +22,28 @@ def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 def head_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Return the products that make the logits: those with no other product between them and the output ``logits``."""
-    heads: set[ir.Node] = set()
-    waiting = [value.producer() for value in graph.outputs if value.name == "logits"]
+    return _products_behind([value for value in graph.outputs if value.name == "logits"])
+
+
+def router_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Return the products that choose experts: those with no other product between them and a ``TopK`` of floats."""
+    ranked = [node.inputs[0] for node in graph if node.op_type == "TopK"]
+    floats = [value for value in ranked if value is not None and value.dtype and value.dtype.is_floating_point()]
+    return _products_behind(floats)
+
+
+def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    waiting = [value.producer() for value in values]
     while waiting:
         node = waiting.pop()
         if node is None:
             continue
         if node.op_type == "MatMul":
-            heads.add(node)
+            found.add(node)
         else:
             waiting.extend(value.producer() for value in node.inputs if value is not None)
-    return heads
+    return found
 
 
 def token_lookups(graph: ir.Graph) -> list[ir.Node]:

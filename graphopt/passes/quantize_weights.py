@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, token_lookups
+from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, router_nodes, token_lookups
 from graphopt.formats import format_of
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.rounding.lazy import LazyQuantized
@@ -57,7 +57,8 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         e = DequantizeLinear(Gather(codes, ids), Gather(scales, ids); axis=-1)
 
     W is about (code - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when it
-    loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table.
+    loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table. A
+    product that chooses experts is left as it is.
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -67,10 +68,12 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Quantize what the options name; say why anything else with weights stays."""
         graph = model.graph
-        heads, tokens = head_nodes(graph), set(token_lookups(graph))
+        heads, routers, tokens = head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
         for node in linear_nodes(graph):
             wanted = self.options.head if node in heads else self.options.linear
-            if wanted is None:
+            if node in routers - heads:
+                ledger.skipped(node, "it chooses experts: its few columns stay in floating point")
+            elif wanted is None:
                 ledger.skipped(node, "the recipe leaves it in floating point")
             else:
                 self._quantize_matrix(graph, node, wanted, ledger)

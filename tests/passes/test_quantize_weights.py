@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -158,3 +159,19 @@ def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
 def test_an_embedding_of_4_bits_is_refused() -> None:
     with pytest.raises(ValidationError, match="int8"):
         EmbeddingFormat(format="int4")  # type: ignore[arg-type]
+
+
+def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Callable[[str], Path]) -> None:
+    from graphopt import artifact
+    from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
+
+    model = artifact.read(make_artifact("mixtral")).model
+    Canonicalize(CanonicalizeOptions())(model)
+    report = quantize(model)
+    assert [(skip.where, skip.reason) for skip in report.skips] == [
+        (f"model.layers.{layer}.mlp.gate.Gemm", "it chooses experts: its few columns stay in floating point")
+        for layer in range(2)
+    ]
+    experts = [change for change in report.changes if ".experts." in change.where]
+    # of each of four experts in two layers, gate and up in one matrix, and down
+    assert len(experts) == 2 * 4 * 2
