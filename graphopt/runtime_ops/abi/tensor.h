@@ -1,0 +1,66 @@
+// A tensor as a kernel sees it, and errors that name the node. Nothing here throws: onnxruntime calls us through C.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <memory>
+#include <new>
+
+#include "abi/onnxruntime.h"
+
+// Hands a failure on to onnxruntime, which reports it.
+#define GRAPHOPT_RETURN_IF_ERROR(expression) \
+  if (OrtStatus* failure = (expression)) return failure
+
+namespace graphopt {
+
+struct Tensor {
+  void* data = nullptr;
+  int type = 0;
+  size_t rank = 0;
+  std::unique_ptr<int64_t[]> shape;
+
+  OrtStatus* read(const OrtApi* api, const OrtValue* value) {
+    OrtTensorTypeAndShapeInfo* info = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(GetTensorTypeAndShape::call(api, value, &info));
+    OrtStatus* status = GetTensorElementType::call(api, info, &type);
+    if (!status) status = GetDimensionsCount::call(api, info, &rank);
+    if (!status) {
+      shape.reset(new (std::nothrow) int64_t[rank + 1]);
+      status = shape ? GetDimensions::call(api, info, shape.get(), rank)
+                     : CreateStatus::call(api, kFail, "no memory for a shape");
+    }
+    ReleaseTensorTypeAndShapeInfo::call(api, info);
+    // The function hands out a pointer to write to, but takes any value; inputs are only read.
+    return status ? status : GetTensorMutableData::call(api, const_cast<OrtValue*>(value), &data);
+  }
+};
+
+// What an operator knows about its node for as long as the session lives.
+struct Node {
+  const OrtApi* api = nullptr;
+  char name[256] = "?";  // a longer name is cut off
+
+  OrtStatus* read(const OrtApi* given, const OrtKernelInfo* info) {
+    api = given;
+    size_t size = 0;
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetNodeName::call(api, info, nullptr, &size));
+    std::unique_ptr<char[]> whole(new (std::nothrow) char[size + 1]);
+    if (!whole) return CreateStatus::call(api, kFail, "no memory for a node's name");
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetNodeName::call(api, info, whole.get(), &size));
+    std::snprintf(name, sizeof name, "%s", whole.get());
+    return nullptr;
+  }
+
+  __attribute__((format(printf, 2, 3))) OrtStatus* error(const char* format, ...) const {
+    char what[512], message[1024];
+    va_list arguments;
+    va_start(arguments, format);
+    std::vsnprintf(what, sizeof what, format, arguments);
+    va_end(arguments);
+    std::snprintf(message, sizeof message, "ai.graphopt node '%s': %s", name, what);
+    return CreateStatus::call(api, kInvalidArgument, message);
+  }
+};
+
+}  // namespace graphopt

@@ -1,0 +1,64 @@
+#include "hadamard/factor.h"
+
+#include <new>
+
+namespace graphopt {
+namespace {
+
+// Every `step`-th row and column of a larger matrix, from the first on.
+struct View {
+  const int8_t* entries;
+  size_t width;  // of the larger matrix
+  size_t order, step;
+
+  int operator()(size_t i, size_t j) const { return entries[i * step * width + j * step]; }
+};
+
+// Is it [[B, B], [B, -B]]?
+bool doubles_outside(const View& m) {
+  const size_t half = m.order / 2;
+  for (size_t i = 0; i < half; ++i) {
+    for (size_t j = 0; j < half; ++j) {
+      const int b = m(i, j);
+      if (m(i, j + half) != b || m(i + half, j) != b || m(i + half, j + half) != -b) return false;
+    }
+  }
+  return true;
+}
+
+// Is every block of 2 x 2 one of b * [[1, 1], [1, -1]]?
+bool doubles_inside(const View& m) {
+  for (size_t i = 0; i < m.order; i += 2) {
+    for (size_t j = 0; j < m.order; j += 2) {
+      const int b = m(i, j);
+      if (m(i, j + 1) != b || m(i + 1, j) != b || m(i + 1, j + 1) != -b) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+OwnedFactor::Outcome OwnedFactor::read(const int8_t* matrix, size_t order) {
+  for (size_t i = 0; i < order * order; ++i) {
+    if (matrix[i] != 1 && matrix[i] != -1) return Outcome::kOtherEntries;
+  }
+  View m{matrix, order, order, 1};
+  for (outer = 1; m.order % 2 == 0 && doubles_outside(m); m.order /= 2) outer *= 2;
+  for (inner = 1; m.order % 2 == 0 && doubles_inside(m); m.order /= 2, m.step *= 2) inner *= 2;
+  core = m.order;
+  codes = nullptr;
+  if (core == 1 && m(0, 0) == 1) return Outcome::kDone;
+  const size_t count = groups(core);
+  memory.reset(new (std::nothrow) uint8_t[core * count]());
+  if (!memory) return Outcome::kNoMemory;
+  for (size_t k = 0; k < core; ++k) {
+    for (size_t i = 0; i < core; ++i) {
+      if (m(i, k) < 0) memory[k * count + i / kGroup] |= static_cast<uint8_t>(1 << i % kGroup);
+    }
+  }
+  codes = memory.get();
+  return Outcome::kDone;
+}
+
+}  // namespace graphopt

@@ -1,0 +1,168 @@
+#include "hadamard/op.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+
+#include "abi/instructions.h"
+#include "abi/tensor.h"
+#include "hadamard/cpu.h"
+
+namespace graphopt {
+namespace {
+
+enum Input : size_t { kX, kLeft, kRight };
+constexpr const char* kNames[] = {"x", "left", "right"};
+
+// The least that is worth a task of its own, and the least that the caches need not keep; in numbers and in bytes.
+constexpr size_t kTask = 16384;
+constexpr size_t kStreaming = size_t{8} << 20;
+
+struct Kernel {
+  Node node;
+  HadamardKernel run = nullptr;
+  OwnedFactor constant[3];  // at kLeft and kRight, where the graph holds the matrix; its order is 1 where not
+  bool is_constant[3] = {};
+
+  OrtStatus* read_matrix(const OrtValue* value, Input which, OwnedFactor* factor) const {
+    Tensor matrix;
+    GRAPHOPT_RETURN_IF_ERROR(matrix.read(node.api, value));
+    if (matrix.rank != 2 || matrix.shape[0] != matrix.shape[1] || matrix.shape[0] < 1) {
+      return node.error("%s must be a square matrix, of order 1 or more", kNames[which]);
+    }
+    switch (factor->read(static_cast<const int8_t*>(matrix.data), static_cast<size_t>(matrix.shape[0]))) {
+      case OwnedFactor::Outcome::kOtherEntries:
+        return node.error("%s has an entry that is neither 1 nor -1", kNames[which]);
+      case OwnedFactor::Outcome::kNoMemory:
+        return node.error("no memory for %s", kNames[which]);
+      default:
+        return nullptr;
+    }
+  }
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
+    Instructions instructions;
+    if (!choose_instructions(&instructions)) {
+      return node.error("GRAPHOPT_OPS_ISA must be scalar, avx2 or avx512, and this machine must have it");
+    }
+    const HadamardKernels* kernels = &kHadamardScalar;
+#if defined(__x86_64__)
+    if (instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
+    if (instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
+#endif
+    run = type == kFloat ? kernels->single : type == kDouble ? kernels->twice : kernels->half;
+    for (Input which : {kLeft, kRight}) {
+      int given = 0;
+      const OrtValue* value = nullptr;
+      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
+      if (given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(value, which, &constant[which]));
+      is_constant[which] = given;
+    }
+    return nullptr;
+  }
+
+  OrtStatus* compute(OrtKernelContext* context) const;
+};
+
+// One call, cut into tasks of `each` runs; tasks share nothing but the flag, so their number changes no bit.
+struct Call {
+  const Kernel* kernel;
+  HadamardWork all;
+  size_t each, bytes_of_run, bytes_of_scratch;
+  std::atomic<bool> no_memory{false};
+
+  static void task(void* call, size_t index) {
+    Call& self = *static_cast<Call*>(call);
+    HadamardWork work = self.all;
+    const size_t first = index * self.each;
+    work.x = static_cast<const char*>(work.x) + first * self.bytes_of_run;
+    work.y = static_cast<char*>(work.y) + first * self.bytes_of_run;
+    work.runs = work.runs - first < self.each ? work.runs - first : self.each;
+    if (posix_memalign(&work.scratch, 64, self.bytes_of_scratch)) {
+      self.no_memory = true;
+      return;
+    }
+    self.kernel->run(work);
+    std::free(work.scratch);
+  }
+};
+
+OrtStatus* Kernel::compute(OrtKernelContext* context) const {
+  const OrtApi* api = node.api;
+  const OrtValue* values[3];
+  for (Input which : {kX, kLeft, kRight}) {
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, which, &values[which]));
+  }
+  Tensor x, y;
+  GRAPHOPT_RETURN_IF_ERROR(x.read(api, values[kX]));
+  if (x.rank < 1) return node.error("x must have a rank of 1 or more");
+  OwnedFactor given[3];
+  const Factor* factors[3];
+  for (Input which : {kLeft, kRight}) {
+    factors[which] = is_constant[which] ? &constant[which] : &given[which];
+    if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(read_matrix(values[which], which, &given[which]));
+  }
+  const Factor &left = *factors[kLeft], &right = *factors[kRight];
+  // Neither product overflows: the matrices are in memory, and so is x, of which no axis is negative.
+  const size_t order = left.order() * right.order(), n = static_cast<size_t>(x.shape[x.rank - 1]);
+  if (n % order) {
+    return node.error("the last axis of x is %zu, which is no multiple of %zu x %zu", n, left.order(), right.order());
+  }
+  size_t numbers = 1;
+  for (size_t axis = 0; axis < x.rank; ++axis) numbers *= static_cast<size_t>(x.shape[axis]);
+  OrtValue* output = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, 0, x.shape.get(), x.rank, &output));
+  if (!numbers) return nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(y.read(api, output));
+  const size_t bytes = x.type == kFloat ? 4 : x.type == kDouble ? 8 : 2, runs = numbers / order;
+  const double scale = 1 / std::sqrt(static_cast<double>(order));
+  const bool streaming = numbers * bytes >= kStreaming;
+  Call call{this, {x.data, y.data, runs, left, right, scale, nullptr, streaming}, (kTask + order - 1) / order,
+            order * bytes, hadamard_scratch(left, right, bytes < 4 ? 4 : bytes)};
+  const size_t tasks = (runs + call.each - 1) / call.each;
+  if (tasks == 1) {
+    Call::task(&call, 0);
+  } else {
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextParallelFor::call(api, context, Call::task, tasks, 0, &call));
+  }
+  return call.no_memory ? node.error("no memory to transform runs of %zu numbers", order) : nullptr;
+}
+
+template <int Type>
+OrtCustomOp op_for() {
+  OrtCustomOp op = {};
+  op.version = kApiVersion;
+  op.GetName = [](const OrtCustomOp*) { return "Hadamard"; };
+  op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
+  op.GetInputType = [](const OrtCustomOp*, size_t index) -> int { return index == kX ? Type : kInt8; };
+  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return 3; };
+  op.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return Type; };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
+  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
+  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kDefaultMemory; };
+  op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** made) {
+    std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel);
+    if (!kernel) return CreateStatus::call(api, kFail, "no memory for a kernel of ai.graphopt::Hadamard");
+    OrtStatus* failure = kernel->prepare(api, info, Type);
+    *made = failure ? nullptr : kernel.release();
+    return failure;
+  };
+  op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
+    return static_cast<Kernel*>(kernel)->compute(context);
+  };
+  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
+  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
+  op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
+  return op;
+}
+
+const OrtCustomOp kOps[3] = {op_for<kFloat>(), op_for<kDouble>(), op_for<kFloat16>()};
+
+}  // namespace
+
+const OrtCustomOp* const kHadamardOps[3] = {&kOps[0], &kOps[1], &kOps[2]};
+
+}  // namespace graphopt

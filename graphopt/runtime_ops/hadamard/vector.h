@@ -1,0 +1,86 @@
+// Vectors of as many bytes as GRAPHOPT_VECTOR_BYTES says, or single numbers where it says nothing.
+//
+// Every operation here is exact or rounds each number by itself, in the same order for every width: so all widths give
+// the same bits. No function of the standard library is called: the linker could keep the copy that was compiled for
+// wide vectors for a machine that has none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace graphopt {
+namespace {
+
+template <typename T>
+struct Wide {
+#if defined(GRAPHOPT_VECTOR_BYTES)
+  typedef T type __attribute__((vector_size(GRAPHOPT_VECTOR_BYTES)));
+#else
+  typedef T type;
+#endif
+};
+
+template <typename V, typename T>
+constexpr size_t lanes = sizeof(V) / sizeof(T);
+
+template <typename V, typename T>
+inline V load(const T* from) {
+  V v;
+  __builtin_memcpy(&v, from, sizeof v);
+  return v;
+}
+
+template <typename V, typename T>
+inline void store(T* to, V v) {
+  __builtin_memcpy(to, &v, sizeof v);
+}
+
+#if defined(GRAPHOPT_VECTOR_BYTES)
+template <size_t Distance, typename V, typename Integer, size_t... I>
+inline V butterfly_inside(V v, Integer, std::index_sequence<I...>) {
+  typedef Integer Mask __attribute__((vector_size(sizeof(V))));
+#if defined(__clang__)
+  const V partner = __builtin_shufflevector(v, v, (I ^ Distance)...);
+#else
+  const V partner = __builtin_shuffle(v, Mask{static_cast<Integer>(I ^ Distance)...});
+#endif
+  // The upper one of a pair gives partner - v, as partner + (-v); its sign bit is flipped to get there.
+  constexpr Integer sign = std::numeric_limits<Integer>::min();  // that bit alone
+  const Mask flip = {((I & Distance) ? sign : Integer(0))...};
+  return partner + reinterpret_cast<V>(reinterpret_cast<Mask>(v) ^ flip);
+}
+
+// Sums and differences of the lanes that are Distance apart, which is a power of two.
+template <size_t Distance>
+inline Wide<float>::type butterfly_inside(Wide<float>::type v) {
+  return butterfly_inside<Distance>(v, int32_t(), std::make_index_sequence<lanes<Wide<float>::type, float>>());
+}
+template <size_t Distance>
+inline Wide<double>::type butterfly_inside(Wide<double>::type v) {
+  return butterfly_inside<Distance>(v, int64_t(), std::make_index_sequence<lanes<Wide<double>::type, double>>());
+}
+#endif
+
+// A copy past the caches, for what nobody reads soon; `to` and `from` lie at multiples of 64 bytes.
+inline void stream(void* to, const void* from, size_t bytes) {
+#if defined(__AVX512F__)
+  for (size_t at = 0; at < bytes; at += 64)
+    _mm512_stream_si512((__m512i*)((char*)to + at), _mm512_load_si512((const char*)from + at));
+  _mm_sfence();
+#elif defined(__AVX2__)
+  for (size_t at = 0; at < bytes; at += 32)
+    _mm256_stream_si256((__m256i*)((char*)to + at), _mm256_load_si256((const __m256i*)((const char*)from + at)));
+  _mm_sfence();
+#else
+  __builtin_memcpy(to, from, bytes);
+#endif
+}
+
+}  // namespace
+}  // namespace graphopt
