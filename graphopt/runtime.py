@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphopt.errors import InputError, MissingDependencyError
+from graphopt.runtime_ops import library_path
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -45,6 +46,7 @@ def open_session(
     entries: Mapping[str, str] | None = None,
     threads: int = 0,
     optimized_to: Path | None = None,
+    native: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session on the CPU.
 
@@ -53,9 +55,11 @@ def open_session(
         entries: session configuration entries, such as :data:`ACCURACY_LEVEL`.
         threads: intra-op threads; 0 lets onnxruntime choose.
         optimized_to: where onnxruntime writes the graph that it really runs.
+        native: let graphopt's own kernels take the nodes of its operators, where they were built; else their bodies of
+            standard operators run.
 
     Raises:
-        InputError: onnxruntime refuses the file; its own message is passed on.
+        InputError: onnxruntime refuses the file or the library of kernels; its own message is passed on.
         MissingDependencyError: onnxruntime is not installed.
     """
     ort = import_onnxruntime()
@@ -66,6 +70,12 @@ def open_session(
         options.add_session_config_entry(key, value)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
+    library = library_path() if native else None
+    if library is not None:
+        try:
+            options.register_custom_ops_library(str(library))
+        except Exception as error:
+            raise InputError(f"onnxruntime cannot load graphopt's kernels: {error}", file=library) from error
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:

@@ -140,12 +140,13 @@ class Session:
         return self.tokenizer
 
 
-def load(path: str | Path, *, threads: int = 0) -> Session:
+def load(path: str | Path, *, threads: int = 0, native: bool = True) -> Session:
     """Open an artifact folder, or a plain ``.onnx`` file or folder with the names of an artifact's interface.
 
     Args:
         path: the folder, or the file; ``tokenizer.json`` and ``config.json`` are looked for beside the model.
         threads: threads that one operator may use; 0 lets onnxruntime choose.
+        native: use graphopt's own kernels where they were built.
 
     Raises:
         InputError: a file is missing, has another size than its manifest says, or cannot be read.
@@ -166,7 +167,7 @@ def load(path: str | Path, *, threads: int = 0) -> Session:
     else:
         source = Source(kind="onnx", name=str(path))
         manifest = Manifest(source=source, model=facts_of_config(folder))
-    inference = open_session(file, entries=manifest.session, threads=threads)
+    inference = open_session(file, entries=manifest.session, threads=threads, native=native)
     return Session(file, inference, Interface.of_session(inference), manifest, _read_tokenizer(folder / TOKENIZER))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.runtime_ops.hadamard.op import HADAMARD
+from graphopt.runtime_ops.library import library_path
 from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
 from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
 
@@ -36,4 +37,4 @@ def declare(model: ir.Model) -> None:
         model.functions[function.identifier()] = function
 
 
-__all__ = ["DOMAIN", "OPERATORS", "Cost", "Operator", "declare"]
+__all__ = ["DOMAIN", "OPERATORS", "Cost", "Operator", "declare", "library_path"]
