@@ -82,9 +82,12 @@ def main(
     """Compare every engine with float64, time those that are right, print medians and ratios."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # torch reads it when it is imported
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     chosen = _chosen(engines)
     machine = describe()
-    console.print(f"{machine}; {threads} threads, {rounds} rounds", highlight=False)
+    load = os.getloadavg()[0]
+    console.print(f"{machine}; {threads} threads, {rounds} rounds, load before {load:.2f}", highlight=False)
     found: list[Row] = []
     comparisons: list[Comparison] = []
     bandwidths: list[float] = []
@@ -121,7 +124,13 @@ def main(
     for name, reason in absent.items():
         console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
     if json_file is not None:
-        more = {"threads": threads, "rounds": rounds, "bandwidth": _spread(bandwidths), "absent": absent}
+        more = {
+            "threads": threads,
+            "rounds": rounds,
+            "load_before": load,
+            "bandwidth": _spread(bandwidths),
+            "absent": absent,
+        }
         write_json(json_file, machine, found, comparisons, more)
     if plot is not None:
         write_plot(plot, machine, found)

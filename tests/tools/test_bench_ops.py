@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from tools import bench_ops
 from tools.bench import onnxruntime_engines
 from tools.bench.engine import check
-from tools.bench.formats import TABLES, rounded
 from tools.bench.machine import Memory
 from tools.bench.problem import Case, Problem, Settings, Weights
 from tools.bench.unavailable import UnavailableError
@@ -62,19 +61,3 @@ def test_an_engine_that_computes_something_else_is_not_timed(problem: Problem) -
     not_numbers = [np.full_like(y, np.nan) for y in others]
     with pytest.raises(UnavailableError, match="wrong: copy 1"):
         check(engine, replace(prepared, outputs=lambda: [first, *not_numbers]), problem)
-
-
-@pytest.mark.parametrize("name", TABLES)
-def test_weights_are_rounded_to_the_nearest_of_the_table(problem: Problem, name: str) -> None:
-    weights = rounded(problem, name, 32)
-    scales = weights.scales.astype(np.float64).repeat(32, axis=1)
-    targets = problem.weights.values / scales
-    distances = np.abs(targets[..., None] - weights.table)
-    # The target is computed in float32 there, so a tie may go either way.
-    chosen = np.take_along_axis(distances, weights.codes[..., None].astype(np.intp), axis=2)[..., 0]
-    np.testing.assert_allclose(chosen, distances.min(axis=2), atol=1e-5 * np.abs(weights.table).max())
-
-
-def test_the_tables_of_six_bits_end_where_their_formats_do() -> None:
-    assert (max(TABLES["fp6"]), max(TABLES["fp6-e3m2"])) == (7.5, 28.0)
-    assert all(len(set(map(abs, TABLES[name]))) == 32 for name in ("fp6", "fp6-e3m2"))

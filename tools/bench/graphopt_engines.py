@@ -155,7 +155,10 @@ def _weight_inputs(problem: Problem, name: str) -> dict[str, Array]:
     weights = rounded(problem, name, problem.case.group)
 
     def make() -> dict[str, Array]:
-        return {"codes": pack(np.ascontiguousarray(weights.codes.T), weights.bits), "scales": tile(weights.scales.T)}
+        return {
+            "codes": pack(np.ascontiguousarray(weights.codes.T), weights.format.bits),
+            "scales": tile(weights.scales.T),
+        }
 
     return problem.weights.keep(("graphopt", name, problem.case.group), make)
 
@@ -163,7 +166,7 @@ def _weight_inputs(problem: Problem, name: str) -> dict[str, Array]:
 def _rest(weights: Rounded, problem: Problem) -> list[ir.Value]:
     """Return table, zero points and bias, which all copies share."""
     return [
-        constant("table", weights.table.astype(np.float32)),
+        constant("table", weights.format.values.astype(np.float32)),
         constant("zero_points", np.zeros((1, 1, 1), np.float16)),
         constant("bias", np.zeros(1, np.float32)),
     ]

@@ -125,12 +125,15 @@ def _n_bits(problem: Problem, bits: int, block: int, entries: dict[str, str] | N
 def _packed(weights: Rounded) -> Array:
     """Return codes [outer, inner] as [outer, blocks, bytes], the first code in a byte's lowest bits.
 
-    Without zero points the operator takes 2^(bits - 1) from each code, which is what the tables of integers do.
+    Without zero points the operator takes 2^(bits - 1) from each code: two's complement with its sign bit turned.
     """
-    per_byte = 8 // weights.bits
-    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(weights.bits)
+    bits = weights.format.bits
+    per_byte = 8 // bits
+    shifts = np.arange(per_byte, dtype=np.uint8) * np.uint8(bits)
     outer, inner = weights.codes.shape
-    digits = weights.codes.reshape(outer, inner // weights.group, weights.group // per_byte, per_byte)
+    digits = (weights.codes ^ np.uint8(1 << bits - 1)).reshape(
+        outer, inner // weights.group, weights.group // per_byte, per_byte
+    )
     packed: Array = np.bitwise_or.reduce(digits << shifts, axis=-1)
     return packed
 

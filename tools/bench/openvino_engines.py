@@ -37,8 +37,7 @@ def _prepare(problem: Problem, options: dict[str, str]) -> Prepared:
     if case.inner % case.group:
         raise UnavailableError(f"{case.inner} columns are no multiple of {case.group}")
     weights = rounded(problem, "int4", case.group)
-    signed = weights.codes ^ 8  # the same integers in two's complement
-    packed = signed[:, 0::2] | signed[:, 1::2] << 4
+    packed = weights.codes[:, 0::2] | weights.codes[:, 1::2] << 4
     size = packed.nbytes + weights.scales.nbytes
     copies = problem.copies(size)
     inputs, results, held = [], [], []
