@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import random
 import shutil
 import statistics
@@ -27,7 +26,7 @@ from rich.table import Column, Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tools.bench.machine import describe
+from tools.bench.machine import Others, describe, quiet
 from tools.bench.models import Model, Speeds, Work, models
 from tools.bench.unavailable import UnavailableError
 from tools.make_llama import make_llama
@@ -59,8 +58,8 @@ def main(
     work = Work(threads, context, decoded, prompt, vocabulary, ggml)
     absent: dict[str, str] = {}
     ready = [model for model in models(recipes.split(","), work) if _built(model, checkpoint, absent)]
-    load = os.getloadavg()[0]
-    console.print(f"{describe()}; {threads} threads, {rounds} rounds, load before {load:.2f}", highlight=False)
+    console.print(f"{describe()}; {threads} threads, {rounds} rounds", highlight=False)
+    others = Others()
     speeds = _measure(ready, folder, work, rounds, absent)
     rows = [
         {
@@ -74,14 +73,16 @@ def main(
         for name, found in speeds.items()
     ]
     comparisons = _compare(speeds)
+    share = others.share()
     console.print(_table(rows))
+    console.print(quiet(share), highlight=False)
     for found in comparisons:
         ratios = f"decodes {found['decode']:.2f} and prefills {found['prefill']:.2f} times as fast as {found['peer']}"
         console.print(f"{found['engine']} {ratios}", highlight=False)
     for name, reason in absent.items():
         console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
     if json_file is not None:
-        report = {"machine": describe(), "threads": threads, "load_before": load, "absent": absent}
+        report = {"machine": describe(), "threads": threads, "others": share, "absent": absent}
         lists = {"rows": rows, "comparisons": comparisons}
         json_file.write_text(json.dumps({**report, **lists}, indent=2) + "\n")
 

@@ -50,7 +50,7 @@ from tools.bench import (
 )
 from tools.bench.comparisons import Comparison, compare
 from tools.bench.engine import Engine, Prepared, check
-from tools.bench.machine import Memory, describe, last_level_cache
+from tools.bench.machine import Memory, Others, describe, last_level_cache, quiet
 from tools.bench.problem import LANES, Case, Problem, Settings, Weights
 from tools.bench.report import Row, comparison_table, table, write_json, write_plot
 from tools.bench.rounds import measure
@@ -86,11 +86,11 @@ def main(
         console = Console(width=120)
     chosen = _chosen(engines)
     machine = describe()
-    load = os.getloadavg()[0]
-    console.print(f"{machine}; {threads} threads, {rounds} rounds, load before {load:.2f}", highlight=False)
+    console.print(f"{machine}; {threads} threads, {rounds} rounds", highlight=False)
     found: list[Row] = []
     comparisons: list[Comparison] = []
     bandwidths: list[float] = []
+    shares: list[float] = []
     absent: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="graphopt-bench-") as work:
         memory = Memory(Path(work), threads, round(cache * (1 << 20)) or last_level_cache())
@@ -99,8 +99,10 @@ def main(
             ready, errors = _prepare(problem, [engine for engine in chosen if engine.kind == problem.case.kind], absent)
             if not ready:
                 continue
+            others = Others()
             with _bar(console, str(problem.case), rounds) as advance:
                 result = measure(ready, memory, rounds, advance)
+            shares.append(others.share())
             bandwidths += result.bandwidths
             of_case = [
                 Row(
@@ -116,6 +118,7 @@ def main(
                 for name, timing in result.timings.items()
             ]
             console.print(table(problem.case, of_case, statistics.median(result.bandwidths)))
+            console.print(quiet(shares[-1]), highlight=False)
             ratios = list(compare(problem.case, result.timings))
             if ratios:
                 console.print(comparison_table(ratios))
@@ -127,7 +130,7 @@ def main(
         more = {
             "threads": threads,
             "rounds": rounds,
-            "load_before": load,
+            "others": max(shares, default=0.0),
             "bandwidth": _spread(bandwidths),
             "absent": absent,
         }

@@ -35,6 +35,36 @@ def last_level_cache() -> int:
     return max(sizes)
 
 
+class Others:
+    """What else ran on the processor since this was made; engines that wait by spinning suffer from it most."""
+
+    def __init__(self) -> None:
+        self._begin = _processor_seconds()
+
+    def share(self) -> float:
+        """Return the share of all cores' time that other processes took; children of this one count once they ended."""
+        (busy, idle, own), (busy_then, idle_then, own_then) = _processor_seconds(), self._begin
+        passed = busy - busy_then + idle - idle_then
+        return max(0.0, busy - busy_then - (own - own_then)) / passed if passed else 0.0
+
+
+def quiet(share: float) -> str:
+    """Return what to say of a share of the cores' time that went to other processes while engines were timed."""
+    said = f"other processes took {share:.0%} of the cores' time"
+    return said if share <= 0.05 else f"[bold]{said}: not to be quoted[/bold]"
+
+
+def _processor_seconds() -> tuple[float, float, float]:
+    """Return the seconds that all cores were busy, were idle, and that this process and its children took."""
+    stat = Path("/proc/stat")
+    if not stat.is_file():
+        return 0.0, 0.0, 0.0
+    user, nice, system, idle, waiting, *interrupts = map(int, stat.read_text().split("\n", 1)[0].split()[1:9])
+    ticks = os.sysconf("SC_CLK_TCK")
+    busy = user + nice + system + sum(interrupts)
+    return busy / ticks, (idle + waiting) / ticks, sum(os.times()[:4])
+
+
 def compile_c(source: Path, work: Path, options: Sequence[str] = ()) -> Path:
     """Compile a file of C for this very machine and return the shared object.
 
