@@ -1,0 +1,1 @@
+"""Products with weights that are stored as codes into a table of up to 256 values."""

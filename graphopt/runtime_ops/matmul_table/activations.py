@@ -1,0 +1,124 @@
+"""How ``MatMulTable`` and ``MatMulDynamic`` round activations: in NumPy, and as nodes of their bodies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.runtime_ops.tape import branch, ints
+
+Floats = npt.NDArray[np.floating[Any]]
+Doubles = npt.NDArray[np.float64]
+
+MODES = ("float32", "bfloat16", "int8", "int16")
+"""What x may be rounded to."""
+
+LEVELS = {"int8": 127, "int16": 16256}
+"""The largest code of an activation. 16256 = 128 x 127: such a code is two signed bytes,
+128 high + low."""
+
+TINY = 1e-30
+"""A group of activations that stays below it counts as zeros: its scale could not be divided by."""
+
+
+def round_activations(x: Floats, group: int, activations: str) -> Doubles:
+    """Return x [..., K] as a product sees it, float64."""
+    if activations not in MODES:
+        raise ValueError(f"activations are {', '.join(MODES)}, not {activations!r}")
+    row = x.astype(np.float32)
+    if activations == "float32":
+        return row.astype(np.float64)
+    if activations == "bfloat16":
+        return to_bfloat16(row).astype(np.float64)
+    rounded = np.empty(row.shape, np.float64)
+    for start in range(0, row.shape[-1], group):
+        these = slice(start, start + group)
+        rounded[..., these] = round_rows(row[..., these], LEVELS[activations])
+    return rounded
+
+
+def round_rows(x: npt.NDArray[np.float32], levels: int, clip: float = 1.0) -> Doubles:
+    """Return q s for each row (last axis) of ``x``, float64; m, q and s are those of float32 arithmetic.
+
+    m = clip max|x|, s = m / levels, q = round(x (levels / m)), from -levels to levels. A row with m < 1e-30 is zeros, a
+    row that is not finite is NaN.
+    """
+    m = np.abs(x).max(axis=-1, keepdims=True) * np.float32(clip)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        q = np.clip(np.rint(x * (np.float32(levels) / m)), -levels, levels)
+        products = np.where(m < TINY, 0.0, q.astype(np.float64) * (m / np.float32(levels)))
+    return np.where(np.isfinite(m), products, np.nan)
+
+
+def to_bfloat16(numbers: Floats) -> npt.NDArray[np.float32]:
+    """Return ``numbers`` rounded to the nearest bfloat16, ties to even."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded: npt.NDArray[np.float32] = numbers.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    return rounded
+
+
+def bfloat16_nodes(tape: ir.tape.Tape, numbers: ir.Value) -> ir.Value:
+    """Return ``numbers`` rounded to bfloat16, as float."""
+    return tape.op("Cast", [tape.op("Cast", [numbers], {"to": ir.DataType.BFLOAT16})], {"to": ir.DataType.FLOAT})
+
+
+def rounding_nodes(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Value, group: ir.Value) -> ir.Value:
+    """Return x as the product sees it; ``mode`` is the place of the mode in :data:`MODES`, int64 [1]."""
+    bfloat16 = ints(tape, MODES.index("bfloat16"))
+    is_bfloat16 = tape.op("Equal", [mode, bfloat16])
+
+    def otherwise(inner: ir.tape.Tape) -> ir.Value:
+        branches = {
+            "then_branch": branch("halves", lambda tape: bfloat16_nodes(tape, x)),
+            "else_branch": branch("floats", lambda tape: tape.op("Identity", [x])),
+        }
+        return inner.op("If", [is_bfloat16], branches)
+
+    branches = {
+        "then_branch": branch("grouped", lambda tape: _rounded_in_groups(tape, x, mode, rows, group)),
+        "else_branch": branch("whole", otherwise),
+    }
+    is_integer = tape.op("Greater", [mode, bfloat16])
+    return tape.op("If", [is_integer], branches)
+
+
+def _rounded_in_groups(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Value, group: ir.Value) -> ir.Value:
+    missing = tape.op("Mod", [tape.op("Neg", [rows]), group])
+    zero = tape.op("Constant", [], {"value_float": 0.0})
+    pads = tape.op("Concat", [ints(tape, 0), missing], {"axis": 0})
+    padded = tape.op("Pad", [x, pads, zero, ints(tape, -1)])
+    groups = tape.op("Div", [tape.op("Add", [rows, missing]), group])
+    leading = tape.op("Shape", [x], {"start": 0, "end": -1})
+    # allowzero: an axis may be empty, as for an expert that no token goes to
+    shape = tape.op("Concat", [leading, groups, group], {"axis": 0})
+    grouped = tape.op("Reshape", [padded, shape], {"allowzero": 1})
+    by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in MODES]})
+    levels = tape.op("Gather", [by_mode, mode], {"axis": 0})
+    rounded = row_rounding_nodes(tape, grouped, levels, None)
+    flat = tape.op("Reshape", [rounded, tape.op("Shape", [padded])], {"allowzero": 1})
+    return tape.op("Slice", [flat, ints(tape, 0), rows, ints(tape, -1)])
+
+
+def row_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: ir.Value | None) -> ir.Value:
+    """Return q s for each row of ``x``, see :func:`round_rows`.
+
+    Args:
+        tape: takes the nodes.
+        x: float [..., n].
+        levels: float [1], the largest code.
+        clip: float [1], the share of the largest magnitude that the largest code stands for; ``None`` for all of it.
+    """
+    largest = tape.op("ReduceMax", [tape.op("Abs", [x]), ints(tape, -1)], {"keepdims": 1})
+    m = largest if clip is None else tape.op("Mul", [largest, clip])
+    steps = tape.op("Round", [tape.op("Mul", [x, tape.op("Div", [levels, m])])])
+    if clip is not None:
+        steps = tape.op("Max", [tape.op("Neg", [levels]), tape.op("Min", [levels, steps])])
+    products = tape.op("Mul", [steps, tape.op("Div", [m, levels])])
+    # x 0 is 0, but for what is not finite: that must reach y whatever maxima and minima make of it
+    nothing = tape.op("Mul", [x, tape.op("Constant", [], {"value_float": 0.0})])
+    is_tiny = tape.op("Less", [m, tape.op("Constant", [], {"value_float": TINY})])
+    return tape.op("Where", [is_tiny, nothing, tape.op("Add", [products, nothing])])

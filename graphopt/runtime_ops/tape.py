@@ -1,0 +1,44 @@
+"""What bodies that are written node by node share: constants, attributes of the node, branches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx_ir as ir
+
+
+def ints(tape: ir.tape.Tape, *numbers: int) -> ir.Value:
+    """Return a constant int64 [len(numbers)]."""
+    return tape.op("Constant", [], {"value_ints": numbers})
+
+
+def number_of(tape: ir.tape.Tape, attribute: str) -> ir.Value:
+    """Return the node's integer attribute as int64 [1]."""
+    scalar = tape.op("Constant", [], {"value_int": ir.RefAttr("value_int", attribute, ir.AttributeType.INT)})
+    return tape.op("Reshape", [scalar, ints(tape, 1)])
+
+
+def choice(
+    tape: ir.tape.Tape, attribute: str, kind: ir.AttributeType, known: Sequence[str] | Sequence[int]
+) -> ir.Value:
+    """Return the place of the node's attribute among ``known`` as int64 [1]; another value is an error of a Gather.
+
+    ``NonZero`` would say it at once, but onnxruntime does not fold it.
+    """
+    is_text = kind == ir.AttributeType.STRING
+    one, several = ("value_string", "value_strings") if is_text else ("value_int", "value_ints")
+    given = tape.op("Constant", [], {one: ir.RefAttr(one, attribute, kind)})
+    matches = tape.op("Equal", [tape.op("Constant", [], {several: known}), given])
+    countdown = ints(tape, *range(len(known), 0, -1))
+    weighted = tape.op("Mul", [tape.op("Cast", [matches], {"to": ir.DataType.INT64}), countdown])
+    place = tape.op("Sub", [ints(tape, len(known)), tape.op("ReduceSum", [weighted], {"keepdims": 1})])
+    return tape.op("Gather", [ints(tape, *range(len(known))), place])
+
+
+def branch(name: str, write: Callable[[ir.tape.Tape], ir.Value]) -> ir.Graph:
+    """Return a subgraph without inputs; its values are named apart, as names of the outer graph are not seen here."""
+    tape = ir.tape.Tape()
+    output = write(tape)
+    for index, node in enumerate(tape.nodes):
+        node.outputs[0].name = f"{name}_{index}"
+    return ir.Graph([], [output], nodes=tape.nodes, name=name)
