@@ -162,7 +162,7 @@ def _problems(settings: Settings, rows: str, shapes: str, transforms: str, group
         if inner % group or group % LANES or outer % LANES:
             raise typer.BadParameter(f"{shape} in groups of {group}: whole groups and multiples of {LANES}, please")
         weights = Weights(inner, outer)
-        for count in map(int, rows.split(",")):
+        for count in map(int, filter(None, rows.split(","))):
             yield Problem(Case("product", count, inner, outer, group), weights, settings)
     for order in map(int, filter(None, transforms.split(","))):
         # One tensor of twice the cache, and as much for the result.
