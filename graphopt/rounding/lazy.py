@@ -24,6 +24,11 @@ class LazyQuantized:
         group: rows that share a scale.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
         transposed: groups run along the columns instead, as a table that is looked up by row wants it.
+
+    Scales are of the type of the weight; codes are chosen for them as they are stored.
+
+    Raises:
+        ValueError: ONNX has no type for the format.
     """
 
     def __init__(
@@ -36,6 +41,9 @@ class LazyQuantized:
         transposed: bool = False,
     ) -> None:
         assert weight.const_value is not None
+        if table.onnx_type is None:
+            raise ValueError(f"ONNX has no type for {table.name}")
+        self._type: ir.DataType = table.onnx_type
         self._source, self._table, self._group, self._scale = weight.const_value, table, group, scale
         self._transposed = transposed
         self._small: dict[str, npt.NDArray[Any]] = {}
@@ -44,14 +52,14 @@ class LazyQuantized:
         """Return ``codes``, ``scales`` and, where the format has them, ``zero_points``, all lazy."""
         rows, columns = self._source.shape.numpy()
         axis = 1 if self._transposed else 0
-        groups = ((rows, columns)[axis]) // self._group
+        groups = -(-(rows, columns)[axis] // self._group)
         small = (rows, groups) if self._transposed else (groups, columns)
         parts: dict[str, ir.TensorProtocol] = {
-            "codes": lazy(self._codes, self._table.onnx_type, (rows, columns)),
+            "codes": lazy(self._codes, self._type, (rows, columns)),
             "scales": lazy(lambda: self._kept("scales"), self._source.dtype, small),
         }
         if self._table.zero_point:
-            parts["zero_points"] = lazy(lambda: self._kept("zero_points"), self._table.onnx_type, small)
+            parts["zero_points"] = lazy(lambda: self._kept("zero_points"), self._type, small)
         return parts
 
     def _codes(self) -> npt.NDArray[Any]:
@@ -64,7 +72,8 @@ class LazyQuantized:
 
     def _quantize(self) -> Quantized:
         matrix = self._turned(np.asarray(self._source.numpy(), dtype=np.float32))
-        quantized = round_to_nearest(matrix, self._table, self._group, self._scale)
+        stored = np.float32 if self._source.dtype.bitwidth > 16 else self._source.dtype.numpy()
+        quantized = round_to_nearest(matrix, self._table, self._group, self._scale, scale_type=stored)
         self._small["scales"] = self._turned(quantized.scales)
         if quantized.zero_points is not None:
             self._small["zero_points"] = self._turned(self._table.to_onnx(quantized.zero_points))

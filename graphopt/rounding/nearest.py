@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -23,27 +24,35 @@ class Quantized:
 
     Attributes:
         format: what the codes mean.
+        group: rows that share a scale; the last group may have fewer.
         codes: uint8 [rows, columns].
-        scales: float32 [groups, columns].
+        scales: float32, or the type that was asked for, [groups, columns].
         zero_points: uint8 [groups, columns], the code that means 0, or ``None``.
     """
 
     format: TableFormat
+    group: int
     codes: Codes
-    scales: npt.NDArray[np.float32]
+    scales: npt.NDArray[np.floating[Any]]
     zero_points: Codes | None
 
     def dequantize(self) -> Doubles:
         """Return the matrix that the codes stand for: (value(code) - value(zero point)) scale, [rows, columns]."""
-        groups, columns = self.scales.shape
-        values = self.format.decode(self.codes).reshape(groups, -1, columns)
+        of_row = np.arange(len(self.codes)) // self.group
+        values = self.format.decode(self.codes)
         if self.zero_points is not None:
-            values = values - self.format.decode(self.zero_points)[:, None]
-        return (values * self.scales[:, None]).reshape(-1, columns)
+            values -= self.format.decode(self.zero_points)[of_row]
+        values *= self.scales.astype(np.float64)[of_row]
+        return values
 
 
 def round_to_nearest(
-    matrix: npt.NDArray[Any], table: TableFormat, group: int | None, scale: Literal["extreme", "least_squares"]
+    matrix: npt.NDArray[Any],
+    table: TableFormat,
+    group: int | None,
+    scale: Literal["extreme", "least_squares"],
+    *,
+    scale_type: npt.DTypeLike = np.float32,
 ) -> Quantized:
     """Choose the code nearest to each weight.
 
@@ -54,38 +63,51 @@ def round_to_nearest(
     Args:
         matrix: [rows, columns], rows are what a product sums over.
         table: the format.
-        group: rows that share a scale; ``None`` for all of them.
-        scale: how the scale is chosen. Without a zero point, ``extreme`` errs by at most half a step everywhere; a zero
-            point is itself rounded, which costs up to half a step more.
+        group: rows that share a scale; ``None`` for all of them. The last group may have fewer.
+        scale: how the scale is chosen. With equal steps and no zero point, ``extreme`` errs by at most half a step
+            everywhere, with other tables by half the gap that the weight lies in; a zero point is itself rounded, which
+            costs up to half a step more.
+        scale_type: the floating type that scales are stored in. Codes are chosen for the stored scale; where it was
+            rounded down, the largest weights lie beyond the limit by that share of it.
 
     Raises:
-        ValueError: the rows are no multiple of ``group``.
+        ValueError: ``group`` is negative.
     """
     rows, columns = matrix.shape
-    group = group or rows
-    if rows % group:
+    group = rows if group is None else group
+    if group < 1:
         raise ValueError(f"{rows} rows cannot be cut into groups of {group}")
+    full = rows // group
+    parts = [
+        (slice(0, full), slice(0, full * group), group),
+        (slice(full, None), slice(full * group, None), rows % group),
+    ]
     codes = np.empty((rows, columns), np.uint8)
-    scales = np.empty((rows // group, columns), np.float32)
-    zero_points = np.empty((rows // group, columns), np.uint8)
-    for block in blocks_of(matrix.shape, 0):
-        groups = np.asarray(matrix[block], np.float64).reshape(rows // group, group, -1)
-        chosen, scales[block], zero_points[block] = _choose(groups, table, scale)
-        codes[block] = chosen.reshape(rows, -1)
-    return Quantized(table, codes, scales, zero_points if table.zero_point else None)
+    scales = np.empty((-(-rows // group), columns), scale_type)
+    zero_points = np.empty(scales.shape, np.uint8)
+    for _, block in blocks_of(matrix.shape, 0):
+        for groups, these, size in parts:
+            numbers = np.asarray(matrix[these, block], np.float64)
+            if numbers.size:
+                stack = numbers.reshape(-1, size, numbers.shape[1])
+                chosen, scales[groups, block], zero_points[groups, block] = _choose(stack, table, scale, scales.dtype)
+                codes[these, block] = chosen.reshape(numbers.shape)
+    return Quantized(table, group, codes, scales, zero_points if table.zero_point else None)
 
 
 Attempt = tuple[npt.NDArray[Any], ...]
 
 
-def _choose(groups: Doubles, table: TableFormat, scale: Literal["extreme", "least_squares"]) -> Attempt:
+def _choose(
+    groups: Doubles, table: TableFormat, scale: Literal["extreme", "least_squares"], scale_type: np.dtype[Any]
+) -> Attempt:
     """Return codes [groups, group, columns], scales and zero points [groups, columns] for ``groups``."""
-    best = _attempt(groups, table, 1.0)
+    best = _attempt(groups, table, 1.0, scale_type)
     if scale == "extreme":
         return best
     error = _squared_error(groups, table, best)
     for share in _SHARES[1:]:
-        trial = _attempt(groups, table, float(share))
+        trial = _attempt(groups, table, float(share), scale_type)
         trial_error = _squared_error(groups, table, trial)
         better = trial_error < error
         error = np.where(better, trial_error, error)
@@ -96,22 +118,23 @@ def _choose(groups: Doubles, table: TableFormat, scale: Literal["extreme", "leas
     return best
 
 
-def _attempt(groups: Doubles, table: TableFormat, share: float) -> Attempt:
+def _attempt(groups: Doubles, table: TableFormat, share: float, scale_type: np.dtype[Any]) -> Attempt:
     """Return codes [groups, group, columns], scales and zero points [groups, columns] for a share of the range."""
     if table.zero_point:
         # The range must hold 0, so that a weight of 0 stays 0.
         low, high = np.minimum(groups.min(1), 0) * share, np.maximum(groups.max(1), 0) * share
-        scales = _positive((high - low) / (len(table.values) - 1))
+        scales = _stored((high - low) / (len(table.values) - 1), scale_type)
         zero_points = table.encode(-low / scales)
         return table.encode(groups / scales[:, None] + table.decode(zero_points)[:, None]), scales, zero_points
-    scales = _positive(np.abs(groups).max(1) * share / table.limit)
+    scales = _stored(np.abs(groups).max(1) * share / table.limit, scale_type)
     return table.encode(groups / scales[:, None]), scales, np.zeros(scales.shape, np.uint8)
 
 
-def _positive(scales: Doubles) -> Doubles:
-    # Rounded to what is stored, so that codes are chosen for the scale that will be used; a group of zeros gets 1.
-    stored = scales.astype(np.float32).astype(np.float64)
-    return np.where(stored > 0, stored, 1.0)
+def _stored(scales: Doubles, scale_type: np.dtype[Any]) -> Doubles:
+    """Return the scales that will be used: within the range of their type and rounded to it; 1 for a group of zeros."""
+    limits = ml_dtypes.finfo(scale_type)  # type: ignore[no-untyped-call]
+    within = np.clip(scales, float(limits.smallest_subnormal), float(limits.max))
+    return np.where(scales > 0, within.astype(scale_type).astype(np.float64), 1.0)
 
 
 def _squared_error(groups: Doubles, table: TableFormat, attempt: Attempt) -> Doubles:
