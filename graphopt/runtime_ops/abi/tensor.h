@@ -91,7 +91,15 @@ struct Node {
     const OrtValue* value = nullptr;
     GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &given, &value));
     if (!given) return error("%s must be an initializer of the graph", input);
-    return tensor->read(api, value);
+    return read_numbers(value, input, tensor);
+  }
+
+  // External data lies where the file says, and what a caller binds where it likes; kernels read whole numbers.
+  OrtStatus* read_numbers(const OrtValue* value, const char* input, Tensor* tensor) const {
+    GRAPHOPT_RETURN_IF_ERROR(tensor->read(api, value));
+    const size_t bytes = tensor->type == kDouble ? 8 : tensor->type == kFloat ? 4 : tensor->type == kFloat16 ? 2 : 1;
+    if (reinterpret_cast<uintptr_t>(tensor->data) % bytes == 0) return nullptr;
+    return error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", input, bytes);
   }
 
   __attribute__((format(printf, 2, 3))) OrtStatus* error(const char* format, ...) const {
