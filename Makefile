@@ -2,6 +2,7 @@
 #
 #   make demo       a real model exported, rotated, quantized, checked and run
 #   make test       the tests
+#   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models
 #   make lint       style and types
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too
@@ -31,7 +32,13 @@ $(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \
 	&& { cmp -s $(LAYOUT).new $(LAYOUT) || cp $(LAYOUT).new $(LAYOUT); })
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
-.PHONY: help setup demo test lint clean distclean
+# A second build of the native operators. Only they are watched: Python and onnxruntime are as they were, so the sanitizer
+# comes into the process before them, and what they leak is their own business.
+SANITIZED := build/sanitized
+SANITIZED_READY := $(SANITIZED)/.ready
+EXAMPLES ?= 3000
+
+.PHONY: help setup demo test test-native lint clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -43,6 +50,18 @@ demo: $(READY)
 
 test: $(READY)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope
+
+test-native: $(SANITIZED_READY)
+	LD_PRELOAD="$$($(or $(CXX),c++) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
+	UBSAN_OPTIONS=print_stacktrace=1 GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
+	GRAPHOPT_HOSTILE_EXAMPLES=$(EXAMPLES) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	$(BIN)/pytest -n $(JOBS) tests/runtime_ops
+
+$(SANITIZED_READY): $(READY) $(NATIVE)
+	@rm -rf $(SANITIZED)/graphopt
+	@$(PIP) install --no-deps --upgrade --target $(SANITIZED) --config-settings=build-dir=$(SANITIZED)/cmake \
+		--config-settings=cmake.define.GRAPHOPT_SANITIZE=ON .
+	@touch $@
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -136,6 +136,18 @@ def test_any_matrices_of_signs(kernel: Kernel, a: int, b: int, runs: int, seed: 
     check(kernel, random.standard_normal((2, runs * a * b)).astype(np.float32), left, right)
 
 
+@given(st.integers(1, 20), st.sampled_from([1, 2, 3, 8]), st.sampled_from([1, 2, 16, 20]), st.integers(0, 2**32 - 1))
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_matrices_that_come_apart_but_for_their_diagonal(kernel: Kernel, n: int, outer: int, b: int, seed: int) -> None:
+    """As Paley's second construction makes them; here with any signs on the diagonal, and inside a larger matrix."""
+    random = np.random.default_rng(seed)
+    core = np.kron(random.choice(np.array([-1, 1], np.int8), (n, n)), np.array([[1, 1], [1, -1]], np.int8))
+    np.fill_diagonal(core, random.choice(np.array([-1, 1], np.int8), 2 * n))
+    left = np.kron(hadamard(outer) if outer != 3 else np.ones((3, 3), np.int8), core).astype(np.int8)
+    right = random.choice(np.array([-1, 1], np.int8), (b, b))
+    check(kernel, random.standard_normal((2, 2 * len(left) * b)).astype(np.float32), left, right)
+
+
 @pytest.mark.parametrize("pair", [(64, 64), (88, 64), (12, 8)])
 def test_threads_change_no_bit(kernel: Kernel, pair: tuple[int, int]) -> None:
     x = np.random.default_rng(0).standard_normal((700, pair[0] * pair[1])).astype(np.float32)
@@ -146,7 +158,7 @@ def test_threads_change_no_bit(kernel: Kernel, pair: tuple[int, int]) -> None:
     assert np.array_equal(one[[0, 350, 699]], alone)
 
 
-@pytest.mark.parametrize("shift", [0, 4, 60])
+@pytest.mark.parametrize("shift", [0, 4, 16, 60])
 def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(kernel: Kernel, shift: int) -> None:
     rows, order = 600, 4096
     source, target = (np.zeros(4 * rows * order + 128, np.uint8) for _ in range(2))

@@ -14,6 +14,23 @@
 
 namespace graphopt {
 
+// Makes UTF-8 of what a file says or what was cut off, as those who catch the error take it for that: a byte that belongs
+// to no whole character becomes a question mark.
+inline void make_utf8(char* text) {
+  constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
+  for (auto* at = reinterpret_cast<unsigned char*>(text); *at;) {
+    const int more = *at < 0x80 ? 0 : *at >> 5 == 6 ? 1 : *at >> 4 == 14 ? 2 : *at >> 3 == 30 ? 3 : -1;
+    uint32_t character = more <= 0 ? *at : *at & (0x3fu >> more);
+    int have = 0;
+    for (; have < more && at[have + 1] >> 6 == 2; ++have) character = character << 6 | (at[have + 1] & 0x3f);
+    if (more == have && character >= kLeast[more] && character >> 11 != 0x1b && character <= 0x10ffff) {
+      at += more + 1;
+    } else {
+      *at++ = '?';
+    }
+  }
+}
+
 struct Tensor {
   void* data = nullptr;
   int type = 0;
@@ -74,7 +91,15 @@ struct Node {
     const OrtValue* value = nullptr;
     GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &given, &value));
     if (!given) return error("%s must be an initializer of the graph", input);
-    return tensor->read(api, value);
+    return read_numbers(value, input, tensor);
+  }
+
+  // External data lies where the file says, and what a caller binds where it likes; kernels read whole numbers.
+  OrtStatus* read_numbers(const OrtValue* value, const char* input, Tensor* tensor) const {
+    GRAPHOPT_RETURN_IF_ERROR(tensor->read(api, value));
+    const size_t bytes = tensor->type == kDouble ? 8 : tensor->type == kFloat ? 4 : tensor->type == kFloat16 ? 2 : 1;
+    if (reinterpret_cast<uintptr_t>(tensor->data) % bytes == 0) return nullptr;
+    return error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", input, bytes);
   }
 
   __attribute__((format(printf, 2, 3))) OrtStatus* error(const char* format, ...) const {
@@ -84,6 +109,7 @@ struct Node {
     std::vsnprintf(what, sizeof what, format, arguments);
     va_end(arguments);
     std::snprintf(message, sizeof message, "ai.graphopt node '%s': %s", name, what);
+    make_utf8(message);
     return CreateStatus::call(api, kInvalidArgument, message);
   }
 };

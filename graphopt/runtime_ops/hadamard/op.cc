@@ -81,7 +81,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
     GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, which, &values[which]));
   }
   Tensor x, y;
-  GRAPHOPT_RETURN_IF_ERROR(x.read(api, values[kX]));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
   if (x.rank < 1) return node.error("x must have a rank of 1 or more");
   OwnedFactor given[3];
   const Factor* factors[3];

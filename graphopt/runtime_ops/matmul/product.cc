@@ -207,7 +207,7 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   const OrtValue* value = nullptr;
   Tensor x, y;
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, kX, &value));
-  GRAPHOPT_RETURN_IF_ERROR(x.read(api, value));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(value, "x", &x));
   if (x.rank < 1 || x.shape[x.rank - 1] != static_cast<int64_t>(weights.rows)) {
     return node.error("the last axis of x must have %zu numbers, as there are rows of weights", weights.rows);
   }
