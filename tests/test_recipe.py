@@ -42,7 +42,8 @@ def test_yaml_round_trips(recipe: Recipe) -> None:
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
-    assert list(presets()) == ["int4", "rotate", "rotate-int4", "rotate-online"]
+    quantized = ["fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8"]
+    assert list(presets()) == sorted([*quantized, *(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"])
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description
@@ -71,7 +72,7 @@ def test_activations_become_the_session_entry() -> None:
         ("name: x\nsteps: []\ncolour: red", "colour: Extra inputs are not permitted"),
         ("name: x\nsteps: [{step: rotate, sead: 1}]", "sead: Extra inputs are not permitted"),
         ("name: x\nsteps: [{step: rotat}]", "steps.0.*rotat"),
-        ("name: x\nsteps: [{step: quantize_weights, linear: {format: int3}}]", "int3|format"),
+        ("name: x\nsteps: [{step: quantize_weights, linear: {format: int9}}]", "no number format 'int9'.*known are int2"),
         ("name: x", "steps: Field required"),
         ("- just\n- a list", "recipe: Input should be"),
         ("name: [", "not YAML"),

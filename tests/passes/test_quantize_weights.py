@@ -42,7 +42,10 @@ def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
             continue
         array = value.const_value.numpy()
         array = array.T if turned else array
-        result = round_to_nearest(array, format_of(wanted.format), wanted.group, chosen.scale).dequantize()
+        # scales of matrices are float16 numbers: none of these is too small for that
+        stored = np.float32 if turned else np.float16
+        table = format_of(wanted.format)
+        result = round_to_nearest(array, table, wanted.group, chosen.scale, scale_type=stored).dequantize()
         value.const_value = ir.tensor((result.T if turned else result).astype(np.float32), name=name)
     return copy
 
@@ -110,7 +113,6 @@ def test_rows_that_the_group_does_not_divide_take_a_smaller_one_and_say_so() -> 
 @pytest.mark.parametrize(
     ("model", "chosen", "where", "reason"),
     [
-        (residual_model(width=10), options(), "up0", "10 rows are no multiple"),
         (residual_model(width=32), options(linear=None), "up0", "leaves it in floating point"),
         (residual_model(width=32), options(embedding=None), "embedding", "leaves it in floating point"),
         (
@@ -150,7 +152,7 @@ def test_new_nodes_know_where_they_come_from() -> None:
     assert provenance.history(made) == (["quantize_weights"], ["up0.weight"])
 
 
-@pytest.mark.parametrize("bad", [{"format": "int3"}, {"group": 48}, {"grup": 32}])
+@pytest.mark.parametrize("bad", [{"format": "int9"}, {"format": [1.0]}, {"group": 48}, {"grup": 32}])
 def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         LinearFormat(**bad)  # type: ignore[arg-type]
