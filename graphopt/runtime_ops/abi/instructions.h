@@ -1,6 +1,11 @@
 // Which instructions the kernels of this process use.
 #pragma once
 
+// What is compiled once for each set of instructions has the name of the set behind its own: GRAPHOPT_NAME(kKernels).
+#define GRAPHOPT_JOIN(first, second) first##second
+#define GRAPHOPT_JOINED(first, second) GRAPHOPT_JOIN(first, second)
+#define GRAPHOPT_NAME(name) GRAPHOPT_JOINED(name, GRAPHOPT_KERNELS)
+
 namespace graphopt {
 
 enum class Instructions { kScalar, kAvx2, kAvx512 };
@@ -8,5 +13,8 @@ enum class Instructions { kScalar, kAvx2, kAvx512 };
 // The widest that this machine has, or what GRAPHOPT_OPS_ISA (scalar, avx2, avx512) asks for where the machine has it.
 // Returns false where it asks for something else, or for what this machine or this build has not.
 bool choose_instructions(Instructions* chosen);
+
+constexpr char kWrongInstructions[] =
+    "GRAPHOPT_OPS_ISA must be scalar, avx2 or avx512, and this machine must have it";
 
 }  // namespace graphopt

@@ -62,7 +62,7 @@ namespace graphopt {
 constexpr uint32_t kApiVersion = 17;
 
 // ONNX's element types, error codes and one characteristic, with the numbers that the ABI gives them.
-enum ElementType : int { kFloat = 1, kInt8 = 3, kFloat16 = 10, kDouble = 11 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kFloat16 = 10, kDouble = 11 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 constexpr int kRequired = 0;
 constexpr int kDefaultMemory = 0;
@@ -84,6 +84,9 @@ using GetTensorElementType = Function<60, OrtStatus*, const OrtTensorTypeAndShap
 using GetDimensionsCount = Function<61, OrtStatus*, const OrtTensorTypeAndShapeInfo*, size_t*>;
 using GetDimensions = Function<62, OrtStatus*, const OrtTensorTypeAndShapeInfo*, int64_t*, size_t>;
 using GetTensorTypeAndShape = Function<65, OrtStatus*, const OrtValue*, OrtTensorTypeAndShapeInfo**>;
+using KernelInfoGetAttributeFloat = Function<85, OrtStatus*, const OrtKernelInfo*, const char*, float*>;
+using KernelInfoGetAttributeInt = Function<86, OrtStatus*, const OrtKernelInfo*, const char*, int64_t*>;
+using KernelInfoGetAttributeString = Function<87, OrtStatus*, const OrtKernelInfo*, const char*, char*, size_t*>;
 using KernelContextGetInput = Function<90, OrtStatus*, const OrtKernelContext*, size_t, const OrtValue**>;
 using KernelContextGetOutput =
     Function<91, OrtStatus*, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>;

@@ -1,6 +1,8 @@
 // The entry point that onnxruntime looks for, and the list of all operators.
 #include "abi/onnxruntime.h"
 #include "hadamard/op.h"
+#include "matmul_dynamic/op.h"
+#include "matmul_table/op.h"
 
 namespace graphopt {
 namespace {
@@ -9,9 +11,14 @@ namespace {
 OrtCustomOpDomain* make_domain(const OrtApi* api) {
   OrtCustomOpDomain* domain = nullptr;
   OrtStatus* failure = CreateCustomOpDomain::call(api, "ai.graphopt", &domain);
-  for (const OrtCustomOp* op : kHadamardOps) {
-    if (!failure) failure = CustomOpDomainAdd::call(api, domain, op);
-  }
+  const auto add = [&](const auto& ops) {
+    for (const OrtCustomOp* op : ops) {
+      if (!failure) failure = CustomOpDomainAdd::call(api, domain, op);
+    }
+  };
+  add(kHadamardOps);
+  add(kMatMulTableOps);
+  add(kMatMulDynamicOps);
   if (!failure) return domain;
   ReleaseStatus::call(api, failure);
   return nullptr;

@@ -52,6 +52,31 @@ struct Node {
     return nullptr;
   }
 
+  // An attribute of the node; `missing` hands back our own words where it is not there or of another type.
+  OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, int64_t* value) const {
+    return missing(KernelInfoGetAttributeInt::call(api, info, attribute, value), attribute, "an integer");
+  }
+  OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, float* value) const {
+    return missing(KernelInfoGetAttributeFloat::call(api, info, attribute, value), attribute, "a float");
+  }
+  OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, char* text, size_t size) const {
+    return missing(KernelInfoGetAttributeString::call(api, info, attribute, text, &size), attribute, "a short string");
+  }
+  OrtStatus* missing(OrtStatus* failure, const char* attribute, const char* type) const {
+    if (!failure) return nullptr;
+    ReleaseStatus::call(api, failure);
+    return error("its attribute %s must be there, and be %s", attribute, type);
+  }
+
+  // A constant input, which lives as long as the session.
+  OrtStatus* read_constant(const OrtKernelInfo* info, size_t index, const char* input, Tensor* tensor) const {
+    int given = 0;
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &given, &value));
+    if (!given) return error("%s must be an initializer of the graph", input);
+    return tensor->read(api, value);
+  }
+
   __attribute__((format(printf, 2, 3))) OrtStatus* error(const char* format, ...) const {
     char what[512], message[1024];
     va_list arguments;

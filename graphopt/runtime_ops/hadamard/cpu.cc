@@ -4,6 +4,7 @@
 // factor works along its own stride. What is Sylvester's is done by butterflies, the cores by adding.
 #include "hadamard/cpu.h"
 
+#include "abi/instructions.h"
 #include "hadamard/half.h"
 #include "hadamard/vector.h"
 
@@ -186,6 +187,6 @@ void transform(const HadamardWork& work) {
 
 }  // namespace
 
-const HadamardKernels GRAPHOPT_KERNELS = {transform<Half, float>, transform<float, float>, transform<double, double>};
+const HadamardKernels GRAPHOPT_NAME(kHadamard) = {transform<Half, float>, transform<float, float>, transform<double, double>};
 
 }  // namespace graphopt

@@ -8,6 +8,7 @@
 #include "abi/instructions.h"
 #include "abi/tensor.h"
 #include "hadamard/cpu.h"
+#include "hadamard/matrix.h"
 
 namespace graphopt {
 namespace {
@@ -25,27 +26,11 @@ struct Kernel {
   OwnedFactor constant[3];  // at kLeft and kRight, where the graph holds the matrix; its order is 1 where not
   bool is_constant[3] = {};
 
-  OrtStatus* read_matrix(const OrtValue* value, Input which, OwnedFactor* factor) const {
-    Tensor matrix;
-    GRAPHOPT_RETURN_IF_ERROR(matrix.read(node.api, value));
-    if (matrix.rank != 2 || matrix.shape[0] != matrix.shape[1] || matrix.shape[0] < 1) {
-      return node.error("%s must be a square matrix, of order 1 or more", kNames[which]);
-    }
-    switch (factor->read(static_cast<const int8_t*>(matrix.data), static_cast<size_t>(matrix.shape[0]))) {
-      case OwnedFactor::Outcome::kOtherEntries:
-        return node.error("%s has an entry that is neither 1 nor -1", kNames[which]);
-      case OwnedFactor::Outcome::kNoMemory:
-        return node.error("no memory for %s", kNames[which]);
-      default:
-        return nullptr;
-    }
-  }
-
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {
     GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
     Instructions instructions;
     if (!choose_instructions(&instructions)) {
-      return node.error("GRAPHOPT_OPS_ISA must be scalar, avx2 or avx512, and this machine must have it");
+      return node.error("%s", kWrongInstructions);
     }
     const HadamardKernels* kernels = &kHadamardScalar;
 #if defined(__x86_64__)
@@ -57,7 +42,7 @@ struct Kernel {
       int given = 0;
       const OrtValue* value = nullptr;
       GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
-      if (given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(value, which, &constant[which]));
+      if (given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, kNames[which], &constant[which]));
       is_constant[which] = given;
     }
     return nullptr;
@@ -102,7 +87,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   const Factor* factors[3];
   for (Input which : {kLeft, kRight}) {
     factors[which] = is_constant[which] ? &constant[which] : &given[which];
-    if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(read_matrix(values[which], which, &given[which]));
+    if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[which], kNames[which], &given[which]));
   }
   const Factor &left = *factors[kLeft], &right = *factors[kRight];
   // Neither product overflows: the matrices are in memory, and so is x, of which no axis is negative.

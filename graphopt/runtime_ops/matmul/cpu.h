@@ -1,0 +1,59 @@
+// Kernels of the products with packed weights: raw pointers in, raw pointers out. cpu.cc is compiled once for each set
+// of instructions.
+#pragma once
+
+#include "matmul/weights.h"
+
+namespace graphopt {
+
+// Rows of x, rounded and laid out for the products.
+//
+// A row is cut into words of 32 bits: 4 numbers of 8 bits, 2 bfloat16 or 1 float. Rows stand together in panels, word by
+// word: [panel][word][row of the panel]. What is rounded to 16 bits is 128 * upper + lower, two rows of 8 bits.
+struct Rounded {
+  Activations kind = Activations::kFloat;
+  int levels = 127;          // the largest magnitude of a rounded number, upper half by itself where there are two
+  float clip = 1;            // of the largest magnitude, which `levels` stands for
+  bool whole_row = false;    // a row has one scale, not one for each group of the weights
+  size_t rows_of_x = 0;
+  size_t panel = 1;          // rows of each panel but the last
+  uint32_t* words = nullptr;
+  float* scales = nullptr;   // [panel][segment][row], times the step of the table
+  float* sums = nullptr;     // [panel][segment][row], of the rounded numbers before they are scaled
+
+  size_t rows() const { return kind == Activations::kInt16 ? 2 * rows_of_x : rows_of_x; }
+  size_t panels() const { return (rows() + panel - 1) / panel; }
+  size_t words_of_row(const Weights& weights) const {
+    return weights.units() * (kind == Activations::kFloat ? 16 : kind == Activations::kBfloat16 ? 8 : 4);
+  }
+  // Rows that panel `index` has room for: enough for those that are left.
+  size_t width(size_t index) const;
+};
+
+// The widths that kernels are made for; `rows` is at most the last of them.
+constexpr size_t kWidths[] = {1, 2, 4, 8, 12};
+inline size_t width_for(size_t rows) {
+  for (size_t width : kWidths) {
+    if (rows <= width) return width;
+  }
+  return 0;
+}
+
+inline size_t Rounded::width(size_t index) const {
+  const size_t left = rows() - index * panel;
+  return left < panel ? width_for(left) : panel;
+}
+
+struct MatMulKernels {
+  // With up to `few` rows of 8 bits, codes are looked up as they are multiplied; with more of them, or others, the
+  // looked up values of two tiles are kept for panels of `panel` rows.
+  size_t few, panel;
+  void (*round)(const Weights&, const Rounded&, const float* x, size_t panel);
+  void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
+  void (*multiply)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
+  int (*largest_code)(const Weights&, size_t first_tile, size_t end_tile);
+};
+
+extern const MatMulKernels kMatMulScalar, kMatMulAvx2, kMatMulAvx512;
+
+}  // namespace graphopt

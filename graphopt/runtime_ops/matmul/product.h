@@ -1,0 +1,56 @@
+// What the products with packed weights have in common: reading the weights, and running a call on all threads.
+#pragma once
+
+#include <atomic>
+
+#include "abi/instructions.h"
+#include "abi/tensor.h"
+#include "matmul/cpu.h"
+
+namespace graphopt {
+
+// Positions of the inputs that both operators have.
+enum MatMulInput : size_t { kX, kCodes, kScales, kTable, kZeroPoints, kBias, kMatMulInputs };
+
+// Memory that one call leaves for the next; calls that run side by side each have their own.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  ~Scratch();
+
+  struct Piece;
+  // At least `bytes` bytes at a multiple of 64, or null.
+  Piece* take(size_t bytes);
+  void give_back(Piece* piece);
+  static char* memory(Piece* piece);
+
+ private:
+  std::atomic<Piece*> left_{nullptr};
+};
+
+// Something done to the rows of x before they are rounded; `to` has room for the rows.
+struct Before {
+  virtual bool run(const float* rows, size_t count, float* to) const = 0;
+
+ protected:
+  ~Before() = default;
+};
+
+struct Product {
+  Node node;
+  Instructions instructions = Instructions::kScalar;
+  const MatMulKernels* kernels = nullptr;
+  Weights weights;
+  mutable Scratch scratch;
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
+  // Multiplies the first input; `before` may be null.
+  OrtStatus* run(OrtKernelContext* context, Rounded how, const Before* before) const;
+
+ private:
+  OrtStatus* read_sizes(const OrtKernelInfo* info);
+  OrtStatus* read_table(const OrtKernelInfo* info);
+};
+
+}  // namespace graphopt

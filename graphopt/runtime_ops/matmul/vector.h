@@ -1,0 +1,153 @@
+// Vectors of 64 bytes, one cache line: whole registers of the width that GRAPHOPT_VECTOR_BYTES says, side by side.
+//
+// A line holds one value for each of the 16 columns of a tile. No function of the standard library is called: the linker
+// could keep the copy that was compiled for wide vectors for a machine that has none.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#include "hadamard/half.h"
+
+namespace graphopt {
+namespace {
+
+#if defined(GRAPHOPT_VECTOR_BYTES)
+constexpr size_t kVectorBytes = GRAPHOPT_VECTOR_BYTES;
+#else
+constexpr size_t kVectorBytes = 16;
+#endif
+constexpr size_t kLine = 64, kColumns = 16, kParts = kLine / kVectorBytes;
+
+template <typename T>
+struct Line {
+  typedef T Part __attribute__((vector_size(kVectorBytes)));
+  Part part[kParts];
+};
+using Bytes = Line<uint8_t>;
+using Integers = Line<int32_t>;
+using Floats = Line<float>;
+
+template <typename L>
+inline L load_line(const void* from) {
+  L line;
+  __builtin_memcpy(&line, from, sizeof line);
+  return line;
+}
+
+template <typename L>
+inline void store_line(void* to, const L& line) {
+  __builtin_memcpy(to, &line, sizeof line);
+}
+
+// The result of an operation on each part.
+template <typename L, typename Operation>
+inline L by_parts(const Operation& operation) {
+  L result;
+#pragma GCC unroll 4
+  for (size_t i = 0; i < kParts; ++i) result.part[i] = operation(i);
+  return result;
+}
+
+template <typename T>
+inline Line<T> all_lanes(T value) {
+  return by_parts<Line<T>>([&](size_t) { return typename Line<T>::Part{} + value; });
+}
+
+inline Floats operator+(const Floats& a, const Floats& b) {
+  return by_parts<Floats>([&](size_t i) { return a.part[i] + b.part[i]; });
+}
+inline Floats operator-(const Floats& a, const Floats& b) {
+  return by_parts<Floats>([&](size_t i) { return a.part[i] - b.part[i]; });
+}
+inline Floats operator*(const Floats& a, const Floats& b) {
+  return by_parts<Floats>([&](size_t i) { return a.part[i] * b.part[i]; });
+}
+inline Floats operator*(const Floats& a, float b) { return a * all_lanes(b); }
+
+inline Floats to_floats(const Floats& a) { return a; }
+inline Floats to_floats(const Integers& a) {
+  return by_parts<Floats>([&](size_t i) { return __builtin_convertvector(a.part[i], Floats::Part); });
+}
+
+// 16 numbers in float16.
+inline Floats load_halves(const Half* from) {
+#if defined(__AVX512F__)
+  return {{_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))}};
+#elif defined(__F16C__)
+  const auto part = [&](size_t i) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
+  };
+  return {{part(0), part(1)}};
+#else
+  float numbers[kColumns];
+  for (size_t i = 0; i < kColumns; ++i) numbers[i] = number<float>(from[i]);
+  return load_line<Floats>(numbers);
+#endif
+}
+
+// sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`; exact.
+inline Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t word) {
+#if defined(__AVX512VNNI__)
+  return {{reinterpret_cast<Integers::Part>(
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(unsigned_bytes.part[0]),
+                          _mm512_set1_epi32(static_cast<int>(word))))}};
+#elif defined(__AVX2__)
+  // in 16 bits: the sum of two products of 8 bits needs more of them than vpmaddubsw has
+  const __m256i signed_bytes = _mm256_set1_epi32(static_cast<int>(word));
+  const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(signed_bytes, 8), 8);
+  const __m256i odd = _mm256_srai_epi16(signed_bytes, 8);
+  return by_parts<Integers>([&](size_t i) {
+    const __m256i u = reinterpret_cast<__m256i>(unsigned_bytes.part[i]);
+    const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), even),
+                                              _mm256_madd_epi16(_mm256_srli_epi16(u, 8), odd));
+    return sum.part[i] + reinterpret_cast<Integers::Part>(products);
+  });
+#else
+  int8_t x[4];
+  __builtin_memcpy(x, &word, sizeof x);
+  uint8_t u[kLine];
+  store_line(u, unsigned_bytes);
+  int32_t sums[kColumns];
+  store_line(sums, sum);
+  for (size_t r = 0; r < kColumns; ++r) {
+    sums[r] += u[4 * r] * x[0] + u[4 * r + 1] * x[1] + u[4 * r + 2] * x[2] + u[4 * r + 3] * x[3];
+  }
+  return load_line<Integers>(sums);
+#endif
+}
+
+// sum + the products of the 2 bfloat16 of each lane of `pairs` and the 2 of `word`.
+inline Floats dot_bfloat16(const Floats& sum, const Bytes& pairs, uint32_t word) {
+#if defined(__AVX512BF16__)
+  return {{_mm512_dpbf16_ps(sum.part[0], reinterpret_cast<__m512bh>(pairs.part[0]),
+                            reinterpret_cast<__m512bh>(_mm512_set1_epi32(static_cast<int>(word))))}};
+#else
+  // a bfloat16 is the upper half of a float
+  typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
+  const float low = bits_of<float>(word << 16), high = bits_of<float>(word & 0xffff0000u);
+  return by_parts<Floats>([&](size_t i) {
+    const Words w = reinterpret_cast<Words>(pairs.part[i]);
+    return sum.part[i] + (reinterpret_cast<Floats::Part>(w << 16) * low +
+                          reinterpret_cast<Floats::Part>(w & 0xffff0000u) * high);
+  });
+#endif
+}
+
+inline Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
+  const float x = bits_of<float>(word);
+#if defined(__AVX512F__)
+  return {{_mm512_fmadd_ps(line.part[0], _mm512_set1_ps(x), sum.part[0])}};
+#elif defined(__FMA__)
+  return by_parts<Floats>([&](size_t i) { return _mm256_fmadd_ps(line.part[i], _mm256_set1_ps(x), sum.part[i]); });
+#else
+  return sum + line * x;
+#endif
+}
+
+}  // namespace
+}  // namespace graphopt

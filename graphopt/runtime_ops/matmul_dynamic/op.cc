@@ -1,0 +1,86 @@
+#include "matmul_dynamic/op.h"
+
+#include <cmath>
+#include <cstdlib>
+
+#include "hadamard/matrix.h"
+#include "matmul/custom_op.h"
+
+namespace graphopt {
+namespace {
+
+enum Matrix : size_t { kLeft = kMatMulInputs, kRight, kAllInputs };
+
+struct Rotation : Before {
+  OwnedFactor left, right;
+  HadamardKernel kernel = nullptr;
+  size_t width = 0;  // of a row
+
+  bool run(const float* rows, size_t count, float* to) const override {
+    const size_t order = left.order() * right.order();
+    void* scratch = nullptr;
+    if (posix_memalign(&scratch, 64, hadamard_scratch(left, right, sizeof(float)))) return false;
+    const double scale = 1 / std::sqrt(static_cast<double>(order));
+    kernel({rows, to, count * (width / order), left, right, scale, scratch, false});
+    std::free(scratch);
+    return true;
+  }
+};
+
+struct Kernel {
+  static constexpr const char* kName = "MatMulDynamic";
+  static constexpr size_t kInputs = kAllInputs;
+  Product product;
+  Rounded how;
+  Rotation rotation;
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info) {
+    GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
+    const Node& node = product.node;
+    int64_t bits = 0;
+    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "bits", &bits));
+    if (bits != 8 && bits != 4) return node.error("bits must be 8 or 4, not %lld", static_cast<long long>(bits));
+    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "clip", &how.clip));
+    if (!(how.clip > 0 && how.clip <= 1)) return node.error("clip must be above 0 and at most 1, it is %g", how.clip);
+    how.kind = Activations::kInt8;
+    how.levels = bits == 8 ? 127 : 7;
+    how.whole_row = true;
+    GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kLeft, "left", &rotation.left));
+    GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kRight, "right", &rotation.right));
+    const size_t order = rotation.left.order() * rotation.right.order();
+    rotation.width = product.weights.rows;
+    if (rotation.width % order) {
+      return node.error("the %zu rows of the weights are no multiple of %zu x %zu", rotation.width,
+                        rotation.left.order(), rotation.right.order());
+    }
+    const HadamardKernels* kernels = &kHadamardScalar;
+#if defined(__x86_64__)
+    if (product.instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
+    if (product.instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
+#endif
+    rotation.kernel = kernels->single;
+    return nullptr;
+  }
+
+  OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name, OwnedFactor* factor) const {
+    const Node& node = product.node;
+    int given = 0;
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(node.api, info, index, &given, &value));
+    return given ? read_matrix(node, value, name, factor) : node.error("%s must be an initializer of the graph", name);
+  }
+
+  OrtStatus* compute(OrtKernelContext* context) const {
+    // [[-1]] is a Hadamard matrix of order 1 too
+    const bool none = rotation.left.order() * rotation.right.order() == 1 && !rotation.left.codes && !rotation.right.codes;
+    return product.run(context, how, none ? nullptr : &rotation);
+  }
+};
+
+const OrtCustomOp kOps[2] = {matmul_op<Kernel, kFloat>(), matmul_op<Kernel, kFloat16>()};
+
+}  // namespace
+
+const OrtCustomOp* const kMatMulDynamicOps[2] = {&kOps[0], &kOps[1]};
+
+}  // namespace graphopt

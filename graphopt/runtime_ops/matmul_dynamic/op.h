@@ -1,0 +1,10 @@
+// ai.graphopt::MatMulDynamic as onnxruntime sees it.
+#pragma once
+
+#include "abi/onnxruntime.h"
+
+namespace graphopt {
+
+extern const OrtCustomOp* const kMatMulDynamicOps[2];
+
+}  // namespace graphopt
