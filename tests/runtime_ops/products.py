@@ -1,0 +1,72 @@
+"""Inputs of MatMulTable and MatMulDynamic, and their bodies run by an onnxruntime that has no library of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+
+from graphopt.runtime_ops import OPERATORS, declare
+from graphopt.runtime_ops.matmul_table.packing import pack, tile
+
+INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias", "left", "right")
+Case = dict[str, Any]
+
+
+def case_of(
+    rows: int,
+    columns: int,
+    group: int,
+    bits: int,
+    *,
+    leading: tuple[int, ...] = (3,),
+    entries: int | None = None,
+    scale_type: type = np.float32,
+    zero_points: bool = False,
+    bias: bool = False,
+    seed: int = 0,
+) -> Case:
+    """Return the inputs of MatMulTable by name, and its attributes but for ``activations``."""
+    random = np.random.default_rng(seed)
+    entries = 2**bits if entries is None else entries
+    groups = -(-rows // group)
+    numbers = random.standard_normal((groups, columns)) if zero_points else None
+    return {
+        "x": random.standard_normal((*leading, rows)).astype(np.float32),
+        "codes": pack(random.integers(0, entries, (rows, columns)).astype(np.uint8), bits),
+        "scales": tile(random.uniform(0.1, 1, (groups, columns)).astype(scale_type)),
+        "table": random.standard_normal(entries).astype(np.float32),
+        "zero_points": np.zeros((1, 1, 1), scale_type) if numbers is None else tile(numbers.astype(scale_type)),
+        "bias": random.standard_normal(columns).astype(np.float32) if bias else np.zeros(1, np.float32),
+        "rows": rows,
+        "columns": columns,
+        "group": group,
+    }
+
+
+def model_of(name: str, case: Case, opset: int = 23) -> ir.Model:
+    """Return a graph of one node of the operator called ``name``; only x is an input of the graph."""
+    constants = [ir.val(key, const_value=ir.tensor(case[key], name=key)) for key in INPUTS[1:] if key in case]
+    leading = [f"axis{axis}" for axis in range(case["x"].ndim - 1)]
+    x = ir.val("x", ir.DataType.FLOAT, ir.Shape([*leading, case["rows"]]))
+    attributes = {key: value for key, value in case.items() if key not in INPUTS}
+    node = OPERATORS[name].node([x, *constants], attributes, name="product")
+    y = node.outputs[0]
+    y.name, y.type, y.shape = "y", x.type, ir.Shape([*leading, case["columns"]])
+    graph = ir.Graph([x], [y], nodes=[node], initializers=constants, opset_imports={"": opset}, name="one")
+    model = ir.Model(graph, ir_version=11)
+    declare(model)
+    return model
+
+
+def run_body(name: str, case: Case, opset: int = 23, optimized: str | None = None) -> np.ndarray:
+    """Run the body of the operator called ``name``."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    if optimized is not None:
+        options.optimized_model_filepath = optimized
+    serialized = ir.to_proto(model_of(name, case, opset)).SerializeToString()
+    session = onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+    return session.run(None, {"x": case["x"]})[0]
