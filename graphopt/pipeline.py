@@ -12,6 +12,7 @@ from graphopt import artifact as artifacts
 from graphopt.analysis.cost import storage_formats, weight_totals
 from graphopt.analysis.structure import makes_last_logits
 from graphopt.artifact import Artifact
+from graphopt.genai import GENAI_CONFIG
 from graphopt.kernels import FUSED, UNKNOWN, KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.manifest import Manifest, Precision, installed_versions
 from graphopt.passes import PassReport, Target
@@ -114,8 +115,15 @@ def optimize(
 
 
 def notes_of(model: ir.Model) -> list[str]:
-    """Say what a user should know of the graph: tensors that are rounded for an emulation, logits that are not made."""
+    """Say what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
     notes = []
+    ours = sorted({node.op_type for node in own_nodes(model.graph)} - {ROUND_TRIP.name})
+    if ours:
+        notes.append(
+            f"operators of {DOMAIN} ({', '.join(ours)}): any onnxruntime runs the bodies that they carry; for kernels "
+            "register graphopt's library, by SessionOptions.register_custom_ops_library or as custom_ops_library among "
+            f"the session_options of {GENAI_CONFIG}"
+        )
     count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
     if count:
         notes.append(

@@ -16,16 +16,17 @@ from graphopt.rounding.lazy import LazyQuantized
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.weights import new_weight, weight_of
 
-# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes and codes of these types only.
+# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
+# from these opsets on.
 _GROUPS = (16, 32, 64, 128, 256)
-_FUSED = (
-    ir.DataType.INT2,
-    ir.DataType.UINT2,
-    ir.DataType.INT4,
-    ir.DataType.UINT4,
-    ir.DataType.INT8,
-    ir.DataType.UINT8,
-)
+_FUSED = {
+    ir.DataType.INT2: 25,
+    ir.DataType.UINT2: 25,
+    ir.DataType.INT4: 21,
+    ir.DataType.UINT4: 21,
+    ir.DataType.INT8: 21,
+    ir.DataType.UINT8: 21,
+}
 
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
@@ -143,7 +144,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         weight, table = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
         rows = weight.const_value.shape.numpy()[0]
-        group = _fused_group(table, wanted, rows)
+        group = _fused_group(table, wanted, rows, graph.opset_imports[""])
         if group is not None:
             self._as_dequantized(graph, node, weight, table, group, wanted, ledger)
         elif weight.dtype != ir.DataType.FLOAT:
@@ -234,8 +235,9 @@ def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: 
     value.type = None if dtype is None else ir.TensorType(dtype)
 
 
-def _fused_group(table: TableFormat, wanted: LinearFormat, rows: int) -> int | None:
+def _fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int) -> int | None:
     """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
-    if table.onnx_type not in _FUSED or wanted.group is None:
+    first_opset = None if table.onnx_type is None else _FUSED.get(table.onnx_type)
+    if first_opset is None or opset < first_opset or wanted.group is None:
         return None
     return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)
