@@ -89,13 +89,15 @@ class Verifier:
         folder: where models are written to be run; weights that a pass made lazily are computed once, into it.
         entries: onnxruntime session entries to run with.
         run: whether to run models at all.
+        native: whether graphopt's own kernels take the nodes of its operators, where they were built. Without them the
+            bodies run that the model carries, which is what onnxruntime runs anywhere else.
 
     Attributes:
         why_not: why the model cannot be run here, once :meth:`start` has found a reason.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, str], *, run: bool = True) -> None:
-        self._folder, self._entries, self._may_run = folder, dict(entries), run
+    def __init__(self, folder: Path, entries: Mapping[str, str], *, run: bool = True, native: bool = True) -> None:
+        self._folder, self._entries, self._may_run, self._native = folder, dict(entries), run, native
         self._probe: Probe | None = None
         self._logits: npt.NDArray[np.float64] | None = None
         self._first: npt.NDArray[np.float64] | None = None
@@ -149,7 +151,7 @@ class Verifier:
         return Check(name="logits", after=name, status="measured", reason=reason, figures=figures)
 
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
-        return run_probe(self.settle(model), self._probe_for(model), self._entries)
+        return run_probe(self.settle(model), self._probe_for(model), self._entries, native=self._native)
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
@@ -210,12 +212,12 @@ def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check
     )
 
 
-def run_probe(path: Path, probe: Probe, entries: Mapping[str, str]) -> npt.NDArray[np.float64]:
+def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: bool = True) -> npt.NDArray[np.float64]:
     """Return the logits of real tokens, float64 [tokens, vocabulary]: of a prefill, then of the rest on its cache.
 
     A graph that makes logits of the last position only gives those of two tokens a row.
     """
-    session = open_session(path, entries=entries)
+    session = open_session(path, entries=entries, native=native)
     interface = Interface.of_session(session)
     past, rows = interface.empty_past(_BATCH), []
     for start, end in ((0, _PREFILL), (_PREFILL, _LENGTH)):

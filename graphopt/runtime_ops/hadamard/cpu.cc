@@ -11,7 +11,22 @@
 namespace graphopt {
 namespace {
 
-// One butterfly over Radix vectors that lie `stride` apart, at each column of each block; in place.
+// v times S(Radix).
+template <size_t Radix, typename V>
+inline void butterfly(V* v) {
+#pragma GCC unroll 4
+  for (size_t half = 1; half < Radix; half *= 2) {
+#pragma GCC unroll 16
+    for (size_t i = 0; i < Radix; ++i) {
+      if (i & half) continue;
+      const V sum = v[i] + v[i + half], difference = v[i] - v[i + half];
+      v[i] = sum;
+      v[i + half] = difference;
+    }
+  }
+}
+
+// Radix vectors that lie `stride` apart are one butterfly, at each column of each block; in place.
 template <typename V, size_t Radix, typename T>
 void butterfly_across(T* x, size_t size, size_t stride) {
   for (size_t block = 0; block < size; block += Radix * stride) {
@@ -20,16 +35,7 @@ void butterfly_across(T* x, size_t size, size_t stride) {
       V v[Radix];
 #pragma GCC unroll 16
       for (size_t i = 0; i < Radix; ++i) v[i] = load<V>(at + i * stride);
-#pragma GCC unroll 4
-      for (size_t half = 1; half < Radix; half *= 2) {
-#pragma GCC unroll 16
-        for (size_t i = 0; i < Radix; ++i) {
-          if (i & half) continue;
-          const V sum = v[i] + v[i + half], difference = v[i] - v[i + half];
-          v[i] = sum;
-          v[i + half] = difference;
-        }
-      }
+      butterfly<Radix>(v);
 #pragma GCC unroll 16
       for (size_t i = 0; i < Radix; ++i) store(at + i * stride, v[i]);
     }
@@ -51,15 +57,22 @@ void butterfly_within(T* x, size_t size) {
   for (size_t at = 0; at < size; at += lanes<V, T>) store(x + at, butterfly_inside<Distance>(load<V>(x + at)));
 }
 
-// All the distances inside a vector at once.
-template <typename T>
+// All the distances inside a vector at once, and then Radix of these vectors are one butterfly: S(Radix * lanes).
+template <size_t Radix, typename T>
 void butterflies_within(T* x, size_t size) {
   using V = typename Wide<T>::type;
-  for (size_t at = 0; at < size; at += lanes<V, T>) {
-    V v = butterfly_inside<2>(butterfly_inside<1>(load<V>(x + at)));
-    if constexpr (lanes<V, T> >= 8) v = butterfly_inside<4>(v);
-    if constexpr (lanes<V, T> >= 16) v = butterfly_inside<8>(v);
-    store(x + at, v);
+  constexpr size_t L = lanes<V, T>;
+  for (size_t at = 0; at < size; at += Radix * L) {
+    V v[Radix];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Radix; ++i) {
+      v[i] = butterfly_inside<2>(butterfly_inside<1>(load<V>(x + at + i * L)));
+      if constexpr (L >= 8) v[i] = butterfly_inside<4>(v[i]);
+      if constexpr (L >= 16) v[i] = butterfly_inside<8>(v[i]);
+    }
+    butterfly<Radix>(v);
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Radix; ++i) store(x + at + i * L, v[i]);
   }
 }
 #endif
@@ -71,9 +84,13 @@ void sylvester(T* x, size_t size, size_t stride, size_t order) {
   constexpr size_t L = lanes<V, T>;
 #if defined(GRAPHOPT_VECTOR_BYTES)
   if (size % L == 0 && stride == 1 && order >= L) {
-    butterflies_within(x, size);
-    stride = L;
-    order /= L;
+    const size_t radix = order / L < 8 ? order / L : 8;
+    if (radix == 8) butterflies_within<8>(x, size);
+    if (radix == 4) butterflies_within<4>(x, size);
+    if (radix == 2) butterflies_within<2>(x, size);
+    if (radix == 1) butterflies_within<1>(x, size);
+    stride = radix * L;
+    order /= stride;
   }
   for (; size % L == 0 && L % (2 * stride) == 0 && order > 1; stride *= 2, order /= 2) {
     if (stride == 1) butterfly_within<1>(x, size);
@@ -89,76 +106,115 @@ void sylvester(T* x, size_t size, size_t stride, size_t order) {
   stride % L == 0 ? sylvester_across<V>(x, size, stride, order) : sylvester_across<T>(x, size, stride, order);
 }
 
-// out[k] = sum over i of C[i][k] in(i), for vectors. Any four inputs have 16 sums with signs: each is made once and
-// serves all outputs, so an output costs a quarter of the additions. `kBlock` groups of four at a time stay in L1.
-template <typename V, typename T, typename Input>
-void core_product(const Factor& factor, V* out, Input in) {
-  constexpr size_t kBlock = 16;
-  V sums[kBlock][16];
-  const size_t core = factor.core, all = groups(core);
+// What the next run will read, on its way into L2 a line at a time while this one is added up.
+struct Ahead {
+  uintptr_t at = 0, end = 0;
+
+  void fetch_line() {
+    if (at >= end) return;
+    __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 2);
+    at += 64;
+  }
+};
+
+// out[k] = sum over i of B[i][k] in[i], for strips. Any four inputs have 16 sums with signs: each is made once and serves
+// all outputs, so an output costs a quarter of the additions. `kBlock` groups of four at a time stay in L1. Behind the
+// last input there are zeros up to a whole group.
+template <typename V>
+void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Ahead& ahead) {
+  constexpr size_t kBlock = 10, W = kStrip / sizeof(V);
+  V sums[kBlock][16][W];
+  const size_t all = groups(order);
   for (size_t first = 0; first < all; first += kBlock) {
     const size_t count = all - first < kBlock ? all - first : kBlock;
     for (size_t g = 0; g < count; ++g) {
-      V row[kGroup];
-      for (size_t r = 0; r < kGroup; ++r) {
-        const size_t i = (first + g) * kGroup + r;
-        row[r] = i < core ? in(i) : V{};
-      }
-      const V low[4] = {row[0] + row[1], row[1] - row[0], row[0] - row[1], -(row[0] + row[1])};
-      const V high[4] = {row[2] + row[3], row[3] - row[2], row[2] - row[3], -(row[2] + row[3])};
+      const V* const row = in + (first + g) * kGroup * W;
+      for (size_t w = 0; w < W; ++w) {
+        const V a = row[w], b = row[W + w], c = row[2 * W + w], d = row[3 * W + w];
+        const V low[4] = {a + b, b - a, a - b, -(a + b)}, high[4] = {c + d, d - c, c - d, -(c + d)};
 #pragma GCC unroll 16
-      for (size_t code = 0; code < 16; ++code) sums[g][code] = low[code % 4] + high[code / 4];
+        for (size_t code = 0; code < 16; ++code) sums[g][code][w] = low[code % 4] + high[code / 4];
+      }
     }
     const auto outputs = [&](size_t k, auto together) {
       constexpr size_t K = decltype(together)::value;
-      V sum[K];
-      for (size_t j = 0; j < K; ++j) sum[j] = first ? out[k + j] : V{};
+      V sum[K][W] = {};
+      if (first) __builtin_memcpy(sum, out + k * W, sizeof sum);
+      for (size_t j = 0; j < K; ++j) ahead.fetch_line();
       for (size_t g = 0; g < count; ++g) {
-        for (size_t j = 0; j < K; ++j) sum[j] += sums[g][factor.codes[(k + j) * all + first + g]];
+        for (size_t j = 0; j < K; ++j) {
+          const V* const from = sums[g][codes[(k + j) * all + first + g]];
+          for (size_t w = 0; w < W; ++w) sum[j][w] += from[w];
+        }
       }
-      for (size_t j = 0; j < K; ++j) out[k + j] = sum[j];
+      for (size_t j = 0; j < K; ++j) {
+        for (size_t w = 0; w < W; ++w) out[(k + j) * W + w] = sum[j][w];
+      }
     };
+    constexpr size_t kTogether = W < 8 ? 8 / W : 1;  // as many sums as there are registers for
     size_t k = 0;
-    for (; k + 4 <= core; k += 4) outputs(k, std::integral_constant<size_t, 4>());
-    for (; k < core; ++k) outputs(k, std::integral_constant<size_t, 1>());
+    for (; k + kTogether <= order; k += kTogether) outputs(k, std::integral_constant<size_t, kTogether>());
+    for (; k < order; ++k) outputs(k, std::integral_constant<size_t, 1>());
   }
 }
 
-// x times I (x) C (x) I(stride), in place; `out` has room for one vector per row of C.
-template <typename T>
-void core(T* x, size_t size, size_t stride, const Factor& factor, void* room) {
+// x times I (x) C (x) I(stride), in place. A strip is columns side by side, as units of U: vectors, or single numbers
+// where columns that follow one another do not lie so.
+template <typename U, typename T>
+void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
   using V = typename Wide<T>::type;
-  constexpr size_t L = lanes<V, T>;
-  V* const out = static_cast<V*>(room);
-  const size_t block = factor.core * stride, columns = size / factor.core;
-  if (stride % L == 0) {
-    for (size_t column = 0; column < columns; column += L) {
-      T* const at = x + column / stride * block + column % stride;
-      core_product<V, T>(factor, out, [&](size_t i) { return load<V>(at + i * stride); });
-      for (size_t k = 0; k < factor.core; ++k) store(at + k * stride, out[k]);
+  constexpr size_t L = lanes<U, T>, kUnits = kStrip / sizeof(U);
+  const size_t order = factor.coded(), rows = groups(order) * kGroup, columns = size / factor.core;
+  U* const in = static_cast<U*>(room);
+  U* const out = in + rows * kUnits;
+  // With a D, a strip holds half as many columns: their sums of two rows, and then the differences.
+  const size_t in_strip = factor.diagonal ? kUnits / 2 : kUnits;
+  __builtin_memset(in, 0, rows * kStrip);
+  for (size_t first = 0; first < columns; first += in_strip * L) {
+    T* at[kUnits];
+    size_t count = 0;
+    for (; count < in_strip && first + count * L < columns; ++count) {
+      const size_t column = first + count * L;
+      at[count] = x + column / stride * factor.core * stride + column % stride;
     }
-    return;
-  }
-  // Columns do not lie side by side: collect as many as a vector holds, and put them back.
-  for (size_t column = 0; column < columns; column += L) {
-    const size_t count = columns - column < L ? columns - column : L;
-    T* at[L];
-    for (size_t l = 0; l < count; ++l) at[l] = x + (column + l) / stride * block + (column + l) % stride;
-    core_product<V, T>(factor, out, [&](size_t i) {
-      T numbers[L] = {};
-      for (size_t l = 0; l < count; ++l) numbers[l] = at[l][i * stride];
-      return load<V>(numbers);
-    });
-    for (size_t k = 0; k < factor.core; ++k) {
-      for (size_t l = 0; l < count; ++l) at[l][k * stride] = reinterpret_cast<const T*>(out + k)[l];
+    for (size_t i = 0; i < order; ++i) {
+      U* const row = in + i * kUnits;
+      for (size_t u = 0; u < count; ++u) {
+        if (factor.diagonal) {
+          const U even = load<U>(at[u] + 2 * i * stride), odd = load<U>(at[u] + (2 * i + 1) * stride);
+          row[u] = even + odd;
+          row[u + in_strip] = even - odd;
+        } else {
+          row[u] = load<U>(at[u] + i * stride);
+        }
+      }
+    }
+    core_product(factor.codes, order, reinterpret_cast<const V*>(in), reinterpret_cast<V*>(out), ahead);
+    for (size_t k = 0; k < order; ++k) {
+      const U* const row = out + k * kUnits;
+      for (size_t u = 0; u < count; ++u) {
+        if (factor.diagonal) {
+          T *const even = at[u] + 2 * k * stride, *const odd = even + stride;
+          const int8_t* const d = factor.diagonal + 2 * k;
+          store(even, row[u] + static_cast<T>(d[0]) * load<U>(even));
+          store(odd, row[u + in_strip] + static_cast<T>(d[1]) * load<U>(odd));
+        } else {
+          store(at[u] + k * stride, row[u]);
+        }
+      }
     }
   }
 }
 
 template <typename T>
-void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room) {
+void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+  using V = typename Wide<T>::type;
   sylvester(run, size, stride, factor.inner);
-  if (factor.codes) core(run, size, stride * factor.inner, factor, room);
+  if (factor.codes) {
+    const size_t of_core = stride * factor.inner;
+    if (of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
+    else core<T>(run, size, of_core, factor, room, ahead);
+  }
   sylvester(run, size, stride * factor.inner * factor.core, factor.outer);
 }
 
@@ -168,16 +224,27 @@ void transform(const HadamardWork& work) {
   T* const run = static_cast<T*>(work.scratch);
   void* const room = static_cast<char*>(work.scratch) + (size * sizeof(T) + 63) / 64 * 64;
   const T scale = static_cast<T>(work.scale);
+  // What a pass wrote is still in L1 when the next one reads it.
+  constexpr size_t kPart = 8192 / sizeof(T);
+  const size_t order = work.right.order(), in_part = order < kPart ? kPart / order * order : order;
   for (size_t i = 0; i < work.runs; ++i) {
     const Stored* const x = static_cast<const Stored*>(work.x) + i * size;
     Stored* const y = static_cast<Stored*>(work.y) + i * size;
-    for (size_t j = 0; j < size; ++j) run[j] = number<T>(x[j]) * scale;
-    multiply(run, size, 1, work.right, room);
-    multiply(run, size, work.right.order(), work.left, room);
+    Ahead ahead;
+    if (work.streaming) {
+      ahead.at = reinterpret_cast<uintptr_t>(x) + size * sizeof(Stored);
+      ahead.end = ahead.at + size * sizeof(Stored);
+    }
+    for (size_t j = 0; j < size; j += in_part) {
+      const size_t count = size - j < in_part ? size - j : in_part;
+      for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;
+      multiply(run + j, count, 1, work.right, room, ahead);
+    }
+    multiply(run, size, order, work.left, room, ahead);
     const size_t bytes = size * sizeof(T);
     if constexpr (sizeof(Stored) != sizeof(T)) {
       for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
-    } else if (work.streaming && bytes % 64 == 0 && reinterpret_cast<uintptr_t>(y) % 64 == 0) {
+    } else if (work.streaming) {
       stream(y, run, bytes);
     } else {
       __builtin_memcpy(y, run, bytes);

@@ -28,10 +28,13 @@ struct HadamardKernels {
 
 extern const HadamardKernels kHadamardScalar, kHadamardAvx2, kHadamardAvx512;
 
-// Bytes for one run and for the results of the larger core, each of at most 64 bytes.
+// So many bytes of numbers go through a core together, and looking up a code serves them all.
+constexpr size_t kStrip = 128;
+
+// Bytes for one run, and for what goes into the larger core and comes out of it.
 inline size_t hadamard_scratch(const Factor& left, const Factor& right, size_t bytes_of_number) {
-  const size_t core = left.core > right.core ? left.core : right.core;
-  return (left.order() * right.order() * bytes_of_number + 63) / 64 * 64 + core * 64;
+  const size_t order = left.coded() > right.coded() ? left.coded() : right.coded();
+  return (left.order() * right.order() * bytes_of_number + 63) / 64 * 64 + (groups(order) * kGroup + order) * kStrip;
 }
 
 }  // namespace graphopt

@@ -37,6 +37,17 @@ bool doubles_inside(const View& m) {
   return true;
 }
 
+// Is it B (x) S(2) + D? A block of 2 x 2 on the diagonal then is b * [[., 1], [1, .]], and any signs may stand there.
+bool doubles_inside_but_for_the_diagonal(const View& m) {
+  for (size_t i = 0; i < m.order; i += 2) {
+    for (size_t j = 0; j < m.order; j += 2) {
+      const int b = m(i, j + 1);
+      if (m(i + 1, j) != b || (i != j && (m(i, j) != b || m(i + 1, j + 1) != -b))) return false;
+    }
+  }
+  return true;
+}
+
 }  // namespace
 
 OwnedFactor::Outcome OwnedFactor::read(const int8_t* matrix, size_t order) {
@@ -48,13 +59,24 @@ OwnedFactor::Outcome OwnedFactor::read(const int8_t* matrix, size_t order) {
   for (inner = 1; m.order % 2 == 0 && doubles_inside(m); m.order /= 2, m.step *= 2) inner *= 2;
   core = m.order;
   codes = nullptr;
+  diagonal = nullptr;
   if (core == 1 && m(0, 0) == 1) return Outcome::kDone;
-  const size_t count = groups(core);
-  memory.reset(new (std::nothrow) uint8_t[core * count]());
+  if (core % 2 == 0 && doubles_inside_but_for_the_diagonal(m)) {
+    diagonal_memory.reset(new (std::nothrow) int8_t[core]);
+    if (!diagonal_memory) return Outcome::kNoMemory;
+    for (size_t i = 0; i < core; i += 2) {
+      diagonal_memory[i] = static_cast<int8_t>(m(i, i) - m(i, i + 1));
+      diagonal_memory[i + 1] = static_cast<int8_t>(m(i + 1, i + 1) + m(i, i + 1));
+    }
+    diagonal = diagonal_memory.get();
+  }
+  const size_t count = groups(coded()), step = diagonal ? 2 : 1;
+  memory.reset(new (std::nothrow) uint8_t[coded() * count]());
   if (!memory) return Outcome::kNoMemory;
-  for (size_t k = 0; k < core; ++k) {
-    for (size_t i = 0; i < core; ++i) {
-      if (m(i, k) < 0) memory[k * count + i / kGroup] |= static_cast<uint8_t>(1 << i % kGroup);
+  for (size_t k = 0; k < coded(); ++k) {
+    for (size_t i = 0; i < coded(); ++i) {
+      // B's entries are those beside the diagonal
+      if (m(step * i, step * k + step - 1) < 0) memory[k * count + i / kGroup] |= static_cast<uint8_t>(1 << i % kGroup);
     }
   }
   codes = memory.get();

@@ -50,10 +50,18 @@ inline V butterfly_inside(V v, Integer, std::index_sequence<I...>) {
 #else
   const V partner = __builtin_shuffle(v, Mask{static_cast<Integer>(I ^ Distance)...});
 #endif
+#if defined(__AVX512F__)
+  // The upper one of a pair gives partner - v: v times 1 or -1 is exact, so this rounds once, as an addition does.
+  typedef decltype(v[0] + v[0]) Number;
+  const V signs = {((I & Distance) ? Number(-1) : Number(1))...};
+  if constexpr (sizeof(Number) == 4) return _mm512_fmadd_ps(v, signs, partner);
+  else return _mm512_fmadd_pd(v, signs, partner);
+#else
   // The upper one of a pair gives partner - v, as partner + (-v); its sign bit is flipped to get there.
   constexpr Integer sign = std::numeric_limits<Integer>::min();  // that bit alone
   const Mask flip = {((I & Distance) ? sign : Integer(0))...};
   return partner + reinterpret_cast<V>(reinterpret_cast<Mask>(v) ^ flip);
+#endif
 }
 
 // Sums and differences of the lanes that are Distance apart, which is a power of two.
@@ -67,19 +75,26 @@ inline Wide<double>::type butterfly_inside(Wide<double>::type v) {
 }
 #endif
 
-// A copy past the caches, for what nobody reads soon; `to` and `from` lie at multiples of 64 bytes.
+// A copy past the caches, for what nobody reads soon.
 inline void stream(void* to, const void* from, size_t bytes) {
+  char* t = static_cast<char*>(to);
+  const char* f = static_cast<const char*>(from);
+#if defined(__AVX2__)
+  // Only whole lines go past the caches.
+  size_t head = -reinterpret_cast<uintptr_t>(t) % 64;
+  if (head > bytes) head = bytes;
+  __builtin_memcpy(t, f, head);
+  for (t += head, f += head, bytes -= head; bytes >= 64; t += 64, f += 64, bytes -= 64) {
 #if defined(__AVX512F__)
-  for (size_t at = 0; at < bytes; at += 64)
-    _mm512_stream_si512((__m512i*)((char*)to + at), _mm512_load_si512((const char*)from + at));
-  _mm_sfence();
-#elif defined(__AVX2__)
-  for (size_t at = 0; at < bytes; at += 32)
-    _mm256_stream_si256((__m256i*)((char*)to + at), _mm256_load_si256((const __m256i*)((const char*)from + at)));
-  _mm_sfence();
+    _mm512_stream_si512(reinterpret_cast<__m512i*>(t), _mm512_loadu_si512(f));
 #else
-  __builtin_memcpy(to, from, bytes);
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(t), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f)));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(t + 32), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f + 32)));
 #endif
+  }
+  _mm_sfence();
+#endif
+  __builtin_memcpy(t, f, bytes);
 }
 
 }  // namespace

@@ -28,11 +28,11 @@ struct Float {
 
 // Rows of x that go by a block of weights: their totals and the block fit the second level of the caches.
 constexpr size_t kRowsOfBlock = 504;
-constexpr size_t kBlockUnits = Weights::kSegment / 16;
+constexpr size_t kMostUnits = Weights::kSegment / 16;
 
 // Looked up values of one or two tiles, or of the two bytes of one: [line][2].
 struct Block {
-  alignas(64) uint8_t lines[2 * kBlockUnits * 16 * kLine];
+  alignas(64) uint8_t lines[2 * kMostUnits * 16 * kLine];
 };
 
 template <typename Kind, int Bits, bool Wide>
@@ -80,40 +80,41 @@ inline void multiply_lines(typename Kind::Sum (*sums)[2], const uint8_t* line, c
   }
 }
 
-// One panel of rows and one segment; totals: [row][2].
+// One panel of rows and one segment; `totals`: [row][2], `at`: of its first row among those of the segment.
 template <typename Kind, bool Wide, size_t Width>
-void multiply_panel(const Weights& weights, const Segment& segment, const uint8_t* lines, const uint32_t* words,
-                    const float* scales, const float* sums_of_x, const ColumnScales* of, Floats* totals) {
-  const Table& table = weights.table;
+void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words, size_t count,
+                    const ColumnScales* of, Floats* totals) {
   typename Kind::Sum sums[Width][2] = {};
   if constexpr (Kind::kLines == 4) {
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
-      const int32_t sum = static_cast<int32_t>(sums_of_x[row]);
-      sums[row][0] = all_lanes(-table.low.offset * sum);
-      sums[row][1] = all_lanes(-(Wide ? table.high : table.low).offset * sum);
+      sums[row][0] = all_lanes(rounded.starts[0][at + row]);
+      sums[row][1] = all_lanes(rounded.starts[Wide][at + row]);
     }
   }
-  multiply_lines<Kind, Width>(sums, lines, words, segment.units * Kind::kLines);
+  multiply_lines<Kind, Width>(sums, lines, words, count);
 #pragma GCC unroll 12
   for (size_t row = 0; row < Width; ++row) {
     Floats* const total = totals + 2 * row;
     const Floats first = to_floats(sums[row][0]), second = to_floats(sums[row][1]);
-    if constexpr (Wide) {
-      total[0] = add_scaled(total[0], second * 256.0f + first, of[0], scales[row], sums_of_x[row]);
+    const float sum_of_x = rounded.sums[at + row];
+    if constexpr (Kind::kLines != 4) {
+      total[0] = add_scaled(total[0], first, of[0], sum_of_x);
+      total[1] = add_scaled(total[1], second, of[1], sum_of_x);
+    } else if constexpr (Wide) {
+      total[0] = add_scaled(total[0], second * 256.0f + first, of[0], rounded.scales[at + row], sum_of_x);
     } else {
-      total[0] = add_scaled(total[0], first, of[0], scales[row], sums_of_x[row]);
-      total[1] = add_scaled(total[1], second, of[1], scales[row], sums_of_x[row]);
+      total[0] = add_scaled(total[0], first, of[0], rounded.scales[at + row], sum_of_x);
+      total[1] = add_scaled(total[1], second, of[1], rounded.scales[at + row], sum_of_x);
     }
   }
 }
 
 template <typename Kind, bool Wide>
-void multiply_panel(size_t width, const Weights& weights, const Segment& segment, const uint8_t* lines,
-                    const uint32_t* words, const float* scales, const float* sums_of_x, const ColumnScales* of,
-                    Floats* totals) {
+void multiply_panel(size_t width, const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words,
+                    size_t count, const ColumnScales* of, Floats* totals) {
   const auto with = [&](auto fixed) {
-    multiply_panel<Kind, Wide, decltype(fixed)::value>(weights, segment, lines, words, scales, sums_of_x, of, totals);
+    multiply_panel<Kind, Wide, decltype(fixed)::value>(rounded, at, lines, words, count, of, totals);
   };
   if (width == 1) return with(std::integral_constant<size_t, 1>());
   if (width == 2) return with(std::integral_constant<size_t, 2>());
@@ -124,12 +125,14 @@ void multiply_panel(size_t width, const Weights& weights, const Segment& segment
 #endif
 }
 
-// Segments from `index` on whose values fit a block together.
+// Segments from `index` on whose looked up values fit half of the first level of the caches together; one at least.
+template <typename Kind>
 inline size_t segments_of_block(const Weights& weights, size_t index) {
-  size_t units = 0, count = 0;
+  constexpr size_t kUnits = kMostUnits * 4 / Kind::kLines;
+  size_t units = segment_at(weights, index).units, count = 1;
   for (const size_t all = weights.segments(); index + count < all; ++count) {
     units += segment_at(weights, index + count).units;
-    if (units > kBlockUnits) break;
+    if (units > kUnits) break;
   }
   return count;
 }
@@ -137,13 +140,13 @@ inline size_t segments_of_block(const Weights& weights, size_t index) {
 template <typename Kind, int Bits, bool Wide>
 void multiply_block(const Weights& weights, const Rounded& rounded, size_t tile, size_t first_panel, size_t end_panel,
                     Floats* totals) {
-  const size_t segments = weights.segments(), words_of_row = rounded.words_of_row(weights);
+  const size_t segments = weights.segments();
   const bool second = !Wide && tile + 1 < weights.tiles();
   const float inverse_step = Kind::kLines == 4 ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
   if (!Wide && !second) __builtin_memset(&block, 0, sizeof block);
   for (size_t index = 0; index < segments;) {
-    const size_t end = index + segments_of_block(weights, index);
+    const size_t end = index + segments_of_block<Kind>(weights, index);
     const Segment begin = segment_at(weights, index), last = segment_at(weights, end - 1);
     const size_t units = last.unit + last.units - begin.unit;
     look_up_block<Kind, Bits, Wide>(weights, tile, begin.unit, units, 0, &block);
@@ -155,11 +158,9 @@ void multiply_block(const Weights& weights, const Rounded& rounded, size_t tile,
       if (Kind::kLines == 16) of[0].with_zero_point = of[1].with_zero_point = false;
       const uint8_t* const lines = block.lines + (segment.unit - begin.unit) * Kind::kLines * 2 * kLine;
       for (size_t panel = first_panel; panel < end_panel; ++panel) {
-        const size_t width = rounded.width(panel), before = panel * rounded.panel;
-        multiply_panel<Kind, Wide>(width, weights, segment, lines,
-                                   rounded.words + before * words_of_row + segment.unit * Kind::kLines * width,
-                                   rounded.scales + before * segments + index * width,
-                                   rounded.sums + before * segments + index * width, of,
+        multiply_panel<Kind, Wide>(rounded.width(panel), rounded, index * rounded.padded + panel * rounded.panel,
+                                   lines, rounded.words_of(segment.unit, segment.units, panel),
+                                   segment.units * Kind::kLines, of,
                                    totals + 2 * (panel - first_panel) * rounded.panel);
       }
     }

@@ -10,9 +10,21 @@ namespace {
 // How far ahead of its use a line is asked for: past what the processor sees coming by itself.
 constexpr size_t kAhead = 1536;
 
+template <size_t Count>
+inline Integers total_of(const Integers (&sums)[Count]) {
+  Integers total = sums[0];
+#pragma GCC unroll 4
+  for (size_t i = 1; i < Count; ++i) {
+    total = by_parts<Integers>([&](size_t part) { return total.part[part] + sums[i].part[part]; });
+  }
+  return total;
+}
+
 template <int Bits, bool Wide, bool ByXor, size_t Width>
 void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size_t first_tile, size_t end_tile) {
   constexpr size_t kUnitBytes = 32 * Bits;
+  // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
+  constexpr size_t kSums = Width < 4 ? 4 / Width : 1;
   const Table& table = weights.table;
   const float inverse_step = static_cast<float>(1 / table.step);
   const size_t rows = rounded.rows(), segments = weights.segments();
@@ -23,13 +35,12 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
     Floats totals[Width] = {};
     for (size_t index = 0; index < segments; ++index) {
       const Segment segment = segment_at(weights, index);
-      const float *const scales = rounded.scales + index * Width, *const sums = rounded.sums + index * Width;
-      Integers low[Width], high[Wide ? Width : 1];
+      const size_t of_rows = index * Width;
+      Integers low[Width][kSums] = {}, high[Wide ? Width : 1][kSums] = {};
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
-        const int32_t sum = static_cast<int32_t>(sums[row]);
-        low[row] = all_lanes(-table.low.offset * sum);
-        if constexpr (Wide) high[row] = all_lanes(-table.high.offset * sum);
+        low[row][0] = all_lanes(rounded.starts[0][of_rows + row]);
+        if constexpr (Wide) high[row][0] = all_lanes(rounded.starts[1][of_rows + row]);
       }
       for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * Width) {
 #pragma GCC unroll 4
@@ -39,20 +50,20 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
           const Bytes codes = codes_of_line<Bits, !(ignores_upper_bits(Bits) && !ByXor), J>(unit);
           const Bytes below = integers_of<Bits, ByXor>(table.low, codes);
 #pragma GCC unroll 8
-          for (size_t row = 0; row < Width; ++row) low[row] = dot(low[row], below, word[J * Width + row]);
+          for (size_t row = 0; row < Width; ++row) low[row][J % kSums] = dot(low[row][J % kSums], below, word[J * Width + row]);
           if constexpr (Wide) {
             const Bytes above = integers_of<Bits, false>(table.high, codes);
 #pragma GCC unroll 8
-            for (size_t row = 0; row < Width; ++row) high[row] = dot(high[row], above, word[J * Width + row]);
+            for (size_t row = 0; row < Width; ++row) high[row][J % kSums] = dot(high[row][J % kSums], above, word[J * Width + row]);
           }
         });
       }
       const ColumnScales of = column_scales(weights, tile, segment.group, inverse_step);
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
-        Floats sum = to_floats(low[row]);
-        if constexpr (Wide) sum = to_floats(high[row]) * 256.0f + sum;
-        totals[row] = add_scaled(totals[row], sum, of, scales[row], sums[row]);
+        Floats sum = to_floats(total_of(low[row]));
+        if constexpr (Wide) sum = to_floats(total_of(high[row])) * 256.0f + sum;
+        totals[row] = add_scaled(totals[row], sum, of, rounded.scales[of_rows + row], rounded.sums[of_rows + row]);
       }
     }
 #pragma GCC unroll 8

@@ -3,6 +3,10 @@
 #include <cmath>
 #include <cstdlib>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 namespace graphopt {
 namespace {
 
@@ -10,8 +14,25 @@ constexpr size_t kAlignment = 64;
 constexpr size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 // The least that is worth a task of its own: bytes of weights, and numbers of x.
-constexpr size_t kTaskBytes = size_t{128} << 10, kTaskNumbers = 16384;
+constexpr size_t kTaskBytes = size_t{512} << 10, kTaskNumbers = 16384;
 constexpr int64_t kLargestSize = int64_t{1} << 31;
+
+// Asks the system for pages of 2 MiB under what is read from end to end, call after call: a page that is walked through
+// costs a look into its tables. Where it does not do so, nothing changes.
+void prefer_large_pages(const void* memory, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{2} << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1; headers of older systems do not have it
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
+  if (begin >= end) return;
+  if (!madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE)) {
+    madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
+  }
+#else
+  (void)memory, (void)bytes;
+#endif
+}
 
 }  // namespace
 
@@ -127,7 +148,9 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   if (instructions == Instructions::kAvx512) kernels = &kMatMulAvx512;
 #endif
   GRAPHOPT_RETURN_IF_ERROR(read_sizes(info));
-  return read_table(info);
+  GRAPHOPT_RETURN_IF_ERROR(read_table(info));
+  prefer_large_pages(weights.codes, weights.tiles() * weights.tile_bytes());
+  return nullptr;
 }
 
 namespace {
@@ -200,21 +223,24 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   const bool integers = how.kind == Activations::kInt8 || how.kind == Activations::kInt16;
   const bool few = integers && how.rows() <= kernels->few;
   how.panel = few || how.rows() < kernels->panel ? width_for(how.rows()) : kernels->panel;
-  const size_t padded = how.panels() * how.panel, segments = weights.segments();
-  const size_t words = round_up(padded * how.words_of_row(weights) * sizeof(uint32_t));
-  const size_t scales = round_up(padded * segments * sizeof(float));
-  Scratch::Piece* piece = scratch.take(words + 2 * scales + (before ? rows * weights.rows * sizeof(float) : 0));
+  how.padded = (how.panels() - 1) * how.panel + how.width(how.panels() - 1);
+  const size_t words = round_up(how.padded * weights.units() * how.words_of_unit() * sizeof(uint32_t));
+  const size_t of_rows = round_up(how.padded * weights.segments() * sizeof(float));
+  Scratch::Piece* piece = scratch.take(words + 4 * of_rows + (before ? rows * weights.rows * sizeof(float) : 0));
   if (!piece) return node.error("no memory to round %zu rows of x", rows);
   char* const memory = Scratch::memory(piece);
   how.words = reinterpret_cast<uint32_t*>(memory);
   how.scales = reinterpret_cast<float*>(memory + words);
-  how.sums = reinterpret_cast<float*>(memory + words + scales);
+  how.sums = reinterpret_cast<float*>(memory + words + of_rows);
+  how.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * of_rows);
+  how.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * of_rows);
 
   Call call{this, before, static_cast<const float*>(x.data), static_cast<float*>(y.data),
-            reinterpret_cast<float*>(memory + words + 2 * scales), how, few, 1, 1};
+            reinterpret_cast<float*>(memory + words + 4 * of_rows), how, few, 1, 1};
   const size_t numbers = how.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
-  call.tiles_of_task = 2 * ((kTaskBytes / weights.tile_bytes() + 2) / 2);
+  // few rows wait for memory, which hands over long stretches faster; many rows compute, and small tasks end together
+  call.tiles_of_task = few ? 2 * ((kTaskBytes / weights.tile_bytes() + 2) / 2) : 2;
   const size_t panel_tasks = (how.panels() + call.panels_of_task - 1) / call.panels_of_task;
   const size_t tile_tasks = (weights.tiles() + call.tiles_of_task - 1) / call.tiles_of_task;
   OrtStatus* failure = in_parallel(api, context, Call::round, panel_tasks, &call);

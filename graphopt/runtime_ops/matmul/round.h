@@ -45,118 +45,139 @@ inline uint16_t bfloat16(float value) {
   return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// Where the words of one row go, `width` apart.
-template <typename T>
-struct Words {
-  uint32_t* at;
-  size_t width;
-  T* whole;  // the row by itself, where `width` is more than 1
+// The most numbers of a row that are rounded at a time.
+constexpr size_t kMost = Weights::kSegment;
 
-  T* begin() const { return width == 1 ? reinterpret_cast<T*>(at) : whole; }
-  void place(size_t count) const {
-    if (width == 1) return;
-    for (size_t i = 0; i < count; ++i) __builtin_memcpy(at + i * width, whole + i * (4 / sizeof(T)), 4);
+// Puts the `count` words of a row where they belong, `width` apart.
+inline void place(const void* row, uint32_t* to, size_t count, size_t width) {
+  if (width == 1) {
+    __builtin_memcpy(to, row, count * sizeof(uint32_t));
+    return;
+  }
+  const auto* const words = static_cast<const uint32_t*>(row);
+  for (size_t i = 0; i < count; ++i) to[i * width] = words[i];
+}
+
+// One row of a panel, on its way to where the products read it.
+struct Row {
+  const Weights* weights;
+  const Rounded* rounded;
+  const float* x;
+  size_t panel, width, row;  // the last counts from the first row of the panel
+  Scale scale;
+
+  size_t at(const Segment& segment) const { return segment.index * rounded->padded + panel * rounded->panel + row; }
+  uint32_t* words(const Segment& segment) const { return rounded->words_of(segment.unit, segment.units, panel) + row; }
+  // Numbers of the segment that are there; the others are 0.
+  size_t count(const Segment& segment) const {
+    const size_t left = weights->rows - segment.row;
+    return left < segment.units * 16 ? left : segment.units * 16;
+  }
+  void put_integers(const Segment& segment, const uint32_t* integers, size_t after, float of_one, int32_t sum) const {
+    place(integers, words(segment) + after, segment.units * 4, width);
+    rounded->scales[at(segment) + after] = of_one * static_cast<float>(weights->table.step);
+    rounded->sums[at(segment) + after] = static_cast<float>(sum);
+    rounded->starts[0][at(segment) + after] = -weights->table.low.offset * sum;
+    rounded->starts[1][at(segment) + after] = -weights->table.high.offset * sum;
   }
 };
 
-// The most numbers of a row that are rounded at a time.
-constexpr size_t kSegmentRows = Weights::kSegment;
-
-void round_to_integers(const Weights& weights, const Rounded& rounded, const float* x, size_t row, size_t first,
-                       size_t width, size_t panel) {
-  const bool two = rounded.kind == Activations::kInt16;
-  const size_t words = rounded.words_of_row(weights), segments = weights.segments();
-  uint32_t* const data = rounded.words + panel * rounded.panel * words;
-  float* const scales = rounded.scales + panel * rounded.panel * segments;
-  float* const sums = rounded.sums + panel * rounded.panel * segments;
-  const float levels = static_cast<float>(two ? rounded.levels * 128 : rounded.levels);
-  const float step = static_cast<float>(weights.table.step);
-  alignas(64) int8_t upper[kSegmentRows], lower[kSegmentRows];
-  Scale scale;
-  if (rounded.whole_row) scale = scale_for(largest_magnitude(x, weights.rows), rounded.clip, levels);
-  for_each_segment(weights, [&](const Segment& segment) {
-    if (!rounded.whole_row && segment.begins_group) {
-      const size_t end = segment.row + weights.group < weights.rows ? segment.row + weights.group : weights.rows;
-      scale = scale_for(largest_magnitude(x + segment.row, end - segment.row), rounded.clip, levels);
-    }
-    const size_t count = segment.units * 16;
-    const size_t given = weights.rows - segment.row < count ? weights.rows - segment.row : count;
-    const Words<int8_t> high = {data + segment.unit * 4 * width + row - first, width, upper};
-    const Words<int8_t> low = {high.at + 1, width, lower};
-    int8_t *const q = high.begin(), *const rest = low.begin();
-    const float* const from = x + segment.row;
-    int32_t sum = 0, rest_sum = 0;
-    if (!two) {
-      for (size_t i = 0; i < given; ++i) {
-        const int32_t integer = nearest(from[i], scale.inverse, levels);
-        q[i] = static_cast<int8_t>(integer);
-        sum += integer;
-      }
-    } else {
-      for (size_t i = 0; i < given; ++i) {
-        const int32_t integer = nearest(from[i], scale.inverse, levels), above = (integer + 64) >> 7;
-        q[i] = static_cast<int8_t>(above);
-        rest[i] = static_cast<int8_t>(integer - above * 128);
-        sum += above;
-        rest_sum += integer - above * 128;
-      }
-      for (size_t i = given; i < count; ++i) rest[i] = 0;
-      low.place(count / 4);
-      scales[segment.index * width + row - first + 1] = scale.scale * step;
-      sums[segment.index * width + row - first + 1] = static_cast<float>(rest_sum);
-    }
-    for (size_t i = given; i < count; ++i) q[i] = 0;
-    high.place(count / 4);
-    scales[segment.index * width + row - first] = scale.scale * step * (two ? 128.0f : 1.0f);
-    sums[segment.index * width + row - first] = static_cast<float>(sum);
-  });
+// The largest rounded number.
+inline float levels_of(const Rounded& rounded) {
+  return static_cast<float>(rounded.kind == Activations::kInt16 ? rounded.levels * 128 : rounded.levels);
 }
 
-void round_to_floats(const Weights& weights, const Rounded& rounded, const float* x, size_t row, size_t first,
-                     size_t width, size_t panel) {
-  const bool half = rounded.kind == Activations::kBfloat16;
-  const size_t words = rounded.words_of_row(weights), segments = weights.segments();
-  uint32_t* const data = rounded.words + panel * rounded.panel * words;
-  float* const scales = rounded.scales + panel * rounded.panel * segments;
-  float* const sums = rounded.sums + panel * rounded.panel * segments;
-  alignas(64) uint16_t halves[kSegmentRows];
-  for_each_segment(weights, [&](const Segment& segment) {
-    const size_t count = segment.units * 16;
-    const size_t given = weights.rows - segment.row < count ? weights.rows - segment.row : count;
-    const float* const from = x + segment.row;
-    float sum = 0;
-    if (half) {
-      const Words<uint16_t> to = {data + segment.unit * 8 * width + row - first, width, halves};
-      uint16_t* const h = to.begin();
-      for (size_t i = 0; i < given; ++i) h[i] = bfloat16(from[i]);
-      for (size_t i = given; i < count; ++i) h[i] = 0;
-      for (size_t i = 0; i < given; ++i) sum += bits_of<float>(static_cast<uint32_t>(h[i]) << 16);
-      to.place(count / 2);
-    } else {
-      uint32_t* const to = data + segment.unit * 16 * width + row - first;
-      for (size_t i = 0; i < given; ++i) to[i * width] = bits_of<uint32_t>(from[i]);
-      for (size_t i = given; i < count; ++i) to[i * width] = 0;
+inline void round_to_integers(Row& row, const Segment& segment) {
+  const Weights& weights = *row.weights;
+  const float levels = levels_of(*row.rounded);
+  if (!row.rounded->whole_row && segment.begins_group) {
+    const size_t end = segment.row + weights.group < weights.rows ? segment.row + weights.group : weights.rows;
+    row.scale = scale_for(largest_magnitude(row.x + segment.row, end - segment.row), row.rounded->clip, levels);
+  }
+  const size_t count = row.count(segment);
+  const float *const from = row.x + segment.row, inverse = row.scale.inverse;
+  uint32_t words[kMost / 4];
+  auto* const integers = reinterpret_cast<int8_t*>(words);
+  __builtin_memset(integers + count, 0, segment.units * 16 - count);
+  int32_t sum = 0;
+  if (row.rounded->kind == Activations::kInt8) {
+    for (size_t i = 0; i < count; ++i) {
+      const int32_t integer = nearest(from[i], inverse, levels);
+      integers[i] = static_cast<int8_t>(integer);
+      sum += integer;
     }
-    scales[segment.index * width + row - first] = 1;
-    sums[segment.index * width + row - first] = sum;
-  });
+    return row.put_integers(segment, words, 0, row.scale.scale, sum);
+  }
+  uint32_t rest_words[kMost / 4];
+  auto* const rest = reinterpret_cast<int8_t*>(rest_words);
+  __builtin_memset(rest + count, 0, segment.units * 16 - count);
+  int32_t rest_sum = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const int32_t integer = nearest(from[i], inverse, levels), above = (integer + 64) >> 7;
+    integers[i] = static_cast<int8_t>(above);
+    rest[i] = static_cast<int8_t>(integer - above * 128);
+    sum += above;
+    rest_sum += integer - above * 128;
+  }
+  row.put_integers(segment, words, 0, row.scale.scale * 128.0f, sum);
+  row.put_integers(segment, rest_words, 1, row.scale.scale, rest_sum);
+}
+
+inline void round_to_floats(const Row& row, const Segment& segment) {
+  const size_t count = row.count(segment), all = segment.units * row.rounded->words_of_unit();
+  const float* const from = row.x + segment.row;
+  uint32_t words[kMost];
+  if (count < segment.units * 16) __builtin_memset(words, 0, all * sizeof(uint32_t));
+  float sum = 0;
+  if (row.rounded->kind == Activations::kBfloat16) {
+    auto* const halves = reinterpret_cast<uint16_t*>(words);
+    for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
+    // nobody else reads the sums
+    const bool with_zero_points = row.weights->zero_points || row.weights->half_zero_points;
+    for (size_t i = 0; with_zero_points && i < count; ++i) sum += bits_of<float>(static_cast<uint32_t>(halves[i]) << 16);
+  } else {
+    __builtin_memcpy(words, from, count * sizeof(float));
+  }
+  place(words, row.words(segment), all, row.width);
+  row.rounded->sums[row.at(segment)] = sum;
+}
+
+// Rows that are not there, in a panel that has room for them.
+void clear(const Rounded& rounded, const Segment& segment, size_t panel, size_t width) {
+  __builtin_memset(rounded.words_of(segment.unit, segment.units, panel), 0,
+                   segment.units * rounded.words_of_unit() * width * sizeof(uint32_t));
+  const size_t at = segment.index * rounded.padded + panel * rounded.panel;
+  for (size_t row = at; row < at + width; ++row) {
+    rounded.scales[row] = rounded.sums[row] = 0;
+    rounded.starts[0][row] = rounded.starts[1][row] = 0;
+  }
 }
 
 void round_panel(const Weights& weights, const Rounded& rounded, const float* x, size_t panel) {
-  const size_t first = panel * rounded.panel, width = rounded.width(panel);
-  const size_t words = rounded.words_of_row(weights), segments = weights.segments();
-  const bool two = rounded.kind == Activations::kInt16;
-  const size_t rows = rounded.rows() - first < width ? rounded.rows() - first : width;
-  if (rows < width) {
-    __builtin_memset(rounded.words + first * words, 0, width * words * sizeof(uint32_t));
-    __builtin_memset(rounded.scales + first * segments, 0, width * segments * sizeof(float));
-    __builtin_memset(rounded.sums + first * segments, 0, width * segments * sizeof(float));
+  const size_t first = panel * rounded.panel, width = rounded.width(panel), all = rounded.rows();
+  const size_t count = all - first < width ? all - first : width;
+  const bool two = rounded.kind == Activations::kInt16, integers = two || rounded.kind == Activations::kInt8;
+  Row rows[kMostRows];
+  size_t used = 0;
+  for (size_t row = 0; row < count; row += two ? 2 : 1) {
+    const float* const of_x = x + (first + row) / (two ? 2 : 1) * weights.rows;
+    rows[used] = {&weights, &rounded, of_x, panel, width, row, {}};
+    if (rounded.whole_row) {
+      rows[used].scale = scale_for(largest_magnitude(of_x, weights.rows), rounded.clip, levels_of(rounded));
+    }
+    ++used;
   }
-  for (size_t row = first; row < first + rows; row += two ? 2 : 1) {
-    const float* const of_x = x + (two ? row / 2 : row) * weights.rows;
-    const bool integers = two || rounded.kind == Activations::kInt8;
-    (integers ? round_to_integers : round_to_floats)(weights, rounded, of_x, row, first, width, panel);
-  }
+  // segment by segment, so that what the rows of a panel share is written while it is near
+  for_each_segment(weights, [&](const Segment& segment) {
+    if (count < width) clear(rounded, segment, panel, width);
+    for (size_t i = 0; i < used; ++i) {
+      if (integers) {
+        round_to_integers(rows[i], segment);
+      } else {
+        round_to_floats(rows[i], segment);
+      }
+    }
+  });
 }
 
 }  // namespace

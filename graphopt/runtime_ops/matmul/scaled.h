@@ -27,7 +27,13 @@ inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t gr
 // total + what a segment gives: (sum - zero point * the sum of x) * scale of x * scale of the column.
 inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float scale, float sum_of_x) {
   if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
-  return total + (sum * scale) * of.scale;
+  return multiply_add(sum * scale, of.scale, total);
+}
+
+// The same for what is no integer, and has no scale of its own.
+inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float sum_of_x) {
+  if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
+  return multiply_add(sum, of.scale, total);
 }
 
 // Columns of a tile that are there.

@@ -138,6 +138,23 @@ inline Floats dot_bfloat16(const Floats& sum, const Bytes& pairs, uint32_t word)
 #endif
 }
 
+// a * b + c, rounded once, so that all sets of instructions give the same bits.
+inline Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+#if defined(__AVX512F__)
+  return {{_mm512_fmadd_ps(a.part[0], b.part[0], c.part[0])}};
+#elif defined(__FMA__)
+  return by_parts<Floats>([&](size_t i) { return _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]); });
+#else
+  return by_parts<Floats>([&](size_t i) {
+    Floats::Part part;
+    for (size_t lane = 0; lane < kVectorBytes / 4; ++lane) {
+      part[lane] = __builtin_fmaf(a.part[i][lane], b.part[i][lane], c.part[i][lane]);
+    }
+    return part;
+  });
+#endif
+}
+
 inline Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
   const float x = bits_of<float>(word);
 #if defined(__AVX512F__)

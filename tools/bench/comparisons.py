@@ -1,0 +1,53 @@
+"""Which engines an engine of graphopt has to stand beside, and how much faster it is, round by round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatch
+
+from tools.bench.problem import Case
+from tools.bench.rounds import Timing
+
+_NBITS, _ELSE = "onnxruntime-matmulnbits", ("openvino-*", "torch-bf16")
+_FOUR = (f"{_NBITS}-4-*", "llama.cpp-q4*", *_ELSE)
+_SIX = (f"{_NBITS}-8-*", "llama.cpp-q6*", *_ELSE)
+_EIGHT = (f"{_NBITS}-8-*", "llama.cpp-q8*", *_ELSE)
+
+# The first pattern that fits decides. A Hadamard in front is measured by what it adds.
+_AGAINST = {
+    "graphopt-hadamard": ("copy",),
+    "graphopt-hadamard-int4": ("graphopt-int4",),
+    "graphopt-hadamard-w8a8": ("graphopt-w8a8",),
+    "graphopt-hadamard-w4a8": ("graphopt-w4a8",),
+    "graphopt-hadamard-w4a4": ("graphopt-w4a4",),
+    "graphopt-int4*": _FOUR,
+    "graphopt-nf4*": _FOUR,
+    "graphopt-w4*": _FOUR,
+    "graphopt-fp6*": _SIX,
+    "graphopt-int8*": _EIGHT,
+    "graphopt-w8a8": _EIGHT,
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times as fast as ``peer``, the fastest of its kind, ``engine`` is: the median over rounds of ratios."""
+
+    case: Case
+    engine: str
+    peer: str
+    ratio: float
+
+
+def compare(case: Case, timings: dict[str, Timing]) -> Iterator[Comparison]:
+    """Yield each engine of graphopt against the fastest of each kind of peer that it has to stand beside."""
+    for engine, timing in timings.items():
+        kinds = next((kinds for pattern, kinds in _AGAINST.items() if fnmatch(engine, pattern)), ())
+        for kind in kinds:
+            peers = [name for name in timings if fnmatch(name, kind)]
+            if peers:
+                peer = min(peers, key=lambda name: timings[name].median)
+                rounds = zip(timings[peer].seconds, timing.seconds, strict=True)
+                yield Comparison(case, engine, peer, statistics.median(theirs / ours for theirs, ours in rounds))

@@ -1,0 +1,68 @@
+"""A Llama checkpoint as a GGUF file, without a tokenizer, which llama-bench does not ask for."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from tools.bench.engine import optional
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def write_gguf(checkpoint: Path, file: Path) -> None:
+    """Write ``checkpoint`` in float16, norms in float32.
+
+    The rows of queries and keys stay as they are, though llama.cpp pairs the coordinates of a rotary embedding
+    otherwise: of random weights that makes other random weights.
+
+    Raises:
+        UnavailableError: gguf or safetensors is not installed.
+    """
+    gguf = optional("gguf")
+    safetensors = optional("safetensors.numpy", package="safetensors")
+    config = json.loads((checkpoint / "config.json").read_text())
+    writer = gguf.GGUFWriter(file, "llama")
+    _write_shape(writer, config)
+    for name, array in safetensors.load_file(checkpoint / "model.safetensors").items():
+        writer.add_tensor(_name(name), array if array.ndim > 1 else array.astype("float32"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _write_shape(writer: Any, config: dict[str, Any]) -> None:
+    heads = config["num_attention_heads"]
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")
+
+
+def _name(name: str) -> str:
+    layered = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
+    if layered is not None:
+        return f"blk.{layered[1]}.{_NAMES[layered[2]]}.weight"
+    return f"{_NAMES[name.removesuffix('.weight')]}.weight"
