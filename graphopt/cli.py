@@ -23,6 +23,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 
 from graphopt.errors import GraphoptError, InputError
+from graphopt.passes import Target
 from graphopt.progress import Progress
 
 app = typer.Typer(
@@ -97,6 +98,12 @@ def optimize(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
     output: Output,
     recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
+    target: Annotated[
+        Target | None, typer.Option(help="what it is to run on: adds the step `lower`, or sets its target")
+    ] = None,
+    last_logits: Annotated[
+        bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")
+    ] = False,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     as_json: Json = False,
@@ -105,8 +112,17 @@ def optimize(
     from graphopt.pipeline import optimize as run_optimize
 
     with progress() as say:
-        manifest = run_optimize(model, recipe, output, overwrite=overwrite, run=not no_run, on_stage=say).manifest
-    report_artifact(output, manifest, as_json)
+        made = run_optimize(
+            model,
+            recipe,
+            output,
+            target=target,
+            last_logits=last_logits,
+            overwrite=overwrite,
+            run=not no_run,
+            on_stage=say,
+        )
+    report_artifact(output, made.manifest, as_json)
 
 
 @app.command()

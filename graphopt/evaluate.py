@@ -113,10 +113,12 @@ def evaluate(
         on_progress: called with (tokens scored, tokens in all).
 
     Raises:
-        InputError: there is no tokenizer, nothing to score, or no such window.
+        InputError: there is no tokenizer, nothing to score, no such window, or the model makes logits of the last
+            position only.
         GraphoptError: the model's logits are not numbers.
     """
     began = time.perf_counter()
+    session.check_all_logits()
     sequence, size = _sequence(session, text)
     if window is None:
         window = min(session.max_positions or _UNKNOWN_POSITIONS_WINDOW, LARGEST_DEFAULT_WINDOW)

@@ -40,13 +40,16 @@ class Precision(BaseModel):
 
     Attributes:
         storage: how many weight tensors are stored in each format.
-        activations: to what the runtime rounds the inputs of quantized products, as read from its own optimized graph.
+        activations: to what the inputs of quantized products are rounded: by onnxruntime's kernel as read from its own
+            optimized graph, by graphopt's operators as the graph itself says.
         note: the same in words, with what to set to change it.
+        products: how many quantized products each operator computes, with what it rounds their inputs to.
     """
 
     storage: dict[str, int]
     activations: str
     note: str
+    products: dict[str, int] = {}
 
 
 class FileRecord(BaseModel):

@@ -10,10 +10,12 @@ from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.cost import storage_formats, weight_totals
+from graphopt.analysis.structure import makes_last_logits
 from graphopt.artifact import Artifact
-from graphopt.kernels import UNKNOWN, check_kernels, quantized_products
+from graphopt.genai import GENAI_CONFIG
+from graphopt.kernels import FUSED, UNKNOWN, KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.manifest import Manifest, Precision, installed_versions
-from graphopt.passes import PassReport
+from graphopt.passes import PassReport, Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime_ops import DOMAIN
@@ -27,6 +29,8 @@ def optimize(
     recipe: str | Path | Recipe = "rotate-int4",
     output: str | Path | None = None,
     *,
+    target: Target | None = None,
+    last_logits: bool = False,
     overwrite: bool = False,
     run: bool = True,
     on_stage: Progress = silent,
@@ -37,6 +41,9 @@ def optimize(
         model: an artifact folder, an ``.onnx`` file, or what :func:`graphopt.read` made of one. It is not changed.
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
+        target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
+            none. ``None`` leaves the recipe as it is.
+        last_logits: add the step ``last_logits``: enough to generate, not to score a given text.
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
             are still proved where they can be; the rest is reported as not covered.
@@ -51,6 +58,8 @@ def optimize(
         VerificationError: a check failed; nothing was written.
     """
     chosen = load_recipe(recipe)
+    chosen = chosen.with_last_logits() if last_logits else chosen
+    chosen = chosen if target is None else chosen.lowered(target)
     if output is not None:
         artifacts.check_output(Path(output), overwrite=overwrite)
     source = model if isinstance(model, Artifact) else artifacts.read(model)
@@ -79,23 +88,22 @@ def optimize(
         checks.append(verifier.check(graph, step.name, step.effect))
 
     NameFixPass()(graph)
-    activations: tuple[str, ...] = ()
-    if quantized_products(graph.graph):
+    kernels: KernelReport | None = None
+    if quantized_products(graph.graph) or own_nodes(graph.graph):
         on_stage("reading the graph that onnxruntime runs", total - 1, total)
         kernels = check_kernels(graph, verifier, chosen.session_entries())
-        activations = kernels.activations
         checks.append(kernels.check)
 
     manifest = Manifest(
         source=source.manifest.source,
         model=source.manifest.model,
-        notes=[*source.manifest.notes, *emulation_note(graph)],
+        notes=list(dict.fromkeys([*source.manifest.notes, *notes_of(graph)])),
         recipe=chosen.model_dump(mode="json"),
         passes=[*source.manifest.passes, *reports],
         checks=[*source.manifest.checks, *checks],
         weights=weight_totals(graph),
-        precision=precision_of(graph, activations, chosen),
-        session=chosen.session_entries() if activations else {},
+        precision=precision_of(graph, kernels, chosen),
+        session=chosen.session_entries() if quantized_products(graph.graph) else {},
         versions=source.manifest.versions | installed_versions(),
     )
     made = Artifact(graph, manifest, source.companions, keep=folder)
@@ -106,33 +114,60 @@ def optimize(
     return made
 
 
-def emulation_note(model: ir.Model) -> list[str]:
-    """Say how many tensors are rounded for the sake of an emulation, if any are."""
-    count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
-    what = (
-        f"{count} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster for it"
-    )
-    return [what] if count else []
-
-
-def precision_of(model: ir.Model, activations: tuple[str, ...], recipe: Recipe) -> Precision:
-    """State storage and compute precision, the latter as read from the graph that onnxruntime runs."""
-    if not activations:
-        return Precision(
-            storage=storage_formats(model), activations="float32", note="nothing is quantized; all products are float32"
+def notes_of(model: ir.Model) -> list[str]:
+    """Say what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
+    notes = []
+    ours = sorted({node.op_type for node in own_nodes(model.graph)} - {ROUND_TRIP.name})
+    if ours:
+        notes.append(
+            f"operators of {DOMAIN} ({', '.join(ours)}): any onnxruntime runs the bodies that they carry; for kernels "
+            "register graphopt's library, by SessionOptions.register_custom_ops_library or as custom_ops_library among "
+            f"the session_options of {GENAI_CONFIG}"
         )
+    count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
+    if count:
+        notes.append(
+            f"{count} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster "
+            "for it"
+        )
+    if makes_last_logits(model.graph):
+        notes.append(
+            "logits are [batch, 1, vocabulary], of the last position of each call: enough to generate, not to score a "
+            "given text"
+        )
+    return notes
+
+
+def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) -> Precision:
+    """State storage and compute precision: of onnxruntime's kernels as it runs them, of ours as the graph says."""
+    storage = storage_formats(model)
+    if kernels is None or not kernels.products:
+        return Precision(storage=storage, activations="float32", note="nothing is quantized; all products are float32")
+    notes = []
+    theirs = [name.removeprefix(f"{FUSED}, inputs ") for name in kernels.products if name.startswith(FUSED)]
+    if theirs:
+        notes.append(_note_on_session(theirs, recipe))
+    if any(not name.startswith(FUSED) for name in kernels.products):
+        ours = ", ".join(f"{count} {name}" for name, count in kernels.products.items() if not name.startswith(FUSED))
+        notes.append(f"the graph itself says what graphopt's products round their inputs to: {ours}")
+    return Precision(
+        storage=storage,
+        activations=" and ".join(kernels.activations),
+        note="; ".join(notes),
+        products=kernels.products,
+    )
+
+
+def _note_on_session(activations: list[str], recipe: Recipe) -> str:
     entry, level = next(iter(recipe.session_entries().items()))
-    rounded = " and ".join(activations)
-    if activations == (UNKNOWN,):
-        note = f"the recipe asks for {recipe.activations} ({entry}={level}); what onnxruntime runs was not read here"
-    elif activations == ("int8",):
-        note = (
+    if activations == [UNKNOWN]:
+        return f"the recipe asks for {recipe.activations} ({entry}={level}); what onnxruntime runs was not read here"
+    if activations == ["int8"]:
+        return (
             f"onnxruntime rounds the inputs of quantized products to int8, with {entry}={level} as by default; "
             "for float32 inputs: `activations: float32` in the recipe, or the entry at 0"
         )
-    else:
-        note = (
-            f"the inputs of quantized products are {rounded} with {entry}={level}; "
-            "onnxruntime rounds them to int8 in a session without this entry"
-        )
-    return Precision(storage=storage_formats(model), activations=rounded, note=note)
+    return (
+        f"the inputs of onnxruntime's quantized products are {' and '.join(activations)} with {entry}={level}; "
+        "onnxruntime rounds them to int8 in a session without this entry"
+    )

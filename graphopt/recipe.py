@@ -15,14 +15,25 @@ from graphopt.passes import (
     CanonicalizeOptions,
     EmulateQuantizationOptions,
     FoldNormsOptions,
+    LastLogitsOptions,
+    LowerOptions,
     Pass,
+    QuantizeActivationsOptions,
     QuantizeWeightsOptions,
     RotateOptions,
+    Target,
 )
 from graphopt.runtime import ACCURACY_LEVEL
 
 Step = Annotated[
-    CanonicalizeOptions | FoldNormsOptions | RotateOptions | QuantizeWeightsOptions | EmulateQuantizationOptions,
+    CanonicalizeOptions
+    | FoldNormsOptions
+    | RotateOptions
+    | QuantizeWeightsOptions
+    | QuantizeActivationsOptions
+    | EmulateQuantizationOptions
+    | LastLogitsOptions
+    | LowerOptions,
     Field(discriminator="step"),
 ]
 
@@ -34,9 +45,10 @@ class Recipe(BaseModel):
         name: what reports call it.
         description: one line for a list.
         steps: the passes with their options, in order.
-        activations: to what quantized products round their inputs at run time: ``int8`` is onnxruntime's default and
-            its fast path, ``float32`` leaves them alone. It is a session entry, not part of the graph: graphopt's own
-            session sets it from the manifest, any other session has to.
+        activations: to what quantized products round their inputs at run time: ``int8`` is the fast path, ``float32``
+            leaves them alone. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
+            session sets it from the manifest, any other session has to. Products that graphopt made say it in the
+            graph, and a step may say otherwise for them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -48,11 +60,29 @@ class Recipe(BaseModel):
 
     def passes(self) -> list[Pass[Any]]:
         """Return the passes of the recipe, ready to run."""
-        return [PASSES[step.step](step) for step in self.steps]
+        return [PASSES[step.step](self._settled(step)) for step in self.steps]
+
+    def lowered(self, target: Target) -> Recipe:
+        """Return the recipe with a step ``lower`` for ``target``, which is added at the end where there is none."""
+        there = any(isinstance(step, LowerOptions) for step in self.steps)
+        steps = self.steps if there else (*self.steps, LowerOptions())
+        update = {"target": target}
+        lowered = [step.model_copy(update=update) if isinstance(step, LowerOptions) else step for step in steps]
+        return self.model_copy(update={"steps": tuple(lowered)})
+
+    def with_last_logits(self) -> Recipe:
+        """Return the recipe with the step ``last_logits`` at its end, unless it has it."""
+        there = any(isinstance(step, LastLogitsOptions) for step in self.steps)
+        return self if there else self.model_copy(update={"steps": (*self.steps, LastLogitsOptions())})
 
     def session_entries(self) -> dict[str, str]:
         """Return the onnxruntime session entries that the recipe means."""
         return {ACCURACY_LEVEL: "0" if self.activations == "float32" else "4"}
+
+    def _settled(self, step: Step) -> Step:
+        """Return ``step`` with what it leaves to the recipe."""
+        left = isinstance(step, QuantizeWeightsOptions | LowerOptions) and step.activations is None
+        return step.model_copy(update={"activations": self.activations}) if left else step
 
     def to_yaml(self) -> str:
         """Write the recipe as YAML, every option spelled out; :func:`load_recipe` reads it back as the same recipe."""

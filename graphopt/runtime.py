@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.runtime_ops import library_path
+from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -22,7 +23,10 @@ NEWEST_OPSET = 26
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 """Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""
 
-_ERRORS_ONLY = 3
+_ERRORS_ONLY, _NOTHING = 3, 4
+
+# How onnxruntime says that a node has neither kernel nor body.
+_UNREGISTERED = "is not a registered function/op"
 
 
 def import_onnxruntime() -> Any:
@@ -80,6 +84,37 @@ def open_session(
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
+
+
+def native_operators() -> frozenset[str]:
+    """Return the operators of ours that the library of kernels registers; none where it was not built.
+
+    Each is asked for by a node that has no body: onnxruntime then either does not know it, or has some other fault to
+    find with it.
+    """
+    library = library_path()
+    return frozenset() if library is None else _registered(library)
+
+
+@functools.cache
+def _registered(library: Path) -> frozenset[str]:
+    ort, found = import_onnxruntime(), set()
+    for name, operator in OPERATORS.items():
+        x = ir.val("x", ir.DataType.FLOAT, ["n"])
+        node = ir.node(name, [x], domain=DOMAIN)
+        node.outputs[0].name, node.outputs[0].dtype = "y", ir.DataType.FLOAT
+        imports = {"": NEWEST_OPSET, DOMAIN: operator.version}
+        model = ir.Model(ir.Graph([x], node.outputs, nodes=[node], opset_imports=imports, name=name), ir_version=10)
+        options = ort.SessionOptions()
+        options.log_severity_level = _NOTHING
+        options.register_custom_ops_library(str(library))
+        try:
+            ort.InferenceSession(ir.to_proto(model).SerializeToString(), options, providers=["CPUExecutionProvider"])
+        except Exception as error:
+            if _UNREGISTERED in str(error):
+                continue
+        found.add(name)
+    return frozenset(found)
 
 
 @contextlib.contextmanager

@@ -82,8 +82,10 @@ class Session:
             Natural logits [batch, length, vocabulary], converted to float32 where the graph computes in another type.
 
         Raises:
-            InputError: a token is not in the vocabulary, the length exceeds the model's positions, or the run fails.
+            InputError: a token is not in the vocabulary, the length exceeds the model's positions, the model makes
+                logits of the last position only, or the run fails.
         """
+        self.check_all_logits()
         input_ids = np.asarray(input_ids, np.int64)
         self.check_tokens(input_ids)
         self.check_length(input_ids.shape[-1])
@@ -104,6 +106,22 @@ class Session:
                 f"there is no token {wrong[0]} in a vocabulary of {vocabulary}",
                 file=self.file,
                 remedy="is this the tokenizer that the model was trained with?",
+            )
+
+    def check_all_logits(self) -> None:
+        """Refuse a model that makes no logits but those of the last position.
+
+        Raises:
+            InputError: it is one.
+        """
+        if self.interface.last_logits:
+            recipe = (self.manifest.recipe or {}).get("name")
+            made_by = f" by the step last_logits of its recipe {recipe}" if recipe else ""
+            raise InputError(
+                f"the model makes logits of the last position only{made_by}; this needs those of every position",
+                file=self.file,
+                tensor="logits",
+                remedy="use the model without that step: it generates the same text",
             )
 
     def check_length(self, length: int) -> None:

@@ -4,8 +4,8 @@ Two locks. An exact pass that claims what it did is checked by :mod:`graphopt.ce
 where the model fits, it is run:
 
 A model runs on a probe of random tokens: a batch with padding, a prefill, then a second call on the cache. The logits
-of real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is
-refused otherwise; a lossy pass is measured.
+of real tokens are compared with those from before the pass, or of the last token of each call where the graph makes no
+others. An exact pass may move them by rounding only and is refused otherwise; a lossy pass is measured.
 """
 
 from __future__ import annotations
@@ -74,6 +74,13 @@ class Probe:
             mask[0, :_PADDING] = 0
         return cls(ids, mask)
 
+    def last_of_calls(self, logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        """Return those of the logits of real tokens that end a call."""
+        ends = np.zeros(self.attention_mask.shape, bool)
+        ends[:, [_PREFILL - 1, _LENGTH - 1]] = True
+        chosen: npt.NDArray[np.float64] = logits[ends[self.attention_mask.astype(bool)]]
+        return chosen
+
 
 class Verifier:
     """Runs a model before and after each pass, and remembers what it said last.
@@ -119,7 +126,10 @@ class Verifier:
         """
         if self.why_not is not None or self._logits is None or self._first is None:
             return Check(name="logits", after=name, status="not covered", reason=self.why_not or "was not started")
-        before, after = self._logits, self._run(model)
+        after, probe = self._run(model), self._probe_for(model)
+        if len(after) < len(self._logits):
+            self._first, self._logits = probe.last_of_calls(self._first), probe.last_of_calls(self._logits)
+        before = self._logits
         if not np.isfinite(after).all():
             raise VerificationError("the logits are NaN or infinite after a pass", node=name, tensor="logits")
         figures = {
@@ -203,7 +213,10 @@ def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check
 
 
 def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: bool = True) -> npt.NDArray[np.float64]:
-    """Return the logits of real tokens, float64 [tokens, vocabulary]: of a prefill, then of the rest on its cache."""
+    """Return the logits of real tokens, float64 [tokens, vocabulary]: of a prefill, then of the rest on its cache.
+
+    A graph that makes logits of the last position only gives those of two tokens a row.
+    """
     session = open_session(path, entries=entries, native=native)
     interface = Interface.of_session(session)
     past, rows = interface.empty_past(_BATCH), []
@@ -212,9 +225,9 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: b
         logits, *present = session.run(["logits", *interface.present], feeds)
         past = dict(zip(interface.past, present, strict=True))
         rows.append(logits)
-    real = probe.attention_mask.astype(bool)
-    taken: npt.NDArray[np.float64] = np.concatenate(rows, axis=1)[real].astype(np.float64)
-    return taken
+    made = np.concatenate(rows, axis=1)
+    taken: npt.NDArray[np.float64] = made[probe.attention_mask.astype(bool)] if made.shape[1] == _LENGTH else made
+    return taken.reshape(-1, made.shape[-1]).astype(np.float64)
 
 
 def available_memory() -> int:

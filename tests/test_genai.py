@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from graphopt.session import load
 FACTS = {"max_positions": 128, "bos_token_id": 0, "eos_token_ids": [0], "session": {}}
 
 
-@pytest.mark.parametrize("recipe", ["rotate", "rotate-online", "int4"])
+@pytest.mark.parametrize("recipe", ["rotate", "rotate-online", "int4", "fp6", "rotate-w4a4"])
 def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, recipe, tmp_path / recipe)
     prompt = [5, 17, 101, 43, 250]
@@ -31,6 +32,34 @@ def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artif
         generator.generate_next_token()
     ours = generate(load(tmp_path / recipe), [prompt], max_new_tokens=12)[0]
     assert list(generator.get_sequence(0))[len(prompt) :][: len(ours.tokens)] == ours.tokens
+
+
+def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tmp_path: Path) -> None:
+    for last in (False, True):
+        optimize(llama_artifact, "int4", tmp_path / str(last), last_logits=last)
+    prompt, made = [5, 17, 101, 43, 250], []
+    for last in (False, True):
+        model = onnxruntime_genai.Model(str(tmp_path / str(last)))
+        parameters = onnxruntime_genai.GeneratorParams(model)
+        parameters.set_search_options(max_length=len(prompt) + 12)
+        generator = onnxruntime_genai.Generator(model, parameters)
+        generator.append_tokens(np.array(prompt, np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        made.append(list(generator.get_sequence(0)))
+    assert made[0] == made[1]
+
+
+def test_onnxruntime_genai_takes_the_library_of_kernels_from_its_configuration(
+    llama_artifact: Path, tmp_path: Path
+) -> None:
+    optimize(llama_artifact, "fp6", tmp_path / "out")
+    file = tmp_path / "out" / GENAI_CONFIG
+    config = json.loads(file.read_text())
+    config["model"]["decoder"]["session_options"]["custom_ops_library"] = "/nowhere/library.so"
+    file.write_text(json.dumps(config))
+    with pytest.raises(RuntimeError, match="/nowhere/library.so"):
+        onnxruntime_genai.Model(str(tmp_path / "out"))
 
 
 def test_session_entries_of_the_recipe_are_handed_on(llama_artifact: Path, tmp_path: Path) -> None:

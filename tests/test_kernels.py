@@ -5,11 +5,13 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from graphopt import verify
+from graphopt import kernels, verify
 from graphopt.errors import VerificationError
 from graphopt.kernels import check_kernels, quantized_products
+from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
-from graphopt.runtime import ACCURACY_LEVEL, open_session
+from graphopt.runtime import ACCURACY_LEVEL, native_operators, open_session
+from graphopt.runtime_ops.library import PATH_VARIABLE
 from graphopt.verify import Verifier
 from tests.graphs import residual_model, save
 
@@ -59,3 +61,53 @@ def test_kernels_that_were_in_the_graph_before_are_not_taken_for_new_ones(tmp_pa
     QuantizeWeights(QuantizeWeightsOptions(embedding=None, head=LinearFormat(group=16)))(optimized)
     report = check_kernels(optimized, Verifier(tmp_path, {}), {})
     assert report.check.figures == {"quantized_products": 1, "fused_kernels": 1}
+
+
+def packed(**given: object) -> ir.Model:
+    """Return a model of four products of FP6, one of int4, and of two that round their input per token if asked."""
+    model = residual_model(width=32, inner=48)
+    options = {"linear": LinearFormat(format="fp6-e2m3", group=16), "head": LinearFormat(group=16), **given}
+    QuantizeWeights(QuantizeWeightsOptions(**options))(model)  # type: ignore[arg-type]
+    return model
+
+
+def test_products_of_ours_are_there_still_and_say_what_they_round_to(tmp_path: Path) -> None:
+    if "MatMulTable" not in native_operators():
+        pytest.skip("the library of kernels is not built here")
+    entries = {ACCURACY_LEVEL: "4"}
+    report = check_kernels(packed(activations="int16"), Verifier(tmp_path, entries), entries)
+    assert report.activations == ("int16", "int8")
+    assert report.products == {"MatMulNBits, inputs int8": 1, "MatMulTable, inputs int16": 4}
+    assert "MatMulTable runs by graphopt's kernel, each node is there still" in report.check.reason
+    assert report.check.figures == {"quantized_products": 1, "fused_kernels": 1, "MatMulTable_nodes": 4}
+
+
+def test_without_a_library_bodies_run_and_the_check_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, "")
+    assert native_operators() == frozenset()
+    model = packed()
+    QuantizeActivations(QuantizeActivationsOptions(bits=4))(model)
+    report = check_kernels(model, Verifier(tmp_path, {}), {})
+    assert "MatMulDynamic runs by the function body: no kernel here" in report.check.reason
+    assert report.products == {"MatMulNBits, inputs int8": 1, "MatMulDynamic, inputs int4 per token": 4}
+
+
+def test_a_product_that_is_folded_to_floats_beside_the_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A library that says it has a kernel, and a graph in which the bodies ran all the same.
+    monkeypatch.setenv(PATH_VARIABLE, "")
+    monkeypatch.setattr(kernels, "native_operators", lambda: frozenset({"MatMulTable"}))
+    with pytest.raises(VerificationError, match="0 of 4 nodes of MatMulTable by graphopt's kernel.*up0"):
+        check_kernels(packed(), Verifier(tmp_path, {}), {})
+
+
+def test_what_does_not_fit_is_not_covered_but_states_what_the_graph_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "available_memory", lambda: 10)
+    model = packed()
+    verifier = Verifier(tmp_path, {})
+    verifier.start(model)
+    report = check_kernels(model, verifier, {})
+    assert report.products == {"MatMulNBits, inputs unknown": 1, "MatMulTable, inputs int8": 4}

@@ -121,6 +121,69 @@ def test_float32_activations_are_a_recipe_away_and_closer(llama_artifact: Path, 
     assert changes[0] != changes[1]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "storage", "products"),
+    [
+        ("fp6", {"fp6-e2m3": 15}, {"MatMulTable, inputs int8": 15}),
+        ("rotate-fp6-e3m2", {"fp6-e3m2": 15}, {"MatMulTable, inputs int8": 15}),
+        ("nf4", {"nf4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulTable, inputs int8": 14}),
+        ("w4a8", {"int4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulDynamic, inputs int8 per token": 14}),
+        ("rotate-w4a4", {"int4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulDynamic, inputs int4 per token": 14}),
+    ],
+)
+def test_the_manifest_tells_storage_and_compute_apart(
+    recipe: str, storage: dict[str, int], products: dict[str, int], llama_artifact: Path, tmp_path: Path
+) -> None:
+    manifest = optimize(llama_artifact, recipe, tmp_path / "out").manifest
+    assert manifest.precision is not None
+    assert manifest.precision.storage.items() >= storage.items()
+    assert manifest.precision.products == products
+    assert "the graph itself says what graphopt's products round their inputs to" in manifest.precision.note
+    assert any("any onnxruntime runs the bodies" in note for note in manifest.notes)
+    # the entry is for onnxruntime's own kernel
+    assert bool(manifest.session) == ("MatMulNBits, inputs int8" in products)
+    # the same file, with kernels and by its bodies alone
+    ids = np.arange(12).reshape(2, 6)
+    feeds = {
+        "input_ids": ids,
+        "attention_mask": np.ones((2, 6), np.int64),
+        "position_ids": np.tile(np.arange(6), (2, 1)),
+    }
+    outputs = []
+    for native in (True, False):
+        session = open_session(tmp_path / "out" / MODEL, native=native)
+        past = Interface.of_session(session).empty_past(2)
+        outputs.append(session.run(["logits"], {**feeds, **past})[0])
+    # An activation on the edge between two codes may go either way: 1 of 127 steps, or of 7, of a number, which moves
+    # others in the next layer. Tokens without one agree to 1e-7; those with some were seen to move by 1.7%.
+    bound = 0.2 if recipe == "rotate-w4a4" else 0.05
+    assert np.abs(outputs[0] - outputs[1]).max() < bound * np.abs(outputs[0]).max()
+
+
+def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(llama_artifact, "int4", tmp_path / "out", target="ort-cpu")
+    assert made.manifest.precision is not None
+    assert made.manifest.precision.products["MatMulTable, inputs int8"] == 14
+    assert made.manifest.precision.storage["int4"] == 14
+    assert [report.name for report in made.manifest.passes][-1] == "lower"
+    # both round activations to int8 in groups; the order of sums and ties are all that differs
+    assert made.manifest.checks[-2].figures["largest_change"] < 2e-2
+    # weights and scales are the numbers that they were, in fewer bytes of scales
+    portable = optimize(llama_artifact, "int4", tmp_path / "portable", target="portable")
+    assert portable.manifest.weights is not None
+    assert made.manifest.weights is not None
+    assert made.manifest.weights.bits_per_weight < portable.manifest.weights.bits_per_weight
+
+
+def test_a_quantized_artifact_can_be_rotated_no_more_and_that_is_proved(llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, "fp6", tmp_path / "fp6")
+    manifest = optimize(tmp_path / "fp6", "rotate", tmp_path / "again").manifest
+    assert {skip.reason for skip in manifest.passes[-1].skips} >= {
+        "its codes are fixed: rotate before weights are quantized"
+    }
+    assert [check.status for check in manifest.checks if check.name == "certificate"] == ["proved"]
+
+
 def test_the_input_is_not_changed(llama_artifact: Path) -> None:
     source = artifact.read(llama_artifact)
     names = [node.op_type for node in source.model.graph]

@@ -8,13 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import InputError
-from graphopt.passes import CanonicalizeOptions, FoldNormsOptions, QuantizeWeightsOptions, RotateOptions
+from graphopt.passes import (
+    CanonicalizeOptions,
+    FoldNormsOptions,
+    LastLogitsOptions,
+    LowerOptions,
+    QuantizeActivationsOptions,
+    QuantizeWeightsOptions,
+    RotateOptions,
+)
 from graphopt.passes.quantize_weights import EmbeddingFormat, LinearFormat
 from graphopt.recipe import Recipe, load_recipe, presets
 from graphopt.runtime import ACCURACY_LEVEL
 
-FORMATS = st.sampled_from(["int4", "int8", "uint4", "uint8"])
-LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256]))
+FORMATS = st.sampled_from(["int4", "uint8", "fp6-e2m3", "nf4", (-1.0, 0.0, 0.5)])
+LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256, None]))
 STEPS = st.one_of(
     st.builds(CanonicalizeOptions),
     st.builds(FoldNormsOptions),
@@ -25,7 +33,11 @@ STEPS = st.one_of(
         head=LINEAR,
         embedding=st.none() | st.builds(EmbeddingFormat, group=st.none() | st.integers(1, 512)),
         scale=st.sampled_from(["extreme", "least_squares"]),
+        activations=st.sampled_from(["float32", "bfloat16", "int8", "int16", None]),
     ),
+    st.builds(QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), head=st.booleans()),
+    st.builds(LastLogitsOptions),
+    st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
 )
 RECIPES = st.builds(
     Recipe,
@@ -42,7 +54,8 @@ def test_yaml_round_trips(recipe: Recipe) -> None:
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
-    assert list(presets()) == ["int4", "rotate", "rotate-int4", "rotate-online"]
+    quantized = ["fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8"]
+    assert list(presets()) == sorted([*quantized, *(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"])
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description
@@ -65,13 +78,37 @@ def test_activations_become_the_session_entry() -> None:
     assert Recipe(name="a", steps=()).session_entries() == {ACCURACY_LEVEL: "4"}
 
 
+def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
+    steps = (QuantizeWeightsOptions(), QuantizeWeightsOptions(activations="int16"), LowerOptions())
+    for activations in ("int8", "float32"):
+        recipe = Recipe(name="a", steps=steps, activations=activations)
+        made = [step.options.activations for step in recipe.passes()]
+        assert made == [activations, "int16", activations]
+
+
+def test_a_target_sets_the_step_lower_or_adds_it() -> None:
+    recipe = load_recipe("int4")
+    lowered = recipe.lowered("ort-cpu")
+    assert lowered.steps == (*recipe.steps, LowerOptions(target="ort-cpu"))
+    assert lowered.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
+
+
+def test_last_logits_are_asked_for_once() -> None:
+    recipe = load_recipe("int4").with_last_logits()
+    assert recipe.steps[-1] == LastLogitsOptions()
+    assert recipe.with_last_logits() == recipe
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("name: x\nsteps: []\ncolour: red", "colour: Extra inputs are not permitted"),
         ("name: x\nsteps: [{step: rotate, sead: 1}]", "sead: Extra inputs are not permitted"),
         ("name: x\nsteps: [{step: rotat}]", "steps.0.*rotat"),
-        ("name: x\nsteps: [{step: quantize_weights, linear: {format: int3}}]", "int3|format"),
+        (
+            "name: x\nsteps: [{step: quantize_weights, linear: {format: int9}}]",
+            "no number format 'int9'",
+        ),
         ("name: x", "steps: Field required"),
         ("- just\n- a list", "recipe: Input should be"),
         ("name: [", "not YAML"),

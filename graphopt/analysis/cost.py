@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
+from graphopt.analysis.structure import PACKED, is_packed
+from graphopt.formats import FORMATS
+from graphopt.weights import weight_of
+
 # Inputs that hold quantized codes, and inputs that hold what turns codes into numbers, by operator.
-_CODES = {"DequantizeLinear": (0,), "MatMulNBits": (1,), "GatherBlockQuantized": (0,)}
-_DECODING = {"DequantizeLinear": (1, 2), "MatMulNBits": (2, 3, 4), "GatherBlockQuantized": (2, 3)}
+_CODES = {"DequantizeLinear": (0,), "MatMulNBits": (1,), "GatherBlockQuantized": (0,), **dict.fromkeys(PACKED, (1,))}
+_DECODING = {
+    "DequantizeLinear": (1, 2),
+    "MatMulNBits": (2, 3, 4),
+    "GatherBlockQuantized": (2, 3),
+    **dict.fromkeys(PACKED, (2, 3, 4)),
+}
 
 
 class WeightTotals(BaseModel):
@@ -41,7 +51,7 @@ def weight_totals(model: ir.Model) -> WeightTotals:
                 continue
             if _is_weight(value, tensor):
                 codes = _reader(value, _CODES)
-                parameters += tensor.size * (1 if codes is None else _codes_per_element(codes, tensor))
+                parameters += tensor.size if codes is None else _numbers(codes, tensor)
             elif _reader(value, _DECODING) is None:
                 continue
             size += tensor.nbytes
@@ -52,6 +62,8 @@ def weight_totals(model: ir.Model) -> WeightTotals:
 def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if _reader(value, _CODES) is not None:
         return True
+    if tensor.size == 1 and any(is_packed(use.node) for use in value.uses()):
+        return False  # the bias that stands for none
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, _DECODING) is None
 
 
@@ -67,22 +79,41 @@ def _reader(value: ir.Value, inputs: Mapping[str, tuple[int, ...]]) -> ir.Node |
     return None
 
 
-def _codes_per_element(node: ir.Node, tensor: ir.TensorProtocol) -> int:
+def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
+    """Return how many numbers the codes in ``tensor``, which ``node`` reads, stand for."""
+    if is_packed(node):  # whose codes are padded
+        return node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
     # onnxruntime's own operators pack codes of ``bits`` bits into bytes; standard types know their own width.
     packed = node.domain == "com.microsoft" and tensor.dtype == ir.DataType.UINT8
-    return 8 // node.attributes.get_int("bits", 4) if packed else 1
+    return tensor.size * (8 // node.attributes.get_int("bits", 4) if packed else 1)
 
 
 def storage_formats(model: ir.Model) -> dict[str, int]:
-    """Return how many weight tensors are stored in each format, such as ``{"int4": 42, "int8": 2, "float32": 13}``."""
+    """Return how many weight tensors are stored in each format, such as ``{"fp6-e2m3": 42, "float32": 13}``."""
     found: dict[str, int] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
         if tensor is None or not _is_weight(value, tensor):
             continue
-        name = _NAMES.get(tensor.dtype, tensor.dtype.name.lower())
+        codes = _reader(value, _CODES)
+        if codes is not None and is_packed(codes):
+            name = packed_format(codes)
+        else:
+            name = _NAMES.get(tensor.dtype, tensor.dtype.name.lower())
         found[name] = found.get(name, 0) + 1
     return found
+
+
+def packed_format(node: ir.Node) -> str:
+    """Return the name of the format of one of our products, told by its table; a table without one tells its size."""
+    codes, table = weight_of(node, 1), weight_of(node, 3)
+    if codes is None or codes.const_value is None or table is None or table.const_value is None:
+        return "codes"
+    bits, values = codes.const_value.shape.numpy()[-1] // 32, table.const_value.numpy()
+    for known in FORMATS.values():
+        if known.bits == bits and np.array_equal(known.values.astype(np.float32), values):
+            return known.name
+    return f"a table of {values.size} values"
 
 
 _NAMES = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}

@@ -3,7 +3,8 @@
 Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [batch, past + length], optional
 ``position_ids`` int64 [batch, length], and per layer N ``past_key_values.N.key`` and ``.value`` [batch, KV heads,
 past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
-past + length, head size]. An empty past makes the same graph a prefill.
+past + length, head size]. An empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
+makes those of the last position only.
 """
 
 from __future__ import annotations
@@ -95,6 +96,12 @@ class Interface:
         """Width of the logits, or ``None`` where the graph does not say."""
         shape = self.outputs["logits"].shape
         return shape[-1] if shape else None
+
+    @property
+    def last_logits(self) -> bool:
+        """Whether the graph makes logits of the last position of a call only."""
+        shape = self.outputs["logits"].shape
+        return len(shape) == 3 and shape[1] == 1
 
     def empty_past(self, batch: int) -> dict[str, Array]:
         """Return a cache of length 0 for ``batch`` sequences, by input name.

@@ -1,10 +1,14 @@
-"""Which product makes the logits, which chooses experts, which lookup reads the tokens."""
+"""Which product makes the logits, which chooses experts, which lookup reads the tokens; how a product stores codes."""
 
 from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.weights import weight_of
+
+PACKED = ("MatMulTable", "MatMulDynamic")
+"""Our operators that multiply by a matrix of packed codes."""
 
 
 def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -20,9 +24,41 @@ def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
     ]
 
 
+def is_packed(node: ir.Node) -> bool:
+    """Return whether ``node`` multiplies by a matrix of codes in the layout of our operators."""
+    return node.domain == DOMAIN and node.op_type in PACKED
+
+
+def dequantize_of(node: ir.Node) -> ir.Node | None:
+    """Return the ``DequantizeLinear`` whose output is the right side of the ``MatMul`` ``node``, if there is one."""
+    right = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
+    producer = None if right is None else right.producer()
+    return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
+
+
+def coded_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return every product with a matrix of codes, in order: of our operators, or behind a ``DequantizeLinear``."""
+    return [
+        node
+        for node in graph
+        if is_packed(node)
+        or (
+            (dequantize := dequantize_of(node)) is not None
+            and (codes := weight_of(dequantize, 0)) is not None
+            and len(codes.shape or ()) == 2
+        )
+    ]
+
+
 def head_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Return the products that make the logits: those with no other product between them and the output ``logits``."""
     return _products_behind([value for value in graph.outputs if value.name == "logits"])
+
+
+def makes_last_logits(graph: ir.Graph) -> bool:
+    """Return whether the output ``logits`` is [batch, 1, vocabulary], of the last position of a call only."""
+    shapes = [value.shape for value in graph.outputs if value.name == "logits"]
+    return any(shape is not None and len(shape) == 3 and shape[1] == 1 for shape in shapes)
 
 
 def router_nodes(graph: ir.Graph) -> set[ir.Node]:
@@ -39,7 +75,7 @@ def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
         node = waiting.pop()
         if node is None:
             continue
-        if node.op_type == "MatMul":
+        if node.op_type in ("MatMul", "MatMulNBits") or is_packed(node):
             found.add(node)
         else:
             waiting.extend(value.producer() for value in node.inputs if value is not None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import onnx
 import onnx_ir as ir
 
 from graphopt.runtime_ops import OPERATORS
@@ -100,4 +101,16 @@ def _bytes(attribute: ir.Attr) -> bytes:
 
 
 def _function_bytes(function: ir.Function) -> bytes:
-    return bytes(ir.serde.serialize_function(function).SerializeToString(deterministic=True))
+    proto = ir.serde.serialize_function(function)
+    _forget_types(proto)
+    return bytes(proto.SerializeToString(deterministic=True))
+
+
+def _forget_types(part: onnx.FunctionProto | onnx.GraphProto) -> None:
+    """Remove the types and shapes that somebody inferred: they are no part of what a body computes."""
+    del part.value_info[:]
+    for node in part.node:
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                if graph.node:
+                    _forget_types(graph)

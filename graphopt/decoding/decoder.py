@@ -108,7 +108,7 @@ class Decoder:
             mask: as for :meth:`step`.
 
         Yields:
-            Where in ``input_ids`` the piece begins, and its logits as from :meth:`step`.
+            Where in ``input_ids`` the piece begins, and its logits as from :meth:`step`: the last is always there.
 
         Raises:
             InputError: as :meth:`step`.
@@ -117,7 +117,8 @@ class Decoder:
         piece = length  # without a cache there is no second piece
         if self._session.interface.past:
             width = self._session.interface.vocabulary or 1 << 17
-            piece = min(_PIECE, max(1, _LOGITS_BYTES // (4 * width * batch)))
+            fitting = max(1, _LOGITS_BYTES // (4 * width * batch))
+            piece = _PIECE if self._session.interface.last_logits else min(_PIECE, fitting)
         for begin in range(0, length, piece):
             part = slice(begin, begin + piece)
             yield begin, self.step(input_ids[:, part], None if mask is None else mask[:, part])
@@ -131,7 +132,8 @@ class Decoder:
                 told. A 0 takes no position, and no later token sees it.
 
         Returns:
-            Logits [batch, length, vocabulary] in the graph's own float type. They lie in onnxruntime's memory, which is
+            Logits [batch, length, vocabulary] in the graph's own float type, or [batch, 1, vocabulary], of the last
+            position, where the graph makes no others. They lie in onnxruntime's memory, which is
             theirs for as long as the array lives: read what you need and let them go.
 
         Raises:

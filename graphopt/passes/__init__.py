@@ -8,11 +8,24 @@ from graphopt.passes.base import Change, Effect, Ledger, Options, Pass, PassRepo
 from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
 from graphopt.passes.emulate_quantization import EmulateQuantization, EmulateQuantizationOptions
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
+from graphopt.passes.last_logits import LastLogits, LastLogitsOptions
+from graphopt.passes.lower import Lower, LowerOptions, Target
+from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.rotate import Rotate, RotateOptions
 
 PASSES: dict[str, Any] = {
-    made.name: made for made in (Canonicalize, FoldNorms, Rotate, QuantizeWeights, EmulateQuantization)
+    made.name: made
+    for made in (
+        Canonicalize,
+        FoldNorms,
+        Rotate,
+        QuantizeWeights,
+        QuantizeActivations,
+        EmulateQuantization,
+        LastLogits,
+        Lower,
+    )
 }
 """Every pass by the name that recipes call it, in the order a recipe usually has them."""
 
@@ -23,12 +36,16 @@ __all__ = [
     "Effect",
     "EmulateQuantizationOptions",
     "FoldNormsOptions",
+    "LastLogitsOptions",
     "Ledger",
+    "LowerOptions",
     "Options",
     "Pass",
     "PassReport",
     "PassResult",
+    "QuantizeActivationsOptions",
     "QuantizeWeightsOptions",
     "RotateOptions",
     "Skip",
+    "Target",
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure import head_nodes
+from graphopt.analysis.structure import dequantize_of, head_nodes, is_packed
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
@@ -68,6 +68,8 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
         for node in graph:
             if node in heads:
                 ledger.skipped(node, "it makes the logits: its input is left in floating point")
+            elif node.op_type == "MatMulDynamic" and is_packed(node):
+                ledger.skipped(node, "it rounds its input itself")
             elif _multiplies_by_a_matrix(node) and (x := node.inputs[0]) is not None:
                 readers.setdefault(x, []).append(node)
             elif _has_weights(node):
@@ -115,13 +117,12 @@ def _insert(graph: ir.Graph, node: ir.Node, reader: ir.Node) -> None:
 
 def _multiplies_by_a_matrix(node: ir.Node) -> bool:
     """Whether ``node`` is ``MatMul(x, W)`` for a constant matrix W, stored as floats or as codes."""
+    if is_packed(node):
+        return True
     if node.op_type != "MatMul" or node.domain:
         return False
-    right = node.inputs[1]
-    producer = None if right is None else right.producer()
-    stored = weight_of(node, 1)
-    if producer is not None and producer.op_type == "DequantizeLinear":
-        stored = weight_of(producer, 0)
+    dequantize = dequantize_of(node)
+    stored = weight_of(node, 1) if dequantize is None else weight_of(dequantize, 0)
     return stored is not None and stored.const_value is not None and stored.const_value.shape.rank() == 2
 
 

@@ -1,27 +1,52 @@
-"""Weights become codes, scales and perhaps zero points, in the layout that onnxruntime fuses into its own kernel."""
+"""Weights become codes, scales and perhaps zero points: in standard ONNX where it has the type, else in our product."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import onnx_ir as ir
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, router_nodes, token_lookups
-from graphopt.formats import format_of
+from graphopt.errors import InputError
+from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Effect, Ledger, Options, Pass
+from graphopt.passes.products import HALF, drop, pack, replace
 from graphopt.rounding.lazy import LazyQuantized
+from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.weights import new_weight, weight_of
 
-# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes only.
+# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
+# from these opsets on.
 _GROUPS = (16, 32, 64, 128, 256)
+_FUSED = {
+    ir.DataType.INT2: 25,
+    ir.DataType.UINT2: 25,
+    ir.DataType.INT4: 21,
+    ir.DataType.UINT4: 21,
+    ir.DataType.INT8: 21,
+    ir.DataType.UINT8: 21,
+}
+
+Activations = Literal["float32", "bfloat16", "int8", "int16"]
+
+
+def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
+    try:
+        format_of(given)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+    return given
 
 
 class LinearFormat(Options):
-    """A number format for matrices, and how many rows share a scale; onnxruntime fuses these groups and no others."""
+    """A number format for matrices, and how many rows share a scale (``None``: all of a column).
 
-    format: Literal["int4", "int8", "uint4", "uint8"] = "int4"
-    group: Literal[16, 32, 64, 128, 256] = 64
+    The format is one of :data:`graphopt.formats.FORMATS`, or a table of one's own: the value of each code.
+    """
+
+    format: Annotated[str | tuple[float, ...], AfterValidator(_known)] = "int4"
+    group: Literal[16, 32, 64, 128, 256] | None = 64
 
 
 class EmbeddingFormat(Options):
@@ -35,13 +60,23 @@ class EmbeddingFormat(Options):
 
 
 class QuantizeWeightsOptions(Options):
-    """Formats of matrices, token embedding and head (``None`` leaves one as it is), and how scales are chosen."""
+    """Formats of matrices, token embedding and head (``None`` leaves one as it is), and how scales are chosen.
+
+    Attributes:
+        linear: format of matrices.
+        embedding: format of the token embedding.
+        head: format of the matrix that makes the logits.
+        scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
+        activations: what the inputs of ``MatMulTable`` are rounded to; ``None`` for what the recipe says. It is a part
+            of the graph. What onnxruntime's own kernel does is a session entry: see ``activations`` of the recipe.
+    """
 
     step: Literal["quantize_weights"] = "quantize_weights"
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()
     head: LinearFormat | None = LinearFormat(format="int8", group=128)
     scale: Literal["extreme", "least_squares"] = "least_squares"
+    activations: Activations | None = None
 
 
 class QuantizeWeights(Pass[QuantizeWeightsOptions]):
@@ -56,9 +91,15 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
         e = DequantizeLinear(Gather(codes, ids), Gather(scales, ids); axis=-1)
 
-    W is about (code - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when it
-    loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table. A
-    product that chooses experts is left as it is.
+    or, where ONNX has no type for the codes or onnxruntime no kernel for the groups::
+
+        y = ai.graphopt::MatMulTable(x, codes, scales, table, zero points, 0; group, activations)
+
+    W is about (value(code) - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when
+    it loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table.
+    ``MatMulTable`` states in ``activations`` what x is rounded to. Scales of matrices are rounded to float16 where all
+    of a matrix are normal numbers there, and codes are chosen for what is stored. A product that chooses experts is
+    left as it is.
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -89,6 +130,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             weight = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
             if weight is not None and node not in left:
                 ledger.skipped(node, f"{node.op_type} with a weight of shape {list(weight.shape or ())}, not a matrix")
+        declare(model)
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that no original weight is left in the file beside its codes."""
@@ -99,24 +141,63 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             raise ir.passes.PostconditionError(f"{self.name} left originals beside their codes: {', '.join(left)}")
 
     def _quantize_matrix(self, graph: ir.Graph, node: ir.Node, wanted: LinearFormat, ledger: Ledger) -> None:
-        weight = weight_of(node, 1)
+        weight, table = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
+        rows = weight.const_value.shape.numpy()[0]
+        group = _fused_group(table, wanted, rows, graph.opset_imports[""])
+        if group is not None:
+            self._as_dequantized(graph, node, weight, table, group, wanted, ledger)
+        elif weight.dtype != ir.DataType.FLOAT:
+            ledger.skipped(node, f"its weight is {weight.dtype}, and MatMulTable multiplies float")
+        else:
+            self._as_packed(graph, node, weight, table, min(wanted.group or rows, rows), ledger)
+
+    def _as_dequantized(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        weight: ir.Value,
+        table: TableFormat,
+        group: int,
+        wanted: LinearFormat,
+        ledger: Ledger,
+    ) -> None:
+        assert weight.const_value is not None
         rows, columns = weight.const_value.shape.numpy()
-        group = next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)
-        if group is None:
-            ledger.skipped(node, f"its {rows} rows are no multiple of any group that onnxruntime fuses {_GROUPS}")
-            return
-        lazily = LazyQuantized(weight, format_of(wanted.format), group, self.options.scale)
-        parts = [new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in lazily.tensors().items()]
+        lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
+        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in lazily.tensors().items()}
+        if lazily.half:
+            made["scales"].metadata_props[HALF] = "yes"
         dequantize = ir.node(
-            "DequantizeLinear", parts, {"axis": 0, "block_size": group}, name=f"{node.name}.dequantize"
+            "DequantizeLinear", [*made.values()], {"axis": 0, "block_size": group}, name=f"{node.name}.dequantize"
         )
         _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
         graph.insert_before(node, dequantize)
         node.replace_input_with(1, dequantize.outputs[0])
         note = "" if group == wanted.group else f" ({wanted.group} does not divide {rows} rows)"
-        ledger.changed(dequantize, f"{weight.name} as {wanted.format} in groups of {group}{note}", [weight])
-        _drop(graph, weight)
+        ledger.changed(dequantize, f"{weight.name} as {table.name} in groups of {group}{note}", [weight])
+        drop(graph, weight)
+
+    def _as_packed(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        weight: ir.Value,
+        table: TableFormat,
+        group: int,
+        ledger: Ledger,
+    ) -> None:
+        assert weight.const_value is not None
+        rows, columns = weight.const_value.shape.numpy()
+        lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
+        packed = pack(graph, weight.name or "", table, (rows, columns), group, lazily.packed())
+        x, activations = node.inputs[0], self.options.activations or "int8"
+        assert x is not None
+        new = packed.node(OPERATORS["MatMulTable"], x, (), {"activations": activations}, node.name or "")
+        shared_by = f"in groups of {group}" if group < rows else "with a scale per column"
+        scales = "" if lazily.half else "; scales are float32, some are too small or too large for float16"
+        what = f"{weight.name} as {table.name} {shared_by}, inputs rounded to {activations}{scales}"
+        replace(graph, node, new, what, ledger, sources=(weight,))
 
     def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, ledger: Ledger) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
@@ -146,7 +227,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         graph.remove(node, safe=True)
         _typed(made, name, table.dtype, [*ids.shape, width])
         ledger.changed(dequantize, f"{table.name} as {wanted.format} in groups of {group}", [node, table])
-        _drop(graph, table)
+        drop(graph, table)
 
 
 def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: list[int | ir.SymbolicDim]) -> None:
@@ -154,7 +235,9 @@ def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: 
     value.type = None if dtype is None else ir.TensorType(dtype)
 
 
-def _drop(graph: ir.Graph, weight: ir.Value) -> None:
-    # The original must not stay in the file beside its codes, unless something else still reads it.
-    if not weight.uses() and not weight.is_graph_output():
-        del graph.initializers[weight.name or ""]
+def _fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int) -> int | None:
+    """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
+    first_opset = None if table.onnx_type is None else _FUSED.get(table.onnx_type)
+    if first_opset is None or opset < first_opset or wanted.group is None:
+        return None
+    return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)

@@ -15,7 +15,8 @@ from graphopt.weights import blocks_of
 Doubles = npt.NDArray[np.float64]
 
 # Shares of the extreme that the search for the least squared error tries.
-_SHARES = np.linspace(1.0, 0.6, 17)
+LEAST_SHARE = 0.6
+_SHARES = np.linspace(1.0, LEAST_SHARE, 17)
 
 
 @dataclass(frozen=True)

@@ -36,3 +36,25 @@ def test_scales_and_zero_points_add_bytes_and_no_parameters(linear: str, bits: i
     assert totals.bits_per_weight == pytest.approx(expected / PARAMETERS)
     expected_formats = {"float32": 3, "int8": 2 + (4 if linear == "int8" else 0)}
     assert storage_formats(model) == expected_formats | ({} if linear == "int8" else {linear: 4})
+
+
+@pytest.mark.parametrize(("name", "bits"), [("fp6-e2m3", 6), ("nf4", 4), ("uint3", 3)])
+def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) -> None:
+    model = residual_model(WIDTH, INNER, LAYERS)
+    linear = LinearFormat(format=name, group=16)
+    QuantizeWeights(QuantizeWeightsOptions(linear=linear, head=linear, embedding=None))(model)
+    totals = weight_totals(model)
+    assert totals.parameters == PARAMETERS
+    # 24 columns of the head are padded to 32; a table is stored once, and what is neutral takes two bytes
+    zero_points = 16 if name.startswith("u") else 0
+    padded = MATRICES + WIDTH * 32
+    expected = padded * (bits + (16 + zero_points) / 16) + 32 * 2**bits + (0 if zero_points else 16)
+    expected += (VOCABULARY + 3) * WIDTH * 32
+    assert 8 * totals.bytes == expected
+    assert storage_formats(model) == {"float32": 4, name: 5}
+
+
+def test_a_table_of_ones_own_tells_its_size() -> None:
+    model = residual_model(WIDTH, INNER, LAYERS)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(format=(-1.0, 0.0, 0.5), group=16), head=None))(model)
+    assert storage_formats(model)["a table of 3 values"] == 4

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from graphopt.analysis.rules import attention, elementwise, layout, linear
 from graphopt.analysis.rules.common import Rule, ignore, observe
+from graphopt.analysis.structure import PACKED
 from graphopt.runtime_ops.operator import DOMAIN
 
 RULES: dict[tuple[str, str], Rule] = {
@@ -40,6 +41,7 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "Shape"): ignore,
     ("", "Size"): ignore,
     (DOMAIN, "Hadamard"): elementwise.hadamard,
+    **{(DOMAIN, name): linear.packed for name in PACKED},
 }
 
 __all__ = ["RULES", "Rule", "observe"]

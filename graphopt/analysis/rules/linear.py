@@ -44,6 +44,18 @@ def dequantize(found: BasisGraph, node: ir.Node) -> None:
         found.pin(axis, node.name or "", "its codes are fixed: rotate before weights are quantized", "observed")
 
 
+def packed(found: BasisGraph, node: ir.Node) -> None:
+    """``x W`` with W as codes, chosen for these coordinates of x and of the product: both stay, other axes pass on."""
+    x, y = node.inputs[0], node.outputs[0]
+    if x is None or not ranked(x, y):
+        observe(found, node)
+        return
+    reason = "its codes are fixed: rotate before weights are quantized"
+    found.pin(found.axis(x, -1), node.name or "", reason, "observed")
+    found.pin(found.axis(y, -1), node.name or "", reason, "made")
+    join_through(found, node, x, y, but=[rank(y) - 1])
+
+
 def gather(found: BasisGraph, node: ir.Node) -> None:
     """``table[ids]``: (table Q)[ids] = table[ids] Q; the columns of a constant table write, activations pass on."""
     data, ids, y = node.inputs[0], node.inputs[1], node.outputs[0]

@@ -1,0 +1,82 @@
+"""What products with stored codes take in onnxruntime's kernel and in graphopt's, as measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from pydantic import BaseModel, ConfigDict
+
+FILE = "costs.json"
+
+
+class Cost(BaseModel):
+    """One product, measured in both kernels in turns; weights come from memory, not from a cache.
+
+    Attributes:
+        bits: bits of a code.
+        group: rows that share a scale.
+        instructions: the instruction set that graphopt's kernel was held to.
+        rows_of_x: rows that are multiplied at once: 1 in a decode step of one sequence.
+        shape: rows and columns of the matrix.
+        matmulnbits_us: median microseconds of onnxruntime's ``MatMulNBits``, activations int8.
+        matmultable_us: median microseconds of ``MatMulTable``, activations int8.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    bits: int
+    group: int
+    instructions: str
+    rows_of_x: int
+    shape: tuple[int, int]
+    matmulnbits_us: float
+    matmultable_us: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether graphopt's kernel is the faster one, and the figures that say so."""
+
+    ours: bool
+    reason: str
+
+
+class Costs(BaseModel):
+    """A table of measured costs.
+
+    Attributes:
+        source: the command that measured them.
+        machine: what it ran on.
+        versions: what it ran.
+        costs: the rows.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str
+    machine: str
+    versions: dict[str, str] = {}
+    costs: tuple[Cost, ...]
+
+    def compare(self, bits: int, instructions: str) -> Choice:
+        """Return whether graphopt's kernel was faster for codes of ``bits`` bits, whatever the group and rows of x.
+
+        A kernel that wins a decode step and loses a prefill is not chosen: it must be faster in every row measured.
+        """
+        rows = [cost for cost in self.costs if (cost.bits, cost.instructions) == (bits, instructions)]
+        if not rows:
+            return Choice(False, f"no cost was measured for {bits} bits on {instructions}: onnxruntime's kernel stays")
+        worst = min(rows, key=lambda cost: cost.matmulnbits_us / cost.matmultable_us)
+        figures = (
+            f"{worst.matmultable_us:g} us against {worst.matmulnbits_us:g} us of MatMulNBits at its least advantage "
+            f"({worst.rows_of_x} row(s) of x, {worst.shape[0]} x {worst.shape[1]}, group {worst.group}, {instructions})"
+        )
+        return Choice(worst.matmultable_us < worst.matmulnbits_us, figures)
+
+
+@cache
+def shipped_costs() -> Costs:
+    """Return the costs that ship with the package; ``tools/lower_costs.py`` measures them again."""
+    return Costs.model_validate_json(resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))

@@ -1,0 +1,38 @@
+"""Whether scales can be stored in float16 without losing precision to its small range."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.formats.table import TableFormat
+from graphopt.rounding.nearest import LEAST_SHARE
+
+# Columns that are looked at together.
+_COLUMNS = 1 << 10
+
+
+def fits_half(matrix: npt.NDArray[Any], table: TableFormat, group: int) -> bool:
+    """Return whether every scale that :func:`round_to_nearest` may choose is 0 or a normal number of float16.
+
+    There a scale is rounded by 2^-11 of itself at most; below 2^-14 by as much as at 2^-14, so by a larger share.
+
+    Args:
+        matrix: [rows, columns].
+        table: the format.
+        group: rows that share a scale; the last group may have fewer.
+    """
+    half, starts = np.finfo(np.float16), np.arange(0, matrix.shape[0], group)
+    for begin in range(0, matrix.shape[1], _COLUMNS):
+        block = matrix[:, begin : begin + _COLUMNS]
+        high, low = (extreme.reduceat(block, starts, axis=0) for extreme in (np.maximum, np.minimum))
+        if table.zero_point:
+            scales = (np.maximum(high, 0.0) - np.minimum(low, 0.0)) / (len(table.values) - 1)
+        else:
+            scales = np.maximum(high, -low) / table.limit
+        scales = scales[scales > 0]
+        if scales.size and not (scales.min() * LEAST_SHARE >= half.tiny and scales.max() <= half.max):
+            return False
+    return True
