@@ -33,10 +33,11 @@ $(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
 
 # A second build of the native operators. Only they are watched: Python and onnxruntime are as they were, so the sanitizer
-# comes into the process before them, and what they leak is their own business.
+# comes into the process before them, with the C++ library whose exceptions it sees; what they leak is their own business.
 SANITIZED := build/sanitized
 SANITIZED_READY := $(SANITIZED)/.ready
 EXAMPLES ?= 3000
+LIBRARY = $$($(CXX) -print-file-name=$(1))
 
 .PHONY: help setup demo test test-native lint clean distclean
 
@@ -51,11 +52,15 @@ demo: $(READY)
 test: $(READY)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope
 
+# A report goes to a file, as the tests of a process that ends at once say nothing any more.
 test-native: $(SANITIZED_READY)
-	LD_PRELOAD="$$($(or $(CXX),c++) -print-file-name=libasan.so)" ASAN_OPTIONS=detect_leaks=0 \
-	UBSAN_OPTIONS=print_stacktrace=1 GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
+	@rm -f $(SANITIZED)/report.*
+	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so.6)" \
+	ASAN_OPTIONS=detect_leaks=0:log_path=$(CURDIR)/$(SANITIZED)/report \
+	UBSAN_OPTIONS=print_stacktrace=1:log_path=$(CURDIR)/$(SANITIZED)/report \
+	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
 	GRAPHOPT_HOSTILE_EXAMPLES=$(EXAMPLES) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
-	$(BIN)/pytest -n $(JOBS) tests/runtime_ops
+	$(BIN)/pytest -n $(JOBS) tests/runtime_ops || { cat $(SANITIZED)/report.* 2>/dev/null || true; exit 1; }
 
 $(SANITIZED_READY): $(READY) $(NATIVE)
 	@rm -rf $(SANITIZED)/graphopt
