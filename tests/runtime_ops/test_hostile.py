@@ -65,6 +65,10 @@ class Tensor:
     shift: int = 0  # bytes in front of the data in the file: few of them are a multiple of anything
     length: int | None = None
 
+    def said(self) -> np.ndarray:
+        """The values in the shape that the file says, which is no lie where there are as many, or none."""
+        return self.values if self.says is None or self.where == "fed" else self.values.reshape(self.says)
+
 
 @dataclass
 class Case:
@@ -392,11 +396,12 @@ def check(case: Case, folder: Path) -> np.ndarray | None:
         assert "[ONNXRuntimeError]" in says
         assert f"ai.graphopt node '{NODE}'" in says or "ai.graphopt node" not in says
         return None
-    arguments = [tensor.values for tensor in case.inputs.values()]
+    arguments = [tensor.said() for tensor in case.inputs.values()]
     with np.errstate(all="ignore"):
         expected = OPERATORS[case.operator].reference(*arguments, **case.attributes)
     assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
-    if all(np.isfinite(a).all() and np.abs(a).max(initial=0) < 1e4 for a in arguments):
+    as_given = all(tensor.offset is None for tensor in case.inputs.values())
+    if as_given and all(np.isfinite(a).all() and np.abs(a).max(initial=0) < 1e4 for a in arguments):
         # Other tests know how near it must be. Here it is enough that it was computed from these numbers and no others.
         assert np.abs(y - expected).max(initial=0) <= largest(case)
     return y

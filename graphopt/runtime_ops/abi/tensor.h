@@ -3,6 +3,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 #include <memory>
 #include <new>
 
@@ -77,7 +78,10 @@ struct Node {
     return missing(KernelInfoGetAttributeFloat::call(api, info, attribute, value), attribute, "a float");
   }
   OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, char* text, size_t size) const {
-    return missing(KernelInfoGetAttributeString::call(api, info, attribute, text, &size), attribute, "a short string");
+    constexpr const char* kType = "a short string";
+    GRAPHOPT_RETURN_IF_ERROR(missing(KernelInfoGetAttributeString::call(api, info, attribute, text, &size), attribute, kType));
+    // a string may go on behind a 0
+    return std::strlen(text) + 1 == size ? nullptr : error("its attribute %s must be there, and be %s", attribute, kType);
   }
   OrtStatus* missing(OrtStatus* failure, const char* attribute, const char* type) const {
     if (!failure) return nullptr;

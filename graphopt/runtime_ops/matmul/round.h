@@ -30,12 +30,12 @@ inline Scale scale_for(uint32_t largest, float clip, float levels) {
 }
 
 // x * inverse to the nearest integer, to the even one of two, within the levels. Adding 1.5 * 2^23 leaves no bits for
-// what is less than 1.
+// what is less than 1. What is no number becomes the highest level, and its scale says the rest.
 inline int32_t nearest(float x, float inverse, float levels) {
   constexpr float kShift = 12582912.0f;
   float scaled = x * inverse;
-  scaled = scaled > levels ? levels : scaled;
-  scaled = scaled < -levels ? -levels : scaled;
+  scaled = scaled < levels ? scaled : levels;
+  scaled = scaled > -levels ? scaled : -levels;
   return static_cast<int32_t>(bits_of<uint32_t>(scaled + kShift) - bits_of<uint32_t>(kShift));
 }
 
