@@ -13,8 +13,10 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// The least that is worth a task of its own: bytes of weights, and numbers of x.
-constexpr size_t kTaskBytes = size_t{512} << 10, kTaskNumbers = 16384;
+// A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small weight.
+constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t{512} << 10;
+// The least numbers of x that are worth a task of their own.
+constexpr size_t kTaskNumbers = 16384;
 constexpr int64_t kLargestSize = int64_t{1} << 31;
 
 // Asks the system for pages of 2 MiB under what is read from end to end, call after call: a page that is walked through
@@ -239,8 +241,10 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
             reinterpret_cast<float*>(memory + words + 4 * of_rows), how, few, 1, 1};
   const size_t numbers = how.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
-  // few rows wait for memory, which hands over long stretches faster; many rows compute, and small tasks end together
-  call.tiles_of_task = few ? 2 * ((kTaskBytes / weights.tile_bytes() + 2) / 2) : 2;
+  // few rows wait for memory; many rows compute, and small tasks end together
+  const size_t part = weights.tiles() * weights.tile_bytes() / kTasks;
+  const size_t task_bytes = part < kLeastBytes ? kLeastBytes : part < kMostBytes ? part : kMostBytes;
+  call.tiles_of_task = few ? 2 * ((task_bytes / weights.tile_bytes() + 2) / 2) : 2;
   const size_t panel_tasks = (how.panels() + call.panels_of_task - 1) / call.panels_of_task;
   const size_t tile_tasks = (weights.tiles() + call.tiles_of_task - 1) / call.tiles_of_task;
   OrtStatus* failure = in_parallel(api, context, Call::round, panel_tasks, &call);
