@@ -8,10 +8,11 @@ namespace graphopt {
 namespace {
 
 // What a product multiplies: how many of them a 32-bit word holds, and how a word is multiplied with a line.
+template <bool Small>
 struct Int8 {
   static constexpr size_t kLines = 4;  // of a unit
   using Sum = Integers;
-  static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) { return dot(sum, line, word); }
+  static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) { return dot<Small>(sum, line, word); }
 };
 struct Bfloat16 {
   static constexpr size_t kLines = 8;

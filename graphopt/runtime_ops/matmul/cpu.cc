@@ -33,14 +33,24 @@ void choose_bits(int bits, const WithBits& with_bits) {
   }
 }
 
+// Calls with_small(small), known to the compiler.
+template <typename WithSmall>
+void choose_small(const Table& table, const WithSmall& with_small) {
+  if (kSmallIsFaster && table.small) return with_small(std::bool_constant<kSmallIsFaster>());
+  return with_small(std::false_type());
+}
+
 template <int Bits, size_t Width>
 void few_of_width(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-  // where a table is one register, looking up costs no more than the exclusive or
-  if (weights.table.wide) return multiply_few<Bits, true, false, Width>(weights, rounded, y, first, end);
-  if constexpr (!(kVectorBytes == kLine && Bits <= 6)) {
-    if (weights.table.by_xor) return multiply_few<Bits, false, true, Width>(weights, rounded, y, first, end);
-  }
-  return multiply_few<Bits, false, false, Width>(weights, rounded, y, first, end);
+  if (weights.table.wide) return multiply_few<Bits, true, false, false, Width>(weights, rounded, y, first, end);
+  choose_small(weights.table, [&](auto small) {
+    constexpr bool kSmall = decltype(small)::value;
+    // where a table is one register, looking up costs no more than the exclusive or
+    if constexpr (!(kVectorBytes == kLine && Bits <= 6)) {
+      if (weights.table.by_xor) return multiply_few<Bits, false, true, kSmall, Width>(weights, rounded, y, first, end);
+    }
+    return multiply_few<Bits, false, false, kSmall, Width>(weights, rounded, y, first, end);
+  });
 }
 
 void few(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
@@ -62,8 +72,10 @@ void many(const Weights& weights, const Rounded& rounded, float* y, size_t first
     if (rounded.kind == Activations::kFloat) return multiply_many<Float, kBits, false>(weights, rounded, y, first, end);
     if (rounded.kind == Activations::kBfloat16)
       return multiply_many<Bfloat16, kBits, false>(weights, rounded, y, first, end);
-    if (weights.table.wide) return multiply_many<Int8, kBits, true>(weights, rounded, y, first, end);
-    return multiply_many<Int8, kBits, false>(weights, rounded, y, first, end);
+    if (weights.table.wide) return multiply_many<Int8<false>, kBits, true>(weights, rounded, y, first, end);
+    choose_small(weights.table, [&](auto small) {
+      return multiply_many<Int8<decltype(small)::value>, kBits, false>(weights, rounded, y, first, end);
+    });
   });
 }
 

@@ -32,18 +32,6 @@ using Bytes = Line<uint8_t>;
 using Integers = Line<int32_t>;
 using Floats = Line<float>;
 
-template <typename L>
-inline L load_line(const void* from) {
-  L line;
-  __builtin_memcpy(&line, from, sizeof line);
-  return line;
-}
-
-template <typename L>
-inline void store_line(void* to, const L& line) {
-  __builtin_memcpy(to, &line, sizeof line);
-}
-
 // The result of an operation on each part.
 template <typename L, typename Operation>
 inline L by_parts(const Operation& operation) {
@@ -51,6 +39,24 @@ inline L by_parts(const Operation& operation) {
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) result.part[i] = operation(i);
   return result;
+}
+
+// Part by part: a copy of the whole goes by smaller pieces, and reading what was just written so is slow.
+template <typename L>
+inline L load_line(const void* from) {
+  return by_parts<L>([&](size_t i) {
+    typename L::Part part;
+    __builtin_memcpy(&part, static_cast<const char*>(from) + i * kVectorBytes, sizeof part);
+    return part;
+  });
+}
+
+template <typename L>
+inline void store_line(void* to, const L& line) {
+#pragma GCC unroll 4
+  for (size_t i = 0; i < kParts; ++i) {
+    __builtin_memcpy(static_cast<char*>(to) + i * kVectorBytes, &line.part[i], kVectorBytes);
+  }
 }
 
 template <typename T>
@@ -90,15 +96,29 @@ inline Floats load_halves(const Half* from) {
 #endif
 }
 
-// sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`; exact.
+// Whether bytes up to 128 make `dot` cheaper: vpmaddubsw sums up two products in 16 bits, 2 * 128 * 127 at most.
+#if defined(__AVX2__) && !defined(__AVX512VNNI__)
+constexpr bool kSmallIsFaster = true;
+#else
+constexpr bool kSmallIsFaster = false;
+#endif
+
+// sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them -128;
+// exact. `Small` promises bytes of 128 at most.
+template <bool Small>
 inline Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t word) {
 #if defined(__AVX512VNNI__)
   return {{reinterpret_cast<Integers::Part>(
       _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(unsigned_bytes.part[0]),
                           _mm512_set1_epi32(static_cast<int>(word))))}};
 #elif defined(__AVX2__)
-  // in 16 bits: the sum of two products of 8 bits needs more of them than vpmaddubsw has
   const __m256i signed_bytes = _mm256_set1_epi32(static_cast<int>(word));
+  if constexpr (Small) {
+    return by_parts<Integers>([&](size_t i) {
+      const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(unsigned_bytes.part[i]), signed_bytes);
+      return sum.part[i] + reinterpret_cast<Integers::Part>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+    });
+  }
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(signed_bytes, 8), 8);
   const __m256i odd = _mm256_srai_epi16(signed_bytes, 8);
   return by_parts<Integers>([&](size_t i) {

@@ -56,8 +56,11 @@ void Table::make(const float* values, size_t entries, int bits) {
     high.table[i] = static_cast<uint8_t>((integer >> 8) + high.offset);
   }
   low.mask = low.table[0];
-  by_xor = !wide;
-  for (size_t code = 0; code < size; ++code) by_xor = by_xor && low.table[code] == (code ^ low.mask);
+  by_xor = small = !wide;
+  for (size_t code = 0; code < size; ++code) {
+    by_xor = by_xor && low.table[code] == (code ^ low.mask);
+    small = small && low.table[code] <= 128;
+  }
 }
 
 size_t Weights::segments() const {

@@ -23,7 +23,8 @@ struct Table {
   uint8_t floats[4][256], bfloat16s[2][256];
   // value = step * integer, or the nearest there is; integer = low + 256 * high, and high is there where `wide` says so.
   double step = 1;
-  bool wide = false, by_xor = false;
+  // `small`: low is all there is, and no byte of it exceeds 128.
+  bool wide = false, by_xor = false, small = false;
   IntegerPlane low, high;
 
   // entries: 1 to 256 finite values; bits: those of a code, 2^bits >= entries.
