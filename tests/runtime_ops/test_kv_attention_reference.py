@@ -68,7 +68,7 @@ def test_streaming_is_attention_with_a_mask(sinks: int, recent: int, window: int
 
 
 def chosen_pages(attributes: KVAttributes, query: np.ndarray, key: np.ndarray, position: int, known: int) -> set[int]:
-    """The pages that a query [G, D] at ``position`` chooses; their summaries know the first ``known`` of the keys [n, D]."""
+    """The pages that a query [G, D] chooses at ``position``; their summaries know the first ``known`` of all keys."""
     scores = {}
     for page in range(position // attributes.page + 1):
         first = page * attributes.page
