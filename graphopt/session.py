@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -51,6 +52,17 @@ class Session:
     def in_place(self) -> bool:
         """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not."""
         return self.native and OPERATOR in native_operators()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 that tells this model from others: of its files by the manifest, else of the ``.onnx`` file."""
+        records = {
+            name: record.sha256 for name, record in self.manifest.files.items() if name.startswith(artifact.MODEL)
+        }
+        if records:
+            return hashlib.sha256("".join(records[name] for name in sorted(records)).encode()).hexdigest()
+        with self.file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     @property
     def max_positions(self) -> int | None:

@@ -13,12 +13,15 @@ Rows (:mod:`graphopt.decoding.rows`) know tokens, masks and positions; a cache k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.interface import IntArray, Interface
+from graphopt.analysis.paged import to_json
+from graphopt.decoding.cache_file import CacheFile
 from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
@@ -41,12 +44,12 @@ _LOGITS_BYTES = 1 << 26
 class Cache(Protocol):
     """Where the keys and values of a batch of sequences live between steps."""
 
-    def reserve(self, stored: IntArray, tokens: int, new_tokens: int) -> None:
-        """Make room for a step of ``new_tokens`` columns, after which the longest row has ``tokens`` tokens.
+    def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
+        """Make room for a step.
 
         Args:
             stored: tokens that each row has stored, int64 [batch].
-            tokens: tokens of the longest row then.
+            tokens: tokens that each row has after the step, int64 [batch].
             new_tokens: columns of the step.
 
         Raises:
@@ -80,7 +83,7 @@ class GrowingCache:
             name: ort.OrtValue.ortvalue_from_numpy(empty) for name, empty in interface.empty_past(batch).items()
         }
 
-    def reserve(self, stored: IntArray, tokens: int, new_tokens: int) -> None:
+    def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
         """See :class:`Cache`: onnxruntime makes the room."""
 
     def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
@@ -176,9 +179,8 @@ class Decoder:
                 remedy="export the model with a KV cache: `graphopt export`",
             )
         step = self._rows.begin(input_ids, mask)
-        longest = int(step.tokens.max())
-        session.check_length(longest)
-        self._cache.reserve(step.stored, longest, input_ids.shape[1])
+        session.check_length(int(step.tokens.max()))
+        self._cache.reserve(step.stored, step.tokens, input_ids.shape[1])
         binding = self._binding
         for name, array in step.feeds.items():
             binding.bind_cpu_input(name, array)
@@ -194,3 +196,89 @@ class Decoder:
         self._rows.finish()
         logits: Logits = outputs[0].numpy()
         return logits
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache in pages: what it holds, how large it is.
+
+        Raises:
+            InputError: the graph's caches are none.
+        """
+        return self._paged()[0]
+
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens that each row has stored, int64 [batch], for a graph with caches in pages.
+
+        Raises:
+            InputError: the graph's caches are none.
+        """
+        return self._paged()[1].tokens.copy()
+
+    def rewind(self, tokens: int | IntArray) -> None:
+        """Forget the newest tokens of each row.
+
+        Args:
+            tokens: how many to keep, of every row or int64 [batch].
+
+        Raises:
+            InputError: a row has fewer, what it would read again was overwritten, or the graph has no caches in pages.
+        """
+        cache, rows = self._paged()
+        kept = np.broadcast_to(np.asarray(tokens, np.int64), rows.tokens.shape).copy()
+        cache.rewind(rows.tokens, kept)
+        self._rows = CountedRows(self._session.interface, kept, rows.columns)
+
+    def fork(self, rows: Sequence[int]) -> Decoder:
+        """Return a decoder whose rows go on from copies of these rows, each of which may come any number of times.
+
+        A prompt that many texts share is fed once in a batch of one, then ``fork([0] * number)``.
+
+        Raises:
+            InputError: there is no such row, no memory, or the graph has no caches in pages.
+        """
+        cache, there = self._paged()
+        if not rows or not all(0 <= row < cache.batch for row in rows):
+            raise InputError(f"rows {list(rows)} of a batch of {cache.batch}", remedy="name rows that are there")
+        made = Decoder(self._session, len(rows), cache=cache.picked(rows))
+        made._rows = CountedRows(self._session.interface, there.tokens[list(rows)], there.columns)
+        return made
+
+    def save(self, file: str | Path) -> None:
+        """Write the cache to a file, from which :meth:`restore` goes on.
+
+        Raises:
+            InputError: the graph has no caches in pages.
+        """
+        cache, rows = self._paged()
+        session = self._session
+        states = cache.contents(rows.tokens)
+        oldest = [pages.tolist() for pages in cache.oldest]
+        layers = to_json(cache.layers)
+        CacheFile(session.fingerprint, layers, rows.tokens, rows.columns, oldest, states).write(Path(file))
+
+    @classmethod
+    def restore(cls, session: Session, file: str | Path) -> Decoder:
+        """Return a decoder that goes on from the cache in ``file``.
+
+        Raises:
+            InputError: the file cannot be read, was changed, or is of another model.
+        """
+        stored = CacheFile.read(Path(file))
+        interface = session.interface
+        if stored.model != session.fingerprint or stored.layers != to_json(interface.layers):
+            raise InputError("the cache is of another model", file=file, remedy=f"{session.file} did not make it")
+        made = cls(session, len(stored.tokens))
+        made.cache.take(stored.states)
+        made.cache.oldest = [np.array(pages, np.int64) for pages in stored.oldest]
+        made._rows = CountedRows(interface, stored.tokens, stored.columns)
+        return made
+
+    def _paged(self) -> tuple[PagedCache, CountedRows]:
+        if not isinstance(self._cache, PagedCache) or not isinstance(self._rows, CountedRows):
+            raise InputError(
+                "the caches of this graph grow, and cannot be rewound, forked or saved",
+                file=self._session.file,
+                remedy="add the step page_kv to the recipe",
+            )
+        return self._cache, self._rows

@@ -9,7 +9,7 @@ Where every head of a layer streams, its pages go round and its cache stays as l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
+from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
 from graphopt.runtime import import_onnxruntime
 from graphopt.runtime_ops.kv_attention.attributes import StateTensor
@@ -96,8 +97,10 @@ class PagedCache:
             }
             for layer in self.layers
         ]
+        # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
+        self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
         self._bound: onnxruntime.IOBinding | None = None
-        self.reserve(np.zeros(batch, np.int64), 1, 1)
+        self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
 
     @property
     def bytes(self) -> int:
@@ -117,21 +120,28 @@ class PagedCache:
         """Pages of capacity, by layer."""
         return tuple(self._pages)
 
-    def reserve(self, stored: IntArray, tokens: int, new_tokens: int) -> None:
+    def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
         """Make room.
 
         Args:
             stored: tokens that each row has stored, int64 [batch].
-            tokens: tokens that the longest row will have after the next call.
+            tokens: tokens that each row will have after the next call, int64 [batch].
             new_tokens: columns of that call.
 
         Raises:
             InputError: that needs more memory than there is; nothing has changed then.
         """
-        needed = [layer.pages(tokens, new_tokens) for layer in self.layers]
-        if all(need <= have for need, have in zip(needed, self._pages, strict=True)):
-            return
-        most = max(tokens, self._max_tokens or 1 << 62)
+        longest = int(tokens.max())
+        needed = [layer.pages(longest, new_tokens) for layer in self.layers]
+        if any(need > have for need, have in zip(needed, self._pages, strict=True)):
+            self._grow(needed, stored, longest, new_tokens)
+        for layer, pages, oldest in zip(self.layers, self._pages, self.oldest, strict=True):
+            if longest > pages * layer.attributes.page:
+                whole = -(-tokens // layer.attributes.page)
+                np.maximum(oldest, whole - (pages - layer.attributes.first_pages), out=oldest)
+
+    def _grow(self, needed: list[int], stored: IntArray, longest: int, new_tokens: int) -> None:
+        most = max(longest, self._max_tokens or 1 << 62)
         wished = [
             have if need <= have else max(need, min(2 * have, layer.pages(most, new_tokens)))
             for need, have, layer in zip(needed, self._pages, self.layers, strict=True)
@@ -139,15 +149,7 @@ class PagedCache:
         # Doubling is a wish; where memory is short, what is needed will do.
         if self._excess(wished) > 0:
             wished = [max(need, have) for need, have in zip(needed, self._pages, strict=True)]
-        excess = self._excess(wished)
-        if excess > 0:
-            size = self._bytes(wished)
-            bound = f"the limit is {self._limit / 1e9:.2f} GB" if self._limit is not None else "that much is not free"
-            raise InputError(
-                f"a cache for {tokens} tokens in each of {self.batch} rows takes {size / 1e9:.2f} GB, and {bound}, "
-                f"{excess / 1e9:.2f} GB short",
-                remedy="use a shorter context, fewer rows, or a smaller storage (the step quantize_kv)",
-            )
+        self._demand(wished, f"{longest} tokens in each of {self.batch} rows")
         for index, (layer, pages) in enumerate(zip(self.layers, wished, strict=True)):
             if pages != self._pages[index]:
                 self._resize(index, layer, pages, stored)
@@ -170,6 +172,85 @@ class PagedCache:
                     state.arrays.reverse()
                     state.values.reverse()
 
+    def rewind(self, stored: IntArray, kept: IntArray) -> None:
+        """Go back from ``stored`` tokens per row to ``kept``, both int64 [batch]; see :mod:`graphopt.decoding.rewind`.
+
+        Raises:
+            InputError: a row has fewer tokens, or what it would read is overwritten; nothing has changed then.
+        """
+        lengths = list(enumerate(zip(stored.tolist(), kept.tolist(), strict=True)))
+        for layer, oldest in zip(self.layers, self.oldest, strict=True):
+            for row, (tokens, length) in lengths:
+                check_length(layer, int(oldest[row]), tokens, length, row)
+        for layer, states, oldest in zip(self.layers, self.states, self.oldest, strict=True):
+            oldest[kept == 0] = 0
+            for row, (tokens, length) in lengths:
+                rewind_row(layer, {name: state.arrays[0][row] for name, state in states.items()}, tokens, length)
+
+    def picked(self, rows: Sequence[int]) -> PagedCache:
+        """Return a cache that begins as a copy of these rows, each of which may come any number of times.
+
+        Raises:
+            InputError: there is no memory for it.
+        """
+        made = PagedCache(
+            self._interface,
+            len(rows),
+            in_place=self._sets == 1,
+            max_tokens=self._max_tokens,
+            memory_limit=self._limit,
+        )
+        made.take({name: array[list(rows)] for name, array in self.contents().items()})
+        made.oldest = [oldest[list(rows)] for oldest in self.oldest]
+        return made
+
+    def contents(self, stored: IntArray | None = None) -> dict[str, Array]:
+        """Return the states as they lie, by graph input, without copies; told ``stored``, only pages in use."""
+        found: dict[str, Array] = {}
+        for layer, pages, states in zip(self.layers, self._pages, self.states, strict=True):
+            whole = pages if stored is None else max(1, -(-int(stored.max()) // layer.attributes.page))
+            for state in states.values():
+                found[state.past] = state.arrays[0][:, :, : min(whole, pages)] if state.paged else state.arrays[0]
+        return found
+
+    def take(self, contents: Mapping[str, Array]) -> None:
+        """Copy ``contents``, as from :meth:`contents`, into this cache, which has as many pages then.
+
+        Raises:
+            InputError: a state is missing or of another shape or type, or there is no memory for it.
+        """
+        pages = []
+        for layer in self.layers:
+            keys = contents.get(layer.port("keys"))
+            pages.append(keys.shape[2] if keys is not None and keys.ndim == 4 else 0)
+            for name, tensor in layer.states(self.batch, pages[-1]).items():
+                given = contents.get(layer.port(name))
+                if given is None or given.shape != tensor.shape or given.dtype != tensor.dtype or not pages[-1]:
+                    raise InputError(
+                        "a state of the cache is missing or of another kind",
+                        tensor=layer.port(name),
+                        shape=None if given is None else given.shape,
+                        remedy=f"it is {tensor.dtype} {list(tensor.shape)} for this model and batch",
+                    )
+        self._demand(pages, "these contents")
+        self._bound = None
+        for index, states in enumerate(self.states):
+            for state in states.values():
+                array = aligned_zeros(contents[state.past].shape, contents[state.past].dtype)
+                array[...] = contents[state.past]
+                state.hold(array, self._sets)
+            self._pages[index] = pages[index]
+
+    def _demand(self, pages: list[int], what: str) -> None:
+        """Refuse caches of these pages where there is not enough memory."""
+        excess = self._excess(pages)
+        if excess > 0:
+            bound = f"the limit is {self._limit / 1e9:.2f} GB" if self._limit is not None else "that much is not free"
+            raise InputError(
+                f"a cache for {what} takes {self._bytes(pages) / 1e9:.2f} GB, and {bound}: {excess / 1e9:.2f} GB short",
+                remedy="use a shorter context, fewer rows, or a smaller storage (the step quantize_kv)",
+            )
+
     def _bytes(self, pages: list[int]) -> int:
         return self._sets * sum(layer.bytes(self.batch, each) for layer, each in zip(self.layers, pages, strict=True))
 
@@ -190,27 +271,26 @@ class PagedCache:
                 continue
             array = zeros(tensor)
             if state.arrays:
-                move_pages(layer, state.arrays[0], array, stored)
+                move_pages(layer, state.arrays[0], array, stored, self.oldest[index])
             state.hold(array, self._sets)
         self._pages[index] = pages
 
 
-def move_pages(layer: PagedLayer, old: Array, new: Array, stored: IntArray) -> None:
-    """Copy the pages that rows of ``stored`` tokens have in ``old`` to where they lie in ``new``, a larger one."""
+def move_pages(layer: PagedLayer, old: Array, new: Array, stored: IntArray, oldest: IntArray) -> None:
+    """Copy the pages that rows of ``stored`` tokens have in ``old`` to where they lie in ``new``, a larger one.
+
+    Args:
+        layer: whose pages they are.
+        old: [batch, KV heads, pages, ...].
+        new: the same with more pages.
+        stored: tokens of each row, int64 [batch].
+        oldest: of each row, the first page behind those of the sinks that is there still, int64 [batch].
+    """
     kv = layer.attributes
-    for row, tokens in enumerate(stored.tolist()):
-        whole = -(-tokens // kv.page)
-        live = live_pages(layer, whole, old.shape[2])
-        if len(live):
-            new[row][:, kv.physical_page(live, new.shape[2])] = old[row][:, kv.physical_page(live, old.shape[2])]
-
-
-def live_pages(layer: PagedLayer, whole: int, pages: int) -> IntArray:
-    """Return which of the ``whole`` pages of a row still lie in a cache of ``pages`` pages."""
-    first = layer.attributes.first_pages
-    if whole <= pages:
-        return np.arange(whole)
-    return np.concatenate((np.arange(first), np.arange(whole - (pages - first), whole)))
+    for row, (tokens, first) in enumerate(zip(stored.tolist(), oldest.tolist(), strict=True)):
+        pages = np.arange(-(-tokens // kv.page))
+        pages = pages[(pages < kv.first_pages) | (pages >= first)]
+        new[row][:, kv.physical_page(pages, new.shape[2])] = old[row][:, kv.physical_page(pages, old.shape[2])]
 
 
 def zeros(tensor: StateTensor) -> Array:
