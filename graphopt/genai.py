@@ -32,6 +32,8 @@ def genai_config(
     shapes = {interface.inputs[name].shape[1::2] for name in interface.past}
     layers = len(interface.past) // 2
     numbered = {f"past_key_values.{layer}.{part}" for layer in range(layers) for part in ("key", "value")}
+    if interface.paged:
+        return "its caches lie in pages that the caller allocates"
     if "attention_mask" not in interface.inputs:
         return "the graph has no attention_mask input"
     if len(shapes) != 1 or set(interface.past) != numbered:

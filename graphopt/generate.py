@@ -166,7 +166,7 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int
         seen[key] += 1
     if not rows:
         raise InputError("there is no prompt", remedy="give at least one")
-    if len({len(row.prompt) for row in rows}) > 1 and "attention_mask" not in session.interface.inputs:
+    if len({len(row.prompt) for row in rows}) > 1 and not session.interface.takes_padding:
         raise InputError(
             "this graph has no attention_mask input, so prompts of different length cannot share a batch",
             file=session.file,

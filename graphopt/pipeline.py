@@ -20,7 +20,7 @@ from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
-from graphopt.verify import Check, Verifier, prove
+from graphopt.verify import Check, Verifier, context_of, prove
 from graphopt.weights import check_finite
 
 
@@ -71,7 +71,8 @@ def optimize(
     on_stage("reading the weights", 0, total)
     check_finite(graph, None if isinstance(model, Artifact) else model)
     on_stage("running the model as it is", 1, total)
-    verifier = Verifier(Path(folder.name), chosen.session_entries(), run=run)
+    context = context_of(passes, source.manifest.model.max_positions)
+    verifier = Verifier(Path(folder.name), chosen.session_entries(), run=run, context=context)
     verifier.start(graph)
 
     reports: list[PassReport] = []

@@ -21,7 +21,7 @@ from graphopt.artifact import Artifact
 from graphopt.errors import InputError, VerificationError
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
-from graphopt.verify import Check, Verifier, prove
+from graphopt.verify import Check, Verifier, context_of, prove
 
 
 class Proof(BaseModel):
@@ -63,7 +63,8 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     on_stage("running both models", total - 1, total)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         # with the bodies that the file carries: our own kernels would not show that one of them is another
-        verifier = Verifier(Path(folder), recipe.session_entries(), run=run, native=False)
+        context = context_of(passes, first.manifest.model.max_positions)
+        verifier = Verifier(Path(folder), recipe.session_entries(), run=run, native=False, context=context)
         verifier.start(first.model.clone())
         lossy = any(step.effect == "lossy" for step in passes)
         checks.append(verifier.check(last.model.clone(), "the recipe", "lossy" if lossy else "exact"))

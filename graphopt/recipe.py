@@ -17,10 +17,13 @@ from graphopt.passes import (
     FoldNormsOptions,
     LastLogitsOptions,
     LowerOptions,
+    PageKVOptions,
     Pass,
     QuantizeActivationsOptions,
+    QuantizeKVOptions,
     QuantizeWeightsOptions,
     RotateOptions,
+    SparseKVOptions,
     Target,
 )
 from graphopt.runtime import ACCURACY_LEVEL
@@ -32,6 +35,9 @@ Step = Annotated[
     | QuantizeWeightsOptions
     | QuantizeActivationsOptions
     | EmulateQuantizationOptions
+    | PageKVOptions
+    | QuantizeKVOptions
+    | SparseKVOptions
     | LastLogitsOptions
     | LowerOptions,
     Field(discriminator="step"),

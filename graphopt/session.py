@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +15,10 @@ from tokenizers import Tokenizer
 
 from graphopt import artifact
 from graphopt.analysis.interface import Array, IntArray, Interface
+from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
 from graphopt.manifest import MANIFEST, Manifest, Source, facts_of_config, read_manifest
-from graphopt.runtime import open_session
+from graphopt.runtime import native_operators, open_session
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -36,6 +38,7 @@ class Session:
         interface: how the graph is fed and read.
         manifest: how the artifact came to be; of a plain model, what its ``config.json`` says.
         tokenizer: text to tokens and back, or ``None`` where the folder has none.
+        native: whether graphopt's own kernels take the nodes of its operators, where they were built.
     """
 
     file: Path
@@ -43,6 +46,23 @@ class Session:
     interface: Interface
     manifest: Manifest
     tokenizer: Tokenizer | None
+    native: bool = True
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not."""
+        return self.native and OPERATOR in native_operators()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 that tells this model from others: of its files by the manifest, else of the ``.onnx`` file."""
+        records = {
+            name: record.sha256 for name, record in self.manifest.files.items() if name.startswith(artifact.MODEL)
+        }
+        if records:
+            return hashlib.sha256("".join(records[name] for name in sorted(records)).encode()).hexdigest()
+        with self.file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
 
     @property
     def max_positions(self) -> int | None:
@@ -89,7 +109,8 @@ class Session:
         input_ids = np.asarray(input_ids, np.int64)
         self.check_tokens(input_ids)
         self.check_length(input_ids.shape[-1])
-        feeds = self.interface.feeds(input_ids, np.ones_like(input_ids), self.interface.empty_past(input_ids.shape[0]))
+        batch, length = input_ids.shape
+        feeds = self.interface.feeds(input_ids, np.ones_like(input_ids), self.interface.empty_past(batch, length))
         return self._run(feeds).astype(np.float32, copy=False)
 
     def check_tokens(self, ids: npt.ArrayLike) -> None:
@@ -186,7 +207,9 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True) -> Session:
         source = Source(kind="onnx", name=str(path))
         manifest = Manifest(source=source, model=facts_of_config(folder))
     inference = open_session(file, entries=manifest.session, threads=threads, native=native)
-    return Session(file, inference, Interface.of_session(inference), manifest, _read_tokenizer(folder / TOKENIZER))
+    return Session(
+        file, inference, Interface.of_session(inference), manifest, _read_tokenizer(folder / TOKENIZER), native
+    )
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

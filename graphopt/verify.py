@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ from pydantic import BaseModel
 from graphopt.analysis.interface import Interface
 from graphopt.certificate.report import Finding, Status
 from graphopt.errors import VerificationError
-from graphopt.passes.base import Effect
+from graphopt.passes.base import Effect, Pass
 from graphopt.rotations.claims import Claims
 from graphopt.runtime import open_session
 from graphopt.weights import map_on_demand
@@ -34,6 +35,10 @@ TOLERANCE = 1e-4
 """How far an exact pass may move the logits, relative to the largest: float32 rounding of tens of layers, with room."""
 
 _BATCH, _LENGTH, _PREFILL, _PADDING = 2, 12, 8, 3
+# Columns of context that are fed at once: their logits are made and thrown away.
+_PIECE = 64
+LONGEST_CONTEXT = 4096
+"""Tokens of context at most: a pass that shows only later is measured as far as that."""
 # Below this many bytes a tensor stays inside the .onnx file: onnxruntime wants shape constants there.
 _INLINE = 256
 
@@ -60,25 +65,46 @@ class Check(BaseModel):
 
 @dataclass(frozen=True)
 class Probe:
-    """Random tokens [batch, length] and their mask; the first row begins with padding where the graph has a mask."""
+    """Random tokens [batch, length] and their mask; the first row begins with padding where the graph has a mask.
+
+    Attributes:
+        input_ids: the tokens.
+        attention_mask: 1 for a token, 0 for padding.
+        context: columns that only fill the cache; what the model says about them is not compared.
+    """
 
     input_ids: npt.NDArray[np.int64]
     attention_mask: npt.NDArray[np.int64]
+    context: int = 0
 
     @classmethod
-    def of(cls, interface: Interface, seed: int = 0) -> Probe:
-        """Draw a probe that fits ``interface``."""
-        ids = np.random.default_rng(seed).integers(0, interface.vocabulary or 2, (_BATCH, _LENGTH))
-        mask = np.ones((_BATCH, _LENGTH), np.int64)
-        if "attention_mask" in interface.inputs:
+    def of(cls, interface: Interface, seed: int = 0, context: int = 0) -> Probe:
+        """Draw a probe that fits ``interface``; without a cache there is no context."""
+        context = context if interface.past else 0
+        ids = np.random.default_rng(seed).integers(0, interface.vocabulary or 2, (_BATCH, context + _LENGTH))
+        mask = np.ones(ids.shape, np.int64)
+        if interface.takes_padding:
             mask[0, :_PADDING] = 0
-        return cls(ids, mask)
+        return cls(ids, mask, context)
+
+    @property
+    def compared(self) -> npt.NDArray[np.bool_]:
+        """[batch, 12]: which of the columns behind the context are tokens."""
+        return self.attention_mask[:, self.context :].astype(bool)
+
+    @property
+    def calls(self) -> list[tuple[int, int, bool]]:
+        """First column and the one behind the last of each call, and whether its logits are compared."""
+        begins = range(0, self.context, _PIECE)
+        filling = [(begin, min(begin + _PIECE, self.context), False) for begin in begins]
+        middle, end = self.context + _PREFILL, self.context + _LENGTH
+        return [*filling, (self.context, middle, True), (middle, end, True)]
 
     def last_of_calls(self, logits: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         """Return those of the logits of real tokens that end a call."""
-        ends = np.zeros(self.attention_mask.shape, bool)
+        ends = np.zeros(self.compared.shape, bool)
         ends[:, [_PREFILL - 1, _LENGTH - 1]] = True
-        chosen: npt.NDArray[np.float64] = logits[ends[self.attention_mask.astype(bool)]]
+        chosen: npt.NDArray[np.float64] = logits[ends[self.compared]]
         return chosen
 
 
@@ -91,12 +117,16 @@ class Verifier:
         run: whether to run models at all.
         native: whether graphopt's own kernels take the nodes of its operators, where they were built. Without them the
             bodies run that the model carries, which is what onnxruntime runs anywhere else.
+        context: tokens that fill the cache before anything is compared, see :attr:`graphopt.passes.base.Pass.context`.
 
     Attributes:
         why_not: why the model cannot be run here, once :meth:`start` has found a reason.
     """
 
-    def __init__(self, folder: Path, entries: Mapping[str, str], *, run: bool = True, native: bool = True) -> None:
+    def __init__(
+        self, folder: Path, entries: Mapping[str, str], *, run: bool = True, native: bool = True, context: int = 0
+    ) -> None:
+        self._context = context
         self._folder, self._entries, self._may_run, self._native = folder, dict(entries), run, native
         self._probe: Probe | None = None
         self._logits: npt.NDArray[np.float64] | None = None
@@ -147,7 +177,9 @@ class Verifier:
                 remedy="leave the pass out of the recipe, and report this with the model",
             )
         self._logits = after
-        reason = f"{_BATCH} x {_LENGTH} random tokens with padding, in two calls, run before and after in onnxruntime"
+        behind = f" behind {probe.context} of context" if probe.context else ""
+        tokens = f"{_BATCH} x {_LENGTH} random tokens{behind} with padding"
+        reason = f"{tokens}, in two calls, run before and after in onnxruntime"
         return Check(name="logits", after=name, status="measured", reason=reason, figures=figures)
 
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
@@ -155,7 +187,7 @@ class Verifier:
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
-            self._probe = Probe.of(Interface.of_graph(model.graph))
+            self._probe = Probe.of(Interface.of_graph(model.graph), context=self._context)
         return self._probe
 
     def settle(self, model: ir.Model) -> Path:
@@ -219,15 +251,22 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: b
     """
     session = open_session(path, entries=entries, native=native)
     interface = Interface.of_session(session)
-    past, rows = interface.empty_past(_BATCH), []
-    for start, end in ((0, _PREFILL), (_PREFILL, _LENGTH)):
+    past, rows = interface.empty_past(_BATCH, probe.input_ids.shape[1]), []
+    for start, end, compared in probe.calls:
         feeds = interface.feeds(probe.input_ids[:, start:end], probe.attention_mask[:, :end], past)
         logits, *present = session.run(["logits", *interface.present], feeds)
         past = dict(zip(interface.past, present, strict=True))
-        rows.append(logits)
+        if compared:
+            rows.append(logits)
     made = np.concatenate(rows, axis=1)
-    taken: npt.NDArray[np.float64] = made[probe.attention_mask.astype(bool)] if made.shape[1] == _LENGTH else made
+    taken: npt.NDArray[np.float64] = made[probe.compared] if made.shape[1] == _LENGTH else made
     return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+
+
+def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
+    """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
+    most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - _LENGTH))
+    return min(most, max((step.context for step in passes), default=0))
 
 
 def available_memory() -> int:

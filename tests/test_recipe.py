@@ -55,7 +55,9 @@ def test_yaml_round_trips(recipe: Recipe) -> None:
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     quantized = ["fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8"]
-    assert list(presets()) == sorted([*quantized, *(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"])
+    caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
+    rotated = [*(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"]
+    assert list(presets()) == sorted([*quantized, *rotated, *caches])
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description

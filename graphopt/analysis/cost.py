@@ -62,6 +62,8 @@ def weight_totals(model: ir.Model) -> WeightTotals:
 def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if _reader(value, _CODES) is not None:
         return True
+    if tensor.size == 0:
+        return False  # what stands for none
     if tensor.size == 1 and any(is_packed(use.node) for use in value.uses()):
         return False  # the bias that stands for none
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, _DECODING) is None

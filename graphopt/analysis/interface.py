@@ -5,6 +5,11 @@ Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [
 past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
 past + length, head size]. An empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
 makes those of the last position only.
+
+A graph of ``ai.graphopt::KVAttention`` owns its caches in pages. Instead of ``attention_mask`` it has ``past_length``
+and ``new_length`` int64 [batch]: how many tokens a row has stored, and how many columns of this call, the last ones,
+are tokens of it. Instead of a growing ``key`` and ``value`` it has the state tensors ``past_key_values.N.keys``,
+``.values`` and, where they are in use, ``.scales``, ``.recent``, ``.summaries`` [batch, KV heads, pages, ...].
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from graphopt.analysis.paged import STATES, PagedLayer, described, layers_of
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,8 +32,16 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int64]
 Array = npt.NDArray[np.generic]
 
-_CACHE_INPUT = re.compile(r"past_key_values\.(\d+)\.(key|value)")
-_DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(double)": np.float64}
+_CACHE_INPUT = re.compile(rf"past_key_values\.(\d+)\.(key|value|{'|'.join(STATES)})")
+_LENGTHS = ("past_length", "new_length")
+_FED = {"input_ids", "attention_mask", "position_ids", *_LENGTHS}
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(uint8)": np.uint8,
+}
 
 
 @dataclass(frozen=True)
@@ -48,26 +62,31 @@ class Interface:
         outputs: all outputs, by name.
         past: names of the cache inputs, in the order of the graph.
         present: the output that continues each cache input, in the same order.
+        layers: sizes and policies of caches that lie in pages; none where they grow.
     """
 
     inputs: Mapping[str, Port]
     outputs: Mapping[str, Port]
     past: tuple[str, ...]
     present: tuple[str, ...]
+    layers: tuple[PagedLayer, ...] = ()
 
     @classmethod
     def of_graph(cls, graph: ir.Graph) -> Interface:
         """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
-        return cls.of_ports(map(_port_of_value, graph.inputs), map(_port_of_value, graph.outputs))
+        return cls.of_ports(map(_port_of_value, graph.inputs), map(_port_of_value, graph.outputs), layers_of(graph))
 
     @classmethod
     def of_session(cls, session: onnxruntime.InferenceSession) -> Interface:
         """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
-        return cls.of_ports(map(_port_of_node, session.get_inputs()), map(_port_of_node, session.get_outputs()))
+        layers = described(session.get_modelmeta().custom_metadata_map)
+        return cls.of_ports(map(_port_of_node, session.get_inputs()), map(_port_of_node, session.get_outputs()), layers)
 
     @classmethod
-    def of_ports(cls, inputs: Iterable[Port], outputs: Iterable[Port]) -> Interface:
-        """Sort inputs and outputs into their roles.
+    def of_ports(
+        cls, inputs: Iterable[Port], outputs: Iterable[Port], layers: tuple[PagedLayer, ...] = ()
+    ) -> Interface:
+        """Sort inputs and outputs into their roles; ``layers`` says what caches in pages are.
 
         Raises:
             InputError: a name is missing, or an input is none that a language model has.
@@ -82,14 +101,25 @@ class Interface:
                     tensor=name,
                     remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
                 )
-        unknown = [name for name in ins if name not in {"input_ids", "attention_mask", "position_ids", *past}]
+        unknown = [name for name in ins if name not in _FED and name not in past]
         if unknown:
             raise InputError(
                 "the graph has an input that graphopt does not know how to feed",
                 tensor=unknown[0],
                 remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
             )
-        return cls(ins, outs, past, present)
+        _check_pages(ins, past, layers)
+        return cls(ins, outs, past, present, layers)
+
+    @property
+    def paged(self) -> bool:
+        """Whether the caches lie in pages, which the caller allocates and the graph fills."""
+        return bool(self.layers)
+
+    @property
+    def takes_padding(self) -> bool:
+        """Whether rows of different length can share a batch."""
+        return "attention_mask" in self.inputs or "new_length" in self.inputs
 
     @property
     def vocabulary(self) -> int | None:
@@ -103,12 +133,22 @@ class Interface:
         shape = self.outputs["logits"].shape
         return len(shape) == 3 and shape[1] == 1
 
-    def empty_past(self, batch: int) -> dict[str, Array]:
+    def empty_past(self, batch: int, room: int = 0) -> dict[str, Array]:
         """Return a cache of length 0 for ``batch`` sequences, by input name.
+
+        Args:
+            batch: number of sequences.
+            room: tokens per row that caches in pages must have room for; others grow by themselves.
 
         Raises:
             InputError: the graph does not state the number of KV heads or the head size.
         """
+        if self.paged:
+            return {
+                layer.port(state): tensor.zeros()
+                for layer in self.layers
+                for state, tensor in layer.states(batch, max(1, -(-room // layer.attributes.page))).items()
+            }
         caches: dict[str, Array] = {}
         for name in self.past:
             port = self.inputs[name]
@@ -131,9 +171,10 @@ class Interface:
             padded: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
 
         Raises:
-            InputError: there is padding, and the graph has no ``attention_mask``.
+            InputError: there is padding, and the graph has no ``attention_mask``; or it has lengths instead, and the
+                new tokens of a row do not stand at its end.
         """
-        if "attention_mask" not in self.inputs and padded and not attention_mask.all():
+        if not self.takes_padding and padded and not attention_mask.all():
             raise InputError(
                 "this graph has no attention_mask input, so prompts of different length cannot share a batch",
                 remedy="run the prompts one by one, or export the model with a mask",
@@ -145,7 +186,43 @@ class Interface:
             "position_ids": positions,
             **past,
         }
+        if self.paged:
+            feeds |= _lengths(attention_mask, input_ids.shape[1])
         return {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self.inputs}
+
+
+def new_lengths(mask: IntArray) -> IntArray:
+    """Return how many of the columns of ``mask`` [batch, length] are tokens, int64 [batch]: the last ones of each row.
+
+    Raises:
+        InputError: in a row, padding stands behind a token.
+    """
+    if (np.diff(mask, axis=1) < 0).any():
+        raise InputError(
+            "the caches of this graph take padding in front of a row's new tokens only",
+            remedy="put the padding of each call on the left",
+        )
+    counts: IntArray = mask.sum(axis=1, dtype=np.int64)
+    return counts
+
+
+def _lengths(attention_mask: IntArray, length: int) -> dict[str, Array]:
+    past = attention_mask[:, : attention_mask.shape[1] - length].sum(axis=1, dtype=np.int64)
+    return {"past_length": past, "new_length": new_lengths(attention_mask[:, -length:])}
+
+
+def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequence[PagedLayer]) -> None:
+    """Refuse a graph whose caches are not what its layers say."""
+    told = {name for layer in layers for name in layer.ports}
+    there = {name for name in past if name.rpartition(".")[2] in STATES}
+    odd = sorted((told ^ there) | ({*past} - there if told else set()))
+    odd += [name for name in _LENGTHS if (name in inputs) != bool(told)]
+    if odd:
+        raise InputError(
+            "the graph's caches in pages are not what its metadata says",
+            tensor=odd[0],
+            remedy="make the model again with `graphopt optimize`; other tools may drop its metadata",
+        )
 
 
 def _port_of_value(value: ir.Value) -> Port:
@@ -161,7 +238,7 @@ def _port_of_node(node: onnxruntime.NodeArg) -> Port:
     dtype = _DTYPES.get(node.type)
     return Port(
         node.name,
-        np.dtype(np.int64) if node.type == "tensor(int64)" else None if dtype is None else np.dtype(dtype),
+        None if dtype is None else np.dtype(dtype),
         tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in node.shape),
     )
 

@@ -6,19 +6,24 @@
       ^        |
       +--------+  the cache of this step is the past of the next: bound, never copied to NumPy
 
-:class:`Decoder` knows tokens, masks and positions; :class:`GrowingCache` knows only buffers. Another cache
-(preallocated, in place, rewindable) takes its place by offering the methods of :class:`Cache`.
+Rows (:mod:`graphopt.decoding.rows`) know tokens, masks and positions; a cache knows only buffers:
+:class:`GrowingCache` here, or, for a graph that owns its caches, :class:`graphopt.decoding.paged.PagedCache`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.interface import IntArray, Interface
+from graphopt.analysis.paged import to_json
+from graphopt.decoding.cache_file import CacheFile
+from graphopt.decoding.paged import PagedCache
+from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
 from graphopt.runtime import import_onnxruntime
 from graphopt.session import Session
@@ -39,11 +44,23 @@ _LOGITS_BYTES = 1 << 26
 class Cache(Protocol):
     """Where the keys and values of a batch of sequences live between steps."""
 
+    def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
+        """Make room for a step.
+
+        Args:
+            stored: tokens that each row has stored, int64 [batch].
+            tokens: tokens that each row has after the step, int64 [batch].
+            new_tokens: columns of the step.
+
+        Raises:
+            InputError: there is not enough memory.
+        """
+
     def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
         """Bind the caches of a step of ``new_tokens`` tokens: inputs, and outputs in the order of the interface."""
 
-    def advance(self, outputs: Mapping[str, onnxruntime.OrtValue]) -> None:
-        """Take over the outputs of the step that was just run, by output name."""
+    def advance(self, outputs: Sequence[onnxruntime.OrtValue]) -> None:
+        """Take over the outputs of the step that was just run, in the order of the interface."""
 
 
 class GrowingCache:
@@ -66,15 +83,18 @@ class GrowingCache:
             name: ort.OrtValue.ortvalue_from_numpy(empty) for name, empty in interface.empty_past(batch).items()
         }
 
+    def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
+        """See :class:`Cache`: onnxruntime makes the room."""
+
     def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
         """See :class:`Cache`."""
         for name, value in self._values.items():
             binding.bind_ortvalue_input(name, value)
             binding.bind_output(self._present[name], "cpu")
 
-    def advance(self, outputs: Mapping[str, onnxruntime.OrtValue]) -> None:
+    def advance(self, outputs: Sequence[onnxruntime.OrtValue]) -> None:
         """See :class:`Cache`."""
-        self._values = {name: outputs[present] for name, present in self._present.items()}
+        self._values = dict(zip(self._present, outputs, strict=True))
 
 
 class Decoder:
@@ -83,22 +103,33 @@ class Decoder:
     Args:
         session: the model.
         batch: number of sequences.
-        cache: where keys and values live; a :class:`GrowingCache` unless told.
+        cache: where keys and values live; unless told a :class:`PagedCache` where the graph has pages, else a
+            :class:`GrowingCache`.
 
     Raises:
-        InputError: the graph does not state the number of KV heads or the head size.
+        InputError: the graph does not state the number of KV heads or the head size, or there is no memory for a cache.
     """
 
     def __init__(self, session: Session, batch: int, *, cache: Cache | None = None) -> None:
-        self._session = session
-        self._cache: Cache = GrowingCache(session.interface, batch) if cache is None else cache
+        self._session, interface = session, session.interface
+        self._rows: Rows
+        if interface.paged:
+            self._rows = CountedRows(interface, np.zeros(batch, np.int64))
+        else:
+            self._rows = MaskedRows(interface, batch)
+        self._cache: Cache = self._new_cache(batch) if cache is None else cache
         self._binding = session.inference.io_binding()
-        self._mask: IntArray = np.zeros((batch, 0), np.int64)
+
+    def _new_cache(self, batch: int) -> Cache:
+        session = self._session
+        if session.interface.paged:
+            return PagedCache(session.interface, batch, in_place=session.in_place, max_tokens=session.max_positions)
+        return GrowingCache(session.interface, batch)
 
     @property
     def length(self) -> int:
-        """Tokens per row in the cache, padding included."""
-        return int(self._mask.shape[1])
+        """Columns per row so far, padding included."""
+        return self._rows.columns
 
     def feed(self, input_ids: IntArray, mask: IntArray | None = None) -> Iterator[tuple[int, Logits]]:
         """Feed any number of new tokens piece by piece, so that memory holds the logits of one piece only.
@@ -147,24 +178,107 @@ class Decoder:
                 file=session.file,
                 remedy="export the model with a KV cache: `graphopt export`",
             )
-        self._mask = np.concatenate((self._mask, np.ones_like(input_ids) if mask is None else mask), axis=1)
-        session.check_length(int(self._mask.sum(axis=1).max()))
-        # Later, a 0 stands after the end of a row. Nobody reads that row, so a graph without a mask may ignore it.
-        feeds = interface.feeds(input_ids, self._mask, {}, padded=first)
+        step = self._rows.begin(input_ids, mask)
+        session.check_length(int(step.tokens.max()))
+        self._cache.reserve(step.stored, step.tokens, input_ids.shape[1])
         binding = self._binding
-        binding.clear_binding_outputs()
-        for name, array in feeds.items():
+        for name, array in step.feeds.items():
             binding.bind_cpu_input(name, array)
+        # What is bound by a name takes the place of what was: the logits stay the first output.
         binding.bind_output("logits", "cpu")
         self._cache.bind(binding, input_ids.shape[1])
         try:
             session.inference.run_with_iobinding(binding)
         except Exception as error:
             raise session.failure(error) from error
-        names = ("logits", *interface.present)
-        outputs = dict(zip(names, binding.get_outputs(), strict=True))
-        self._cache.advance(outputs)
-        # The binding would hold this step's past until the next step binds another: let its memory go now.
-        binding.clear_binding_inputs()
-        logits: Logits = outputs["logits"].numpy()
+        outputs = binding.get_outputs()
+        self._cache.advance(outputs[1:])
+        self._rows.finish()
+        logits: Logits = outputs[0].numpy()
         return logits
+
+    @property
+    def cache(self) -> PagedCache:
+        """The cache in pages: what it holds, how large it is.
+
+        Raises:
+            InputError: the graph's caches are none.
+        """
+        return self._paged()[0]
+
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens that each row has stored, int64 [batch], for a graph with caches in pages.
+
+        Raises:
+            InputError: the graph's caches are none.
+        """
+        return self._paged()[1].tokens.copy()
+
+    def rewind(self, tokens: int | IntArray) -> None:
+        """Forget the newest tokens of each row.
+
+        Args:
+            tokens: how many to keep, of every row or int64 [batch].
+
+        Raises:
+            InputError: a row has fewer, what it would read again was overwritten, or the graph has no caches in pages.
+        """
+        cache, rows = self._paged()
+        kept = np.broadcast_to(np.asarray(tokens, np.int64), rows.tokens.shape).copy()
+        cache.rewind(rows.tokens, kept)
+        self._rows = CountedRows(self._session.interface, kept, rows.columns)
+
+    def fork(self, rows: Sequence[int]) -> Decoder:
+        """Return a decoder whose rows go on from copies of these rows, each of which may come any number of times.
+
+        A prompt that many texts share is fed once in a batch of one, then ``fork([0] * number)``.
+
+        Raises:
+            InputError: there is no such row, no memory, or the graph has no caches in pages.
+        """
+        cache, there = self._paged()
+        if not rows or not all(0 <= row < cache.batch for row in rows):
+            raise InputError(f"rows {list(rows)} of a batch of {cache.batch}", remedy="name rows that are there")
+        made = Decoder(self._session, len(rows), cache=cache.picked(rows))
+        made._rows = CountedRows(self._session.interface, there.tokens[list(rows)], there.columns)
+        return made
+
+    def save(self, file: str | Path) -> None:
+        """Write the cache to a file, from which :meth:`restore` goes on.
+
+        Raises:
+            InputError: the graph has no caches in pages.
+        """
+        cache, rows = self._paged()
+        session = self._session
+        states = cache.contents(rows.tokens)
+        oldest = [pages.tolist() for pages in cache.oldest]
+        layers = to_json(cache.layers)
+        CacheFile(session.fingerprint, layers, rows.tokens, rows.columns, oldest, states).write(Path(file))
+
+    @classmethod
+    def restore(cls, session: Session, file: str | Path) -> Decoder:
+        """Return a decoder that goes on from the cache in ``file``.
+
+        Raises:
+            InputError: the file cannot be read, was changed, or is of another model.
+        """
+        stored = CacheFile.read(Path(file))
+        interface = session.interface
+        if stored.model != session.fingerprint or stored.layers != to_json(interface.layers):
+            raise InputError("the cache is of another model", file=file, remedy=f"{session.file} did not make it")
+        made = cls(session, len(stored.tokens))
+        made.cache.take(stored.states)
+        made.cache.oldest = [np.array(pages, np.int64) for pages in stored.oldest]
+        made._rows = CountedRows(interface, stored.tokens, stored.columns)
+        return made
+
+    def _paged(self) -> tuple[PagedCache, CountedRows]:
+        if not isinstance(self._cache, PagedCache) or not isinstance(self._rows, CountedRows):
+            raise InputError(
+                "the caches of this graph grow, and cannot be rewound, forked or saved",
+                file=self._session.file,
+                remedy="add the step page_kv to the recipe",
+            )
+        return self._cache, self._rows

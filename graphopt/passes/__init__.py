@@ -10,9 +10,12 @@ from graphopt.passes.emulate_quantization import EmulateQuantization, EmulateQua
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.last_logits import LastLogits, LastLogitsOptions
 from graphopt.passes.lower import Lower, LowerOptions, Target
+from graphopt.passes.page_kv import PageKV, PageKVOptions
 from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
+from graphopt.passes.quantize_kv import QuantizeKV, QuantizeKVOptions
 from graphopt.passes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.rotate import Rotate, RotateOptions
+from graphopt.passes.sparse_kv import SparseKV, SparseKVOptions
 
 PASSES: dict[str, Any] = {
     made.name: made
@@ -23,6 +26,9 @@ PASSES: dict[str, Any] = {
         QuantizeWeights,
         QuantizeActivations,
         EmulateQuantization,
+        PageKV,
+        QuantizeKV,
+        SparseKV,
         LastLogits,
         Lower,
     )
@@ -40,12 +46,15 @@ __all__ = [
     "Ledger",
     "LowerOptions",
     "Options",
+    "PageKVOptions",
     "Pass",
     "PassReport",
     "PassResult",
     "QuantizeActivationsOptions",
+    "QuantizeKVOptions",
     "QuantizeWeightsOptions",
     "RotateOptions",
     "Skip",
+    "SparseKVOptions",
     "Target",
 ]

@@ -102,6 +102,11 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     def __init__(self, options: OptionsT) -> None:
         self.options = options
 
+    @property
+    def context(self) -> int:
+        """Tokens that a sequence must have before the pass can show in what the model computes."""
+        return 0
+
     @abc.abstractmethod
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Rewrite ``model`` in place and write every change and every skip into ``ledger``."""

@@ -48,13 +48,20 @@ class _Instance:
     padding: Bools
     """[batch, 1, 1, keys]: which key is a real token."""
 
+    @property
+    def distance(self) -> npt.NDArray[np.int64]:
+        """[1, 1, new tokens, keys]: how many columns each key stands before each query."""
+        new, keys = self.causal.shape[2:]
+        found: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
+        return found
+
 
 Evaluated = list[tuple[_Instance, Array]] | str
 
 
 def lift_masks(model: ir.Model, ledger: Ledger) -> None:
     """Replace masks that mean "causal", with or without padding, and the guards around ``Attention``."""
-    evaluator = _Evaluator(model)
+    evaluator = MaskEvaluator(model)
     for node in attentions(model):
         mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
         if mask is None or node.attributes.get_int("is_causal") == 1:
@@ -63,13 +70,13 @@ def lift_masks(model: ir.Model, ledger: Ledger) -> None:
         if meaning not in ("causal", "causal and padding"):
             ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
             continue
-        _drop_guard(evaluator, node, mask, ledger)
+        drop_guard(evaluator, node, mask, ledger)
         node.replace_input_with(_MASK, None if meaning == "causal" else _padding_mask(model))
         node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
         ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
 
 
-class _Evaluator:
+class MaskEvaluator:
     """Runs parts of a graph on their own, each once: layers share their masks."""
 
     def __init__(self, model: ir.Model) -> None:
@@ -136,6 +143,48 @@ class _Evaluator:
             return "causal and padding" if "attention_mask" in self._interface.inputs else "causal"
         return "causal" if causal else "it is neither causal nor causal with padding (a sliding window, perhaps)"
 
+    def window(self, mask: ir.Value, *, is_causal: bool) -> int | str:
+        """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
+
+        Args:
+            mask: the mask.
+            is_causal: whether ``Attention`` itself hides the keys behind each query.
+        """
+        results = self.run(mask)
+        if isinstance(results, str):
+            return results
+        seen = [
+            (instance, _visible(array) & instance.causal if is_causal else _visible(array), array)
+            for instance, array in results
+        ]
+        if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in seen):
+            return "it adds a bias to visible scores"
+        # The last query of the longest single sequence sees all that any window leaves.
+        singles = [(instance, visible) for instance, visible, _ in seen if len(instance.padding) == 1]
+        longest, visible = max(singles, key=lambda each: each[0].padding.shape[-1], default=(None, None))
+        if longest is None or visible is None:
+            return "it was tried on no single sequence"
+        keys = longest.padding.shape[-1]
+        left = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
+        window = 0 if left == keys else left
+        ignoring = True
+        for instance, visible, _ in seen:
+            near = instance.causal & (instance.distance < window) if window else instance.causal
+            ignoring &= _same(visible, near & np.ones_like(instance.padding))
+            if not _same(visible, near & instance.padding) and not ignoring:
+                return "it is neither causal nor a sliding window, with padding or without"
+        if ignoring and "attention_mask" in self._interface.inputs:
+            return "it shows padding, which a cache in pages does not hold"
+        return window
+
+    def without_mask(self) -> int | str:
+        """Return the window of causal attention without any mask, 0, or why that is not causal and not padding."""
+        try:
+            hidden = "attention_mask" in self._interface.inputs
+        except InputError as error:
+            return f"this is no language model as they are fed here ({error.what})"
+        return "it shows padding, which a cache in pages does not hold" if hidden else 0
+
 
 def _numbers(part: ir.Graph) -> set[int]:
     """Return the constants of ``part`` that could be lengths longer than what is tried anyway."""
@@ -175,7 +224,7 @@ def _same(left: Bools, right: Bools) -> bool:
         return False
 
 
-def _drop_guard(evaluator: _Evaluator, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
+def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
     """Remove ``Where(no visible key, 0, attention)`` behind ``node``, if that is what it is."""
     for user in [use.node for use in node.outputs[0].uses()]:
         if user.op_type != "Where" or user.inputs[2] is not node.outputs[0] or scalar(user.inputs[1]) != 0.0:

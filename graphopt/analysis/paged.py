@@ -1,0 +1,156 @@
+"""What a graph says about caches that lie in pages: per ``KVAttention`` node its sizes, storage and policy.
+
+A graph says it in the attributes of its nodes. An onnxruntime session does not show those, so the passes that make such
+nodes also write them into the model's metadata under :data:`METADATA`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+from graphopt.runtime_ops.kv_attention.attributes import STREAMING, Dimension, KVAttributes, StateTensor
+from graphopt.runtime_ops.operator import DOMAIN
+
+OPERATOR = "KVAttention"
+METADATA = "ai.graphopt.kv"
+"""Key of the model's metadata that lists the layers as JSON."""
+
+STATES = ("keys", "values", "scales", "recent", "summaries")
+"""The state tensors, in the order of the operator's inputs 7 to 11 and outputs 1 to 5."""
+
+FIRST_STATE = 7
+"""Place of the first of :data:`STATES` among the operator's inputs."""
+
+_KEYS = re.compile(r"past_key_values\.(\d+)\.keys")
+
+
+@dataclass(frozen=True)
+class PagedLayer:
+    """The cache of one layer.
+
+    Attributes:
+        number: N in ``past_key_values.N.keys``.
+        head_size: numbers of a key or value.
+        attributes: what the ``KVAttention`` node says.
+    """
+
+    number: int
+    head_size: int
+    attributes: KVAttributes
+
+    @property
+    def wraps(self) -> bool:
+        """Whether new pages may take the place of old ones: no head reads those again."""
+        return set(self.attributes.policies) == {STREAMING}
+
+    def pages(self, tokens: int, new_tokens: int) -> int:
+        """Return the pages that a row needs, at least 1.
+
+        Args:
+            tokens: tokens of the longest row, those of the next call included.
+            new_tokens: columns of the longest call.
+        """
+        kv = self.attributes
+        needed = max(1, -(-tokens // kv.page))
+        if not self.wraps:
+            return needed
+        reach = max(kv.recent, kv.window) + new_tokens + kv.page
+        return min(needed, kv.first_pages + -(-reach // kv.page))
+
+    def states(self, batch: Dimension, pages: Dimension) -> dict[str, StateTensor]:
+        """Return the state tensors that are in use, by their names in :data:`STATES`."""
+        shapes = self.attributes.state(batch, pages, self.head_size)
+        return {name: tensor for name, tensor in shapes if 0 not in tensor.shape[1:]}
+
+    def port(self, state: str) -> str:
+        """Return the graph input of a state tensor."""
+        return f"past_key_values.{self.number}.{state}"
+
+    def bytes(self, batch: int, pages: int) -> int:
+        """Return the bytes of the states of ``batch`` rows of ``pages`` pages."""
+        return sum(tensor.bytes for tensor in self.states(batch, pages).values())
+
+    @cached_property
+    def ports(self) -> tuple[str, ...]:
+        """The graph inputs of the state tensors that are in use."""
+        return tuple(self.port(state) for state in self.states(1, 1))
+
+
+def kv_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return the ``KVAttention`` nodes of the graph, in order."""
+    return [node for node in graph if node.domain == DOMAIN and node.op_type == OPERATOR]
+
+
+def layer_of(node: ir.Node) -> PagedLayer:
+    """Read the attributes of a ``KVAttention`` node.
+
+    Raises:
+        InputError: its keys are no graph input of the name that graphopt gives them, or an attribute is out of range.
+    """
+    key, keys = node.inputs[1], node.inputs[FIRST_STATE]
+    match = _KEYS.fullmatch(keys.name or "") if keys is not None else None
+    width = None if key is None or key.shape is None else key.shape[-1]
+    if match is None or not isinstance(width, int):
+        raise InputError(
+            f"a {OPERATOR} node whose keys are no input past_key_values.N.keys, or whose width is not known",
+            node=node.name,
+            tensor=None if keys is None else keys.name,
+        )
+    names = {field.name for field in fields(KVAttributes)}
+    given: dict[str, Any] = {name: each.value for name, each in node.attributes.items() if name in names}
+    try:
+        attributes = KVAttributes(**given)
+    except (TypeError, ValueError) as error:
+        raise InputError(str(error), node=node.name) from error
+    return PagedLayer(int(match[1]), width // attributes.kv_heads, attributes)
+
+
+def layers_of(graph: ir.Graph) -> tuple[PagedLayer, ...]:
+    """Read all ``KVAttention`` nodes of the graph; see :func:`layer_of`."""
+    return tuple(layer_of(node) for node in kv_nodes(graph))
+
+
+def describe(model: ir.Model) -> None:
+    """Write the layers into the metadata of ``model``, where a session can read them."""
+    model.metadata_props[METADATA] = to_json(layers_of(model.graph))
+
+
+def described(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
+    """Read back what :func:`describe` wrote; nothing was written for a graph without pages.
+
+    Raises:
+        InputError: it is not what :func:`describe` writes.
+    """
+    try:
+        return from_json(metadata.get(METADATA, "[]"))
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError(
+            f"the metadata {METADATA} of the model cannot be read: {error}",
+            remedy="make the model again with `graphopt optimize`",
+        ) from error
+
+
+def to_json(layers: tuple[PagedLayer, ...]) -> str:
+    """Write layers as JSON."""
+    listed = [{"number": each.number, "head_size": each.head_size, **each.attributes.for_node()} for each in layers]
+    return json.dumps(listed)
+
+
+def from_json(text: str) -> tuple[PagedLayer, ...]:
+    """Read what :func:`to_json` wrote.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is something else.
+    """
+    return tuple(
+        PagedLayer(int(each.pop("number")), int(each.pop("head_size")), KVAttributes(**each))
+        for each in json.loads(text)
+    )

@@ -1,0 +1,102 @@
+"""The cache of a session in a file: safetensors, with the SHA-256 of what it holds.
+
+Only pages that are in use are written. A file says of which model, and of which layers, sizes and policies it is; a
+cache of another model is refused, and so is a file that was changed or cut off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from graphopt.analysis.interface import IntArray
+from graphopt.errors import InputError
+
+Array = npt.NDArray[Any]
+
+_FORMAT = "graphopt cache 1"
+
+
+@dataclass(frozen=True)
+class CacheFile:
+    """What such a file holds.
+
+    Attributes:
+        model: fingerprint of the model.
+        layers: sizes and policies of its caches, as JSON.
+        tokens: tokens that each row has stored, int64 [batch].
+        columns: columns fed for that.
+        oldest: by layer and row, the oldest page that is still there behind those of the sinks.
+        states: the state tensors, by graph input.
+    """
+
+    model: str
+    layers: str
+    tokens: IntArray
+    columns: int
+    oldest: list[list[int]]
+    states: Mapping[str, Array]
+
+    def write(self, file: Path) -> None:
+        """Write the file, whole or not at all."""
+        metadata = {
+            "format": _FORMAT,
+            "model": self.model,
+            "layers": self.layers,
+            "tokens": json.dumps(self.tokens.tolist()),
+            "columns": str(self.columns),
+            "oldest": json.dumps(self.oldest),
+        }
+        states = {name: np.ascontiguousarray(array) for name, array in self.states.items()}
+        metadata["sha256"] = _digest(metadata, states)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+        os.close(handle)
+        try:
+            save_file(states, temporary, metadata=metadata)
+            Path(temporary).replace(file)
+        finally:
+            Path(temporary).unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, file: Path) -> CacheFile:
+        """Read a file.
+
+        Raises:
+            InputError: there is none, it is no such file, or its content has changed since it was written.
+        """
+        if not file.is_file():
+            raise InputError("there is no cache file here", file=file)
+        try:
+            with safe_open(file, framework="numpy") as stored:
+                metadata = stored.metadata() or {}
+                states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, it is no dict
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"the cache file cannot be read: {error}", file=file) from error
+        if metadata.get("format") != _FORMAT:
+            raise InputError("this is no cache file of graphopt", file=file, remedy=f"its format would be {_FORMAT!r}")
+        if metadata.pop("sha256", None) != _digest(metadata, states):
+            raise InputError("the cache file has changed since it was written", file=file, remedy="make it again")
+        tokens = np.array(json.loads(metadata["tokens"]), np.int64)
+        oldest = json.loads(metadata["oldest"])
+        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), oldest, states)
+
+
+def _digest(metadata: Mapping[str, str], states: Mapping[str, Array]) -> str:
+    """Return the SHA-256 of all that is said and stored, whatever the order in the file."""
+    found = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    for name, array in sorted(states.items()):
+        found.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return found.hexdigest()

@@ -1,0 +1,306 @@
+"""A cache in pages: allocated once, written in place by the graph, longer only when it is full.
+
+    step:  bind the same buffers as input and as output  ->  the graph appends to them, nothing is copied
+    full:  twice the pages, the old ones copied
+
+Where every head of a layer streams, its pages go round and its cache stays as long as what a query reads. A graph whose
+``KVAttention`` runs by its body of standard operators cannot write in place: it gets two sets of buffers in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.analysis.interface import IntArray, Interface
+from graphopt.analysis.paged import PagedLayer
+from graphopt.decoding.rewind import check_length, rewind_row
+from graphopt.errors import InputError
+from graphopt.runtime import import_onnxruntime
+from graphopt.runtime_ops.kv_attention.attributes import StateTensor
+from graphopt.verify import available_memory
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+Array = npt.NDArray[Any]
+
+_ALIGNMENT = 64
+"""Bytes: the line of a processor's cache, and its widest register."""
+
+_SPARE = 1 << 26
+"""Bytes of free memory that a cache leaves to what else a step needs."""
+
+
+@dataclass
+class State:
+    """One state tensor: its arrays, which onnxruntime sees without a copy.
+
+    Attributes:
+        past: the graph input.
+        present: the graph output.
+        paged: whether its third axis are pages, which grow; else slots, which do not.
+        arrays: where it lies, the newest first; a second one takes the next step where that cannot write in place.
+        values: the same as onnxruntime takes them.
+    """
+
+    past: str
+    present: str
+    paged: bool
+    arrays: list[Array] = field(default_factory=list)
+    values: list[onnxruntime.OrtValue] = field(default_factory=list)
+
+    def hold(self, array: Array, sets: int) -> None:
+        """Let the state lie in ``array``, and in as many more of its kind as there are sets."""
+        ort = import_onnxruntime()
+        self.arrays = [array, *(aligned_zeros(array.shape, array.dtype) for _ in range(sets - 1))]
+        self.values = [ort.OrtValue.ortvalue_from_numpy(each) for each in self.arrays]
+
+
+class PagedCache:
+    """The caches of all layers of a batch.
+
+    Args:
+        interface: names and layers of the graph.
+        batch: number of sequences.
+        in_place: whether the graph may read and write the same buffers; else there are two of each.
+        max_tokens: tokens that a row will ever have, where that is known; capacity never exceeds them.
+        memory_limit: bytes that the cache may take; what is free when it grows unless told.
+
+    Raises:
+        InputError: there is not enough memory for the first page of each row.
+    """
+
+    def __init__(
+        self,
+        interface: Interface,
+        batch: int,
+        *,
+        in_place: bool,
+        max_tokens: int | None = None,
+        memory_limit: int | None = None,
+    ) -> None:
+        self._interface, self.batch = interface, batch
+        self._sets = 1 if in_place else 2
+        self._max_tokens, self._limit = max_tokens, memory_limit
+        self.layers = interface.layers
+        self._pages = [0] * len(self.layers)
+        present = dict(zip(interface.past, interface.present, strict=True))
+        self.states: list[dict[str, State]] = [
+            {
+                name: State(layer.port(name), present[layer.port(name)], paged=name != "recent")
+                for name in layer.states(1, 1)
+            }
+            for layer in self.layers
+        ]
+        # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
+        self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
+        self._bound: onnxruntime.IOBinding | None = None
+        self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the cache takes."""
+        return sum(array.nbytes for layer in self.states for state in layer.values() for array in state.arrays)
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per row that it has room for; layers whose pages go round have room for any number."""
+        fixed = [
+            pages * each.attributes.page for pages, each in zip(self._pages, self.layers, strict=True) if not each.wraps
+        ]
+        return min(fixed, default=1 << 62)
+
+    @property
+    def pages(self) -> tuple[int, ...]:
+        """Pages of capacity, by layer."""
+        return tuple(self._pages)
+
+    def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
+        """Make room.
+
+        Args:
+            stored: tokens that each row has stored, int64 [batch].
+            tokens: tokens that each row will have after the next call, int64 [batch].
+            new_tokens: columns of that call.
+
+        Raises:
+            InputError: that needs more memory than there is; nothing has changed then.
+        """
+        longest = int(tokens.max())
+        needed = [layer.pages(longest, new_tokens) for layer in self.layers]
+        if any(need > have for need, have in zip(needed, self._pages, strict=True)):
+            self._grow(needed, stored, longest, new_tokens)
+        for layer, pages, oldest in zip(self.layers, self._pages, self.oldest, strict=True):
+            if longest > pages * layer.attributes.page:
+                whole = -(-tokens // layer.attributes.page)
+                np.maximum(oldest, whole - (pages - layer.attributes.first_pages), out=oldest)
+
+    def _grow(self, needed: list[int], stored: IntArray, longest: int, new_tokens: int) -> None:
+        most = max(longest, self._max_tokens or 1 << 62)
+        wished = [
+            have if need <= have else max(need, min(2 * have, layer.pages(most, new_tokens)))
+            for need, have, layer in zip(needed, self._pages, self.layers, strict=True)
+        ]
+        # Doubling is a wish; where memory is short, what is needed will do.
+        if self._excess(wished) > 0:
+            wished = [max(need, have) for need, have in zip(needed, self._pages, strict=True)]
+        self._demand(wished, f"{longest} tokens in each of {self.batch} rows")
+        for index, (layer, pages) in enumerate(zip(self.layers, wished, strict=True)):
+            if pages != self._pages[index]:
+                self._resize(index, layer, pages, stored)
+
+    def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
+        """Bind all states as inputs and outputs, unless they are bound to this ``binding`` as they lie."""
+        if self._bound is binding and self._sets == 1:
+            return
+        for layer in self.states:
+            for state in layer.values():
+                binding.bind_ortvalue_input(state.past, state.values[0])
+                binding.bind_ortvalue_output(state.present, state.values[-1])
+        self._bound = binding
+
+    def advance(self, outputs: Sequence[onnxruntime.OrtValue]) -> None:
+        """Take over what the step that was just run has written."""
+        if self._sets > 1:
+            for layer in self.states:
+                for state in layer.values():
+                    state.arrays.reverse()
+                    state.values.reverse()
+
+    def rewind(self, stored: IntArray, kept: IntArray) -> None:
+        """Go back from ``stored`` tokens per row to ``kept``, both int64 [batch]; see :mod:`graphopt.decoding.rewind`.
+
+        Raises:
+            InputError: a row has fewer tokens, or what it would read is overwritten; nothing has changed then.
+        """
+        lengths = list(enumerate(zip(stored.tolist(), kept.tolist(), strict=True)))
+        for layer, oldest in zip(self.layers, self.oldest, strict=True):
+            for row, (tokens, length) in lengths:
+                check_length(layer, int(oldest[row]), tokens, length, row)
+        for layer, states, oldest in zip(self.layers, self.states, self.oldest, strict=True):
+            oldest[kept == 0] = 0
+            for row, (tokens, length) in lengths:
+                rewind_row(layer, {name: state.arrays[0][row] for name, state in states.items()}, tokens, length)
+
+    def picked(self, rows: Sequence[int]) -> PagedCache:
+        """Return a cache that begins as a copy of these rows, each of which may come any number of times.
+
+        Raises:
+            InputError: there is no memory for it.
+        """
+        made = PagedCache(
+            self._interface,
+            len(rows),
+            in_place=self._sets == 1,
+            max_tokens=self._max_tokens,
+            memory_limit=self._limit,
+        )
+        made.take({name: array[list(rows)] for name, array in self.contents().items()})
+        made.oldest = [oldest[list(rows)] for oldest in self.oldest]
+        return made
+
+    def contents(self, stored: IntArray | None = None) -> dict[str, Array]:
+        """Return the states as they lie, by graph input, without copies; told ``stored``, only pages in use."""
+        found: dict[str, Array] = {}
+        for layer, pages, states in zip(self.layers, self._pages, self.states, strict=True):
+            whole = pages if stored is None else max(1, -(-int(stored.max()) // layer.attributes.page))
+            for state in states.values():
+                found[state.past] = state.arrays[0][:, :, : min(whole, pages)] if state.paged else state.arrays[0]
+        return found
+
+    def take(self, contents: Mapping[str, Array]) -> None:
+        """Copy ``contents``, as from :meth:`contents`, into this cache, which has as many pages then.
+
+        Raises:
+            InputError: a state is missing or of another shape or type, or there is no memory for it.
+        """
+        pages = []
+        for layer in self.layers:
+            keys = contents.get(layer.port("keys"))
+            pages.append(keys.shape[2] if keys is not None and keys.ndim == 4 else 0)
+            for name, tensor in layer.states(self.batch, pages[-1]).items():
+                given = contents.get(layer.port(name))
+                if given is None or given.shape != tensor.shape or given.dtype != tensor.dtype or not pages[-1]:
+                    raise InputError(
+                        "a state of the cache is missing or of another kind",
+                        tensor=layer.port(name),
+                        shape=None if given is None else given.shape,
+                        remedy=f"it is {tensor.dtype} {list(tensor.shape)} for this model and batch",
+                    )
+        self._demand(pages, "these contents")
+        self._bound = None
+        for index, states in enumerate(self.states):
+            for state in states.values():
+                array = aligned_zeros(contents[state.past].shape, contents[state.past].dtype)
+                array[...] = contents[state.past]
+                state.hold(array, self._sets)
+            self._pages[index] = pages[index]
+
+    def _demand(self, pages: list[int], what: str) -> None:
+        """Refuse caches of these pages where there is not enough memory."""
+        excess = self._excess(pages)
+        if excess > 0:
+            bound = f"the limit is {self._limit / 1e9:.2f} GB" if self._limit is not None else "that much is not free"
+            raise InputError(
+                f"a cache for {what} takes {self._bytes(pages) / 1e9:.2f} GB, and {bound}: {excess / 1e9:.2f} GB short",
+                remedy="use a shorter context, fewer rows, or a smaller storage (the step quantize_kv)",
+            )
+
+    def _bytes(self, pages: list[int]) -> int:
+        return self._sets * sum(layer.bytes(self.batch, each) for layer, each in zip(self.layers, pages, strict=True))
+
+    def _excess(self, pages: list[int]) -> int:
+        """Return by how many bytes caches of these pages are too large; while a tensor is copied, both are there."""
+        if self._limit is not None:
+            return self._bytes(pages) - self._limit
+        held = max(
+            (array.nbytes for layer in self.states for state in layer.values() for array in state.arrays), default=0
+        )
+        return self._bytes(pages) - self.bytes + held + _SPARE - available_memory()
+
+    def _resize(self, index: int, layer: PagedLayer, pages: int, stored: IntArray) -> None:
+        self._bound = None
+        for name, tensor in layer.states(self.batch, pages).items():
+            state = self.states[index][name]
+            if state.arrays and not state.paged:
+                continue
+            array = zeros(tensor)
+            if state.arrays:
+                move_pages(layer, state.arrays[0], array, stored, self.oldest[index])
+            state.hold(array, self._sets)
+        self._pages[index] = pages
+
+
+def move_pages(layer: PagedLayer, old: Array, new: Array, stored: IntArray, oldest: IntArray) -> None:
+    """Copy the pages that rows of ``stored`` tokens have in ``old`` to where they lie in ``new``, a larger one.
+
+    Args:
+        layer: whose pages they are.
+        old: [batch, KV heads, pages, ...].
+        new: the same with more pages.
+        stored: tokens of each row, int64 [batch].
+        oldest: of each row, the first page behind those of the sinks that is there still, int64 [batch].
+    """
+    kv = layer.attributes
+    for row, (tokens, first) in enumerate(zip(stored.tolist(), oldest.tolist(), strict=True)):
+        pages = np.arange(-(-tokens // kv.page))
+        pages = pages[(pages < kv.first_pages) | (pages >= first)]
+        new[row][:, kv.physical_page(pages, new.shape[2])] = old[row][:, kv.physical_page(pages, old.shape[2])]
+
+
+def zeros(tensor: StateTensor) -> Array:
+    """Return an empty state tensor."""
+    return aligned_zeros(tuple(int(size) for size in tensor.shape), tensor.dtype)
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
+    """Return zeros that begin at a multiple of 64 bytes; memory is taken as it is written."""
+    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+    raw = np.zeros(size + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + size].view(dtype).reshape(shape)

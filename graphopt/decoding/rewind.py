@@ -1,0 +1,92 @@
+"""A cache in pages as it was after fewer tokens.
+
+    float storages:    nothing moves: what lies behind the end is written again before it is read
+    integer storages:  the newest pages are to be floats again; those whose slots were taken are decoded from codes
+    summaries:         that of the page that is cut is made again of the keys that stay
+
+What was rounded stays rounded: for integers, a page that had left the window of floats comes back with that error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.analysis.paged import PagedLayer
+from graphopt.errors import InputError
+from graphopt.runtime_ops.kv_attention.layout import unpack_keys, unpack_values
+
+Array = npt.NDArray[Any]
+
+
+def first_length(layer: PagedLayer, oldest: int) -> int:
+    """Return the least number of tokens that a row can be rewound to whose pages before ``oldest`` were overwritten."""
+    kv = layer.attributes
+    if oldest <= kv.first_pages:
+        return 0
+    # The query that comes next, at the position of the new length, reads the newest positions with its own.
+    return oldest * kv.page + max(kv.recent, kv.window) - 1
+
+
+def check_length(layer: PagedLayer, oldest: int, tokens: int, kept: int, row: int) -> None:
+    """Refuse to rewind a row to ``kept`` tokens.
+
+    Raises:
+        InputError: it has fewer, or pages that would be read again have been overwritten.
+    """
+    if not 0 <= kept <= tokens:
+        raise InputError(
+            f"row {row} has {tokens} tokens and cannot be rewound to {kept}", remedy=f"give a number from 0 to {tokens}"
+        )
+    first = first_length(layer, oldest)
+    if 0 < kept < min(first, tokens):
+        raise InputError(
+            f"row {row} cannot be rewound from {tokens} to {kept} tokens: newer pages have taken the place of those "
+            f"that it would read in layer {layer.number}",
+            remedy=f"rewind to {first} or more, or to 0" if first <= tokens else "begin again with the text",
+        )
+
+
+def rewind_row(layer: PagedLayer, state: dict[str, Array], tokens: int, kept: int) -> None:
+    """Bring the state of a row, tensors without their batch axis, from ``tokens`` tokens back to ``kept``, in place."""
+    kv = layer.attributes
+    if kept == 0 or kept == tokens:
+        return
+    newest, was = (kept - 1) // kv.page, (tokens - 1) // kv.page
+    if kv.levels is not None:
+        for page in range(max(kv.sink_pages, newest - kv.recent_pages), newest + 1):
+            if page + kv.recent_pages + 1 <= was:
+                state["recent"][:, int(kv.slot(page))] = _decoded(layer, state, page)
+    if kv.retrieves and kept % kv.page:
+        physical = int(kv.physical_page(newest, state["keys"].shape[1]))
+        keys = _keys(layer, state, newest)[:, : kept % kv.page]
+        bounds = [keys.min(axis=1), keys.max(axis=1)]
+        summary = keys.mean(axis=1) if kv.summary == "mean" else np.concatenate(bounds, axis=-1)
+        state["summaries"][:, physical] = summary
+
+
+def _decoded(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
+    """Return a page of codes as a slot of floats, [KV heads, 2 T D]."""
+    kv, size = layer.attributes, layer.head_size
+    physical = int(kv.physical_page(page, state["keys"].shape[1]))
+    scales = state["scales"][:, physical]
+    key_low, key_step, value_low, value_step = np.split(scales, [size, 2 * size, 2 * size + kv.page], axis=-1)
+    keys = unpack_keys(state["keys"][:, physical], kv.page, size, kv.storage)
+    values = unpack_values(state["values"][:, physical], kv.page, size, kv.storage)
+    floats = (
+        key_low[:, None, :] + key_step[:, None, :] * keys.astype(np.float32),
+        value_low[:, :, None] + value_step[:, :, None] * values.astype(np.float32),
+    )
+    return np.concatenate([each.reshape(len(each), -1) for each in floats], axis=-1)
+
+
+def _keys(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
+    """Return the keys of the newest page of a row, float32 [KV heads, T, D]."""
+    kv, size = layer.attributes, layer.head_size
+    if kv.levels is not None:
+        slot = state["recent"][:, int(kv.slot(page))]
+        return slot.reshape(len(slot), 2, kv.page, size)[:, 0]
+    physical = int(kv.physical_page(page, state["keys"].shape[1]))
+    return unpack_keys(state["keys"][:, physical], kv.page, size, kv.storage).astype(np.float32)

@@ -1,0 +1,107 @@
+"""How far each row of a batch has come: its tokens so far, and what a step of new columns is fed for it.
+
+:class:`MaskedRows` serves graphs that see a mask over all columns ever fed, :class:`CountedRows` graphs with caches in
+pages, which are told two numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from graphopt.analysis.interface import Array, IntArray, Interface, new_lengths
+
+
+class Step(NamedTuple):
+    """New columns, ready to be run.
+
+    Attributes:
+        feeds: what to feed but caches, by input name.
+        stored: tokens that each row has, int64 [batch].
+        tokens: tokens that each row will have then, int64 [batch].
+    """
+
+    feeds: Mapping[str, Array]
+    stored: IntArray
+    tokens: IntArray
+
+
+class Rows(Protocol):
+    """The rows of a batch."""
+
+    @property
+    def columns(self) -> int:
+        """Columns fed so far, padding included."""
+
+    def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
+        """Return the step of new columns, of which ``mask`` says what is a token; all are unless told.
+
+        Raises:
+            InputError: the graph cannot obey ``mask``.
+        """
+
+    def finish(self) -> None:
+        """Take over the columns of the last :meth:`begin`: they were run."""
+
+
+class MaskedRows:
+    """Rows with a mask over all columns, 1 for a token and 0 for padding."""
+
+    def __init__(self, interface: Interface, batch: int) -> None:
+        self._interface = interface
+        self._mask: IntArray = np.zeros((batch, 0), np.int64)
+        self._next = self._mask
+
+    @property
+    def columns(self) -> int:
+        """See :class:`Rows`."""
+        return int(self._mask.shape[1])
+
+    def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
+        """See :class:`Rows`."""
+        self._next = np.concatenate((self._mask, np.ones_like(input_ids) if mask is None else mask), axis=1)
+        # Later, a 0 stands after the end of a row. Nobody reads that row, so a graph without a mask may ignore it.
+        feeds = self._interface.feeds(input_ids, self._next, {}, padded=self.columns == 0)
+        return Step(feeds, self._mask.sum(axis=1), self._next.sum(axis=1))
+
+    def finish(self) -> None:
+        """See :class:`Rows`."""
+        self._mask = self._next
+
+
+class CountedRows:
+    """Rows with a number of tokens each; padding is counted nowhere.
+
+    Args:
+        interface: names of the graph's inputs.
+        tokens: tokens that each row has stored, int64 [batch].
+        columns: columns fed for that.
+    """
+
+    def __init__(self, interface: Interface, tokens: IntArray, columns: int = 0) -> None:
+        self._has_positions = "position_ids" in interface.inputs
+        self.tokens = tokens
+        self._next, self._columns, self._new_columns = tokens, columns, 0
+
+    @property
+    def columns(self) -> int:
+        """See :class:`Rows`."""
+        return self._columns
+
+    def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
+        """See :class:`Rows`."""
+        batch, length = input_ids.shape
+        new = np.full(batch, length, np.int64) if mask is None else new_lengths(mask)
+        feeds: dict[str, Array] = {"input_ids": input_ids, "past_length": self.tokens, "new_length": new}
+        self._next, self._new_columns = self.tokens + new, length
+        if self._has_positions:
+            places = (self._next - length)[:, None] + np.arange(length)
+            feeds["position_ids"] = np.maximum(places, 0)
+        contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
+        return Step(contiguous, self.tokens, self._next)
+
+    def finish(self) -> None:
+        """See :class:`Rows`."""
+        self.tokens, self._columns = self._next, self._columns + self._new_columns

@@ -1,0 +1,140 @@
+"""Attention that reads a part of its cache: the first and the newest tokens, and pages that look worth it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import Field
+
+from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
+from graphopt.errors import InputError
+from graphopt.passes.base import Effect, Ledger, Options, Pass
+from graphopt.passes.page_kv import Page, page_attention
+from graphopt.passes.page_kv.states import change
+from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING
+
+Policy = Literal["dense", "streaming", "retrieval"]
+
+_PAGE = 64
+
+_NUMBERS: dict[str, int] = {"dense": DENSE, "streaming": STREAMING, "retrieval": RETRIEVAL}
+
+
+class SparseKVOptions(Options):
+    """What queries read.
+
+    Attributes:
+        policy: of every head that ``layers`` does not name.
+        layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
+        sinks: first tokens that are always read.
+        recent: newest tokens that are always read.
+        budget: pages that retrieval reads besides.
+        summary: what a page is judged by: "bounds", the range of each channel of its keys, or "mean", their mean.
+        page: tokens of a page; ``None`` leaves what is there, 64 where nothing is.
+    """
+
+    step: Literal["sparse_kv"] = "sparse_kv"
+    policy: Policy = "retrieval"
+    layers: dict[int, Policy | tuple[Policy, ...]] = Field(default={})
+    sinks: Annotated[int, Field(ge=0, le=1 << 30)] = 64
+    recent: Annotated[int, Field(ge=1, le=1 << 30)] = 256
+    budget: Annotated[int, Field(ge=0, le=1 << 30)] = 16
+    summary: Literal["bounds", "mean"] = "bounds"
+    page: Page | None = None
+
+
+class SparseKV(Pass[SparseKVOptions]):
+    """Let each query read only a part of its cache, chosen head by head inside the operator.
+
+    before::
+
+        KVAttention(q, k, v, ...; policies=[0])                                  position p reads all j <= p
+
+    after::
+
+        KVAttention(q, k, v, ...; policies=[1], sinks, recent)                   j < sinks or j > p - recent
+        KVAttention(q, k, v, ..., summaries; policies=[2], budget)               and the best pages besides
+
+    Streaming: the first tokens take the attention that has nowhere to go, so they stay (StreamingLLM, Xiao et al. 2024;
+    LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing. Retrieval: a page's score
+    is the most that a key in its bounds could score, sum over c of max(q_c min_c, q_c max_c) (Quest, Tang et al. 2024),
+    or that of its mean key (TriForce, Sun et al. 2024); query heads that share a KV head choose together. Some heads
+    look far and others do not, so policies may be given per layer and head (RazorAttention, Tang et al. 2024; LServe,
+    Yang et al. 2025). With a budget of all pages retrieval is dense attention.
+
+    A layer with a window of its own reads no more than that already, and is left alone.
+
+    Standard attention is rewritten as by ``page_kv`` first.
+    """
+
+    name: ClassVar[str] = "sparse_kv"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[Options]] = SparseKVOptions
+
+    @property
+    def context(self) -> int:
+        """See :class:`Pass`: more than is always read and, for retrieval, chosen besides."""
+        page = self.options.page or _PAGE
+        chosen = (self.options.budget + 2) * page if self.options.policy == "retrieval" else 0
+        return self.options.sinks + self.options.recent + chosen + 2 * page
+
+    def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
+        """Give each cache its policies.
+
+        Raises:
+            InputError: the options name a layer that the graph has not, or another number of heads than it has.
+        """
+        page_attention(model, ledger, self.options.page or _PAGE)
+        nodes = {layer_of(node).number: node for node in kv_nodes(model.graph)}
+        unknown = sorted(self.options.layers.keys() - nodes.keys())
+        if unknown and nodes:
+            raise InputError(
+                f"the step sparse_kv names layer {unknown[0]}, and the caches of the graph are {sorted(nodes)}",
+                remedy="name layers as past_key_values.N does",
+            )
+        for node in nodes.values():
+            self._rewrite_node(model.graph, node, ledger)
+        describe(model)
+
+    def _rewrite_node(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
+        layer = layer_of(node)
+        there, chosen = layer.attributes, self.options
+        if there.window:
+            ledger.skipped(node, f"the model's own window of {there.window} tokens is all that it reads")
+            return
+        if set(there.policies) != {DENSE}:
+            ledger.skipped(node, "its heads have policies already")
+            return
+        policies = self._policies(layer, node)
+        page = chosen.page or there.page
+        if there.storage != "float32" and page != there.page:
+            ledger.skipped(node, f"its pages of {there.page} tokens are stored as {there.storage}: page stays as it is")
+            page = there.page
+        if set(policies) == {"dense"}:
+            ledger.skipped(node, "the recipe leaves it dense")
+            return
+        update: dict[str, Any] = {
+            "policies": tuple(_NUMBERS[policy] for policy in policies),
+            "page": page,
+            "sinks": chosen.sinks,
+            "recent": chosen.recent,
+            "budget": chosen.budget if "retrieval" in policies else 0,
+            "summary": chosen.summary,
+        }
+        change(graph, node, update)
+        besides = f", besides {chosen.budget} pages by {chosen.summary}" if "retrieval" in policies else ""
+        heads = policies[0] if len(policies) == 1 else ", ".join(policies)
+        ledger.changed(node, f"{heads}: reads {chosen.sinks} first and {chosen.recent} newest tokens{besides}", [node])
+
+    def _policies(self, layer: PagedLayer, node: ir.Node) -> tuple[Policy, ...]:
+        given = self.options.layers.get(layer.number, self.options.policy)
+        policies = (given,) if isinstance(given, str) else given
+        heads = layer.attributes.kv_heads
+        if len(policies) not in (1, heads):
+            raise InputError(
+                f"the step sparse_kv gives layer {layer.number} {len(policies)} policies, and it has {heads} KV heads",
+                node=node.name,
+                remedy=f"give one policy, or {heads}",
+            )
+        return policies[:1] if len(set(policies)) == 1 else policies
