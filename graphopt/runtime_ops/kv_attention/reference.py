@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.append import Integers, State, append
+from graphopt.runtime_ops.kv_attention.append import Integers, State, append, row_of
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, KVAttributes
 from graphopt.runtime_ops.kv_attention.check import check
 from graphopt.runtime_ops.kv_attention.layout import unpack_keys, unpack_values
@@ -57,7 +57,7 @@ def reference(
     first_queries = sink_query.astype(np.float64).reshape(y.shape) if sink_query.size else queries
     logits = sink_logits.astype(np.float64).reshape(attrs.kv_heads, -1) if sink_logits.size else None
     for row in range(batch):
-        of_row = {name: tensor[row] for name, tensor in state.items()}
+        of_row = row_of(state, row)
         tokens, count = int(past[row] + new[row]), int(new[row])
         positions = stored_positions(attrs, tokens, keys.shape[2])
         asked = np.arange(tokens - count, tokens)
@@ -65,7 +65,7 @@ def reference(
         for head in range(attrs.kv_heads):
             K, V = stored_tokens(attrs, of_row, head, positions, tokens, channels)
             q, first_q = queries[row, these, head], first_queries[row, these, head]
-            is_read = read_mask(attrs, head, of_row["summaries"][head], q, asked, positions)
+            is_read = read_mask(attrs, head, of_row["summaries"], q, asked, positions)
             logit = None if logits is None else logits[head]
             y[row, these, head] = attend(attrs, q, first_q, K, V, positions, is_read, logit)
     return (y.reshape(query.shape), *state.values())
@@ -120,7 +120,7 @@ def read_mask(
     Args:
         attrs: of the node.
         head: the KV head.
-        summaries: float32 [P, Z], of the head.
+        summaries: float32 [Hk, P, Z].
         queries: [n, G, D], the queries that choose pages together.
         asked: [n], their positions.
         positions: [m], of the stored tokens.
@@ -135,7 +135,7 @@ def read_mask(
     if policy == DENSE:
         return visible
     if policy == RETRIEVAL:
-        pages = positions[0] // attrs.page
+        pages, summaries = positions[0] // attrs.page, summaries[head]
         for index, q in enumerate(queries):
             candidates = np.unique(pages[visible[index] & ~always[index]])
             scores = page_scores(attrs, summaries[attrs.physical_page(candidates, len(summaries))], q)

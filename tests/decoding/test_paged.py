@@ -1,0 +1,251 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphopt.decoding.decoder import Decoder
+from graphopt.decoding.paged import PagedCache
+from graphopt.errors import InputError
+from graphopt.evaluate import evaluate
+from graphopt.generate import generate
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe
+from graphopt.session import Session, load
+from tests.families import VOCABULARY
+
+MakeArtifact = Callable[[str], Path]
+
+# As in tests/passes/test_page_kv.py.
+FLOAT32 = 1e-5
+
+PROMPTS = ["def f(x):", "import os, sys\nfor a in b:\n    print(a)", "x"]
+
+
+@pytest.fixture(scope="module")
+def make_session(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Session]:
+    """Return a function that opens a family after a step of a recipe; each is made once."""
+    made: dict[str, Path] = {}
+
+    def make(family: str, step: str = "page_kv", *, native: bool = True, **options: Any) -> Session:
+        key = f"{family} {step} {options}"
+        if key not in made:
+            steps = [{"step": "canonicalize"}, {"step": step, **options}]
+            made[key] = tmp_path_factory.mktemp("paged") / "model"
+            optimize(make_artifact(family), Recipe.model_validate({"name": step, "steps": steps}), made[key])
+        return load(made[key], native=native)
+
+    return make
+
+
+def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length))
+
+
+def close(expected: np.ndarray, found: np.ndarray) -> bool:
+    return bool(np.abs(expected - found).max() < FLOAT32 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_same_tokens_as_with_caches_that_grow(
+    native: bool, llama_artifact: Path, make_session: Callable[..., Session]
+) -> None:
+    before, after = load(llama_artifact), make_session("llama", page=16, native=native)
+    texts = [generate(session, PROMPTS, max_new_tokens=40) for session in (before, after)]
+    assert texts[0] == texts[1]
+    ids = tokens(2, 30)
+    assert close(before.logits(ids), after.logits(ids))
+    text = "def f(x):\n    return x\n" * 12
+    scores = [evaluate(session, text, window=48, stride=16).nats for session in (before, after)]
+    # float32 rounding of a hundred tokens' likelihoods
+    assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+
+
+def test_rows_that_ended_and_padding_cost_no_room(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    decoder = Decoder(session, 2)
+    ids = tokens(2, 12)
+    mask = np.ones_like(ids)
+    mask[0, :9] = 0
+    decoder.step(ids, mask)
+    assert decoder.tokens.tolist() == [3, 12]
+    for _ in range(3):
+        decoder.step(ids[:, :1], np.array([[0], [1]]))
+    assert decoder.tokens.tolist() == [3, 15]
+    assert decoder.length == 15
+    # the row that waited goes on as if nothing had happened
+    alone = Decoder(session, 1)
+    alone.step(ids[:1, 9:])
+    assert close(alone.step(ids[:1, :1])[0], decoder.step(ids[:, :1])[0])
+
+
+def test_padding_behind_tokens_is_refused(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    with pytest.raises(InputError, match="padding in front of a row's new tokens only"):
+        Decoder(session, 1).step(tokens(1, 3), np.array([[1, 0, 1]]))
+
+
+def test_a_row_past_the_positions_is_refused(make_session: Callable[..., Session]) -> None:
+    decoder = Decoder(make_session("llama", page=16), 1)
+    for _, _ in decoder.feed(tokens(1, 128)):
+        pass
+    with pytest.raises(InputError, match="129 tokens is longer than the model's 128 positions"):
+        decoder.step(tokens(1, 1))
+    assert decoder.tokens.tolist() == [128]
+
+
+def test_the_cache_grows_by_doubling_and_reports_its_memory(make_session: Callable[..., Session]) -> None:
+    decoder = Decoder(make_session("llama", page=16), 1)
+    seen = []
+    for _ in range(70):
+        decoder.step(tokens(1, 1))
+        seen.append(decoder.cache.capacity)
+    assert sorted(set(seen)) == [16, 32, 64, 128]
+    assert decoder.cache.pages == (8, 8)
+    # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes, and a second set where a body cannot write in place
+    sets = 1 if decoder._session.in_place else 2
+    assert decoder.cache.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
+
+
+def test_too_little_memory_is_said_before_it_runs_out(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    sets = 1 if session.in_place else 2
+    cache = PagedCache(session.interface, 1, in_place=session.in_place, memory_limit=sets * 48 * 256 * 2)
+    decoder = Decoder(session, 1, cache=cache)
+    decoder.step(tokens(1, 30))
+    # doubled to 64 tokens it would not fit, with the 48 that are needed it does
+    decoder.step(tokens(1, 10))
+    assert cache.capacity == 48
+    before = cache.contents()["past_key_values.0.keys"].copy()
+    with pytest.raises(InputError, match="49 tokens in each of 1 rows takes .*the limit is .*short"):
+        decoder.step(tokens(1, 9))
+    assert np.array_equal(cache.contents()["past_key_values.0.keys"], before)
+    assert decoder.tokens.tolist() == [40]
+
+
+def test_a_window_keeps_the_cache_from_growing(
+    make_session: Callable[..., Session], make_artifact: MakeArtifact
+) -> None:
+    session = make_session("mistral_window", page=16)
+    ids = tokens(2, 120)
+    decoder, whole = Decoder(session, 2), Decoder(load(make_artifact("mistral_window")), 2)
+    expected = whole.step(ids)
+    found = [decoder.step(ids[:, :7]), *(decoder.step(ids[:, [column]]) for column in range(7, 120))]
+    assert close(expected, np.concatenate(found, axis=1))
+    # window 6, calls of 7 and a page: two pages of 16
+    assert decoder.cache.pages == (2, 2)
+
+
+def test_a_larger_call_moves_pages_that_have_gone_round(
+    make_session: Callable[..., Session], make_artifact: MakeArtifact
+) -> None:
+    session = make_session("mistral_window", page=16)
+    ids = tokens(2, 120)
+    decoder, whole = Decoder(session, 2), Decoder(load(make_artifact("mistral_window")), 2)
+    mask = np.ones_like(ids)
+    mask[1, :50] = 0  # rows stand at different places
+    expected = whole.step(ids, mask)
+    found = [decoder.step(ids[:, begin : begin + 5], mask[:, begin : begin + 5]) for begin in range(0, 80, 5)]
+    found.append(decoder.step(ids[:, 80:], mask[:, 80:]))
+    assert close(expected[mask == 1], np.concatenate(found, axis=1)[mask == 1])
+
+
+def test_rewound_it_goes_on_as_if_it_had_never_been_further(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    ids, other = tokens(2, 60), tokens(2, 20, seed=1)
+    decoder, straight = Decoder(session, 2), Decoder(session, 2)
+    decoder.step(ids)
+    decoder.rewind(np.array([37, 21]))
+    assert decoder.tokens.tolist() == [37, 21]
+    mask = np.ones((2, 37), np.int64)
+    mask[1, :16] = 0
+    kept = np.where(mask, np.stack([ids[0, :37], np.roll(ids[1, :37], 16)]), 0)
+    straight.step(kept, mask)
+    assert np.array_equal(straight.step(other), decoder.step(other))
+
+
+def test_what_cannot_be_rewound(make_session: Callable[..., Session], llama_artifact: Path) -> None:
+    decoder = Decoder(make_session("llama", page=16), 1)
+    decoder.step(tokens(1, 10))
+    with pytest.raises(InputError, match="row 0 has 10 tokens and cannot be rewound to 11"):
+        decoder.rewind(11)
+    growing = Decoder(load(llama_artifact), 1)
+    for refused in (lambda: growing.rewind(0), lambda: growing.fork([0]), lambda: growing.save("nowhere")):
+        with pytest.raises(InputError, match="the caches of this graph grow.*page_kv"):
+            refused()
+
+
+def test_a_window_can_be_rewound_as_far_as_its_pages_are_there(
+    make_session: Callable[..., Session], make_artifact: MakeArtifact
+) -> None:
+    session = make_session("mistral_window", page=16)
+    ids = tokens(1, 100)
+    decoder = Decoder(session, 1)
+    for column in range(100):
+        decoder.step(ids[:, [column]])
+    # 7 pages, of which the newest two are there: 80 to 111; a query at 85 reads the 5 tokens before it
+    with pytest.raises(InputError, match="cannot be rewound from 100 to 84 .*rewind to 85 or more"):
+        decoder.rewind(84)
+    decoder.rewind(85)
+    expected = Decoder(load(make_artifact("mistral_window")), 1).step(ids)[:, 85:]
+    assert close(expected, np.concatenate([decoder.step(ids[:, [c]]) for c in range(85, 100)], axis=1))
+    decoder.rewind(0)
+    assert close(expected[:, -1:], decoder.step(ids)[:, -1:])
+
+
+def test_a_prompt_is_shared_by_forking(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    prompt, more = tokens(2, 25), tokens(3, 9, seed=2)
+    decoder = Decoder(session, 2)
+    decoder.step(prompt)
+    forked = decoder.fork([1, 1, 0])
+    found = forked.step(more)
+    straight = Decoder(session, 3)
+    straight.step(prompt[[1, 1, 0]])
+    assert np.array_equal(straight.step(more), found)
+    # the one it came from is as it was
+    assert decoder.tokens.tolist() == [25, 25]
+    assert np.array_equal(decoder.step(more[:1].repeat(2, 0))[1], found[0])
+    with pytest.raises(InputError, match="batch of 2"):
+        decoder.fork([2])
+
+
+@pytest.mark.parametrize(("family", "step"), [("llama", "page_kv"), ("mistral_window", "page_kv")])
+def test_a_cache_is_saved_and_restored(
+    family: str, step: str, make_session: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = make_session(family, step, page=16)
+    decoder = Decoder(session, 2)
+    for begin in range(0, 50, 10):
+        decoder.step(tokens(2, 50)[:, begin : begin + 10])
+    decoder.save(tmp_path / "a" / "cache.safetensors")
+    restored = Decoder.restore(session, tmp_path / "a" / "cache.safetensors")
+    assert restored.length == 50
+    more = tokens(2, 20, seed=3)
+    assert np.array_equal(decoder.step(more), restored.step(more))
+    # only pages in use are stored: 4 of 8
+    assert (tmp_path / "a" / "cache.safetensors").stat().st_size < 2 * 4 * 16 * 2 * 2 * 2 * 16 * 4 + 3000
+
+
+def test_a_cache_file_that_is_wrong_is_refused(make_session: Callable[..., Session], tmp_path: Path) -> None:
+    session = make_session("llama", page=16)
+    decoder, file = Decoder(session, 1), tmp_path / "cache.safetensors"
+    decoder.step(tokens(1, 20))
+    decoder.save(file)
+    content = file.read_bytes()
+    with pytest.raises(InputError, match="the cache is of another model"):
+        Decoder.restore(make_session("mistral_window", page=16), file)
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match="has changed since it was written"):
+        Decoder.restore(session, file)
+    file.write_bytes(content.replace(b"[20]", b"[19]"))
+    with pytest.raises(InputError, match="has changed since it was written"):
+        Decoder.restore(session, file)
+    file.write_bytes(content[:-9])
+    with pytest.raises(InputError, match="cannot be read"):
+        Decoder.restore(session, file)
+    with pytest.raises(InputError, match="no cache file here"):
+        Decoder.restore(session, tmp_path / "other")

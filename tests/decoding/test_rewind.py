@@ -1,0 +1,104 @@
+"""Rewinding and moving pages, against the operator's definition of what a token does to the state."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt.analysis.paged import PagedLayer
+from graphopt.decoding.paged import move_pages
+from graphopt.decoding.rewind import rewind_row
+from graphopt.runtime_ops.kv_attention.append import State, append
+from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+
+HEADS, SIZE, PAGE = 2, 16, 16
+STORAGES = st.sampled_from(["float32", "float16", "int8", "int4"])
+
+
+def filled(layer: PagedLayer, pages: int, rows: list[np.ndarray]) -> State:
+    """The state after the keys of each row, [n, HEADS, SIZE]; values are their negatives."""
+    empty = layer.attributes.state(len(rows), pages, SIZE).zeros()
+    longest = max(len(row) for row in rows)
+    keys = np.zeros((len(rows), longest, HEADS, SIZE), np.float32)
+    for index, row in enumerate(rows):
+        keys[index, longest - len(row) :] = row
+    counts = np.array([len(row) for row in rows])
+    return append(layer.attributes, empty, keys, -keys, np.zeros(len(rows), np.int64), counts)
+
+
+def drawn(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((count, HEADS, SIZE)).astype(np.float32)
+
+
+@given(
+    storage=STORAGES,
+    summary=st.sampled_from(["bounds", "mean"]),
+    sink_pages=st.integers(0, 2),
+    recent_pages=st.integers(0, 2),
+    tokens=st.integers(1, 110),
+    data=st.data(),
+)
+def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
+    storage: str, summary: str, sink_pages: int, recent_pages: int, tokens: int, data: st.DataObject
+) -> None:
+    integers = {"sink_pages": sink_pages, "recent_pages": recent_pages} if storage.startswith("int") else {}
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(2,), summary=summary, **integers)
+    layer = PagedLayer(0, SIZE, kv)
+    kept = data.draw(st.integers(1, tokens))
+    first, second = drawn(0, tokens), drawn(1, 40)
+    rewound = filled(layer, 10, [first])
+    rewind_row(layer, {name: tensor[0] for name, tensor in rewound.items()}, tokens, kept)
+    after = append(kv, rewound, second[None], -second[None], np.array([kept]), np.array([40]))
+    straight = filled(layer, 10, [np.concatenate([first[:kept], second])])
+    total = kept + 40
+    for page in range(-(-total // PAGE)):
+        valid = min(PAGE, total - page * PAGE)
+        # float16 keys are rounded before a summary is made of them again, and codes are rounded once more: half a step
+        # of numbers up to 4 in 15 levels, twice
+        summaries = [state["summaries"][0, :, page] for state in (after, straight)]
+        rounding = {"float32": 1e-6, "float16": 4e-3, "int8": 8 / 255, "int4": 8 / 15}[storage]
+        assert np.abs(summaries[0] - summaries[1]).max() <= rounding
+        if not kv.levels:
+            for name, axis in (("keys", -1), ("values", -2)):
+                both = [
+                    state[name][0, :, page].reshape(HEADS, *((SIZE, PAGE) if name == "keys" else (PAGE, SIZE)))
+                    for state in (after, straight)
+                ]
+                cut = [np.moveaxis(each, axis, 0)[:valid] for each in both]
+                assert np.array_equal(*cut)
+        elif kv.is_recent(page, total):
+            slots = [
+                state["recent"][0, :, int(kv.slot(page))].reshape(HEADS, 2, PAGE, SIZE)[:, :, :valid]
+                for state in (after, straight)
+            ]
+            assert np.abs(slots[0] - slots[1]).max() <= rounding
+
+
+@given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3), more=st.integers(1, 6), sinks=st.integers(0, 20))
+def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], more: int, sinks: int) -> None:
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, policies=(1,), sinks=sinks, recent=20)
+    layer = PagedLayer(0, SIZE, kv)
+    pages = kv.first_pages + 3
+    rows = [drawn(index, length) for index, length in enumerate(lengths)]
+    # token by token, as pages go round only for calls that leave what they read
+    state = kv.state(len(rows), pages, SIZE).zeros()
+    larger = kv.state(len(rows), pages + more, SIZE).zeros()
+    for position in range(max(lengths)):
+        keys = np.stack(
+            [row[position][None] if position < len(row) else np.zeros((1, HEADS, SIZE), np.float32) for row in rows]
+        )
+        past = np.array([min(position, len(row)) for row in rows])
+        new = np.array([int(position < len(row)) for row in rows])
+        state = append(kv, state, keys, -keys, past, new)
+        larger = append(kv, larger, keys, -keys, past, new)
+    whole = -(-np.array(lengths) // PAGE)
+    oldest = np.maximum(0, whole - (pages - kv.first_pages))
+    for name in ("keys", "values"):
+        moved = np.zeros_like(larger[name])
+        move_pages(layer, state[name], moved, np.array(lengths), oldest)
+        for row, count in enumerate(whole):
+            for page in range(count):
+                if page < kv.first_pages or page >= oldest[row]:
+                    place = int(kv.physical_page(page, pages + more))
+                    assert np.array_equal(moved[row, :, place], larger[name][row, :, place])
