@@ -131,7 +131,7 @@ def described(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
     """
     try:
         return from_json(metadata.get(METADATA, "[]"))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise InputError(
             f"the metadata {METADATA} of the model cannot be read: {error}",
             remedy="make the model again with `graphopt optimize`",
@@ -148,7 +148,7 @@ def from_json(text: str) -> tuple[PagedLayer, ...]:
     """Read what :func:`to_json` wrote.
 
     Raises:
-        ValueError, TypeError, KeyError: it is something else.
+        ValueError, TypeError, KeyError, AttributeError: it is something else.
     """
     return tuple(
         PagedLayer(int(each.pop("number")), int(each.pop("head_size")), KVAttributes(**each))

@@ -11,6 +11,7 @@ from graphopt.analysis.paged import describe, kv_nodes, layer_of
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.passes.page_kv import Page, page_attention
 from graphopt.passes.page_kv.states import change
+from graphopt.runtime_ops import declare
 
 _PAGE = 64
 
@@ -82,3 +83,4 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
                 node, f"its cache is stored as {chosen.storage} in pages of {update['page']}{floats}", [node]
             )
         describe(model)
+        declare(model)

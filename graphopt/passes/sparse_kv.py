@@ -12,6 +12,7 @@ from graphopt.errors import InputError
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.passes.page_kv import Page, page_attention
 from graphopt.passes.page_kv.states import change
+from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING
 
 Policy = Literal["dense", "streaming", "retrieval"]
@@ -96,6 +97,7 @@ class SparseKV(Pass[SparseKVOptions]):
         for node in nodes.values():
             self._rewrite_node(model.graph, node, ledger)
         describe(model)
+        declare(model)
 
     def _rewrite_node(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
         layer = layer_of(node)

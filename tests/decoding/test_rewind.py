@@ -27,6 +27,15 @@ def filled(layer: PagedLayer, pages: int, rows: list[np.ndarray]) -> State:
     return append(layer.attributes, empty, keys, -keys, np.zeros(len(rows), np.int64), counts)
 
 
+def by_token(name: str, page: np.ndarray) -> np.ndarray:
+    """A page of keys or values as float storages lay it out, with its tokens in front."""
+    return (
+        page.reshape(HEADS, SIZE, PAGE).transpose(2, 0, 1)
+        if name == "keys"
+        else page.reshape(HEADS, PAGE, SIZE).swapaxes(0, 1)
+    )
+
+
 def drawn(seed: int, count: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal((count, HEADS, SIZE)).astype(np.float32)
 
@@ -60,13 +69,9 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
         rounding = {"float32": 1e-6, "float16": 4e-3, "int8": 8 / 255, "int4": 8 / 15}[storage]
         assert np.abs(summaries[0] - summaries[1]).max() <= rounding
         if not kv.levels:
-            for name, axis in (("keys", -1), ("values", -2)):
-                both = [
-                    state[name][0, :, page].reshape(HEADS, *((SIZE, PAGE) if name == "keys" else (PAGE, SIZE)))
-                    for state in (after, straight)
-                ]
-                cut = [np.moveaxis(each, axis, 0)[:valid] for each in both]
-                assert np.array_equal(*cut)
+            for name in ("keys", "values"):
+                both = [by_token(name, state[name][0, :, page])[:valid] for state in (after, straight)]
+                assert np.array_equal(*both)
         elif kv.is_recent(page, total):
             slots = [
                 state["recent"][0, :, int(kv.slot(page))].reshape(HEADS, 2, PAGE, SIZE)[:, :, :valid]

@@ -32,7 +32,8 @@ def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
     shape = ir.Shape([value.shape[0], value.shape[2], _product(heads, size)])
     if node is not None and _is_swap(node) and node.inputs[0] is not None:
         return _joined(graph, node.inputs[0], shape, before)
-    if node is not None and _by_heads(node) and len(value.uses()) == 1 and node.inputs[0] is not None:
+    alone = len(value.uses()) == 1 and not value.is_graph_output()
+    if node is not None and _by_heads(node) and alone and node.inputs[0] is not None:
         rows = as_rows(graph, node.inputs[0], node)
         made = _copy(node, [rows, *node.inputs[1:]])
         if node.op_type == "RotaryEmbedding":
@@ -42,7 +43,7 @@ def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
         return made.outputs[0]
     apart = ir.Shape([shape[0], shape[1], heads, size])
     turned = node.inputs[0].producer() if node is not None and node.inputs and node.inputs[0] is not None else None
-    if node is not None and turned is not None and _by_head_size(node) and _is_swap(turned) and len(value.uses()) == 1:
+    if node is not None and turned is not None and _by_head_size(node) and _is_swap(turned) and alone:
         normed = _copy(node, [turned.inputs[0], *node.inputs[1:]])
         _name(normed, f"{value.name}.by_position", value, apart)
         graph.insert_before(node, normed)
@@ -60,7 +61,9 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
     """
     assert old.shape is not None and rows.shape is not None
     if len(old.shape) == 3:
+        name = old.name
         old.replace_all_uses_with(rows, replace_graph_outputs=True)
+        old.name, rows.name = f"{name}.replaced", name
         return
     for swap in [use.node for use in old.uses()]:
         joins = [use.node for use in swap.outputs[0].uses()] if _is_swap(swap) else []
@@ -88,7 +91,9 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
     swap = ir.node("Transpose", [apart.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
     _name(swap, f"{swap.name}.output", old, old.shape)
     graph.insert_after(after, [apart, swap])
-    old.replace_all_uses_with(swap.outputs[0], replace_graph_outputs=True)
+    name, made = old.name, swap.outputs[0]
+    old.replace_all_uses_with(made, replace_graph_outputs=True)
+    old.name, made.name = f"{name}.replaced", name
 
 
 def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) -> ir.Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ from graphopt.passes.products import shared
 def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
     """Give ``node`` the attributes of ``layer``, and the graph the state ports that they ask for.
 
-    States that were ports before and are in use no longer disappear from the graph; new ones take the place of the
-    old, or stand at the end.
+    States that were ports before and are in use no longer disappear from the graph; new ones stand behind those of the
+    same layer.
     """
     for name, value in layer.attributes.for_node().items():
         node.attributes[name] = ir.convenience.convert_attribute(name, value)
@@ -40,13 +40,19 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
             continue
         if port is None:
             port = ir.val(layer.port(state))
-            graph.inputs.append(port)
+            _insert(graph.inputs, port, node.inputs[FIRST_STATE + index - 1])
             node.replace_input_with(FIRST_STATE + index, port)
         if not made.is_graph_output():
-            graph.outputs.append(made)
+            _insert(graph.outputs, made, node.outputs[index])
             made.name = f"present.{layer.number}.{state}"
         for value in (port, made):
             value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
+
+
+def _insert(ports: MutableSequence[ir.Value], port: ir.Value, behind: ir.Value | None) -> None:
+    """Put ``port`` behind another, or at the end where that is none of the ports."""
+    places = [place for place, each in enumerate(ports) if each is behind]
+    ports.insert(places[0] + 1 if places else len(ports), port)
 
 
 def change(graph: ir.Graph, node: ir.Node, update: Mapping[str, Any]) -> PagedLayer:
