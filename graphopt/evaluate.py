@@ -107,7 +107,8 @@ def evaluate(
     Args:
         session: the model, with a tokenizer.
         text: the text.
-        window: tokens that the model sees at once; its positions unless told, at most :data:`LARGEST_DEFAULT_WINDOW`.
+        window: tokens that are fed as one sequence; the model's positions unless told, at most
+            :data:`LARGEST_DEFAULT_WINDOW`; of a model that streams without end, the whole text.
         stride: tokens from one window to the next; half a window unless told. A smaller one gives each token more
             context and takes longer.
         on_progress: called with (tokens scored, tokens in all).
@@ -120,7 +121,9 @@ def evaluate(
     began = time.perf_counter()
     session.check_all_logits()
     sequence, size = _sequence(session, text)
-    if window is None:
+    if window is None and session.endless:
+        window = len(sequence)
+    elif window is None:
         window = min(session.max_positions or _UNKNOWN_POSITIONS_WINDOW, LARGEST_DEFAULT_WINDOW)
     elif session.max_positions is not None and window > session.max_positions:
         raise InputError(

@@ -66,8 +66,14 @@ class Session:
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens the model may see at once, or ``None`` where nobody said."""
-        return self.manifest.model.max_positions
+        """How many tokens a sequence may have, or ``None`` where nobody said or where old ones are let go."""
+        return None if self.endless else self.manifest.model.max_positions
+
+    @property
+    def endless(self) -> bool:
+        """Whether a sequence may go on for ever: all caches let old tokens go, and all distances were trained on."""
+        trained, reach = self.manifest.model.max_positions, self.interface.reach
+        return reach is not None and (trained is None or reach <= trained)
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:

@@ -133,6 +133,12 @@ class Interface:
         shape = self.outputs["logits"].shape
         return len(shape) == 3 and shape[1] == 1
 
+    @property
+    def reach(self) -> int | None:
+        """Where positions are unbounded, the tokens that a query reads at most."""
+        bounded = not self.layers or any(not layer.unbounded for layer in self.layers)
+        return None if bounded else max(layer.reach for layer in self.layers)
+
     def empty_past(self, batch: int, room: int = 0) -> dict[str, Array]:
         """Return a cache of length 0 for ``batch`` sequences, by input name.
 

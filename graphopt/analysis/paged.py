@@ -23,6 +23,9 @@ OPERATOR = "KVAttention"
 METADATA = "ai.graphopt.kv"
 """Key of the model's metadata that lists the layers as JSON."""
 
+UNBOUNDED = "graphopt.unbounded"
+"""Metadata of a ``KVAttention`` node that takes positions of any size."""
+
 STATES = ("keys", "values", "scales", "recent", "summaries")
 """The state tensors, in the order of the operator's inputs 7 to 11 and outputs 1 to 5."""
 
@@ -40,11 +43,20 @@ class PagedLayer:
         number: N in ``past_key_values.N.keys``.
         head_size: numbers of a key or value.
         attributes: what the ``KVAttention`` node says.
+        unbounded: whether positions may go past those that the model was trained on: no query sees a distance of more
+            than :attr:`reach` tokens.
     """
 
     number: int
     head_size: int
     attributes: KVAttributes
+    unbounded: bool = False
+
+    @property
+    def reach(self) -> int:
+        """The tokens that a query reads of a cache whose pages go round."""
+        kv = self.attributes
+        return kv.sinks + max(kv.recent, kv.window)
 
     @property
     def wraps(self) -> bool:
@@ -110,7 +122,7 @@ def layer_of(node: ir.Node) -> PagedLayer:
         attributes = KVAttributes(**given)
     except (TypeError, ValueError) as error:
         raise InputError(str(error), node=node.name) from error
-    return PagedLayer(int(match[1]), width // attributes.kv_heads, attributes)
+    return PagedLayer(int(match[1]), width // attributes.kv_heads, attributes, UNBOUNDED in node.metadata_props)
 
 
 def layers_of(graph: ir.Graph) -> tuple[PagedLayer, ...]:
@@ -140,7 +152,15 @@ def described(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
 
 def to_json(layers: tuple[PagedLayer, ...]) -> str:
     """Write layers as JSON."""
-    listed = [{"number": each.number, "head_size": each.head_size, **each.attributes.for_node()} for each in layers]
+    listed = [
+        {
+            "number": each.number,
+            "head_size": each.head_size,
+            "unbounded": each.unbounded,
+            **each.attributes.for_node(),
+        }
+        for each in layers
+    ]
     return json.dumps(listed)
 
 
@@ -151,6 +171,11 @@ def from_json(text: str) -> tuple[PagedLayer, ...]:
         ValueError, TypeError, KeyError, AttributeError: it is something else.
     """
     return tuple(
-        PagedLayer(int(each.pop("number")), int(each.pop("head_size")), KVAttributes(**each))
+        PagedLayer(
+            int(each.pop("number")),
+            int(each.pop("head_size")),
+            unbounded=bool(each.pop("unbounded")),
+            attributes=KVAttributes(**each),
+        )
         for each in json.loads(text)
     )

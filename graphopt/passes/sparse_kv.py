@@ -11,6 +11,7 @@ from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
 from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.passes.page_kv import Page, page_attention
+from graphopt.passes.page_kv.positions import unbind_positions
 from graphopt.passes.page_kv.states import change
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING
@@ -58,11 +59,12 @@ class SparseKV(Pass[SparseKVOptions]):
         KVAttention(q, k, v, ..., summaries; policies=[2], budget)               and the best pages besides
 
     Streaming: the first tokens take the attention that has nowhere to go, so they stay (StreamingLLM, Xiao et al. 2024;
-    LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing. Retrieval: a page's score
-    is the most that a key in its bounds could score, sum over c of max(q_c min_c, q_c max_c) (Quest, Tang et al. 2024),
-    or that of its mean key (TriForce, Sun et al. 2024); query heads that share a KV head choose together. Some heads
-    look far and others do not, so policies may be given per layer and head (RazorAttention, Tang et al. 2024; LServe,
-    Yang et al. 2025). With a budget of all pages retrieval is dense attention.
+    LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing, and if all layers do,
+    positions count inside the cache and text may go on for ever (:mod:`graphopt.passes.page_kv.positions`). Retrieval:
+    a page's score is the most that a key in its bounds could score, sum over c of max(q_c min_c, q_c max_c) (Quest,
+    Tang et al. 2024), or that of its mean key (TriForce, Sun et al. 2024); query heads that share a KV head choose
+    together. Some heads look far and others do not, so policies may be given per layer and head (RazorAttention, Tang et
+    al. 2024; LServe, Yang et al. 2025). With a budget of all pages retrieval is dense attention.
 
     A layer with a window of its own reads no more than that already, and is left alone.
 
@@ -96,6 +98,7 @@ class SparseKV(Pass[SparseKVOptions]):
             )
         for node in nodes.values():
             self._rewrite_node(model.graph, node, ledger)
+        unbind_positions(model.graph, ledger)
         describe(model)
         declare(model)
 
