@@ -63,8 +63,8 @@ class SparseKV(Pass[SparseKVOptions]):
     positions count inside the cache and text may go on for ever (:mod:`graphopt.passes.page_kv.positions`). Retrieval:
     a page's score is the most that a key in its bounds could score, sum over c of max(q_c min_c, q_c max_c) (Quest,
     Tang et al. 2024), or that of its mean key (TriForce, Sun et al. 2024); query heads that share a KV head choose
-    together. Some heads look far and others do not, so policies may be given per layer and head (RazorAttention, Tang et
-    al. 2024; LServe, Yang et al. 2025). With a budget of all pages retrieval is dense attention.
+    together. Some heads look far and others do not, so policies may be given per layer and head (RazorAttention, Tang
+    et al. 2024; LServe, Yang et al. 2025). With a budget of all pages retrieval is dense attention.
 
     A layer with a window of its own reads no more than that already, and is left alone.
 
