@@ -140,6 +140,8 @@ def test_storages_are_within(storage: str, policy: str, size: float) -> None:
     error, limits = np.abs(stored.y - exact.y), storage_bound(*stored.inputs, **one.for_node())
     assert (error <= limits).all()
     assert error.max() > 0
+    # y cannot leave the values, whatever scores err by
+    assert (limits <= 3 * np.abs(tokens["value"]).max()).all()
 
 
 def test_the_worst_values_come_near() -> None:

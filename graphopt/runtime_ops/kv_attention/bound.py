@@ -5,7 +5,9 @@ weights are divided by their sum, with a = sum p_j e^e_j and b = sum p_j e^-e_j 
 
     e^-e_j / a <= p'_j / p_j <= e^e_j / b,   so   |p'_j - p_j| <= p_j r_j,  r_j = max(e^e_j / b - 1, 1 - e^-e_j / a),
 
-and y errs by sum p_j r_j |v_j| for this, plus what the values err by, times p_j (1 + r_j).
+and y errs by sum p_j r_j |v_j| for this, plus what the values err by, times p_j (1 + r_j). Where scores are large and
+err by more than a little, another bound is the smaller one: no set of tokens gains more than tanh(e / 2) of the weight,
+with e the largest e_j, as its odds change by e^(2 e) at most. So y errs by at most 2 tanh(e / 2) max|v|.
 
 Write u = 2^-24 and gamma(n) = n u / (1 - n u) (Higham 2002, Accuracy and stability, lemma 3.1). A stored number is
 low + step code; a float is its own low.
@@ -115,10 +117,24 @@ def _shares(reading: Reading, p: Doubles, e: Doubles, e_sink: Doubles) -> Double
 
 def _of_storage(attrs: KVAttributes, reading: Reading) -> Doubles:
     p = softmax_weights(reading, scores(attrs, reading))
-    r = _shares(reading, p, _products(attrs, reading, _storage_error(attrs, reading.keys)), np.zeros(1))
+    e = _products(attrs, reading, _storage_error(attrs, reading.keys))
+    r = _shares(reading, p, e, np.zeros(1))
     values, value_error = np.abs(reading.values.numbers), _storage_error(attrs, reading.values)
-    of_values: Doubles = (p * r) @ _read(values) + (p * (1 + r)) @ _read(value_error)
-    return of_values + _bad_reads(reading)
+    of_values = np.minimum((p * (1 + r)) @ _read(value_error), _largest_read(reading, value_error))
+    return _moved(reading, p, e, r, values) + of_values + _bad_reads(reading)
+
+
+def _moved(reading: Reading, p: Doubles, e: Doubles, r: Doubles, values: Doubles) -> Doubles:
+    """Return what y errs by if scores err by ``e``, [n, G, D]; ``values`` are magnitudes, [m, D]."""
+    largest = np.where(reading.is_read[:, None], e, 0).max(axis=-1, keepdims=True, initial=0)
+    moved: Doubles = np.minimum((p * r) @ _read(values), 2 * np.tanh(largest / 2) * _largest_read(reading, values))
+    return moved
+
+
+def _largest_read(reading: Reading, numbers: Doubles) -> Doubles:
+    """Return the largest of ``numbers`` [m, D], none of them negative, that each query reads, [n, 1, D]."""
+    read: Doubles = np.where(reading.is_read[..., None], _read(numbers), 0).max(axis=1, initial=0)
+    return read[:, None]
 
 
 def _storage_error(attrs: KVAttributes, stored: Stored) -> Doubles:
@@ -148,7 +164,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     e = e + UNIT * (top - exact) + 4 * UNIT
     p = softmax_weights(reading, exact)
     r = _shares(reading, p, e, e_sink)
-    heavy = p * (1 + r)
+    heavy = np.minimum(p * (1 + r), 1)
     rounding = np.zeros((*p.shape[:2], channels))
     page = reading.positions // attrs.page
     for these in (page == each for each in np.unique(page)):
@@ -157,10 +173,10 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
         rounding += (factor * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * of_codes[:, None]
     count = reading.is_read.sum(axis=-1)[:, None, None]
     gamma = _gamma(2 * (count + 4 * len(np.unique(page)) + 16))
-    known = _read(np.abs(values.numbers))
+    known = np.abs(values.numbers)
     sums = heavy @ _read(np.abs(values.low) + values.step * values.codes) + rounding
-    tiny = 2 * count * _SMALLEST_WEIGHT * known.max(initial=0)
-    limit = (p * r) @ known + rounding + gamma * sums + tiny + _bad_reads(reading)
+    tiny = 2 * count * _SMALLEST_WEIGHT * _largest_read(reading, known)
+    limit = _moved(reading, p, np.maximum(e, e_sink), r, known) + rounding + gamma * sums + tiny + _bad_reads(reading)
     fits = (np.where(reading.is_read[:, None], magnitude, 0) < np.finfo(np.float32).max / 4).all(axis=-1, keepdims=True)
     return np.where(fits & (sums < np.finfo(np.float32).max / 4), limit, np.inf)
 
