@@ -24,6 +24,7 @@ from tests.runtime_ops.kv_cases import (
     assert_same_state,
     attributes_of,
     model_of,
+    open_quietly,
     tokens_of,
 )
 
@@ -203,6 +204,32 @@ def test_a_float_of_a_file_names_the_same_body() -> None:
     node = ir.serde.deserialize_node(ir.to_proto(KV_ATTENTION.node([], attributes.for_node())))
     assert KV_ATTENTION.overload_of(node) == KV_ATTENTION.body_of(node, 23).overload == name_of(attributes)
     assert "scale=0.1," in name_of(attributes)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scale": 0.26},
+        {"window": 3},
+        {"policies": [0, 1]},
+        {"summary": "mean"},
+        {"storage": "float16"},
+        {"sinks": 1},
+    ],
+)
+def test_a_body_for_other_attributes_fails(other: dict[str, Any]) -> None:
+    # as an onnxruntime would have it that knows no overloads
+    attributes = attributes_of()
+    fed = Fed(attributes, tokens_of(attributes, 4), 1)
+    shapes: dict[str, Any] = {name: [None] * array.ndim for name, array in fed.tokens.items()}
+    shapes |= {"past": [None], "new": [None], **{name: [None] * 4 for name in STATE}}
+    model = model_of(attributes, shapes)
+    node = next(iter(model.graph))
+    for name, value in other.items():
+        node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    inputs = {**fed.tokens, "past": np.array([0]), "new": np.array([4]), **fed.state}
+    with pytest.raises(Exception, match="Gather.*out of data bounds|indices element out of data bounds"):
+        open_quietly(model).run(None, inputs)
 
 
 def test_attributes_that_allow_no_body() -> None:
