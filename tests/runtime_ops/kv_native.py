@@ -27,7 +27,12 @@ INPUTS = {
 }
 STATE = ("keys", "values", "scales", "recent", "summaries")
 NODE = "the attention"
-_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "int8": TensorProto.UINT8, "int4": TensorProto.UINT8}
+_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.UINT8,
+    "int4": TensorProto.UINT8,
+}
 
 
 class Native:

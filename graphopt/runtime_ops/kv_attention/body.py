@@ -14,11 +14,10 @@ attention costs.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
-from onnxscript import OpBuilder, build_function
 
 from graphopt.runtime_ops.kv_attention.attributes import STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.body_append import (
@@ -30,6 +29,9 @@ from graphopt.runtime_ops.kv_attention.body_append import (
 from graphopt.runtime_ops.kv_attention.body_read import attend, heads_apart, read_mask
 from graphopt.runtime_ops.kv_attention.check import MOST_TOKENS
 from graphopt.runtime_ops.operator import DOMAIN
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
 
 NAME = "KVAttention"
 
@@ -54,6 +56,9 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     Raises:
         ValueError: an attribute is out of its range.
     """
+    # heavy, and needed only where a model is made
+    from onnxscript import build_function
+
     attrs = KVAttributes(**attributes)
 
     def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
@@ -76,7 +81,7 @@ def overload(attrs: KVAttributes) -> str:
             value = ".".join(map(str, value))
         elif isinstance(value, float):
             value = np.float32(value)
-        parts.append(f"{name}={value}")
+        parts.append(f"{name}={value!s}")
     return ",".join(parts)
 
 

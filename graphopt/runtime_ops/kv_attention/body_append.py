@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from onnxscript import OpBuilder
 
 from graphopt.runtime_ops.kv_attention.attributes import STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.body_storage import (
@@ -26,6 +26,9 @@ from graphopt.runtime_ops.kv_attention.body_storage import (
     unpacked_keys,
     unpacked_values,
 )
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
 
 
 @dataclass(frozen=True)

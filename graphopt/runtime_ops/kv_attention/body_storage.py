@@ -9,12 +9,15 @@ Shapes: B rows, n pages, H KV heads, T tokens of a page, D channels. Constants a
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
-from onnxscript import OpBuilder
 
 from graphopt.runtime_ops.kv_attention.attributes import LANES, KVAttributes
 from graphopt.runtime_ops.kv_attention.layout import TINY
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
 
 
 def packed_keys(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:

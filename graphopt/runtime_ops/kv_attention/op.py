@@ -67,17 +67,15 @@ from graphopt.runtime_ops.operator import Cost, Operator
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """Return what a call takes that reads the whole cache; a policy that reads less takes less.
 
-    Each query head reads each token twice, its key and its value, with a multiplication and an addition per channel.
-    Heads of the state give D: the width of ``key`` over their number. Pages are taken as those of int8 or float, which
-    hold as many numbers as bytes or elements, and count as bytes; shapes tell no types.
+    Each query head reads the key and the value of each token: a multiplication and an addition for each of their
+    numbers. Shapes tell no types: pages without scales count as float32.
     """
-    query, key, _, _, _, _, _, keys, values, *others = shapes
+    query, key, _, _, _, _, _, keys, values, scales, *others = shapes
     head_size = key[2] // keys[1]
-    stored = prod(keys) + prod(values)
-    tokens = prod(keys[2:]) // head_size
-    operations = 4 * prod(query) * tokens
-    moved = 4 * (2 * prod(query) + 2 * prod(key)) + stored + 4 * sum(prod(shape) for shape in others)
-    return Cost(operations=operations, bytes=moved)
+    tokens = keys[2] * (scales[3] // 2 - head_size) if scales[3] else prod(keys[2:]) // head_size
+    pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
+    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in others)
+    return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
 
 
 KV_ATTENTION = Operator(NAME, 1, function, reference, cost, overloads=True)
