@@ -70,11 +70,16 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     inputs = [ir.Value(name=name) for name in INPUTS]
     made = build_function(write, inputs, domain=DOMAIN, name=NAME, opset_imports={"": opset})
     kinds = [ir.Attr(name, kind, None) for name, kind in _KINDS.items()]
-    return ir.Function(DOMAIN, NAME, overload(attrs), graph=made.graph, attributes=kinds)
+    return ir.Function(DOMAIN, NAME, overload(**attributes), graph=made.graph, attributes=kinds)
 
 
-def overload(attrs: KVAttributes) -> str:
-    """Return the name of the body for these attributes: all of them, floats as a file holds them."""
+def overload(**attributes: Any) -> str:
+    """Return the name of the body for these attributes: all of them, floats as a file holds them.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+    attrs = KVAttributes(**attributes)
     parts = []
     for name, value in attrs.for_node().items():
         if isinstance(value, list):
