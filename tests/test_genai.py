@@ -13,6 +13,7 @@ from graphopt.analysis.interface import Interface, Port
 from graphopt.artifact import MODEL
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.generate import generate
+from graphopt.passes import PASSES
 from graphopt.pipeline import optimize
 from graphopt.session import load
 
@@ -73,6 +74,14 @@ def test_session_entries_of_the_recipe_are_handed_on(llama_artifact: Path, tmp_p
 
 def interface_of(folder: Path) -> Interface:
     return Interface.of_graph(artifact.read(folder).model.graph)
+
+
+def test_caches_in_pages_are_not_for_it(llama_artifact: Path) -> None:
+    model = artifact.read(llama_artifact).model
+    for name in ("canonicalize", "page_kv"):
+        PASSES[name](PASSES[name].options_type())(model)
+    reason = genai_config(Interface.of_graph(model.graph), MODEL, **FACTS)  # type: ignore[arg-type]
+    assert reason == "its caches lie in pages that the caller allocates"
 
 
 def test_why_a_graph_cannot_run_there_is_said(llama_artifact: Path) -> None:

@@ -167,6 +167,27 @@ def test_rewound_it_goes_on_as_if_it_had_never_been_further(make_session: Callab
     assert np.array_equal(straight.step(other), decoder.step(other))
 
 
+@pytest.mark.parametrize("storage", ["int8", "int4"])
+def test_codes_can_be_rewound_within_the_pages_that_are_floats(
+    storage: str, make_session: Callable[..., Session]
+) -> None:
+    session = make_session("llama", "quantize_kv", storage=storage, page=16, sink_pages=0, recent_pages=1)
+    ids, other = tokens(1, 60), tokens(1, 20, seed=1)
+    decoder, straight = Decoder(session, 1), Decoder(session, 1)
+    straight.step(ids[:, :50])
+    expected = straight.step(other)
+    decoder.step(ids)
+    decoder.rewind(50)
+    assert np.array_equal(expected, decoder.step(other))
+    # further back a page comes back from its codes: half a step of a range of a few numbers, through two layers
+    decoder.rewind(50)
+    decoder.rewind(20)
+    decoder.step(ids[:, 20:50])
+    found = decoder.step(other)
+    # (and what is rounded again mostly finds its old code)
+    assert np.abs(expected - found).max() < {"int8": 0.03, "int4": 0.5}[storage] * np.abs(expected).max()
+
+
 def test_what_cannot_be_rewound(make_session: Callable[..., Session], llama_artifact: Path) -> None:
     decoder = Decoder(make_session("llama", page=16), 1)
     decoder.step(tokens(1, 10))

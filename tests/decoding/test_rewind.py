@@ -90,9 +90,8 @@ def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], 
     state = kv.state(len(rows), pages, SIZE).zeros()
     larger = kv.state(len(rows), pages + more, SIZE).zeros()
     for position in range(max(lengths)):
-        keys = np.stack(
-            [row[position][None] if position < len(row) else np.zeros((1, HEADS, SIZE), np.float32) for row in rows]
-        )
+        nothing = np.zeros((1, HEADS, SIZE), np.float32)
+        keys = np.stack([row[position][None] if position < len(row) else nothing for row in rows])
         past = np.array([min(position, len(row)) for row in rows])
         new = np.array([int(position < len(row)) for row in rows])
         state = append(kv, state, keys, -keys, past, new)
@@ -105,5 +104,6 @@ def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], 
         for row, count in enumerate(whole):
             for page in range(count):
                 if page < kv.first_pages or page >= oldest[row]:
-                    place = int(kv.physical_page(page, pages + more))
-                    assert np.array_equal(moved[row, :, place], larger[name][row, :, place])
+                    place, valid = int(kv.physical_page(page, pages + more)), lengths[row] - page * PAGE
+                    both = [by_token(name, each[row, :, place])[:valid] for each in (moved, larger[name])]
+                    assert np.array_equal(*both)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt import artifact
+from graphopt.analysis.paged import layers_of
+from graphopt.decoding.decoder import Decoder
+from graphopt.errors import InputError
+from graphopt.passes import PASSES
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe
+from graphopt.session import load
+
+MakeArtifact = Callable[[str], Path]
+
+
+def recipe(**options: Any) -> Recipe:
+    steps = [{"step": "canonicalize"}, {"step": "sparse_kv", "page": 16, **options}]
+    return Recipe.model_validate({"name": "mine", "steps": steps})
+
+
+def run_pass(model: ir.Model, name: str, **options: Any) -> Any:
+    step = PASSES[name]
+    return step(step.options_type(**options))(model).report
+
+
+@pytest.fixture
+def llama(llama_artifact: Path) -> ir.Model:
+    model = artifact.read(llama_artifact).model
+    run_pass(model, "canonicalize")
+    return model
+
+
+def test_policies_by_layer_and_head(llama: ir.Model) -> None:
+    report = run_pass(llama, "sparse_kv", layers={0: "dense", 1: ["streaming", "retrieval"]}, budget=5, summary="mean")
+    dense, mixed = layers_of(llama.graph)
+    assert dense.attributes.policies == (0,)
+    assert mixed.attributes.policies == (1, 2)
+    assert (mixed.attributes.budget, mixed.attributes.summary, mixed.attributes.sinks) == (5, "mean", 64)
+    assert [skip.reason for skip in report.skips] == ["the recipe leaves it dense"]
+    names = [value.name for value in llama.graph.inputs]
+    assert "past_key_values.1.summaries" in names
+    assert "past_key_values.0.summaries" not in names
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ({7: "dense"}, "names layer 7, and the caches of the graph are"),
+        ({0: ["dense"] * 3}, "3 policies, and it has 2"),
+    ],
+)
+def test_layers_that_do_not_fit_are_refused(layers: dict[int, Any], message: str, llama: ir.Model) -> None:
+    with pytest.raises(InputError, match=message):
+        run_pass(llama, "sparse_kv", layers=layers)
+
+
+def test_a_second_time_and_windows_are_left_alone(llama: ir.Model, make_artifact: MakeArtifact) -> None:
+    run_pass(llama, "sparse_kv")
+    assert {skip.reason for skip in run_pass(llama, "sparse_kv").skips} == {"its heads have policies already"}
+    model = artifact.read(make_artifact("gemma3")).model
+    run_pass(model, "canonicalize")
+    report = run_pass(model, "sparse_kv")
+    assert [skip.reason for skip in report.skips] == ["the model's own window of 6 tokens is all that it reads"]
+    assert [layer.attributes.policies for layer in layers_of(model.graph)] == [(1,), (2,)]
+
+
+def test_with_all_pages_retrieval_is_dense(llama_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(llama_artifact, recipe(sinks=0, recent=1, budget=8), tmp_path / "out")
+    check = next(check for check in made.manifest.checks if check.after == "sparse_kv")
+    # float32 rounding, as of page_kv
+    assert check.figures["largest_change"] < 1e-5
+    ids = np.random.default_rng(0).integers(0, 300, (1, 120))
+    expected, found = (load(path).logits(ids) for path in (llama_artifact, tmp_path / "out"))
+    assert np.abs(expected - found).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_streaming_is_measured_and_its_cache_stops_growing(llama_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(llama_artifact, recipe(policy="streaming", sinks=4, recent=8), tmp_path / "out")
+    check = next(check for check in made.manifest.checks if check.after == "sparse_kv")
+    assert "behind 44 of context" in check.reason
+    assert check.figures["largest_change"] > 1e-3
+    session = load(tmp_path / "out")
+    decoder, ids = Decoder(session, 1), np.random.default_rng(0).integers(0, 300, (1, 120))
+    steps = [decoder.step(ids[:, [column]])[:, -1] for column in range(120)]
+    # a page of sinks, and the 8 newest, one new token and a page: 25 tokens in pages of 16
+    assert decoder.cache.pages == (3, 3)
+    # in one call nothing goes round, and every query reads the same
+    assert np.abs(np.stack(steps, axis=1) - session.logits(ids)).max() < 1e-4
+
+
+def test_pages_of_codes_keep_their_size(llama: ir.Model) -> None:
+    run_pass(llama, "quantize_kv", storage="int8", page=32)
+    report = run_pass(llama, "sparse_kv", page=16)
+    assert {layer.attributes.page for layer in layers_of(llama.graph)} == {32}
+    assert "page stays as it is" in report.skips[0].reason
