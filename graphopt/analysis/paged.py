@@ -174,7 +174,7 @@ def from_json(text: str) -> tuple[PagedLayer, ...]:
         PagedLayer(
             int(each.pop("number")),
             int(each.pop("head_size")),
-            unbounded=bool(each.pop("unbounded")),
+            unbounded=bool(each.pop("unbounded", False)),
             attributes=KVAttributes(**each),
         )
         for each in json.loads(text)
