@@ -101,7 +101,7 @@ __attribute__((noinline)) void multiply_codes(const Factors& factors, const uint
 template <bool Narrow, size_t Rows, typename Finish>
 inline void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count, size_t lines,
                            const Finish& finish) {
-  constexpr size_t kLines = 4 / Rows;  // from one end of the page to the other where rows are enough to wait for none
+  constexpr size_t kLines = 8 / Rows < 4 ? 8 / Rows : 4;
   const size_t bytes = count / 4 * kLine / (Narrow ? 2 : 1);
   size_t line = 0;
   const auto run = [&](auto width) {
