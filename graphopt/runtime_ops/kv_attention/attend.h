@@ -1,6 +1,8 @@
 // Attention of a few queries over a list of pages.
 #pragma once
 
+#include <initializer_list>
+
 #include "kv_attention/cpu.h"
 #include "kv_attention/integers.h"
 #include "kv_attention/softmax.h"
@@ -182,6 +184,14 @@ struct Reader {
   }
 
   // `next` is the page that is read then.
+  // The first page, which no page before it asked for.
+  void ask_for(int64_t logical) const {
+    const size_t bytes = layout.page_bytes();
+    for (const char* pages : {state.keys, state.values}) {
+      for (size_t at = 0; at < bytes; at += kLine) prefetch_line(pages + layout.physical(logical) * bytes + at, 0);
+    }
+  }
+
   void read_page(int64_t logical, bool whole, int64_t next) const {
     const auto see = [&](size_t i) {
       return visible(layout, call.position(queries.row, queries.first_column + i), logical, whole);
@@ -228,6 +238,7 @@ struct Reader {
 void attend(const Attention& call, const Queries& queries, size_t first, size_t end, void* scratch,
             const Partial& partial) {
   const Reader reader(call, queries, scratch, partial);
+  if (first < end) reader.ask_for(queries.entry(first) >> 1);
   for (size_t index = first; index < end; ++index) {
     const PageEntry entry = queries.entry(index);
     const PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);

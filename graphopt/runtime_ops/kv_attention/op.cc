@@ -14,7 +14,7 @@ namespace graphopt {
 namespace {
 
 // In cycles or so: what takes less is not worth waking a thread.
-constexpr double kLeastParallel = 100000;
+constexpr double kLeastParallel = 30000;
 // Pages that a task scores.
 constexpr int64_t kScored = 256;
 
@@ -169,7 +169,7 @@ OrtStatus* Call::attend_all() {
   const Layout& layout = attention.layout;
   if (!plan.queries) return nullptr;
   const Node& node = kernel->node;
-  const bool parallel = plan.products > kLeastParallel;
+  const bool parallel = plan.cycles > kLeastParallel;
   // what is needed for every block, run and page
   size_t run_bound = plan.queries, scored = 0, listed = 0, scoring_bound = 0, floats = 0;
   if (plan.split) {

@@ -7,6 +7,7 @@ namespace {
 
 // With that many blocks of queries nobody waits long for the last; with less their pages are shared out, in runs of so
 // many tokens, or so many runs.
+constexpr size_t kBytesOfCycle = 8;  // that one thread reads from memory
 constexpr size_t kEnough = 64, kRunTokens = 1024, kRuns = 256;
 
 }  // namespace
@@ -36,10 +37,12 @@ Plan::Plan(const Attention& call) {
     ++queries;
     pages += block.pages;
     most_rows = rows > most_rows ? rows : most_rows;
-    products += static_cast<double>(rows * layout.page * layout.size / 8) * static_cast<double>(block.pages);
+    // a page waits for memory where few queries share it
+    const size_t of_page = rows * layout.page * layout.size / 8, read = 2 * layout.page_bytes() / kBytesOfCycle;
+    cycles += static_cast<double>(of_page > read ? of_page : read) * static_cast<double>(block.pages);
     if (call.policies[block.head] == Policy::kRetrieval) {
       const int64_t last = call.position(block.row, block.end_column - 1);
-      products += static_cast<double>(rows * layout.summary / 4) * static_cast<double>(layout.page_of(last) + 1);
+      cycles += static_cast<double>(rows * layout.summary / 4) * static_cast<double>(layout.page_of(last) + 1);
     }
   });
   split = queries < kEnough;

@@ -20,7 +20,7 @@ struct Plan {
   size_t pages = 0;         // of all queries together, at most
   size_t run_pages = 0;     // of a run; all that the queries read, where there are many
   bool split = false;       // queries are so few that their pages are shared out
-  double products = 0;      // of lines of 16 numbers, all queries together
+  double cycles = 0;        // or so, of one thread
 
   explicit Plan(const Attention& call);
   // Calls visit(queries) for all of them; of those that retrieve, `pages` is the most that they may read.
