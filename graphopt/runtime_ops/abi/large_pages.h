@@ -27,4 +27,21 @@ inline void prefer_large_pages(const void* memory, size_t bytes) {
 #endif
 }
 
+// A copy of what lies in a file, in memory of large pages: a file that is mapped has small ones. It lives as long as this.
+class LargeCopy {
+ public:
+  LargeCopy() = default;
+  LargeCopy(const LargeCopy&) = delete;
+  LargeCopy& operator=(const LargeCopy&) = delete;
+  ~LargeCopy();
+
+  // Where the copy is, at a multiple of 64; `from` itself where the system has no large pages. Called once.
+  const void* of(const void* from, size_t bytes);
+
+ private:
+  struct Block;
+  static void release(Block* block);
+  Block* block_ = nullptr;
+};
+
 }  // namespace graphopt

@@ -132,7 +132,7 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
 #endif
   GRAPHOPT_RETURN_IF_ERROR(read_sizes(info));
   GRAPHOPT_RETURN_IF_ERROR(read_table(info));
-  prefer_large_pages(weights.codes, weights.tiles() * weights.tile_bytes());
+  weights.codes = static_cast<const uint8_t*>(copy.of(weights.codes, weights.tiles() * weights.tile_bytes()));
   return nullptr;
 }
 

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "abi/instructions.h"
+#include "abi/large_pages.h"
 #include "abi/tensor.h"
 #include "matmul/cpu.h"
 
@@ -43,6 +44,7 @@ struct Product {
   const MatMulKernels* kernels = nullptr;
   Weights weights;
   mutable Scratch scratch;
+  LargeCopy copy;  // of the codes
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
   // Multiplies the first input; `before` may be null.
