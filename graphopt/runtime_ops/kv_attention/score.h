@@ -7,8 +7,18 @@
 namespace graphopt {
 namespace {
 
-// The largest score of `Rows` queries; what is no number counts as infinite.
-template <bool Mean, size_t Rows>
+inline bool all_finite(const float* numbers, size_t count) {
+  Floats spoiled = all_lanes(0.f);
+  for (size_t i = 0; i < count; i += kColumns) {
+    const Floats x = load_line<Floats>(numbers + i);
+    spoiled = spoiled + (x - x);
+  }
+  return sum_of(spoiled) == 0;
+}
+
+// The largest score of `Rows` queries; what is no number counts as infinite. `Finite` promises that all numbers are
+// finite: then no product is lost where one of the two is no number.
+template <bool Mean, bool Finite, size_t Rows>
 inline float score_page(const float* queries, const float* summary, size_t size) {
   Floats sums[Rows] = {};
   for (size_t c = 0; c < size; c += kColumns) {
@@ -21,6 +31,10 @@ inline float score_page(const float* queries, const float* summary, size_t size)
         sums[r] = fused(q, low, sums[r]);
       } else {
         const Floats a = q * low, b = q * high;
+        if constexpr (Finite) {
+          sums[r] = sums[r] + larger(a, b);
+          continue;
+        }
         sums[r] = sums[r] + by_parts<Floats>([&](size_t i) {  // what is no number stays
           const auto most = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
           return a.part[i] != a.part[i] ? a.part[i] : most;
@@ -42,13 +56,18 @@ template <bool Mean>
 void score_pages(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const HeadState state(layout, call.state, row, head);
+  const size_t size = layout.size;
   const float* const queries =
       call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * layout.size;
+  const bool finite_queries = all_finite(queries, layout.group * size);
   const float* summary = state.summaries + static_cast<size_t>(first) * layout.summary;
   for (int64_t page = first; page < end; ++page, summary += layout.summary) {
     float most = kNothing;
+    const bool finite = !Mean && finite_queries && all_finite(summary, 2 * size);
     for_rows<kMostTogether>(layout.group, [&](size_t r, auto count) {
-      const float found = score_page<Mean, decltype(count)::value>(queries + r * layout.size, summary, layout.size);
+      constexpr size_t kRows = decltype(count)::value;
+      const float found = finite ? score_page<Mean, true, kRows>(queries + r * size, summary, size)
+                                 : score_page<Mean, false, kRows>(queries + r * size, summary, size);
       most = found > most ? found : most;
     });
     scores[page - first] = most;
