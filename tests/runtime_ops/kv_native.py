@@ -63,8 +63,9 @@ class Native:
         session = self.session(attributes)
         feeds = dict(zip(INPUTS, inputs, strict=True))
         if not self.in_place:
-            return session.run(None, feeds)
-        binding, values = bind(session, feeds)
+            results: Sequence[np.ndarray] = session.run(None, feeds)
+            return results
+        binding, _ = bind(session, feeds)
         session.run_with_iobinding(binding)
         # what onnxruntime hands out is a view of memory that ends with the binding
         return [each.numpy().copy() for each in binding.get_outputs()]

@@ -59,7 +59,7 @@ def compare(
     wanted, found = Fed(attributes, tokens, pages, bounded), Fed(attributes, tokens, pages, run or Native())
     results = []
     for index, columns in enumerate(calls):
-        of_rows = None if new is None else np.array(new[index], np.int64)
+        of_rows = None if new is None else new[index]
         expected, y = wanted.call(columns, of_rows), found.call(columns, of_rows)
         assert y.shape == expected.shape
         assert y.dtype == np.float32
@@ -170,7 +170,7 @@ def test_any_shape(data: st.DataObject) -> None:
         sink_pages=draw(st.integers(0, 2)),
         recent_pages=draw(st.integers(0, 2)),
     )
-    batch = draw(st.integers(0, 2))
+    batch = draw(st.integers(1, 2))
     calls = draw(st.lists(st.integers(0, 60), min_size=1, max_size=4))
     tokens = tokens_of(
         attributes,
@@ -184,6 +184,13 @@ def test_any_shape(data: st.DataObject) -> None:
     )
     new = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in calls]
     compare(attributes, tokens, 16, calls, new=new)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_no_rows_and_no_tokens(instructions: str, storage: str) -> None:
+    attributes = attributes_of(storage=storage, policies=[1, 2])
+    compare(attributes, tokens_of(attributes, 3, batch=0), 2, (3, 0))
+    compare(attributes, tokens_of(attributes, 0, batch=2), 0, (0,))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -273,12 +280,12 @@ def test_unused_states_have_any_shape_without_numbers(name: str) -> None:
 
 
 def test_a_cache_that_is_too_small_to_wrap() -> None:
-    attributes = attributes_of(policies=[1], recent=10)
-    with pytest.raises(Exception, match="its 2 pages hold 32.*besides them 29 tokens"):
-        # sinks leave one page to use again
-        small = attributes_of(policies=[1], recent=10, sinks=1)
-        Native()(*inputs_of(small, past=np.array([30, 0])).values(), **small.for_node())
-    y, *_ = Native()(*inputs_of(attributes, past=np.array([30, 0])).values(), **attributes.for_node())
+    small = attributes_of(policies=[1], recent=10, sinks=1)  # sinks leave one page to use again
+    inputs = inputs_of(small, past=np.array([30, 0]))
+    with pytest.raises(Exception, match=r"its 2 pages hold 32.*besides them 29 tokens"):
+        Native()(*inputs.values(), **small.for_node())
+    fits = attributes_of(policies=[1], recent=10)
+    y, *_ = Native()(*inputs.values(), **fits.for_node())
     assert np.isfinite(y).all()
 
 
