@@ -24,6 +24,7 @@ from tests.runtime_ops.kv_cases import (
     assert_same_state,
     attributes_of,
     model_of,
+    open_quietly,
     tokens_of,
 )
 
@@ -198,11 +199,63 @@ def test_each_set_of_attributes_has_its_body() -> None:
     onnx.checker.check_model(ir.to_proto(model))
 
 
+def test_layers_with_other_windows_and_policies_share_a_body() -> None:
+    names = {name_of(attributes_of(window=window, policies=each)) for window in (0, 7) for each in ((0,), (1,), (0, 1))}
+    assert len(names) == 1
+    retrieving = {name_of(attributes_of(policies=each)) for each in ((2,), (0, 2), (2, 1))}
+    assert len(retrieving) == 1
+    assert names.isdisjoint(retrieving)
+
+
+def test_two_layers_of_one_body() -> None:
+    one, other = attributes_of(window=5), attributes_of(policies=(0, 1), recent=1)
+    fed = Fed(one, tokens_of(one, 20), 2)
+    shapes: dict[str, Any] = {name: [None] * array.ndim for name, array in fed.tokens.items()}
+    shapes |= {"past": [None], "new": [None], **{name: [None] * 4 for name in STATE}}
+    model = model_of(one, shapes)
+    second = ir.node("KVAttention", model.graph.inputs, other.for_node(), domain=DOMAIN, version=None, num_outputs=6)
+    second.outputs[0].name, second.outputs[0].type = "second", ir.TensorType(ir.DataType.FLOAT)
+    model.graph.append(second)
+    model.graph.outputs.append(second.outputs[0])
+    declare(model)
+    assert len(model.functions) == 1
+    inputs = {**fed.tokens, "past": np.array([0]), "new": np.array([20]), **fed.state}
+    y, *_, y_second = open_quietly(model).run(None, inputs)
+    assert np.abs(y - fed.call(20)).max() < CLOSE
+    assert np.abs(y_second - Fed(other, fed.tokens, 2).call(20)).max() < CLOSE
+
+
 def test_a_float_of_a_file_names_the_same_body() -> None:
     attributes = attributes_of(scale=0.1)
     node = ir.serde.deserialize_node(ir.to_proto(KV_ATTENTION.node([], attributes.for_node())))
     assert KV_ATTENTION.overload_of(node) == KV_ATTENTION.body_of(node, 23).overload == name_of(attributes)
     assert "scale=0.1," in name_of(attributes)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scale": 0.26},
+        {"policies": [0, 2]},
+        {"recent": 2},
+        {"summary": "mean"},
+        {"storage": "float16"},
+        {"sinks": 1},
+    ],
+)
+def test_a_body_for_other_attributes_fails(other: dict[str, Any]) -> None:
+    # as an onnxruntime would have it that knows no overloads
+    attributes = attributes_of()
+    fed = Fed(attributes, tokens_of(attributes, 4), 1)
+    shapes: dict[str, Any] = {name: [None] * array.ndim for name, array in fed.tokens.items()}
+    shapes |= {"past": [None], "new": [None], **{name: [None] * 4 for name in STATE}}
+    model = model_of(attributes, shapes)
+    node = next(iter(model.graph))
+    for name, value in other.items():
+        node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    inputs = {**fed.tokens, "past": np.array([0]), "new": np.array([4]), **fed.state}
+    with pytest.raises(Exception, match="Gather.*out of data bounds|indices element out of data bounds"):
+        open_quietly(model).run(None, inputs)
 
 
 def test_attributes_that_allow_no_body() -> None:

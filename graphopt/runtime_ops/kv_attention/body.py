@@ -2,8 +2,11 @@
 
 Types and shapes of the state follow from the attributes, and so does which nodes there are: an ``If`` on an attribute
 would still have branches whose types do not fit. So each set of attributes has a body of its own, told apart by the
-overload, the part of a function's name that ONNX has for this. onnxruntime gives each node the body of its overload,
-and a kernel takes nodes of all overloads.
+overload, the part of a function's name that ONNX has for this. onnxruntime 1.31 gives each node the body of its
+overload, and a kernel takes nodes of all overloads. onnxruntime 1.18 to 1.24 know no overloads, and give all nodes
+the same body: so a body compares the attributes of its node with those that it was made for, and where they differ it
+fails. For their sake, and to have fewer bodies, what layers differ in most is read from the node: its window, and its
+policies.
 
 The body computes scores of all pages, then hides what is not read: it says what is meant, and costs what dense
 attention costs.
@@ -19,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.attributes import STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import RETRIEVAL, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.body_append import (
     Call,
     append_floats,
@@ -49,6 +52,17 @@ _KINDS = {
     "policies": ir.AttributeType.INTS,
 }
 
+# What a Constant calls a value of that kind.
+_FIELDS = {
+    ir.AttributeType.INT: "value_int",
+    ir.AttributeType.FLOAT: "value_float",
+    ir.AttributeType.STRING: "value_string",
+    ir.AttributeType.INTS: "value_ints",
+}
+
+# Layers differ in these. The body reads them from its node, so that such layers share it.
+_OF_NODE = ("window", "policies")
+
 
 def function(opset: int, **attributes: Any) -> ir.Function:
     """Return the body for a node with these attributes, as a function of the given ONNX opset.
@@ -74,19 +88,17 @@ def function(opset: int, **attributes: Any) -> ir.Function:
 
 
 def overload(**attributes: Any) -> str:
-    """Return the name of the body for these attributes: all of them, floats as a file holds them.
+    """Return the name of the body for these attributes: those that it is made for, floats as a file holds them.
 
     Raises:
         ValueError: an attribute is out of its range.
     """
     attrs = KVAttributes(**attributes)
-    parts = []
+    parts = [f"retrieves={int(attrs.retrieves)}"]
     for name, value in attrs.for_node().items():
-        if isinstance(value, list):
-            value = ".".join(map(str, value))
-        elif isinstance(value, float):
-            value = np.float32(value)
-        parts.append(f"{name}={value!s}")
+        if name not in _OF_NODE:
+            # np.float32 says 0.1 where Python says 0.10000000149011612
+            parts.append(f"{name}={str(np.float32(value)) if isinstance(value, float) else value}")
     return ",".join(parts)
 
 
@@ -94,7 +106,9 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
     query, key, value = (given[name] for name in ("query", "key", "value"))
     past, new = (op.Reshape(given[name], [-1, 1]) for name in ("past", "new"))
     pages, columns = op.Shape(given["keys"], start=2, end=3), op.Shape(key, start=1, end=2)
-    past = op.Add(past, _refusal(op, attrs, past, new, columns, pages))
+    window = op.Reshape(_of_node(op, "window"), [1])
+    policies = _of_node(op, "policies")
+    past = op.Add(past, _refusal(op, attrs, past, new, columns, pages, window, policies))
     channels = op.Div(op.Shape(key, start=2), attrs.kv_heads)
     call = Call(op, attrs, past, op.Add(past, new), columns, pages, channels)
     if attrs.levels is None:
@@ -116,7 +130,7 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
         shape = op.Shape(query)
         first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
         first = heads_apart(call, first_query)
-    read = attend(call, q, first, K, V, read_mask(call, q, summaries), given["sink_logits"])
+    read = attend(call, q, first, K, V, read_mask(call, q, summaries, window, policies), given["sink_logits"])
     is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
     shown = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), read, 0.0)
     y = op.Reshape(op.Transpose(shown, perm=[0, 3, 1, 2, 4]), op.Shape(query))
@@ -124,16 +138,46 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
 
 
 def _refusal(
-    op: OpBuilder, attrs: KVAttributes, past: ir.Value, new: ir.Value, columns: ir.Value, pages: ir.Value
+    op: OpBuilder,
+    attrs: KVAttributes,
+    past: ir.Value,
+    new: ir.Value,
+    columns: ir.Value,
+    pages: ir.Value,
+    window: ir.Value,
+    policies: ir.Value,
 ) -> ir.Value:
-    """Return 0 as int64 [1]; where the numbers of tokens do not fit, a Gather fails: ONNX has no other error."""
+    """Return 0, int64 [1]; if numbers of tokens or attributes do not fit, a Gather fails: ONNX has no other error."""
     is_wrong = op.Or(op.Less(past, 0), op.Or(op.Less(new, 0), op.Greater(new, columns)))
     is_wrong = op.Or(is_wrong, op.Greater(past, op.Sub(MOST_TOKENS, new)))
     is_full = op.Greater(past, op.Sub(op.Mul(pages, attrs.page), new))
-    if set(attrs.policies) == {STREAMING}:
-        ring = op.Sub(pages, attrs.first_pages)
-        needed = op.Add(columns, max(attrs.recent, attrs.window) + attrs.page)
-        wraps = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
-        is_full = op.And(is_full, op.Not(wraps))
-    wrong = op.ReduceMax(op.Cast(op.Or(is_wrong, is_full), to=ir.DataType.INT32), keepdims=0)
+    ring = op.Sub(pages, attrs.first_pages)
+    needed = op.Add(columns, op.Add(op.Max(window, attrs.recent), attrs.page))
+    fits = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
+    wraps = op.And(fits, op.Not(_any(op, op.Not(op.Equal(policies, STREAMING)))))
+    is_wrong = op.Or(op.Or(is_wrong, op.And(is_full, op.Not(wraps))), _is_for_another(op, attrs, policies))
+    wrong = op.ReduceMax(op.Cast(is_wrong, to=ir.DataType.INT32), keepdims=0)
     return op.Gather([0], op.Reshape(wrong, [1]))
+
+
+def _is_for_another(op: OpBuilder, attrs: KVAttributes, policies: ir.Value) -> ir.Value:
+    """Return whether the node needs another body, bool [1]; constant, so folded when a model loads."""
+    differs = [
+        op.Not(op.Equal(_any(op, op.Equal(policies, RETRIEVAL)), op.Constant(value=ir.tensor([attrs.retrieves]))))
+    ]
+    for name, value in attrs.for_node().items():
+        if name not in _OF_NODE:
+            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[_KINDS[name]]: value}))
+            differs.append(op.Reshape(op.Not(same), [1]))
+    return _any(op, op.Concat(*differs, axis=0))
+
+
+def _of_node(op: OpBuilder, name: str) -> ir.Value:
+    """Return an attribute of the node: a scalar, or int64 [n]."""
+    field = _FIELDS[_KINDS[name]]
+    return op.Constant(**{field: ir.RefAttr(field, name, _KINDS[name])})
+
+
+def _any(op: OpBuilder, flags: ir.Value) -> ir.Value:
+    """Return whether one of the flags [n] is set, bool [1]."""
+    return op.Cast(op.ReduceMax(op.Cast(flags, to=ir.DataType.INT32), keepdims=1), to=ir.DataType.BOOL)

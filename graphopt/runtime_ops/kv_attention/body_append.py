@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.attributes import STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.body_storage import (
     as_stored,
     packed_keys,
@@ -69,12 +69,10 @@ class Call:
     def pages_held(self, newest: ir.Value) -> ir.Value:
         """Return which page each physical page holds, int64 [B, P], if ``newest`` [B, 1] is the last one written.
 
-        A physical page that was never written names a page beyond ``newest``.
+        A physical page that was never written names a page beyond ``newest``. Until a cache wraps, all name themselves.
         """
         op, own = self.op, self.range(self.pages)
         every = op.Add(own, op.Mul(newest, 0))
-        if set(self.attrs.policies) != {STREAMING}:
-            return every
         first = self.attrs.first_pages
         ring = op.Max(op.Sub(self.pages, first), 1)
         rounds = op.Div(op.Max(op.Sub(newest, own), 0), ring)

@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL
 from graphopt.runtime_ops.kv_attention.body_append import Call
+from graphopt.runtime_ops.kv_attention.check import MOST_TOKENS
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
 
 
 def heads_apart(call: Call, query: ir.Value) -> ir.Value:
@@ -20,43 +25,36 @@ def heads_apart(call: Call, query: ir.Value) -> ir.Value:
     return op.Transpose(op.Reshape(query, shape), perm=[0, 2, 3, 1, 4])
 
 
-def read_mask(call: Call, query: ir.Value, summaries: ir.Value) -> ir.Value:
+def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value, policies: ir.Value) -> ir.Value:
     """Return which tokens each query reads, bool [B, 1 or H, S, N]; N = P T places, in the order of physical pages.
 
     Args:
         call: the call.
         query: float [B, H, G, S, D].
         summaries: float [B, H, P, Z], after the call.
+        window: int64 [1], 0 for none.
+        policies: int64 [1] or [H].
     """
     op, attrs = call.op, call.attrs
     asked = op.Add(op.Sub(call.total, call.columns), call.range(call.columns))
     p = op.Reshape(asked, [0, 1, -1, 1])
     position = op.Reshape(call.positions(call.pages_held(call.newest_page())), [0, 1, 1, -1])
-    visible = op.LessOrEqual(position, p)
-    if attrs.window:
-        visible = op.And(visible, op.Greater(position, op.Sub(p, attrs.window)))
-    if set(attrs.policies) == {DENSE}:
-        return visible
+    reach = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
+    visible = op.And(op.LessOrEqual(position, p), op.Greater(position, op.Sub(p, reach)))
     always = op.Or(op.Less(position, attrs.sinks), op.Greater(position, op.Sub(p, attrs.recent)))
     if attrs.retrieves and attrs.budget:
-        chosen = _chosen_pages(call, query, summaries, p)
+        chosen = _chosen_pages(call, query, summaries, p, reach)
         each = op.Expand(op.Unsqueeze(chosen, [-1]), [1, 1, 1, 1, attrs.page])
-        chosen = op.Reshape(each, [0, 0, 0, -1])
-        if set(attrs.policies) != {RETRIEVAL}:
-            chosen = op.And(chosen, _heads_with(call, RETRIEVAL))
+        chosen = op.And(op.Reshape(each, [0, 0, 0, -1]), _heads_with(op, policies, RETRIEVAL))
         always = op.Or(always, chosen)
-    if DENSE in attrs.policies:
-        always = op.Or(always, _heads_with(call, DENSE))
-    return op.And(visible, always)
+    return op.And(visible, op.Or(always, _heads_with(op, policies, DENSE)))
 
 
-def _heads_with(call: Call, policy: int) -> ir.Value:
-    op, attrs = call.op, call.attrs
-    flags = [int(attrs.policy(head) == policy) for head in range(attrs.kv_heads)]
-    return op.Reshape(op.Greater(op.Identity(flags), 0), [-1, 1, 1])
+def _heads_with(op: OpBuilder, policies: ir.Value, policy: int) -> ir.Value:
+    return op.Reshape(op.Equal(policies, policy), [-1, 1, 1])
 
 
-def _chosen_pages(call: Call, query: ir.Value, summaries: ir.Value, p: ir.Value) -> ir.Value:
+def _chosen_pages(call: Call, query: ir.Value, summaries: ir.Value, p: ir.Value, reach: ir.Value) -> ir.Value:
     """Return which pages each KV head chooses for each query, bool [B, H, S, P]. Such a cache never wraps."""
     op, attrs = call.op, call.attrs
     known = op.Unsqueeze(op.Transpose(summaries, perm=[0, 1, 3, 2]), [2])  # B, H, 1, Z, P
@@ -69,9 +67,7 @@ def _chosen_pages(call: Call, query: ir.Value, summaries: ir.Value, p: ir.Value)
     best = op.ReduceMax(op.Where(op.IsNaN(scores), math.inf, scores), [2], keepdims=0)
     begin = op.Mul(call.range(call.pages), attrs.page)
     end = op.Add(begin, attrs.page - 1)
-    lowest = op.Max(begin, attrs.sinks)
-    if attrs.window:
-        lowest = op.Max(lowest, op.Sub(p, attrs.window - 1))
+    lowest = op.Max(op.Max(begin, attrs.sinks), op.Add(op.Sub(p, reach), 1))
     is_candidate = op.LessOrEqual(lowest, op.Min(end, op.Sub(p, attrs.recent)))  # B, 1, S, P
     count = op.Min(call.pages, attrs.budget)
     _, places = op.TopK(op.Where(is_candidate, best, -math.inf), count, _outputs=2)
