@@ -287,6 +287,10 @@ def move_pages(layer: PagedLayer, old: Array, new: Array, stored: IntArray, olde
         oldest: of each row, the first page behind those of the sinks that is there still, int64 [batch].
     """
     kv = layer.attributes
+    if not oldest.any():
+        # No page has gone round, so each has its own number as its place.
+        new[:, :, : old.shape[2]] = old
+        return
     for row, (tokens, first) in enumerate(zip(stored.tolist(), oldest.tolist(), strict=True)):
         pages = np.arange(-(-tokens // kv.page))
         pages = pages[(pages < kv.first_pages) | (pages >= first)]

@@ -118,6 +118,33 @@ def test_what_something_else_reads_stays_and_is_transposed(make_artifact: MakeAr
         assert relative(expected, found) < FLOAT32
 
 
+def test_attention_on_rows_is_taken_as_it_is(make_artifact: MakeArtifact, tmp_path: Path) -> None:
+    model = canonical(make_artifact("llama"))
+    before = session(model, tmp_path / "before")
+    for node in [node for node in model.graph if node.op_type == "Attention"]:
+        for index, heads in enumerate((4, 2, 2)):
+            target = new_weight(model.graph, f"{node.name}.{index}", ir.tensor(np.array([0, 0, heads * 16])))
+            swap = ir.node("Transpose", [node.inputs[index]], {"perm": [0, 2, 1, 3]}, name=f"{node.name}.swap{index}")
+            join = ir.node("Reshape", [swap.outputs[0], target], name=f"{node.name}.join{index}")
+            for made, dims in ((swap, [heads, 16]), (join, [heads * 16])):
+                made.outputs[0].name, made.outputs[0].dtype = f"{made.name}.out", ir.DataType.FLOAT
+                made.outputs[0].shape = ir.Shape(["batch", "length", *dims])
+            model.graph.insert_before(node, [swap, join])
+            node.replace_input_with(index, join.outputs[0])
+        node.attributes["q_num_heads"] = ir.AttrInt64("q_num_heads", 4)
+        node.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", 2)
+        (use,) = node.outputs[0].uses()
+        (join_use,) = use.node.outputs[0].uses()
+        join_use.node.outputs[0].replace_all_uses_with(node.outputs[0])
+        model.graph.remove([join_use.node, use.node], safe=True)
+        node.outputs[0].shape = ir.Shape(["batch", "length", 64])
+    expected = logits_by_calls(before, [20, 1], [0, 4])
+    assert relative(expected, logits_by_calls(session(model, tmp_path / "rows"), [20, 1], [0, 4])) < FLOAT32
+    report = run_pass(model, "page_kv", page=16)
+    assert not report.skips
+    assert relative(expected, logits_by_calls(session(model, tmp_path / "after"), [20, 1], [0, 4])) < FLOAT32
+
+
 def test_scale_and_softcap_are_carried_over(make_artifact: MakeArtifact) -> None:
     model = canonical(make_artifact("granite"))
     for node in model.graph:
@@ -257,3 +284,29 @@ def test_a_second_time_changes_nothing(make_artifact: MakeArtifact) -> None:
     report = run_pass(model, "page_kv", page=16)
     assert not report.changes
     assert {layer_of(node).attributes.page for node in kv_nodes(model.graph)} == {64}
+
+
+def test_chunks_are_no_window(make_artifact: MakeArtifact) -> None:
+    model = canonical(make_artifact("llama"))
+    # a query sees only keys of its own eight columns
+    tape = ir.tape.Tape()
+    one, eight = (new_weight(model.graph, f"n{n}", ir.tensor(np.array(n, np.int64))) for n in (1, 8))
+    zero = new_weight(model.graph, "n0", ir.tensor(np.array(0, np.int64)))
+    axis = new_weight(model.graph, "axis", ir.tensor(np.array([0], np.int64)))
+    inputs = {value.name: value for value in model.graph.inputs}
+    keys = tape.op("Squeeze", [tape.op("Shape", [inputs["attention_mask"]], {"start": 1, "end": 2}), axis])
+    new = tape.op("Squeeze", [tape.op("Shape", [inputs["input_ids"]], {"start": 1, "end": 2}), axis])
+    chunk = tape.op("Div", [tape.op("Range", [zero, keys, one]), eight])
+    mine = tape.op("Div", [tape.op("Range", [tape.op("Sub", [keys, new]), keys, one]), eight])
+    same = tape.op(
+        "Equal", [tape.op("Unsqueeze", [mine, new_weight(model.graph, "a1", ir.tensor(np.array([1])))]), chunk]
+    )
+    for node in tape.nodes:
+        node.name = node.outputs[0].name = f"chunks.{len(model.graph)}.{id(node)}"
+    attention = _attention(model)
+    mask = ir.node("And", [attention.inputs[3], same], name="chunked")
+    mask.outputs[0].name, mask.outputs[0].dtype = "chunked.out", ir.DataType.BOOL
+    model.graph.insert_before(attention, [*tape.nodes, mask])
+    attention.replace_input_with(3, mask.outputs[0])
+    reasons = [skip.reason for skip in run_pass(model, "page_kv").skips]
+    assert "neither causal nor a sliding window" in reasons[0]

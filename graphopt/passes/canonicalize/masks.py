@@ -167,15 +167,16 @@ class MaskEvaluator:
         keys = longest.padding.shape[-1]
         left = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
         window = 0 if left == keys else left
-        ignoring = True
+        hides = shows = True
         for instance, visible, _ in seen:
             near = instance.causal & (instance.distance < window) if window else instance.causal
-            ignoring &= _same(visible, near & np.ones_like(instance.padding))
-            if not _same(visible, near & instance.padding) and not ignoring:
-                return "it is neither causal nor a sliding window, with padding or without"
-        if ignoring and "attention_mask" in self._interface.inputs:
+            hides &= _same(visible, near & instance.padding)
+            shows &= _same(visible, near & np.ones_like(instance.padding))
+        if hides:
+            return window
+        if shows:
             return "it shows padding, which a cache in pages does not hold"
-        return window
+        return "it is neither causal nor a sliding window, with padding or without"
 
     def without_mask(self) -> int | str:
         """Return the window of causal attention without any mask, 0, or why that is not causal and not padding."""
