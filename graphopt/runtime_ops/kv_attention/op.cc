@@ -59,6 +59,8 @@ struct Call {
   std::atomic<uint32_t>* left = nullptr;  // runs of each block of queries that have not ended
   float* partials = nullptr;
   std::atomic<bool> no_memory{false};
+  // Whether one task has all of what a head appends and reads: then it does both, while the page is at hand.
+  bool together = false;
 
   Call(const Kernel* kernel, OrtKernelContext* context, const Attention& attention)
       : kernel(kernel), context(context), attention(attention), plan(attention) {}
@@ -115,6 +117,7 @@ struct Call {
     const Layout& layout = attention.layout;
     const KVAttentionKernels& cpu = *kernel->kernels;
     Queries block = queries[run.queries];
+    if (together) append(block.row * layout.kv_heads + block.head);
     const size_t rows = (block.end_column - block.first_column) * layout.group;
     const size_t floats = Partial::floats(rows, layout.size) * sizeof(float);
     const size_t scratch = cpu.attend_scratch(layout, rows);
@@ -151,13 +154,21 @@ struct Call {
   OrtStatus* append_all() {
     const Layout& layout = attention.layout;
     double work = 0;
+    size_t growing = 0;
+    together = plan.queries && plan.most_pages <= plan.run_pages;
+    for (size_t head = 0; head < layout.kv_heads; ++head) {
+      together = together && attention.policies[head] != Policy::kRetrieval;
+    }
     for (size_t row = 0; row < attention.rows; ++row) {
+      growing += attention.fresh[row] > 0;
       work += static_cast<double>(attention.fresh[row]) * static_cast<double>(layout.kv_heads * layout.size);
       const int64_t past = attention.past[row], end = past + attention.fresh[row];
       if (layout.integers() && end > past && layout.page_of(end - 1) != layout.page_of(past ? past - 1 : 0)) {
         work += static_cast<double>(layout.kv_heads * layout.page * layout.size) * 2;
       }
     }
+    together = together && plan.queries == growing * layout.kv_heads;
+    if (together) return nullptr;
     return for_each(&Call::append, attention.rows * layout.kv_heads, work > kLeastParallel);
   }
 

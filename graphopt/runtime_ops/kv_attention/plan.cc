@@ -36,6 +36,7 @@ Plan::Plan(const Attention& call) {
     const size_t rows = (block.end_column - block.first_column) * layout.group;
     ++queries;
     pages += block.pages;
+    most_pages = block.pages > most_pages ? block.pages : most_pages;
     most_rows = rows > most_rows ? rows : most_rows;
     // a page waits for memory where few queries share it
     const size_t of_page = rows * layout.page * layout.size / 8, read = 2 * layout.page_bytes() / kBytesOfCycle;

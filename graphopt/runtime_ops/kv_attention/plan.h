@@ -18,6 +18,7 @@ struct Run {
 struct Plan {
   size_t queries = 0, most_rows = 0;
   size_t pages = 0;         // of all queries together, at most
+  size_t most_pages = 0;    // of one block of them, at most
   size_t run_pages = 0;     // of a run; all that the queries read, where there are many
   bool split = false;       // queries are so few that their pages are shared out
   double cycles = 0;        // or so, of one thread
