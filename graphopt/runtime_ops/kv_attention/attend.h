@@ -184,11 +184,15 @@ struct Reader {
   }
 
   // `next` is the page that is read then.
-  // The first page, which no page before it asked for.
+  // A page that no page before it asks for: the first, and the newest, of which only a part is there.
   void ask_for(int64_t logical) const {
-    const size_t bytes = layout.page_bytes();
+    if (layout.integers() && layout.in_slot(logical, newest)) return;
+    const int64_t last = call.position(queries.row, queries.end_column - 1) - logical * static_cast<int64_t>(layout.page);
+    const size_t tokens = last < static_cast<int64_t>(layout.page) ? static_cast<size_t>(last) / kColumns * kColumns + kColumns
+                                                                   : layout.page;
+    const size_t of_page = layout.page_bytes(), bytes = of_page / layout.page * tokens;
     for (const char* pages : {state.keys, state.values}) {
-      for (size_t at = 0; at < bytes; at += kLine) prefetch_line(pages + layout.physical(logical) * bytes + at, 0);
+      for (size_t at = 0; at < bytes; at += kLine) prefetch_line(pages + layout.physical(logical) * of_page + at, 0);
     }
   }
 
@@ -241,7 +245,8 @@ void attend(const Attention& call, const Queries& queries, size_t first, size_t 
   if (first < end) reader.ask_for(queries.entry(first) >> 1);
   for (size_t index = first; index < end; ++index) {
     const PageEntry entry = queries.entry(index);
-    const PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);
+    PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);
+    if (next != entry && next >> 1 == reader.newest) reader.ask_for(next >> 1), next = entry;
     reader.read_page(entry >> 1, entry & 1, next >> 1);
   }
 }
