@@ -62,7 +62,7 @@ namespace graphopt {
 constexpr uint32_t kApiVersion = 17;
 
 // ONNX's element types, error codes and one characteristic, with the numbers that the ABI gives them.
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kFloat16 = 10, kDouble = 11 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16 = 10, kDouble = 11 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 constexpr int kRequired = 0;
 constexpr int kDefaultMemory = 0;
@@ -92,6 +92,7 @@ using KernelContextGetOutput =
     Function<91, OrtStatus*, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>;
 using ReleaseStatus = Function<93, void, OrtStatus*>;
 using ReleaseTensorTypeAndShapeInfo = Function<99, void, OrtTensorTypeAndShapeInfo*>;
+using KernelInfoGetAttributeInts = Function<163, OrtStatus*, const OrtKernelInfo*, const char*, int64_t*, size_t*>;
 using KernelInfoGetNodeName = Function<244, OrtStatus*, const OrtKernelInfo*, char*, size_t*>;
 using KernelInfoGetConstantInput = Function<249, OrtStatus*, const OrtKernelInfo*, size_t, int*, const OrtValue**>;
 using KernelContextParallelFor =

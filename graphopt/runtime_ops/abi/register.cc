@@ -1,6 +1,7 @@
 // The entry point that onnxruntime looks for, and the list of all operators.
 #include "abi/onnxruntime.h"
 #include "hadamard/op.h"
+#include "kv_attention/op.h"
 #include "matmul_dynamic/op.h"
 #include "matmul_table/op.h"
 
@@ -17,6 +18,7 @@ OrtCustomOpDomain* make_domain(const OrtApi* api) {
     }
   };
   add(kHadamardOps);
+  add(kKVAttentionOps);
   add(kMatMulTableOps);
   add(kMatMulDynamicOps);
   if (!failure) return domain;

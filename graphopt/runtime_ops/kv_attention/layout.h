@@ -1,0 +1,107 @@
+// Where everything of a cache lies, and which tokens a query reads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+// These functions are compiled for every set of instructions: without this the linker could keep the copy that was compiled
+// for wide vectors for a machine that has none.
+#define GRAPHOPT_INLINE inline __attribute__((always_inline))
+
+namespace graphopt {
+
+enum class Storage { kFloat32, kFloat16, kInt8, kInt4 };
+enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
+
+// What a page is, and what the policies read. Every attribute that counts tokens is 2^62 at most, as positions are: sums
+// of two do not overflow.
+struct Layout {
+  Storage storage = Storage::kFloat32;
+  size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
+  size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
+  size_t summary = 0;                        // floats of a page's summary
+  int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
+  int64_t window = 0, sinks = 0, recent = 1, budget = 0;
+  bool mean = false;  // summaries are means, not bounds
+  float scale = 1, softcap = 0;
+
+  GRAPHOPT_INLINE bool integers() const { return storage == Storage::kInt8 || storage == Storage::kInt4; }
+  GRAPHOPT_INLINE size_t query_heads() const { return kv_heads * group; }
+  // Bytes of the keys of a page, or of its values.
+  GRAPHOPT_INLINE size_t page_bytes() const {
+    const size_t numbers = page * size;
+    return storage == Storage::kFloat32   ? 4 * numbers
+           : storage == Storage::kFloat16 ? 2 * numbers
+           : storage == Storage::kInt8    ? numbers
+                                          : numbers / 2;
+  }
+  GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + 2 * page : 0; }
+  GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
+  GRAPHOPT_INLINE size_t slot_floats() const { return 2 * page * size; }
+
+  GRAPHOPT_INLINE int64_t page_of(int64_t position) const { return position / static_cast<int64_t>(page); }
+  // Pages of tokens that are read for ever: they are not overwritten when a cache wraps.
+  GRAPHOPT_INLINE int64_t fixed_pages() const { return (sinks + static_cast<int64_t>(page) - 1) / static_cast<int64_t>(page); }
+  GRAPHOPT_INLINE size_t physical(int64_t logical) const {
+    const int64_t fixed = fixed_pages();
+    if (logical < static_cast<int64_t>(pages)) return static_cast<size_t>(logical);
+    return static_cast<size_t>(fixed + (logical - fixed) % (static_cast<int64_t>(pages) - fixed));
+  }
+  GRAPHOPT_INLINE size_t slot(int64_t logical) const {
+    return static_cast<size_t>(logical < sink_pages ? logical : sink_pages + (logical - sink_pages) % (recent_pages + 1));
+  }
+  // Whether a page is read from its slot, where `newest` is the last page that has a token.
+  GRAPHOPT_INLINE bool in_slot(int64_t logical, int64_t newest) const {
+    return logical < sink_pages || logical + recent_pages + 1 > newest;
+  }
+};
+
+// The state tensors, as they are written.
+struct State {
+  char *keys, *values;
+  float *scales, *recent, *summaries;
+};
+
+// The parts of the state that belong to one head of one row.
+struct HeadState {
+  char *keys, *values;
+  float *scales, *recent, *summaries;
+
+  GRAPHOPT_INLINE HeadState(const Layout& layout, const State& state, size_t row, size_t head) {
+    const size_t index = row * layout.kv_heads + head, pages = index * layout.pages;
+    keys = state.keys + pages * layout.page_bytes();
+    values = state.values + pages * layout.page_bytes();
+    scales = state.scales + pages * layout.scales();
+    recent = state.recent + index * layout.slots() * layout.slot_floats();
+    summaries = state.summaries + pages * layout.summary;
+  }
+};
+
+// The tokens of a page that a query reads: offsets from `first[i]` up to `end[i]`, of two runs that do not meet.
+struct Visible {
+  int first[2] = {0, 0}, end[2] = {0, 0};
+
+  GRAPHOPT_INLINE bool none() const { return first[0] >= end[0] && first[1] >= end[1]; }
+  GRAPHOPT_INLINE bool all(size_t page) const { return first[0] == 0 && end[0] == static_cast<int>(page); }
+};
+
+// What the query at `position` reads of page `logical`; `whole` says that the page was chosen, or that the policy is dense.
+GRAPHOPT_INLINE Visible visible(const Layout& layout, int64_t position, int64_t logical, bool whole) {
+  const int64_t page = static_cast<int64_t>(layout.page), base = logical * page;
+  const auto offset = [&](int64_t token) __attribute__((always_inline)) { return static_cast<int>(token < base ? 0 : token > base + page ? page : token - base); };
+  const int begin = layout.window ? offset(position - layout.window + 1) : 0, end = offset(position + 1);
+  Visible seen;
+  if (begin >= end) return seen;
+  const int sinks_end = offset(layout.sinks), recent_begin = offset(position - layout.recent + 1);
+  if (whole || recent_begin <= sinks_end) {
+    seen.first[0] = begin, seen.end[0] = end;
+    return seen;
+  }
+  const auto least = [](int a, int b) __attribute__((always_inline)) { return a < b ? a : b; };
+  if (begin < least(sinks_end, end)) seen.first[0] = begin, seen.end[0] = least(sinks_end, end);
+  const int tail = recent_begin > begin ? recent_begin : begin;
+  if (tail < end) seen.first[1] = tail, seen.end[1] = end;
+  return seen;
+}
+
+}  // namespace graphopt

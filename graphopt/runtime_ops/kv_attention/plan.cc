@@ -1,0 +1,50 @@
+#include "kv_attention/plan.h"
+
+#include "kv_attention/select.h"
+
+namespace graphopt {
+namespace {
+
+// With that many blocks of queries nobody waits long for the last; with less their pages are shared out, in runs of so
+// many tokens, or so many runs.
+constexpr size_t kEnough = 64, kRunTokens = 1024, kRuns = 256;
+
+}  // namespace
+
+void find_pages(const Attention& call, Queries* queries) {
+  const Layout& layout = call.layout;
+  const int64_t first = call.position(queries->row, queries->first_column);
+  const int64_t last = call.position(queries->row, queries->end_column - 1);
+  const Policy policy = call.policies[queries->head];
+  queries->whole = policy == Policy::kDense;
+  if (policy == Policy::kRetrieval) {
+    queries->pages = longest_list(layout, last);
+    return;
+  }
+  int64_t begin = layout.window ? first - layout.window + 1 : 0;
+  if (policy == Policy::kStreaming && first - layout.recent + 1 > begin) begin = first - layout.recent + 1;
+  queries->begin = begin > 0 ? layout.page_of(begin) : 0;
+  const int64_t fixed = layout.fixed_pages();
+  queries->sinks = policy == Policy::kDense ? 0 : fixed < queries->begin ? fixed : queries->begin;
+  queries->pages = static_cast<size_t>(queries->sinks + layout.page_of(last) - queries->begin + 1);
+}
+
+Plan::Plan(const Attention& call) {
+  const Layout& layout = call.layout;
+  each(call, [&](const Queries& block) {
+    const size_t rows = (block.end_column - block.first_column) * layout.group;
+    ++queries;
+    pages += block.pages;
+    most_rows = rows > most_rows ? rows : most_rows;
+    products += static_cast<double>(rows * layout.page * layout.size / 8) * static_cast<double>(block.pages);
+    if (call.policies[block.head] == Policy::kRetrieval) {
+      const int64_t last = call.position(block.row, block.end_column - 1);
+      products += static_cast<double>(rows * layout.summary / 4) * static_cast<double>(layout.page_of(last) + 1);
+    }
+  });
+  split = queries < kEnough;
+  const size_t tokens = kRunTokens / layout.page, share = (pages + kRuns - 1) / kRuns;
+  run_pages = !split ? SIZE_MAX : share > tokens ? share : tokens;
+}
+
+}  // namespace graphopt

@@ -1,0 +1,124 @@
+// Products of queries with the keys of a page, and of weights with its values, in floats.
+#pragma once
+
+#include <type_traits>
+
+#include "kv_attention/numbers.h"
+
+namespace graphopt {
+namespace {
+
+inline Floats load_numbers(const float* from) { return load_line<Floats>(from); }
+inline Floats load_numbers(const Half* from) { return load_halves(from); }
+
+// What registers hold: lines of sums for that many rows by that many lines.
+#if defined(__AVX512F__)
+constexpr size_t kMostTogether = 8, kSumLines = 16;
+#elif defined(__AVX2__)
+constexpr size_t kMostTogether = 4, kSumLines = 4;
+#else
+constexpr size_t kMostTogether = 2, kSumLines = 2;
+#endif
+constexpr size_t kMostLines = 4;
+
+// Calls with_count(row, count) for runs of rows, with counts that the compiler knows.
+template <size_t Most = kMostTogether, typename WithCount>
+inline void for_rows(size_t rows, const WithCount& with_count, size_t row = 0) {
+  for (; row + Most <= rows; row += Most) with_count(row, std::integral_constant<size_t, Most>());
+  if constexpr (Most > 1) {
+    if (row < rows) for_rows<Most / 2>(rows, with_count, row);
+  }
+}
+
+// Lines that go together with `Rows` rows.
+template <size_t Rows>
+constexpr size_t lines_for = kSumLines / Rows < kMostLines ? kSumLines / Rows : kMostLines;
+
+template <size_t Rows, size_t Lines, typename Stored>
+inline void multiply_keys(const float* queries, const Stored* keys, size_t size, size_t page, float* scores) {
+  Floats sums[Rows][Lines] = {};
+  for (size_t c = 0; c < size; ++c) {
+    Floats line[Lines];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) line[i] = load_numbers(keys + (i * size + c) * kColumns);
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      const Floats q = all_lanes(queries[r * size + c]);
+#pragma GCC unroll 8
+      for (size_t i = 0; i < Lines; ++i) sums[r][i] = fused(line[i], q, sums[r][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) store_line(scores + r * page + i * kColumns, sums[r][i]);
+  }
+}
+
+// Scores [rows, page] of the first 16 * `lines` tokens of a page, whose keys are [page / 16, size, 16].
+template <typename Stored>
+void multiply_keys(const float* queries, size_t rows, const Stored* keys, size_t size, size_t lines, size_t page,
+                   float* scores) {
+  for (size_t line = 0; line < lines;) {
+    const size_t together = lines - line < kMostLines ? lines - line : kMostLines;
+    for_rows(rows, [&](size_t row, auto count) {
+      constexpr size_t kRows = decltype(count)::value, kLines = lines_for<kRows>;
+      size_t i = line;
+      const auto run = [&](auto width) {
+        multiply_keys<kRows, decltype(width)::value>(queries + row * size, keys + i * size * kColumns, size, page,
+                                                     scores + row * page + i * kColumns);
+        i += decltype(width)::value;
+      };
+      while (i + kLines <= line + together) run(std::integral_constant<size_t, kLines>());
+      while (i < line + together) run(std::integral_constant<size_t, 1>());
+    });
+    line += together;
+  }
+}
+
+template <size_t Rows, size_t Lines, typename Stored>
+inline void multiply_values(const float* weights, const float* factors, const Stored* values, size_t size, size_t page,
+                            size_t first, size_t end, float* sums) {
+  Floats sum[Rows][Lines] = {};
+  for (size_t t = first; t < end; ++t) {
+    Floats line[Lines];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) line[i] = load_numbers(values + t * size + i * kColumns);
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      const Floats p = all_lanes(weights[r * page + t]);
+#pragma GCC unroll 8
+      for (size_t i = 0; i < Lines; ++i) sum[r][i] = fused(line[i], p, sum[r][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) {
+      float* const to = sums + r * size + i * kColumns;
+      store_line(to, fused(load_line<Floats>(to), all_lanes(factors[r]), sum[r][i]));
+    }
+  }
+}
+
+// sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size], of tokens first..end. A
+// page is summed up by itself first, so that many tokens round little.
+template <typename Stored>
+void multiply_values(const float* weights, const float* factors, size_t rows, const Stored* values, size_t size,
+                     size_t page, size_t first, size_t end, float* sums) {
+  for_rows(rows, [&](size_t row, auto count) {
+    constexpr size_t kRows = decltype(count)::value, kLines = lines_for<kRows>;
+    size_t i = 0;
+    const auto run = [&](auto width) {
+      multiply_values<kRows, decltype(width)::value>(weights + row * page, factors + row, values + i * kColumns, size,
+                                                     page, first, end, sums + row * size + i * kColumns);
+      i += decltype(width)::value;
+    };
+    const size_t lines = size / kColumns;
+    while (i + kLines <= lines) run(std::integral_constant<size_t, kLines>());
+    while (i < lines) run(std::integral_constant<size_t, 1>());
+  });
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,22 @@
+// The pages that retrieval chooses.
+#pragma once
+
+#include "kv_attention/cpu.h"
+
+namespace graphopt {
+
+// The pages that may be chosen for a query: those that hold a visible token which is not read in any case.
+struct Candidates {
+  int64_t first = 0, end = 0;
+
+  Candidates(const Layout& layout, int64_t position);
+};
+
+// The most pages in a list for a query at `position`.
+size_t longest_list(const Layout& layout, int64_t position);
+
+// Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of the
+// candidates the `budget` with the highest scores; of equal scores the lower page. Returns how many there are.
+size_t list_pages(const Layout& layout, int64_t position, const float* scores, PageEntry* list);
+
+}  // namespace graphopt
