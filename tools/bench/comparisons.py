@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from tools.bench.problem import Case
 from tools.bench.rounds import Timing
+
+Against = Mapping[str, tuple[str, ...]]
+"""To an engine's name, a pattern, the names of the peers that it has to stand beside, a pattern for each kind."""
 
 _NBITS, _ELSE = "onnxruntime-matmulnbits", ("openvino-*", "torch-bf16")
 _FOUR = (f"{_NBITS}-4-*", "llama.cpp-q4*", *_ELSE)
@@ -16,7 +18,7 @@ _SIX = (f"{_NBITS}-8-*", "llama.cpp-q6*", *_ELSE)
 _EIGHT = (f"{_NBITS}-8-*", "llama.cpp-q8*", *_ELSE)
 
 # The first pattern that fits decides. A Hadamard in front is measured by what it adds.
-_AGAINST = {
+PRODUCTS: Against = {
     "graphopt-hadamard": ("copy",),
     "graphopt-hadamard-int4": ("graphopt-int4",),
     "graphopt-hadamard-w8a8": ("graphopt-w8a8",),
@@ -35,16 +37,16 @@ _AGAINST = {
 class Comparison:
     """How many times as fast as ``peer``, the fastest of its kind, ``engine`` is: the median over rounds of ratios."""
 
-    case: Case
+    case: Hashable
     engine: str
     peer: str
     ratio: float
 
 
-def compare(case: Case, timings: dict[str, Timing]) -> Iterator[Comparison]:
+def compare(case: Hashable, timings: Mapping[str, Timing], against: Against) -> Iterator[Comparison]:
     """Yield each engine of graphopt against the fastest of each kind of peer that it has to stand beside."""
     for engine, timing in timings.items():
-        kinds = next((kinds for pattern, kinds in _AGAINST.items() if fnmatch(engine, pattern)), ())
+        kinds = next((kinds for pattern, kinds in against.items() if fnmatch(engine, pattern)), ())
         for kind in kinds:
             peers = [name for name in timings if fnmatch(name, kind)]
             if peers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,6 @@ from rich.table import Column, Table
 
 from tools.bench.comparisons import Comparison
 from tools.bench.engine import optional
-from tools.bench.problem import Case
 
 
 @dataclass(frozen=True)
@@ -19,17 +19,17 @@ class Row:
     """One engine in one case.
 
     Attributes:
-        case: the case.
+        case: the case, a dataclass.
         engine: the engine's name.
-        median_us: the median of its rounds, in microseconds for one product.
+        median_us: the median of its rounds, in microseconds for one product or step.
         lowest_us: the lowest of them.
         highest_us: the highest.
-        bytes: what a product must read and write.
+        bytes: what a product or step must read and write.
         percent_of_bandwidth: the median share of the read bandwidth of the same rounds.
-        error: the largest relative error of its products, against float64 with the very weights that it holds.
+        error: the largest relative error of its copies, against float64 with the very weights or cache that it holds.
     """
 
-    case: Case
+    case: Hashable
     engine: str
     median_us: float
     lowest_us: float
@@ -39,7 +39,7 @@ class Row:
     error: float
 
 
-def table(case: Case, rows: list[Row], bandwidth: float) -> Table:
+def table(case: Hashable, rows: list[Row], bandwidth: float) -> Table:
     """Return the rows of a case, the fastest first."""
     title = f"{case}; memory reads at {bandwidth / 1e9:.1f} GB/s"
     made = Table(Column("engine", no_wrap=True), title=title, title_justify="left")
