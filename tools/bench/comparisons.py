@@ -17,7 +17,7 @@ _FOUR = (f"{_NBITS}-4-*", "llama.cpp-q4*", *_ELSE)
 _SIX = (f"{_NBITS}-8-*", "llama.cpp-q6*", *_ELSE)
 _EIGHT = (f"{_NBITS}-8-*", "llama.cpp-q8*", *_ELSE)
 
-# The first pattern that fits decides. A Hadamard in front is measured by what it adds.
+# The first pattern that fits decides, here and below. A Hadamard in front is measured by what it adds.
 PRODUCTS: Against = {
     "graphopt-hadamard": ("copy",),
     "graphopt-hadamard-int4": ("graphopt-int4",),
@@ -30,6 +30,23 @@ PRODUCTS: Against = {
     "graphopt-fp6*": _SIX,
     "graphopt-int8*": _EIGHT,
     "graphopt-w8a8": _EIGHT,
+}
+
+_FLOAT = ("onnxruntime-gqa-float32", "onnxruntime-attention*", "torch-float32*")
+_HALF = ("onnxruntime-gqa-float16", "torch-bfloat16*", "llama.cpp-f16")
+_BYTE = ("onnxruntime-gqa-int8", "llama.cpp-q8_0")
+_NIBBLE = ("onnxruntime-gqa-int4", "llama.cpp-q4_0")
+
+# What reads a part of the cache stands beside graphopt's own attention that reads all of it, too.
+ATTENTION: Against = {
+    "graphopt-float32": _FLOAT,
+    "graphopt-float16": _HALF,
+    "graphopt-int8": _BYTE,
+    "graphopt-int4": _NIBBLE,
+    "graphopt-float32-*": ("graphopt-float32", *_FLOAT),
+    "graphopt-float16-*": ("graphopt-float16", *_HALF),
+    "graphopt-int8-*": ("graphopt-int8", *_BYTE),
+    "graphopt-int4-*": ("graphopt-int4", *_NIBBLE),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from tools.bench.comparisons import Against, Comparison, compare
 from tools.bench.engine import AnyEngine, P, Prepared, check
 from tools.bench.machine import Memory, Others, describe, quiet
-from tools.bench.report import Row, comparison_table, table, write_json, write_plot
+from tools.bench.report import Curve, Row, comparison_table, curve_table, table, write_json, write_plot
 from tools.bench.rounds import measure
 from tools.bench.unavailable import UnavailableError
 
@@ -77,12 +78,14 @@ class Contest:
         self.comparisons += ratios
         return rows
 
-    def close(self, json_file: Path | None, plot: Path | None) -> None:
-        """Print who was absent, and write what was found to the files that are named.
+    def close(self, json_file: Path | None, plot: Path | None, curves: Sequence[Curve] = ()) -> None:
+        """Print curves and who was absent, and write what was found to the files that are named.
 
         Raises:
             UnavailableError: a plot is asked for, and plotly is not installed.
         """
+        if curves:
+            self._console.print(curve_table("microseconds", curves))
         for name, reason in self.absent.items():
             self._console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
         if json_file is not None:
@@ -92,10 +95,11 @@ class Contest:
                 "others": max(self._shares, default=0.0),
                 "bandwidth": _spread(self._bandwidths),
                 "absent": self.absent,
+                "curves": [asdict(curve) for curve in curves],
             }
             write_json(json_file, self._machine, self.rows, self.comparisons, more)
         if plot is not None:
-            write_plot(plot, self._machine, self.rows)
+            write_plot(plot, self._machine, self.rows, curves)
 
     def _prepare(self, problem: P, engines: Sequence[AnyEngine[P]]) -> tuple[dict[str, Prepared], dict[str, float]]:
         """Return the engines that can take part and are right, with their errors; note the others in ``absent``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,32 @@ class Row:
     bytes: int
     percent_of_bandwidth: float
     error: float
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What a row's median becomes along something: tokens, say.
+
+    Attributes:
+        name: what changes from curve to curve.
+        x: where it was measured.
+        median_us: what was, in microseconds.
+    """
+
+    name: str
+    x: list[int]
+    median_us: list[float]
+
+
+def curve_table(title: str, curves: Sequence[Curve]) -> Table:
+    """Return the curves as columns of microseconds."""
+    made = Table(title=title, title_justify="left")
+    for name in ("tokens", *(curve.name for curve in curves)):
+        made.add_column(name, justify="right", no_wrap=True)
+    for x in sorted({x for curve in curves for x in curve.x}):
+        known = [dict(zip(curve.x, curve.median_us, strict=True)) for curve in curves]
+        made.add_row(str(x), *(f"{points[x]:.0f}" if x in points else "" for points in known))
+    return made
 
 
 def table(case: Hashable, rows: list[Row], bandwidth: float) -> Table:
@@ -73,8 +99,8 @@ def write_json(file: Path, machine: str, rows: list[Row], comparisons: list[Comp
     file.write_text(json.dumps({"machine": machine, **more, **lists}, indent=2) + "\n")
 
 
-def write_plot(file: Path, machine: str, rows: list[Row]) -> None:
-    """Write a page that needs no network: a bar for each engine, with the range of its rounds, case by case.
+def write_plot(file: Path, machine: str, rows: list[Row], curves: Sequence[Curve] = ()) -> None:
+    """Write a page that needs no network: curves, and case by case a bar for each engine, with its rounds' range.
 
     Raises:
         UnavailableError: plotly is not installed.
@@ -82,7 +108,8 @@ def write_plot(file: Path, machine: str, rows: list[Row]) -> None:
     plotly = optional("plotly.graph_objects", package="plotly")
     subplots = optional("plotly.subplots", package="plotly")
     cases = list(dict.fromkeys(row.case for row in rows))
-    figure = subplots.make_subplots(rows=len(cases), cols=1, subplot_titles=[str(case) for case in cases])
+    titles = [*map(str, cases), *(["microseconds by tokens"] if curves else [])]
+    figure = subplots.make_subplots(rows=len(titles), cols=1, subplot_titles=titles)
     height = 0
     for place, case in enumerate(cases, start=1):
         shown = sorted((row for row in rows if row.case == case), key=lambda row: -row.median_us)
@@ -106,6 +133,14 @@ def write_plot(file: Path, machine: str, rows: list[Row]) -> None:
         )
         figure.add_trace(bars, row=place, col=1)
         figure.update_xaxes(title_text="µs", row=place, col=1)
+    for curve in curves:
+        line = plotly.Scatter(x=curve.x, y=curve.median_us, name=curve.name, mode="lines+markers+text")
+        line.text, line.textposition = ["" for _ in curve.x[1:]] + [curve.name], "middle left"
+        figure.add_trace(line, row=len(titles), col=1)
+    if curves:
+        height += 500
+        figure.update_xaxes(type="log", title_text="tokens", row=len(titles), col=1)
+        figure.update_yaxes(type="log", title_text="µs", row=len(titles), col=1)
     title = f"{machine}: medians, ranges of the rounds, share of the read bandwidth"
     figure.update_layout(height=height, showlegend=False, title=title)
     figure.write_html(file, include_plotlyjs=True)
