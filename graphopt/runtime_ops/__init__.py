@@ -10,6 +10,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.runtime_ops.hadamard.op import HADAMARD
+from graphopt.runtime_ops.kv_attention.op import KV_ATTENTION
 from graphopt.runtime_ops.library import library_path
 from graphopt.runtime_ops.matmul_dynamic.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_table.op import MATMUL_TABLE
@@ -17,7 +18,7 @@ from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
 from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
 
 OPERATORS: dict[str, Operator] = {
-    operator.name: operator for operator in (HADAMARD, MATMUL_DYNAMIC, MATMUL_TABLE, ROUND_TRIP)
+    operator.name: operator for operator in (HADAMARD, KV_ATTENTION, MATMUL_DYNAMIC, MATMUL_TABLE, ROUND_TRIP)
 }
 """Every operator by its name; a new one is one folder and one line."""
 
@@ -25,25 +26,32 @@ OPERATORS: dict[str, Operator] = {
 def declare(model: ir.Model) -> None:
     """Put the body of each of our operators that the graph or another body uses into the model, and import the domain.
 
+    Where an operator has overloads, its nodes are told which; bodies that no node uses any more are taken out.
+
     Raises:
-        ValueError: the graph has a node of the domain that is no operator of ours.
+        ValueError: the graph has a node of the domain that is no operator of ours, or one whose attributes allow no
+            body.
     """
-    used = {node.op_type for node in model.graph.all_nodes() if node.domain == DOMAIN}
-    if not used:
+    waiting = [node for node in model.graph.all_nodes() if node.domain == DOMAIN]
+    if not waiting:
         return
-    unknown = used - OPERATORS.keys()
+    unknown = {node.op_type for node in waiting} - OPERATORS.keys()
     if unknown:
         raise ValueError(f"{DOMAIN} has no operator {', '.join(sorted(unknown))}; it has {', '.join(OPERATORS)}")
-    model.opset_imports[DOMAIN] = max(OPERATORS[name].version for name in used)
+    model.opset_imports[DOMAIN] = max(OPERATORS[node.op_type].version for node in waiting)
     opset = model.opset_imports[""]
-    waiting, done = sorted(used), set[str]()
+    bodies: dict[ir.OperatorIdentifier, ir.Function] = {}
     while waiting:
-        name = waiting.pop()
-        if name not in done:
-            done.add(name)
-            function = OPERATORS[name].function(opset)
-            model.functions[function.identifier()] = function
-            waiting += [node.op_type for node in function.all_nodes() if node.domain == DOMAIN]
+        node = waiting.pop()
+        operator = OPERATORS[node.op_type]
+        if operator.overloads or (DOMAIN, operator.name, "") not in bodies:
+            body = operator.body_of(node, opset)
+            if body.identifier() not in bodies:
+                bodies[body.identifier()] = body
+                waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
+    for key in [key for key in model.functions if key[2] and key[0] == DOMAIN and key not in bodies]:
+        del model.functions[key]
+    model.functions.update(sorted(bodies.items()))
 
 
 __all__ = ["DOMAIN", "OPERATORS", "Cost", "Operator", "declare", "library_path"]

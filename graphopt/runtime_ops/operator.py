@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 DOMAIN = "ai.graphopt"
@@ -28,19 +26,35 @@ class Operator:
     Attributes:
         name: its name in the graph.
         version: version of its meaning; a file states the version of the domain that it was made with.
-        function: makes its body, a model-local function of standard operators of the given ONNX opset.
-        reference: what it computes, in NumPy, written from the definition; inputs in order, attributes by name.
+        function: makes its body, a model-local function of standard operators of the given ONNX opset; where the
+            operator has overloads, also from the attributes of a node, by name.
+        reference: what it computes, in NumPy, written from the definition; inputs in order, attributes by name. An
+            operator with several outputs returns a tuple.
         cost: what a call takes, from the shapes of its inputs.
+        overloads: whether the nodes of its body depend on attributes, so that each set of them has a body of its own.
     """
 
     name: str
     version: int
-    function: Callable[[int], ir.Function]
-    reference: Callable[..., npt.NDArray[np.generic]]
+    function: Callable[..., ir.Function]
+    reference: Callable[..., Any]
     cost: Callable[[Sequence[Sequence[int]]], Cost]
+    overloads: bool = False
 
     def node(
         self, inputs: Sequence[ir.Value | None], attributes: dict[str, Any] | None = None, *, name: str | None = None
     ) -> ir.Node:
         """Return a node of this operator."""
         return ir.node(self.name, inputs, attributes, domain=DOMAIN, version=None, name=name)
+
+    def body_of(self, node: ir.Node, opset: int) -> ir.Function:
+        """Return the body of a node of this operator, and tell the node its overload.
+
+        Raises:
+            ValueError: the body depends on attributes, and there is none for these.
+        """
+        if not self.overloads:
+            return self.function(opset)
+        body = self.function(opset, **{name: attribute.value for name, attribute in node.attributes.items()})
+        node.overload = body.overload
+        return body

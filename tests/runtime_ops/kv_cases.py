@@ -6,7 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime
 
+from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.reference import reference
 
@@ -83,3 +86,46 @@ def assert_same_state(one: Arrays, other: Arrays) -> None:
     for name in STATE:
         assert one[name].dtype == other[name].dtype, name
         assert np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f"), name
+
+
+def model_of(attributes: KVAttributes, shapes: dict[str, tuple[int | str | None, ...]], opset: int = 23) -> ir.Model:
+    """Return a graph of one node; all that ``shapes`` names are inputs of the graph, floats but for what is not."""
+    whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
+    for name, tensor in attributes.state("batch", "pages", 16):
+        whole[name] = ir.DataType.from_numpy(tensor.dtype)
+    values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in (*INPUTS, *STATE)]
+    node = ir.node(
+        "KVAttention", values, attributes.for_node(), domain=DOMAIN, version=None, num_outputs=6, name="attention"
+    )
+    for output, like in zip(node.outputs, (values[0], *values[7:]), strict=True):
+        output.name, output.type, output.shape = f"present_{like.name}", like.type, like.shape
+    node.outputs[0].name = "y"
+    graph = ir.Graph(values, node.outputs, nodes=[node], opset_imports={"": opset}, name="one")
+    model = ir.Model(graph, ir_version=11)
+    declare(model)
+    return model
+
+
+class Body:
+    """Runs the operator's body in an onnxruntime without a library of ours; one session for each set of ranks.
+
+    Args:
+        static: whether the graph states every dimension; else it names none.
+    """
+
+    def __init__(self, *, static: bool = False, opset: int = 23) -> None:
+        self.static, self.opset = static, opset
+        self.sessions: dict[Any, onnxruntime.InferenceSession] = {}
+
+    def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
+        attrs, by_name = KVAttributes(**attributes), dict(zip((*INPUTS, *STATE), inputs, strict=True))
+        shapes: dict[str, Any] = {name: array.shape for name, array in by_name.items()}
+        if not self.static:
+            shapes = {name: [None] * len(shape) for name, shape in shapes.items()}
+        key = (attrs, str(shapes))
+        if key not in self.sessions:
+            options = onnxruntime.SessionOptions()
+            options.log_severity_level = 4
+            model = ir.to_proto(model_of(attrs, shapes, self.opset)).SerializeToString()
+            self.sessions[key] = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return self.sessions[key].run(None, by_name)

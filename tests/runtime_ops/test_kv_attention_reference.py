@@ -292,6 +292,13 @@ def test_refusals(change: dict[str, Any], message: str) -> None:
         call(attributes_of(), change)
 
 
+def test_what_is_not_used_may_have_any_shape_without_elements() -> None:
+    nothing = np.zeros((0, 0, 0, 0), np.float32)
+    call(attributes_of(), {"scales": nothing, "recent": nothing, "summaries": nothing})
+    with pytest.raises(ValueError, match="scales is float32 .* not float32"):
+        call(attributes_of(storage="int8"), {"scales": nothing})
+
+
 def test_only_a_cache_that_is_large_enough_wraps() -> None:
     call(attributes_of(policies=(1,), recent=12), {}, past=1000)
     with pytest.raises(ValueError, match="row 0 would have 1004 tokens"):

@@ -30,11 +30,16 @@ def append(attributes: KVAttributes, state: State, key: Array, value: Array, pas
     state = {name: tensor.copy() for name, tensor in state.items()}
     columns = key.shape[1]
     for row, (before, count) in enumerate(zip(past.tolist(), new.tolist(), strict=True)):
-        of_row = {name: tensor[row] for name, tensor in state.items()}
+        of_row = row_of(state, row)
         for index in range(count):
             column = columns - count + index
             _append_token(attributes, of_row, key[row, column], value[row, column], before + index)
     return state
+
+
+def row_of(state: State, row: int) -> State:
+    """Return views of a row of the state; what is not used may have no rows, and stays as it is."""
+    return {name: tensor[row] if len(tensor) else tensor for name, tensor in state.items()}
 
 
 def _append_token(attributes: KVAttributes, state: State, key: Array, value: Array, position: int) -> None:

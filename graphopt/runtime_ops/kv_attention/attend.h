@@ -143,14 +143,16 @@ struct Reader {
   }
 
   template <typename Keys, typename Values>
-  void read(int64_t logical, bool alike, size_t lines, const Keys* keys, const Values* values) const {
+  void read(int64_t logical, bool alike, size_t lines, const Keys* keys, const Values* values, ptrdiff_t to_next) const {
     const size_t size = layout.size, page = layout.page;
-    score(logical, lines, [&](const float* from, float* scores) { multiply_keys(from, rows, keys, size, lines, page, scores); });
+    score(logical, lines, [&](const float* from, float* scores) { 
+      multiply_keys(from, rows, keys, to_next, size, lines, page, scores);
+    });
     weigh_rows(lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
       for (int run = 0; run < 2; ++run) {
         if (seen.first[run] >= seen.end[run]) continue;
-        multiply_values(desk.scores + row * page, desk.factors + row, count, values, size, page,
+        multiply_values(desk.scores + row * page, desk.factors + row, count, values, to_next, size, page,
                         static_cast<size_t>(seen.first[run]), static_cast<size_t>(seen.end[run]),
                         partial.values + row * size);
         for (size_t r = 0; r < count; ++r) desk.factors[row + r] = 1;
@@ -159,25 +161,28 @@ struct Reader {
   }
 
   template <bool Narrow>
-  void read_codes(int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values, const float* scales) const {
+  void read_codes(int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values, const float* scales,
+                  ptrdiff_t to_next) const {
     const size_t size = layout.size, page = layout.page, lines = page / kColumns;
 #if defined(__AVX512VNNI__)
     score(logical, lines, [&](const float* from, float* scores) {
-      multiply_key_codes<Narrow>(from, rows, keys, scales, size, page, scores);
+      multiply_key_codes<Narrow>(from, rows, keys, to_next, scales, size, page, scores);
     });
     weigh_rows(lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, scales + 2 * size, seen,
-                                   size, page, partial.values + row * size);
+      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, to_next, scales + 2 * size,
+                                   seen, size, page, partial.values + row * size);
     });
 #else
     decode_keys<Narrow>(keys, scales, size, page, desk.keys);
     decode_values<Narrow>(values, scales + 2 * size, size, page, desk.values);
-    read(logical, alike, lines, desk.keys, desk.values);
+    (void)to_next;
+    read(logical, alike, lines, desk.keys, desk.values, 0);
 #endif
   }
 
-  void read_page(int64_t logical, bool whole) const {
+  // `next` is the page that is read then.
+  void read_page(int64_t logical, bool whole, int64_t next) const {
     const auto see = [&](size_t i) {
       return visible(layout, call.position(queries.row, queries.first_column + i), logical, whole);
     };
@@ -192,24 +197,31 @@ struct Reader {
     if (!end) return;
     const bool alike = all || columns == 1;
     const size_t lines = (static_cast<size_t>(end) + kColumns - 1) / kColumns;
-    const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
+    const size_t physical = layout.physical(logical), bytes = layout.page_bytes(), scales_size = layout.scales();
+    const ptrdiff_t pages_on = static_cast<ptrdiff_t>(layout.physical(next)) - static_cast<ptrdiff_t>(physical);
+    const ptrdiff_t to_next = pages_on * static_cast<ptrdiff_t>(bytes);
     const char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
     if (layout.storage == Storage::kFloat32) {
-      return read(logical, alike, lines, reinterpret_cast<const float*>(keys), reinterpret_cast<const float*>(values));
+      return read(logical, alike, lines, reinterpret_cast<const float*>(keys), reinterpret_cast<const float*>(values),
+                  to_next);
     }
     if (layout.storage == Storage::kFloat16) {
-      return read(logical, alike, lines, reinterpret_cast<const Half*>(keys), reinterpret_cast<const Half*>(values));
+      return read(logical, alike, lines, reinterpret_cast<const Half*>(keys), reinterpret_cast<const Half*>(values),
+                  to_next);
     }
     if (layout.in_slot(logical, newest)) {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
       transpose_keys(slot, layout.size, lines, desk.keys);
-      return read(logical, alike, lines, desk.keys, slot + layout.page * layout.size);
+      return read(logical, alike, lines, desk.keys, slot + layout.page * layout.size, 0);
     }
     const auto* const key_codes = reinterpret_cast<const uint8_t*>(keys);
     const auto* const value_codes = reinterpret_cast<const uint8_t*>(values);
-    const float* const scales = state.scales + physical * layout.scales();
-    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales);
-    return read_codes<true>(logical, alike, key_codes, value_codes, scales);
+    const float* const scales = state.scales + physical * scales_size;
+    for (size_t i = 0; i < scales_size; i += kColumns) {
+      prefetch_line(scales + i, pages_on * static_cast<ptrdiff_t>(scales_size * sizeof(float)));
+    }
+    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, to_next);
+    return read_codes<true>(logical, alike, key_codes, value_codes, scales, to_next);
   }
 };
 
@@ -218,7 +230,8 @@ void attend(const Attention& call, const Queries& queries, size_t first, size_t 
   const Reader reader(call, queries, scratch, partial);
   for (size_t index = first; index < end; ++index) {
     const PageEntry entry = queries.entry(index);
-    reader.read_page(entry >> 1, entry & 1);
+    const PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);
+    reader.read_page(entry >> 1, entry & 1, next >> 1);
   }
 }
 

@@ -25,7 +25,7 @@ struct Factors {
     Floats most = all_lanes(0.f);
     for (size_t i = 0; i < count; i += kColumns) {
       const Floats x = load_line<Floats>(factors + i);
-      most = larger(larger(x, all_lanes(0.f) - x), most);
+      most = larger(magnitude(x), most);
     }
     const float largest = largest_of(most);
     const bool none = largest < 1e-30f;
@@ -40,16 +40,21 @@ struct Factors {
   }
 };
 
-inline __m512i multiply_four(__m512i sum, __m512i codes, const int8_t* factors) {
-  int32_t word;
-  __builtin_memcpy(&word, factors, sizeof word);
-  return _mm512_dpbusd_epi32(sum, codes, _mm512_set1_epi32(word));
+// sum + the products of the 4 codes of each lane with 4 factors. Left to itself the compiler copies sums around.
+inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i codes, __m512i factors) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(factors));
 }
 
-// Products of `Rows` rows of factors with `Lines` lines of 16 numbers, whose codes are [line][unit][16][4]; finish(row,
-// line, product) takes them.
-template <bool Narrow, size_t Rows, size_t Lines, typename Finish>
-inline void multiply_codes(const Factors& factors, const uint8_t* codes, size_t count, const Finish& finish) {
+inline __m512i load_four(const int8_t* factors) {
+  int32_t word;
+  __builtin_memcpy(&word, factors, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+
+// Products of `Rows` rows of factors with `Lines` lines of 16 numbers, whose codes are [line][unit][16][4].
+template <bool Narrow, size_t Rows, size_t Lines>
+__attribute__((noinline)) void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count,
+                           Floats (&products)[Rows][Lines]) {
   const size_t bytes = count / 4 * kLine / (Narrow ? 2 : 1);
   __m512i upper[Rows][Lines], lower[Rows][Lines];
 #pragma GCC unroll 8
@@ -57,49 +62,56 @@ inline void multiply_codes(const Factors& factors, const uint8_t* codes, size_t 
 #pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) upper[r][i] = lower[r][i] = _mm512_setzero_si512();
   }
-  const auto add = [&](const __m512i* line, size_t at) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-    for (size_t r = 0; r < Rows; ++r) {
-#pragma GCC unroll 8
-      for (size_t i = 0; i < Lines; ++i) {
-        upper[r][i] = multiply_four(upper[r][i], line[i], factors.upper[r] + at);
-        lower[r][i] = multiply_four(lower[r][i], line[i], factors.lower[r] + at);
-      }
-    }
-  };
+  constexpr size_t kFours = Narrow ? 2 : 1;
   for (size_t at = 0; at < bytes; at += kLine) {
-    __m512i line[Lines], next[Lines];
+    __m512i four[kFours][Lines];
 #pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) {
-      line[i] = _mm512_loadu_si512(codes + i * bytes + at);
-      if constexpr (Narrow) {
-        next[i] = _mm512_and_si512(_mm512_srli_epi16(line[i], 4), _mm512_set1_epi8(15));
-        line[i] = _mm512_and_si512(line[i], _mm512_set1_epi8(15));
+      const __m512i line = _mm512_loadu_si512(codes + i * bytes + at), low = _mm512_set1_epi8(15);
+      prefetch_line(codes + i * bytes + at, to_next);
+      four[0][i] = Narrow ? _mm512_and_si512(line, low) : line;
+      if (Narrow) four[kFours - 1][i] = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
+    }
+    const size_t factor = at / kLine * 4 * kFours;
+#pragma GCC unroll 2
+    for (size_t half = 0; half < kFours; ++half) {
+#pragma GCC unroll 8
+      for (size_t r = 0; r < Rows; ++r) {
+        const __m512i high_four = load_four(factors.upper[r] + factor + 4 * half);
+        const __m512i low_four = load_four(factors.lower[r] + factor + 4 * half);
+#pragma GCC unroll 8
+        for (size_t i = 0; i < Lines; ++i) {
+          multiply_four(upper[r][i], four[half][i], high_four);
+          multiply_four(lower[r][i], four[half][i], low_four);
+        }
       }
     }
-    const size_t factor = at / kLine * (Narrow ? 8 : 4);
-    add(line, factor);
-    if constexpr (Narrow) add(next, factor + 4);
   }
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) {
       const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r][i], 8), lower[r][i]);
-      finish(r, i, Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}});
+      products[r][i] = Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}};
     }
   }
 }
 
+// The same for any number of lines; finish(row, line, product) takes them.
 template <bool Narrow, size_t Rows, typename Finish>
-inline void multiply_codes(const Factors& factors, const uint8_t* codes, size_t count, size_t lines, const Finish& finish) {
-  constexpr size_t kLines = 8 / Rows < 4 ? 8 / Rows : 4;
+inline void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count, size_t lines,
+                           const Finish& finish) {
+  constexpr size_t kLines = 4 / Rows;  // from one end of the page to the other where rows are enough to wait for none
   const size_t bytes = count / 4 * kLine / (Narrow ? 2 : 1);
   size_t line = 0;
   const auto run = [&](auto width) {
-    multiply_codes<Narrow, Rows, decltype(width)::value>(
-        factors, codes + line * bytes, count, [&](size_t r, size_t i, const Floats& x) { finish(r, line + i, x); });
-    line += decltype(width)::value;
+    constexpr size_t kWidth = decltype(width)::value;
+    Floats products[Rows][kWidth];
+    multiply_codes<Narrow, Rows, kWidth>(factors, codes + line * bytes, to_next, count, products);
+    for (size_t r = 0; r < Rows; ++r) {
+      for (size_t i = 0; i < kWidth; ++i) finish(r, line + i, products[r][i]);
+    }
+    line += kWidth;
   };
   while (line + kLines <= lines) run(std::integral_constant<size_t, kLines>());
   while (line < lines) run(std::integral_constant<size_t, 1>());
@@ -107,8 +119,8 @@ inline void multiply_codes(const Factors& factors, const uint8_t* codes, size_t 
 
 // Scores [rows, page] of a page of codes.
 template <bool Narrow>
-void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, const float* scales, size_t size,
-                        size_t page, float* scores) {
+void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, ptrdiff_t to_next,
+                        const float* scales, size_t size, size_t page, float* scores) {
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
     Factors factors;
@@ -125,7 +137,7 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, size);
     }
-    multiply_codes<Narrow, kRows>(factors, codes, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_codes<Narrow, kRows>(factors, codes, to_next, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
       store_line(scores + (row + r) * page + line * kColumns, x + all_lanes(offsets[r]));
     });
   });
@@ -134,7 +146,7 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
 // sums = sums * factors + weights times the values of a page of codes; what is not visible has the weight 0.
 template <bool Narrow>
 void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes,
-                          const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
+                          ptrdiff_t to_next, const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
   const bool all = seen.all(page);
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
@@ -158,7 +170,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, page);
     }
-    multiply_codes<Narrow, kRows>(factors, codes, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_codes<Narrow, kRows>(factors, codes, to_next, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
       float* const to = sums + (row + r) * size + line * kColumns;
       store_line(to, fused(load_line<Floats>(to), all_lanes(before[row + r]), x + all_lanes(offsets[r])));
     });

@@ -12,10 +12,21 @@ constexpr float kNothing = -__builtin_inff();  // the score of what is not read
 
 // The condition is false for what is no number, and then b is taken: of a largest or least, put what must stay last.
 inline Floats larger(const Floats& a, const Floats& b) {
+#if defined(__AVX512F__)
+  return {{_mm512_max_ps(a.part[0], b.part[0])}};
+#endif
   return by_parts<Floats>([&](size_t i) { return a.part[i] > b.part[i] ? a.part[i] : b.part[i]; });
 }
 inline Floats smaller(const Floats& a, const Floats& b) {
+#if defined(__AVX512F__)
+  return {{_mm512_min_ps(a.part[0], b.part[0])}};
+#endif
   return by_parts<Floats>([&](size_t i) { return a.part[i] < b.part[i] ? a.part[i] : b.part[i]; });
+}
+inline Floats magnitude(const Floats& a) {
+  return by_parts<Floats>([&](size_t i) {
+    return reinterpret_cast<Floats::Part>(reinterpret_cast<Integers::Part>(a.part[i]) & 0x7fffffff);
+  });
 }
 inline Floats operator/(const Floats& a, const Floats& b) {
   return by_parts<Floats>([&](size_t i) { return a.part[i] / b.part[i]; });
@@ -91,10 +102,7 @@ inline Integers nearest(const Floats& a) {
 
 // e^x for x up to 88; the relative error is below 2e-7 (Cephes, expf). Less than -87 counts as -87.
 inline Floats exponential(Floats x) {
-  x = by_parts<Floats>([&](size_t i) {  // what is no number stays what it is
-    const Floats::Part low = Floats::Part{} - 87.f;
-    return x.part[i] < low ? low : x.part[i];
-  });
+  x = larger(all_lanes(-87.f), x);  // what is no number stays what it is
   const Floats shifted = fused(x, all_lanes(1.44269504088896341f), all_lanes(kRounder));
   const Floats n = shifted - all_lanes(kRounder);
   Floats r = fused(n, all_lanes(-0.693359375f), x);
@@ -119,7 +127,7 @@ inline float exponential(float x) {
 
 // tanh; the absolute error is below 1e-7, the relative one too where |x| is small (Cephes, tanhf).
 inline Floats hyperbolic_tangent(const Floats& x) {
-  const Floats size = larger(x, all_lanes(0.f) - x);
+  const Floats size = magnitude(x);
   const Floats z = x * x;
   Floats p = all_lanes(-5.70498872745e-3f);
   for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) p = fused(p, z, all_lanes(c));

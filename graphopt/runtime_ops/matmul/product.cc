@@ -3,9 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
+#include "abi/large_pages.h"
 
 namespace graphopt {
 namespace {
@@ -18,23 +16,6 @@ constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t
 // The least numbers of x that are worth a task of their own.
 constexpr size_t kTaskNumbers = 16384;
 constexpr int64_t kLargestSize = int64_t{1} << 31;
-
-// Asks the system for pages of 2 MiB under what is read from end to end, call after call: a page that is walked through
-// costs a look into its tables. Where it does not do so, nothing changes.
-void prefer_large_pages(const void* memory, size_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kPage = uintptr_t{2} << 20;
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1; headers of older systems do not have it
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
-  if (begin >= end) return;
-  if (!madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE)) {
-    madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
-  }
-#else
-  (void)memory, (void)bytes;
-#endif
-}
 
 }  // namespace
 

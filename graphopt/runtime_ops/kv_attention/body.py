@@ -1,0 +1,134 @@
+"""The body of ``ai.graphopt::KVAttention``: standard ONNX operators, for one set of attributes.
+
+Types and shapes of the state follow from the attributes, and so does which nodes there are: an ``If`` on an attribute
+would still have branches whose types do not fit. So each set of attributes has a body of its own, told apart by the
+overload, the part of a function's name that ONNX has for this. onnxruntime gives each node the body of its overload,
+and a kernel takes nodes of all overloads.
+
+The body computes scores of all pages, then hides what is not read: it says what is meant, and costs what dense
+attention costs.
+"""
+
+# onnxscript's builder makes operators by name, so its values have no static type.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.runtime_ops.kv_attention.attributes import STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.body_append import (
+    Call,
+    append_floats,
+    append_integers,
+    append_summaries,
+)
+from graphopt.runtime_ops.kv_attention.body_read import attend, heads_apart, read_mask
+from graphopt.runtime_ops.kv_attention.check import MOST_TOKENS
+from graphopt.runtime_ops.operator import DOMAIN
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
+
+NAME = "KVAttention"
+
+INPUTS = (
+    *("query", "key", "value", "past", "new", "sink_logits", "sink_query"),
+    *("keys", "values", "scales", "recent", "summaries"),
+)
+OUTPUTS = ("y", "new_keys", "new_values", "new_scales", "new_recent", "new_summaries")
+
+_KINDS = {
+    **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
+    **dict.fromkeys(("sinks", "recent", "budget"), ir.AttributeType.INT),
+    **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
+    **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
+    "policies": ir.AttributeType.INTS,
+}
+
+
+def function(opset: int, **attributes: Any) -> ir.Function:
+    """Return the body for a node with these attributes, as a function of the given ONNX opset.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+    # heavy, and needed only where a model is made
+    from onnxscript import build_function
+
+    attrs = KVAttributes(**attributes)
+
+    def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
+        outputs = _write(op, attrs, dict(zip(INPUTS, inputs, strict=True)))
+        for name, value in zip(OUTPUTS, outputs, strict=True):
+            value.name = name
+        return outputs
+
+    inputs = [ir.Value(name=name) for name in INPUTS]
+    made = build_function(write, inputs, domain=DOMAIN, name=NAME, opset_imports={"": opset})
+    kinds = [ir.Attr(name, kind, None) for name, kind in _KINDS.items()]
+    return ir.Function(DOMAIN, NAME, overload(attrs), graph=made.graph, attributes=kinds)
+
+
+def overload(attrs: KVAttributes) -> str:
+    """Return the name of the body for these attributes: all of them, floats as a file holds them."""
+    parts = []
+    for name, value in attrs.for_node().items():
+        if isinstance(value, list):
+            value = ".".join(map(str, value))
+        elif isinstance(value, float):
+            value = np.float32(value)
+        parts.append(f"{name}={value!s}")
+    return ",".join(parts)
+
+
+def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    past, new = (op.Reshape(given[name], [-1, 1]) for name in ("past", "new"))
+    pages, columns = op.Shape(given["keys"], start=2, end=3), op.Shape(key, start=1, end=2)
+    past = op.Add(past, _refusal(op, attrs, past, new, columns, pages))
+    channels = op.Div(op.Shape(key, start=2), attrs.kv_heads)
+    call = Call(op, attrs, past, op.Add(past, new), columns, pages, channels)
+    if attrs.levels is None:
+        K, keys = append_floats(call, given["keys"], key, is_keys=True)
+        V, values = append_floats(call, given["values"], value, is_keys=False)
+        scales, recent = op.Identity(given["scales"]), op.Identity(given["recent"])
+    else:
+        state = (given["keys"], given["values"], given["scales"], given["recent"])
+        made = append_integers(call, state, key, value)
+        keys, values, scales, recent, K, V = made.keys, made.values, made.scales, made.recent, made.K, made.V
+    known = given["summaries"]
+    summaries = append_summaries(call, known, key) if attrs.retrieves else op.Identity(known)
+    every = op.Concat([0, 0, -1], channels, axis=0)
+    K, V = (op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3, 4]), every) for each in (K, V))
+    q, first = heads_apart(call, query), None
+    if attrs.sinks:
+        # one behind the other, the first of them is sink_query where that is given
+        flat = op.Concat(op.Reshape(given["sink_query"], [-1]), op.Reshape(query, [-1]), axis=0)
+        shape = op.Shape(query)
+        first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
+        first = heads_apart(call, first_query)
+    read = attend(call, q, first, K, V, read_mask(call, q, summaries), given["sink_logits"])
+    is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
+    shown = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), read, 0.0)
+    y = op.Reshape(op.Transpose(shown, perm=[0, 3, 1, 2, 4]), op.Shape(query))
+    return y, keys, values, scales, recent, summaries
+
+
+def _refusal(
+    op: OpBuilder, attrs: KVAttributes, past: ir.Value, new: ir.Value, columns: ir.Value, pages: ir.Value
+) -> ir.Value:
+    """Return 0 as int64 [1]; where the numbers of tokens do not fit, a Gather fails: ONNX has no other error."""
+    is_wrong = op.Or(op.Less(past, 0), op.Or(op.Less(new, 0), op.Greater(new, columns)))
+    is_wrong = op.Or(is_wrong, op.Greater(past, op.Sub(MOST_TOKENS, new)))
+    is_full = op.Greater(past, op.Sub(op.Mul(pages, attrs.page), new))
+    if set(attrs.policies) == {STREAMING}:
+        ring = op.Sub(pages, attrs.first_pages)
+        needed = op.Add(columns, max(attrs.recent, attrs.window) + attrs.page)
+        wraps = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
+        is_full = op.And(is_full, op.Not(wraps))
+    wrong = op.ReduceMax(op.Cast(op.Or(is_wrong, is_full), to=ir.DataType.INT32), keepdims=0)
+    return op.Gather([0], op.Reshape(wrong, [1]))

@@ -1,0 +1,81 @@
+"""``ai.graphopt::KVAttention``, version 1: attention that owns its cache, in pages, of which a policy reads some.
+
+B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
+D head size (a multiple of 16, up to 256), T tokens of a page, P pages of capacity.
+
+Inputs, all required; what is not used has no elements:
+    query: float [B, S, Hq D].
+    key, value: float [B, S, Hk D].
+    past: int64 [B], tokens that a row has stored.
+    new: int64 [B], tokens of a row in this call, its last columns. They have positions past .. past + new - 1.
+    sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
+    sink_query: float [B, S, Hq D] or [0], the query for positions below ``sinks`` (LM-Infinite, Han et al. 2024, caps
+        the distance to them: another rotary angle); else ``query`` reads them.
+    keys, values: [B, Hk, P, n], float, float16 or uint8, the pages, see :mod:`.layout`.
+    scales: float [B, Hk, P, 2 D + 2 T], of a page: key low [D], key step [D], value low [T], value step [T].
+    recent: float [B, Hk, R, 2 T D], R = sink_pages + recent_pages + 1 slots: keys [T, D], then values [T, D].
+    summaries: float [B, Hk, P, Z], Z = 2 D (min and max of the keys of a page) or D (their mean).
+    Storages of floats use no scales and no `recent`; where no head retrieves there are no summaries. What is not used
+    is any tensor of rank 4 without elements.
+
+Attributes:
+    kv_heads: int, Hk.
+    scale: float, of q . k.
+    softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
+    window: int, the model's own: position p sees positions > p - window; 0 for none.
+    page: int, T: 16, 32, 64 or 128.
+    storage: string, float32, float16, int8 or int4.
+    sink_pages, recent_pages: int, full pages that a storage of integers keeps as floats, besides the newest.
+    policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval.
+    sinks, recent: int, tokens that streaming and retrieval always read, the first and the last.
+    budget: int, pages that retrieval reads besides.
+    summary: string, bounds or mean: what retrieval knows of a page.
+
+Outputs:
+    y: float [B, S, Hq D]; 0 in columns that are no tokens.
+    keys, values, scales, recent, summaries after the call, in the shapes and types of the inputs.
+
+The new tokens are appended first, then each query at position p reads, of the positions <= p (> p - window)::
+
+    dense      all
+    streaming  those < sinks or > p - recent                        (StreamingLLM, Xiao et al. 2024)
+    retrieval  these, and all in the ``budget`` pages of the highest score; of equal scores in the lower page. Pages
+               with a visible token beyond those are candidates. A score is the largest, among the G query heads, of
+               sum max(q min, q max)   (bounds: Quest, Tang et al. 2024; LServe, Yang et al. 2025)
+               sum q mean              (mean: TriForce, Sun et al. 2024)
+               where NaN counts as infinite
+
+A policy per head follows RazorAttention (Tang et al. 2024). y = softmax(scale q . k, softcapped, and the sink logit) V;
+a query that reads nothing has y = 0. A key that is read and not finite makes y NaN, a value that is read its channel.
+
+Page l = position div T lies in physical page l, until a cache whose heads all stream is full: its pages behind the F =
+ceil(sinks / T) first are then a ring, F + (l - F) mod (P - F), if (P - F) T >= max(recent, window) + S + T. Other
+caches must hold all tokens. Under a storage of integers page l begins in `recent`, in slot l < sink_pages ? l :
+sink_pages + (l - sink_pages) mod (recent_pages + 1), and is rounded to codes when the page begins that takes its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from graphopt.runtime_ops.kv_attention.body import NAME, function
+from graphopt.runtime_ops.kv_attention.reference import reference
+from graphopt.runtime_ops.operator import Cost, Operator
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes that reads the whole cache; a policy that reads less takes less.
+
+    Each query head reads the key and the value of each token: a multiplication and an addition for each of their
+    numbers. Shapes tell no types: pages without scales count as float32.
+    """
+    query, key, _, _, _, _, _, keys, values, scales, *others = shapes
+    head_size = key[2] // keys[1]
+    tokens = keys[2] * (scales[3] // 2 - head_size) if scales[3] else prod(keys[2:]) // head_size
+    pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
+    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in others)
+    return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
+
+
+KV_ATTENTION = Operator(NAME, 1, function, reference, cost, overloads=True)

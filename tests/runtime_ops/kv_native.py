@@ -1,0 +1,104 @@
+"""KVAttention by its kernel: one node in a session of onnxruntime, its state copied or changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import onnxruntime
+from onnx import TensorProto, helper
+
+from graphopt.runtime_ops import DOMAIN, library_path
+
+INPUTS = {
+    "query": 3,
+    "key": 3,
+    "value": 3,
+    "past": 1,
+    "new": 1,
+    "sink_logits": 1,
+    "sink_query": None,
+    "keys": 4,
+    "values": 4,
+    "scales": 4,
+    "recent": 4,
+    "summaries": 4,
+}
+STATE = ("keys", "values", "scales", "recent", "summaries")
+NODE = "the attention"
+_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "int8": TensorProto.UINT8,
+    "int4": TensorProto.UINT8,
+}
+
+
+class Native:
+    """Runs the operator by its kernel; call it as the reference.
+
+    Args:
+        threads: of the session.
+        in_place: the state's outputs are the state's inputs, which change.
+    """
+
+    def __init__(self, threads: int = 1, in_place: bool = False) -> None:
+        self.threads, self.in_place = threads, in_place
+        self.sessions: dict[str, onnxruntime.InferenceSession] = {}
+
+    def session(self, attributes: dict[str, Any]) -> onnxruntime.InferenceSession:
+        """Return the session of a node with these attributes."""
+        key = repr(sorted(attributes.items()))
+        if key not in self.sessions:
+            options = onnxruntime.SessionOptions()
+            options.intra_op_num_threads = self.threads
+            options.log_severity_level = 4
+            options.register_custom_ops_library(str(library_path()))
+            model = model_of(attributes).SerializeToString()
+            self.sessions[key] = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return self.sessions[key]
+
+    def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
+        session = self.session(attributes)
+        feeds = dict(zip(INPUTS, inputs, strict=True))
+        if not self.in_place:
+            results: Sequence[np.ndarray] = session.run(None, feeds)
+            return results
+        binding, _ = bind(session, feeds)
+        session.run_with_iobinding(binding)
+        # what onnxruntime hands out is a view of memory that ends with the binding
+        return [each.numpy().copy() for each in binding.get_outputs()]
+
+
+def bind(session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
+    """Return an I/O binding whose state is changed in place, and the bound values by name."""
+    binding = session.io_binding()
+    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(tensor.copy()) for name, tensor in feeds.items()}
+    for name, value in values.items():
+        binding.bind_ortvalue_input(name, value)
+    binding.bind_output("y")
+    for name in STATE:
+        binding.bind_ortvalue_output(f"{name}_after", values[name])
+    return binding, values
+
+
+def model_of(attributes: dict[str, Any]) -> Any:
+    """Return a model of one node, all inputs of which are inputs of the graph."""
+    types = dict.fromkeys(INPUTS, TensorProto.FLOAT)
+    types["past"] = types["new"] = TensorProto.INT64
+    types["keys"] = types["values"] = _TYPES.get(attributes["storage"], TensorProto.FLOAT)
+    inputs = [
+        helper.make_tensor_value_info(
+            name, types[name], None if rank is None else [f"{name}{axis}" for axis in range(rank)]
+        )
+        for name, rank in INPUTS.items()
+    ]
+    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    outputs += [helper.make_tensor_value_info(f"{name}_after", types[name], None) for name in STATE]
+    node = helper.make_node(
+        "KVAttention", list(INPUTS), [output.name for output in outputs], name=NODE, domain=DOMAIN, **attributes
+    )
+    graph = helper.make_graph([node], "one", inputs, outputs)
+    opsets = [helper.make_opsetid("", 23), helper.make_opsetid(DOMAIN, 1)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=10)

@@ -1,0 +1,87 @@
+"""What a cache and a file of today must still mean: states and results, frozen in ``vectors/`` beside the operator.
+
+Queries, keys and values are quarters, so that scores of pages are exact, ties among them. Never regenerate this file: a
+change that it does not survive is a new version of the operator.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import zlib
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import pytest
+
+from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.bound import bound
+from graphopt.runtime_ops.kv_attention.reference import reference
+from tests.runtime_ops.kv_cases import Arrays, Body, Fed
+
+HEAD_SIZE = 16
+
+
+def load() -> list[dict[str, Any]]:
+    return json.loads(files("graphopt.runtime_ops").joinpath("kv_attention", "vectors", "version1.json").read_text())
+
+
+def quarters(columns: int, width: int, factors: tuple[int, int, int], modulus: int) -> np.ndarray:
+    """Return float32 [1, columns, width]."""
+    s, i = np.arange(columns)[:, None], np.arange(width)[None]
+    numbers = (factors[0] * s + factors[1] * i + factors[2] * s * i) % modulus - modulus // 2
+    return (numbers / 4).astype(np.float32)[None]
+
+
+def tokens_of(attributes: KVAttributes, columns: int, group: int, sinks: bool) -> Arrays:
+    width = attributes.kv_heads * HEAD_SIZE
+    return {
+        "query": quarters(columns, group * width, (5, 3, 1), 17),
+        "key": quarters(columns, width, (13, 7, 2), 31),
+        "value": quarters(columns, width, (11, 5, 3), 37),
+        "sink_logits": quarters(1, attributes.kv_heads * group, (0, 3, 0), 7)[0, 0]
+        if sinks
+        else np.zeros(0, np.float32),
+        "sink_query": quarters(columns, group * width, (3, 7, 1), 19) if sinks else np.zeros(0, np.float32),
+    }
+
+
+def fed(frozen: dict[str, Any], run: Any = reference) -> Fed:
+    attributes = KVAttributes(**frozen["attributes"])
+    tokens = tokens_of(attributes, sum(frozen["calls"]), frozen["group"], frozen["sinks"])
+    return Fed(attributes, tokens, frozen["pages"], run)
+
+
+def state_of(frozen: dict[str, Any], like: Arrays) -> Arrays:
+    return {
+        name: np.frombuffer(zlib.decompress(base64.b64decode(frozen["state"][name])), tensor.dtype).reshape(
+            tensor.shape
+        )
+        for name, tensor in like.items()
+    }
+
+
+@pytest.mark.parametrize("frozen", load(), ids=lambda frozen: frozen["attributes"]["storage"])
+def test_kv_attention(frozen: dict[str, Any]) -> None:
+    y = np.array(frozen["y"])[None]
+    for run in (reference, Body()):
+        cache, limits = fed(frozen, run), np.full(1, 1e-9)
+        for columns in frozen["calls"][:-1]:
+            cache.call(columns)
+        if run is not reference:
+            end = slice(cache.column, cache.column + frozen["calls"][-1])
+            inputs = {name: each[:, end] if each.ndim == 3 else each for name, each in cache.tokens.items()}
+            numbers = (cache.past, np.array([frozen["calls"][-1]]))
+            order = [inputs["query"], inputs["key"], inputs["value"], *numbers]
+            order += [inputs["sink_logits"], inputs["sink_query"], *cache.state.values()]
+            limits = bound(*order, **cache.attributes.for_node())
+        assert (np.abs(cache.call(frozen["calls"][-1]) - y) <= limits).all()
+        for name, tensor in state_of(frozen, cache.state).items():
+            # the last bits of a running mean are free
+            slack = 1e-6 if name == "summaries" and cache.attributes.summary == "mean" else 0
+            assert np.abs(cache.state[name].astype(np.float64) - tensor).max(initial=0) <= slack, name
+
+
+def test_every_storage_is_there() -> None:
+    assert {frozen["attributes"]["storage"] for frozen in load()} == set(STORAGES)
