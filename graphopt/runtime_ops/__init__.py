@@ -44,11 +44,10 @@ def declare(model: ir.Model) -> None:
     while waiting:
         node = waiting.pop()
         operator = OPERATORS[node.op_type]
-        if operator.overloads or (DOMAIN, operator.name, "") not in bodies:
-            body = operator.body_of(node, opset)
-            if body.identifier() not in bodies:
-                bodies[body.identifier()] = body
-                waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
+        node.overload = operator.overload_of(node)
+        if node.op_identifier() not in bodies:
+            body = bodies[node.op_identifier()] = operator.body_of(node, opset)
+            waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
     for key in [key for key in model.functions if key[2] and key[0] == DOMAIN and key not in bodies]:
         del model.functions[key]
     model.functions.update(sorted(bodies.items()))

@@ -106,6 +106,14 @@ def model_of(attributes: KVAttributes, shapes: dict[str, tuple[int | str | None,
     return model
 
 
+def open_quietly(model: ir.Model) -> onnxruntime.InferenceSession:
+    """Return a session of the model without a library of ours, which prints no errors: they are raised, too."""
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    serialized = ir.to_proto(model).SerializeToString()
+    return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+
 class Body:
     """Runs the operator's body in an onnxruntime without a library of ours; one session for each set of ranks.
 
@@ -124,8 +132,5 @@ class Body:
             shapes = {name: [None] * len(shape) for name, shape in shapes.items()}
         key = (attrs, str(shapes))
         if key not in self.sessions:
-            options = onnxruntime.SessionOptions()
-            options.log_severity_level = 4
-            model = ir.to_proto(model_of(attrs, shapes, self.opset)).SerializeToString()
-            self.sessions[key] = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+            self.sessions[key] = open_quietly(model_of(attrs, shapes, self.opset))
         return self.sessions[key].run(None, by_name)

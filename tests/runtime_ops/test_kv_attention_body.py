@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops import DOMAIN, OPERATORS, declare
-from graphopt.runtime_ops.kv_attention.attributes import STORAGES
+from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.body import overload
 from graphopt.runtime_ops.kv_attention.op import KV_ATTENTION
 from graphopt.runtime_ops.kv_attention.reference import reference
@@ -24,6 +24,7 @@ from tests.runtime_ops.kv_cases import (
     assert_same_state,
     attributes_of,
     model_of,
+    open_quietly,
     tokens_of,
 )
 
@@ -174,37 +175,68 @@ def fed_from(fed: Fed, past: int, new: int) -> None:
     other.call(4, [new])
 
 
+def name_of(attributes: KVAttributes) -> str:
+    return overload(**attributes.for_node())
+
+
 def test_each_set_of_attributes_has_its_body() -> None:
     one, other = attributes_of(), attributes_of(storage="int8", scale=0.1)
     shapes: dict[str, Any] = {name: [None] * 3 for name in INPUTS[:3]}
     shapes |= {"past": [None], "new": [None], "sink_logits": [0], "sink_query": [0]}
     shapes |= {name: [None] * 4 for name in STATE}
     model = model_of(one, shapes)
-    assert set(model.functions) == {(DOMAIN, "KVAttention", overload(one))}
+    assert set(model.functions) == {(DOMAIN, "KVAttention", name_of(one))}
     node = next(iter(model.graph))
-    assert node.overload == overload(one)
+    assert node.overload == name_of(one)
     again = KV_ATTENTION.node([], other.for_node())
     model.graph.append(again)
     declare(model)
-    assert {key[2] for key in model.functions} == {overload(one), overload(other)}
+    assert {key[2] for key in model.functions} == {name_of(one), name_of(other)}
     # a body that nobody uses any more goes
     model.graph.remove(again)
     declare(model)
-    assert {key[2] for key in model.functions} == {overload(one)}
+    assert {key[2] for key in model.functions} == {name_of(one)}
     onnx.checker.check_model(ir.to_proto(model))
 
 
 def test_a_float_of_a_file_names_the_same_body() -> None:
     attributes = attributes_of(scale=0.1)
     node = ir.serde.deserialize_node(ir.to_proto(KV_ATTENTION.node([], attributes.for_node())))
-    assert KV_ATTENTION.body_of(node, 23).overload == overload(attributes)
-    assert "scale=0.1," in overload(attributes)
+    assert KV_ATTENTION.overload_of(node) == KV_ATTENTION.body_of(node, 23).overload == name_of(attributes)
+    assert "scale=0.1," in name_of(attributes)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"scale": 0.26},
+        {"window": 3},
+        {"policies": [0, 1]},
+        {"summary": "mean"},
+        {"storage": "float16"},
+        {"sinks": 1},
+    ],
+)
+def test_a_body_for_other_attributes_fails(other: dict[str, Any]) -> None:
+    # as an onnxruntime would have it that knows no overloads
+    attributes = attributes_of()
+    fed = Fed(attributes, tokens_of(attributes, 4), 1)
+    shapes: dict[str, Any] = {name: [None] * array.ndim for name, array in fed.tokens.items()}
+    shapes |= {"past": [None], "new": [None], **{name: [None] * 4 for name in STATE}}
+    model = model_of(attributes, shapes)
+    node = next(iter(model.graph))
+    for name, value in other.items():
+        node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    inputs = {**fed.tokens, "past": np.array([0]), "new": np.array([4]), **fed.state}
+    with pytest.raises(Exception, match="Gather.*out of data bounds|indices element out of data bounds"):
+        open_quietly(model).run(None, inputs)
 
 
 def test_attributes_that_allow_no_body() -> None:
     node = KV_ATTENTION.node([], {**attributes_of().for_node(), "page": 17})
-    with pytest.raises(ValueError, match="page is one of .*, not 17"):
-        KV_ATTENTION.body_of(node, 23)
+    for ask in (KV_ATTENTION.overload_of, lambda node: KV_ATTENTION.body_of(node, 23)):
+        with pytest.raises(ValueError, match="page is one of .*, not 17"):
+            ask(node)
 
 
 @pytest.mark.parametrize("storage", ["float32", "int8", "int4"])

@@ -2,8 +2,9 @@
 
 Types and shapes of the state follow from the attributes, and so does which nodes there are: an ``If`` on an attribute
 would still have branches whose types do not fit. So each set of attributes has a body of its own, told apart by the
-overload, the part of a function's name that ONNX has for this. onnxruntime gives each node the body of its overload,
-and a kernel takes nodes of all overloads.
+overload, the part of a function's name that ONNX has for this. onnxruntime 1.31 gives each node the body of its
+overload, and a kernel takes nodes of all overloads. onnxruntime 1.18 knows no overloads, and gives all nodes the same
+body: so a body compares the attributes of its node with those that it was made for, and where they differ it fails.
 
 The body computes scores of all pages, then hides what is not read: it says what is meant, and costs what dense
 attention costs.
@@ -70,11 +71,16 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     inputs = [ir.Value(name=name) for name in INPUTS]
     made = build_function(write, inputs, domain=DOMAIN, name=NAME, opset_imports={"": opset})
     kinds = [ir.Attr(name, kind, None) for name, kind in _KINDS.items()]
-    return ir.Function(DOMAIN, NAME, overload(attrs), graph=made.graph, attributes=kinds)
+    return ir.Function(DOMAIN, NAME, overload(**attributes), graph=made.graph, attributes=kinds)
 
 
-def overload(attrs: KVAttributes) -> str:
-    """Return the name of the body for these attributes: all of them, floats as a file holds them."""
+def overload(**attributes: Any) -> str:
+    """Return the name of the body for these attributes: all of them, floats as a file holds them.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+    attrs = KVAttributes(**attributes)
     parts = []
     for name, value in attrs.for_node().items():
         if isinstance(value, list):
@@ -121,7 +127,7 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
 def _refusal(
     op: OpBuilder, attrs: KVAttributes, past: ir.Value, new: ir.Value, columns: ir.Value, pages: ir.Value
 ) -> ir.Value:
-    """Return 0 as int64 [1]; where the numbers of tokens do not fit, a Gather fails: ONNX has no other error."""
+    """Return 0, int64 [1]; if numbers of tokens or attributes do not fit, a Gather fails: ONNX has no other error."""
     is_wrong = op.Or(op.Less(past, 0), op.Or(op.Less(new, 0), op.Greater(new, columns)))
     is_wrong = op.Or(is_wrong, op.Greater(past, op.Sub(MOST_TOKENS, new)))
     is_full = op.Greater(past, op.Sub(op.Mul(pages, attrs.page), new))
@@ -130,5 +136,19 @@ def _refusal(
         needed = op.Add(columns, max(attrs.recent, attrs.window) + attrs.page)
         wraps = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
         is_full = op.And(is_full, op.Not(wraps))
-    wrong = op.ReduceMax(op.Cast(op.Or(is_wrong, is_full), to=ir.DataType.INT32), keepdims=0)
+    is_wrong = op.Or(op.Or(is_wrong, is_full), _is_for_another(op, attrs))
+    wrong = op.ReduceMax(op.Cast(is_wrong, to=ir.DataType.INT32), keepdims=0)
     return op.Gather([0], op.Reshape(wrong, [1]))
+
+
+def _is_for_another(op: OpBuilder, attrs: KVAttributes) -> ir.Value:
+    """Return whether the node has other attributes than ``attrs``, bool [1]; constant, so folded when a model loads."""
+    differs = []
+    for name, value in attrs.for_node().items():
+        kind = _KINDS[name]
+        field = {"policies": "value_ints", "storage": "value_string", "summary": "value_string"}.get(
+            name, "value_float" if isinstance(value, float) else "value_int"
+        )
+        given = op.Constant(**{field: ir.RefAttr(field, name, kind)})
+        differs.append(op.Reshape(op.Not(op.Equal(given, op.Constant(**{field: value}))), [-1]))
+    return op.Cast(op.ReduceMax(op.Cast(op.Concat(*differs, axis=0), to=ir.DataType.INT32)), to=ir.DataType.BOOL)

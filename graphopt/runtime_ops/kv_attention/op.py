@@ -59,7 +59,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from graphopt.runtime_ops.kv_attention.body import NAME, function
+from graphopt.runtime_ops.kv_attention.body import NAME, function, overload
 from graphopt.runtime_ops.kv_attention.reference import reference
 from graphopt.runtime_ops.operator import Cost, Operator
 
@@ -78,4 +78,4 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
 
 
-KV_ATTENTION = Operator(NAME, 1, function, reference, cost, overloads=True)
+KV_ATTENTION = Operator(NAME, 1, function, reference, cost, overload)
