@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.attributes import RETRIEVAL, KVAttributes
 from graphopt.runtime_ops.kv_attention.layout import pack_keys, pack_values, round_page, unpack_keys, unpack_values
-from graphopt.runtime_ops.kv_attention.reference import read_mask
+from graphopt.runtime_ops.kv_attention.stored import read_mask
 from tools.bench.attention_expected import Chunk, Doubles, attend
 from tools.bench.attention_problem import AttentionProblem, Sequence, Singles, in_threads, runs
 from tools.bench.problem import Array
@@ -98,7 +98,7 @@ def masks(attrs: KVAttributes, state: State, problem: AttentionProblem) -> list[
     queries = problem.query.reshape(case.tokens, case.kv_heads, -1, case.size).astype(np.float64)
     asked = np.arange(case.past, case.context)
     return [
-        read_mask(attrs, head, state["summaries"][0, head], queries[:, head], asked, positions)
+        read_mask(attrs, head, state["summaries"][0], queries[:, head], asked, positions)
         for head in range(case.kv_heads)
     ]
 
