@@ -107,7 +107,9 @@ def _point(contest: Contest, problem: AttentionProblem, budgets: list[int], curv
             choices[f"{_CURVE}-bounds-{budget}"] = Choice("int8", RETRIEVAL, budget=budget)
     rows = contest.run(problem, [attention_graphopt.engine(name, choice) for name, choice in choices.items()])
     for row in sorted(rows, key=lambda row: list(choices).index(row.engine)):
-        of_engine = curves.setdefault(row.engine, Curve(row.engine, [], []))
+        budgeted = row.engine.removeprefix(f"{_CURVE}-bounds-")
+        name = "dense" if row.engine == _CURVE else f"budget {budgeted}"
+        of_engine = curves.setdefault(name, Curve(name, [], []))
         of_engine.x.append(context)
         of_engine.median_us.append(row.median_us)
 

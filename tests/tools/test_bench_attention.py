@@ -79,9 +79,9 @@ def test_the_curve_has_a_point_for_each_budget_that_is_less_than_the_context(tmp
     code, output, found = _run(tmp_path, *_CURVE)
     assert code == 0, output
     assert {curve["name"]: curve["x"] for curve in found["curves"]} == {
-        "graphopt-int8": [128, 512],
-        "graphopt-int8-bounds-64": [128, 512],
-        "graphopt-int8-bounds-256": [512],
+        "dense": [128, 512],
+        "budget 64": [128, 512],
+        "budget 256": [512],
     }
     assert {row["case"]["kind"] for row in found["rows"]} == {"curve"}
 
@@ -91,7 +91,7 @@ def test_the_plot_shows_the_curve(tmp_path: Path) -> None:
     page = tmp_path / "curve.html"
     code, output, _ = _run(tmp_path, *_CURVE, "--plot", str(page))
     assert code == 0, output
-    assert "graphopt-int8-bounds-256" in page.read_text()
+    assert "budget 256" in page.read_text()
 
 
 @pytest.mark.parametrize(

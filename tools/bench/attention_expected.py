@@ -15,7 +15,7 @@ Mask = npt.NDArray[np.bool_]
 Chunk = tuple[Array, Array, Mask]
 """Keys and values [n, D] of some tokens of a KV head, and which queries read them, [S, n]."""
 
-_TOKENS = 1 << 15
+_TOKENS = 1 << 12
 """Tokens that are in float64 at a time."""
 
 

@@ -112,7 +112,7 @@ def expected(
 
     def chunks(head: int) -> Iterator[Chunk]:
         is_read = read[head].any(axis=0)
-        for logical in runs(np.unique(positions[is_read] // attrs.page), 16 * _PAGES):
+        for logical in runs(np.unique(positions[is_read] // attrs.page), _PAGES):
             first, end = np.searchsorted(positions, [logical[0] * attrs.page, (logical[-1] + 1) * attrs.page])
             K, V = _decode(attrs, state, head, case.context, logical, case.size)
             yield K[: end - first], V[: end - first], read[head][:, first:end]

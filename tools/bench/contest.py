@@ -85,7 +85,7 @@ class Contest:
             UnavailableError: a plot is asked for, and plotly is not installed.
         """
         if curves:
-            self._console.print(curve_table("microseconds", curves))
+            self._console.print(curve_table("microseconds of a step", curves))
         for name, reason in self.absent.items():
             self._console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
         if json_file is not None:
