@@ -24,19 +24,14 @@ timed; "error" is that distance.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from fnmatch import fnmatch
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -48,13 +43,10 @@ from tools.bench import (
     torch_engines,
     transform_engines,
 )
-from tools.bench.comparisons import Comparison, compare
-from tools.bench.engine import Engine, Prepared, check
-from tools.bench.machine import Memory, Others, describe, last_level_cache, quiet
+from tools.bench.comparisons import PRODUCTS
+from tools.bench.contest import Contest, choose
+from tools.bench.machine import Memory, last_level_cache
 from tools.bench.problem import LANES, Case, Problem, Settings, Weights
-from tools.bench.report import Row, comparison_table, table, write_json, write_plot
-from tools.bench.rounds import measure
-from tools.bench.unavailable import UnavailableError
 
 _MODULES = (
     graphopt_engines,
@@ -81,78 +73,14 @@ def main(
 ) -> None:
     """Compare every engine with float64, time those that are right, print medians and ratios."""
     os.environ["OMP_NUM_THREADS"] = str(threads)  # torch reads it when it is imported
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)
-    chosen = _chosen(engines)
-    machine = describe()
-    console.print(f"{machine}; {threads} threads, {rounds} rounds", highlight=False)
-    found: list[Row] = []
-    comparisons: list[Comparison] = []
-    bandwidths: list[float] = []
-    shares: list[float] = []
-    absent: dict[str, str] = {}
+    chosen = choose(engines, [engine for module in _MODULES for engine in module.engines()])
     with tempfile.TemporaryDirectory(prefix="graphopt-bench-") as work:
         memory = Memory(Path(work), threads, round(cache * (1 << 20)) or last_level_cache())
+        contest = Contest(memory, rounds, PRODUCTS)
         settings = Settings(memory, Path(work), ggml)
         for problem in _problems(settings, rows, shapes, transforms, group):
-            ready, errors = _prepare(problem, [engine for engine in chosen if engine.kind == problem.case.kind], absent)
-            if not ready:
-                continue
-            others = Others()
-            with _bar(console, str(problem.case), rounds) as advance:
-                result = measure(ready, memory, rounds, advance)
-            shares.append(others.share())
-            bandwidths += result.bandwidths
-            of_case = [
-                Row(
-                    case=problem.case,
-                    engine=name,
-                    median_us=1e6 * timing.median,
-                    lowest_us=1e6 * min(timing.seconds),
-                    highest_us=1e6 * max(timing.seconds),
-                    bytes=ready[name].bytes,
-                    percent_of_bandwidth=100 * statistics.median(timing.shares),
-                    error=errors[name],
-                )
-                for name, timing in result.timings.items()
-            ]
-            console.print(table(problem.case, of_case, statistics.median(result.bandwidths)))
-            console.print(quiet(shares[-1]), highlight=False)
-            ratios = list(compare(problem.case, result.timings))
-            if ratios:
-                console.print(comparison_table(ratios))
-            found += of_case
-            comparisons += ratios
-    for name, reason in absent.items():
-        console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
-    if json_file is not None:
-        more = {
-            "threads": threads,
-            "rounds": rounds,
-            "others": max(shares, default=0.0),
-            "bandwidth": _spread(bandwidths),
-            "absent": absent,
-        }
-        write_json(json_file, machine, found, comparisons, more)
-    if plot is not None:
-        write_plot(plot, machine, found)
-
-
-def _chosen(patterns: str) -> list[Engine]:
-    """Return the engines whose names match one of the patterns, or the default ones.
-
-    Raises:
-        typer.BadParameter: a pattern matches none.
-    """
-    every = [engine for module in _MODULES for engine in module.engines()]
-    if not patterns:
-        return [engine for engine in every if engine.default]
-    wanted = patterns.split(",")
-    for pattern in wanted:
-        if not any(fnmatch(engine.name, pattern) for engine in every):
-            raise typer.BadParameter(f"no engine is called {pattern}; there are {', '.join(e.name for e in every)}")
-    return [engine for engine in every if any(fnmatch(engine.name, pattern) for pattern in wanted)]
+            contest.run(problem, [engine for engine in chosen if engine.kind == problem.case.kind])
+    contest.close(json_file, plot)
 
 
 def _problems(settings: Settings, rows: str, shapes: str, transforms: str, group: int) -> Iterator[Problem]:
@@ -168,51 +96,6 @@ def _problems(settings: Settings, rows: str, shapes: str, transforms: str, group
         # One tensor of twice the cache, and as much for the result.
         count = max(1, 2 * settings.memory.cache_bytes // (4 * order))
         yield Problem(Case("transform", count, order, order, order), Weights(order, order), settings)
-
-
-def _prepare(
-    problem: Problem, engines: list[Engine], absent: dict[str, str]
-) -> tuple[dict[str, Prepared], dict[str, float]]:
-    """Return the engines that can take part and are right, with their errors; note the others in ``absent``."""
-    ready: dict[str, Prepared] = {}
-    errors: dict[str, float] = {}
-    for engine in engines:
-        try:
-            prepared = engine.prepare(problem)
-            errors[engine.name] = check(engine, prepared, problem)
-        except UnavailableError as error:
-            absent.setdefault(engine.name, f"{error} ({problem.case})")
-        else:
-            ready[engine.name] = prepared
-    return ready, errors
-
-
-@contextlib.contextmanager
-def _bar(console: Console, name: str, rounds: int) -> Iterator[Callable[[], object]]:
-    """Show a bar of rounds, and yield what moves it; it draws nothing by itself, beside what is timed."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        auto_refresh=False,
-    ) as progress:
-        task = progress.add_task(name, total=rounds)
-
-        def advance() -> None:
-            progress.advance(task)
-            progress.refresh()
-
-        yield advance
-
-
-def _spread(bandwidths: list[float]) -> dict[str, float]:
-    """Return the lowest, median and highest bandwidth in GB/s."""
-    if not bandwidths:
-        return {}
-    values = {"lowest": min(bandwidths), "median": statistics.median(bandwidths), "highest": max(bandwidths)}
-    return {name: value / 1e9 for name, value in values.items()}
 
 
 if __name__ == "__main__":

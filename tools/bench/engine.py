@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
 from tools.bench.problem import Array, Problem
 from tools.bench.unavailable import UnavailableError
+
+
+class AnyProblem(Protocol):
+    """What there is to compute: products, say, or attention."""
+
+    @property
+    def case(self) -> Hashable:
+        """What a row of the report is about; as text, the title of its table."""
+
+    def of_copy(self, expected: Array, copy: int) -> Array:
+        """Return what ``copy`` must compute, where copy 0 must compute ``expected``."""
+
+
+P = TypeVar("P", bound=AnyProblem)
 
 
 @dataclass(frozen=True)
@@ -38,12 +52,12 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """One way to compute a case.
+class AnyEngine(Generic[P]):
+    """One way to compute the cases of a sort of problem.
 
     Attributes:
         name: what the table, the JSON file and ``--engines`` call it.
-        tolerance: the largest relative error, by norms, that rounding activations as it says can explain.
+        tolerance: the largest relative error, by norms, that rounding as it says can explain.
         prepare: makes it ready for a problem, or raises :class:`UnavailableError`.
         kind: the kind of case that it computes.
         default: whether it takes part unless it is named.
@@ -51,9 +65,13 @@ class Engine:
 
     name: str
     tolerance: float
-    prepare: Callable[[Problem], Prepared]
+    prepare: Callable[[P], Prepared]
     kind: str = "product"
     default: bool = field(default=True, compare=False)
+
+
+Engine = AnyEngine[Problem]
+"""One way to compute a product or a transform."""
 
 
 # Relative to the norm of y, for x that is normally distributed: half a step, uniformly distributed, of a group whose
@@ -61,7 +79,7 @@ class Engine:
 TOLERANCES = {"float32": 3e-6, "bfloat16": 5e-3, "int16": 1e-4, "int8": 1.5e-2, "int4": 2.5e-1}
 
 
-def check(engine: Engine, prepared: Prepared, problem: Problem) -> float:
+def check(engine: AnyEngine[P], prepared: Prepared, problem: P) -> float:
     """Run ``prepared`` once and return its largest relative error; an engine that computes something else cannot win.
 
     Raises:
@@ -71,9 +89,7 @@ def check(engine: Engine, prepared: Prepared, problem: Problem) -> float:
     norm = float(np.linalg.norm(prepared.expected))
     worst = 0.0
     for copy, y in enumerate(prepared.outputs()):
-        expected = prepared.expected
-        if problem.case.kind == "product":
-            expected = problem.shuffle(expected, copy, axis=1)
+        expected = problem.of_copy(prepared.expected, copy)
         error = float(np.linalg.norm(np.asarray(y, np.float64).reshape(expected.shape) - expected)) / norm
         if not error <= engine.tolerance:
             raise UnavailableError(

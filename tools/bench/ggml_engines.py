@@ -29,19 +29,28 @@ def engines() -> list[Engine]:
     ]
 
 
-@lru_cache(maxsize=1)
-def _driver(build: Path | None, work: Path) -> ctypes.CDLL:
+def open_driver(source: str, build: Path | None, work: Path) -> ctypes.CDLL:
+    """Compile a file of C beside this one against the user's ggml, and load it.
+
+    Raises:
+        UnavailableError: there is no build of ggml, or the file does not compile with it.
+    """
     if build is None:
         raise UnavailableError("no build of llama.cpp is named: --ggml FOLDER, or GRAPHOPT_BENCH_GGML")
     cache, libraries = build / "CMakeCache.txt", build / "bin"
     if not cache.is_file() or not list(libraries.glob("libggml-cpu.*")):
         raise UnavailableError(f"{build} is no build folder of llama.cpp with shared libraries in bin/")
-    (source,) = (
+    (home,) = (
         line.split("=", 1)[1] for line in cache.read_text().splitlines() if line.startswith("CMAKE_HOME_DIRECTORY")
     )
-    options = [f"-I{source}/ggml/include", f"-I{source}/include", f"-L{libraries}", f"-Wl,-rpath,{libraries.resolve()}"]
+    options = [f"-I{home}/ggml/include", f"-I{home}/include", f"-L{libraries}", f"-Wl,-rpath,{libraries.resolve()}"]
     options += [f"-l{library}" for library in _LIBRARIES]
-    driver = ctypes.CDLL(str(compile_c(Path(__file__).with_name("ggml_matmul.c"), work, options)))
+    return ctypes.CDLL(str(compile_c(Path(__file__).with_name(source), work, options)))
+
+
+@lru_cache(maxsize=1)
+def _driver(build: Path | None, work: Path) -> ctypes.CDLL:
+    driver = open_driver("ggml_matmul.c", build, work)
     i64, pointer, name = ctypes.c_int64, ctypes.c_void_p, ctypes.c_char_p
     driver.matmul_bytes.restype, driver.matmul_bytes.argtypes = ctypes.c_size_t, [name, i64, i64]
     for function in (driver.matmul_quantize, driver.matmul_dequantize):

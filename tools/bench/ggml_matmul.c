@@ -11,6 +11,7 @@
 #include "ggml-backend.h"
 #include "ggml-cpu.h"
 #include "ggml.h"
+#include "ggml_common.h"
 
 struct matmul {
     struct ggml_context *weights, *others;
@@ -21,15 +22,6 @@ struct matmul {
     struct ggml_tensor **w, **x, **y;
     const char *where;
 };
-
-static enum ggml_type type_called(const char *name) {
-    for (int type = 0; type < GGML_TYPE_COUNT; ++type) {
-        if (ggml_type_name(type) != NULL && strcmp(ggml_type_name(type), name) == 0) {
-            return type;
-        }
-    }
-    return GGML_TYPE_COUNT;
-}
 
 // Bytes of [n, k] weights, or 0 for an unknown type or a k that it cannot cut into blocks.
 size_t matmul_bytes(const char *name, int64_t k, int64_t n) {
@@ -43,11 +35,6 @@ void matmul_quantize(const char *name, int64_t k, int64_t n, const float *from, 
 
 void matmul_dequantize(const char *name, int64_t k, int64_t n, const void *from, float *to) {
     ggml_get_type_traits(type_called(name))->to_float(from, to, k * n);
-}
-
-// ggml says of every single weight that it rearranges it.
-static void say_nothing(enum ggml_log_level level, const char *text, void *data) {
-    (void)level, (void)text, (void)data;
 }
 
 static ggml_backend_buffer_type_t choose(struct matmul *m, int plain) {

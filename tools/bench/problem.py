@@ -116,3 +116,7 @@ class Problem:
         shape = array.shape
         split = array.reshape(*shape[:axis], tiles, shape[axis] // tiles, *shape[axis + 1 :])
         return np.ascontiguousarray(split.take(self.order(copy), axis).reshape(shape))
+
+    def of_copy(self, expected: Array, copy: int) -> Array:
+        """Return what ``copy`` must compute, where copy 0 must compute ``expected``, [rows, outer]."""
+        return self.shuffle(expected, copy, axis=1) if self.case.kind == "product" else expected

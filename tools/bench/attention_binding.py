@@ -1,0 +1,27 @@
+"""Graphs of several attentions in onnxruntime, whose caches stay where they are, as input and as output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tools.bench.engine import optional
+from tools.bench.problem import Array
+
+
+class Binding:
+    """A session that reads and writes arrays where they lie."""
+
+    def __init__(self, session: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
+        """Bind arrays by name; an array among both is changed in place."""
+        optional("onnxruntime")
+        self.session, self.binding = session, session.io_binding()
+        self.arrays = (dict(inputs), dict(outputs))  # onnxruntime only points to them
+        for bind, arrays in zip((self.binding.bind_input, self.binding.bind_output), self.arrays, strict=True):
+            for name, array in arrays.items():
+                if not array.flags.c_contiguous:
+                    raise ValueError(f"{name} is not contiguous")
+                bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+    def run(self) -> None:
+        self.session.run_with_iobinding(self.binding)
