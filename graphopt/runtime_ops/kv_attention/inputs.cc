@@ -7,8 +7,6 @@
 namespace graphopt {
 namespace {
 
-constexpr const char* kNames[kKVInputs] = {"query", "key", "value", "past", "new", "sink_logits",
-                                           "sink_query", "keys", "values", "scales", "recent", "summaries"};
 constexpr int64_t kMostTokens = int64_t{1} << 62, kMostPages = int64_t{1} << 31, kMostHeads = int64_t{1} << 20;
 
 long long print(int64_t number) { return static_cast<long long>(number); }
@@ -28,6 +26,9 @@ struct Text {
 };
 
 }  // namespace
+
+const char* const KVInputs::kNames[kKVInputs] = {"query", "key", "value", "past", "new", "sink_logits",
+                                                 "sink_query", "keys", "values", "scales", "recent", "summaries"};
 
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
@@ -115,9 +116,16 @@ OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name
   if (!status) status = GetTensorMutableData::call(node.api, const_cast<OrtValue*>(value), &data);
   GRAPHOPT_RETURN_IF_ERROR(status);
   if (rank > 4) return node.error("%s has %zu axes", name, rank);
-  const size_t bytes = type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 ? 2 : 1;
-  if (reinterpret_cast<uintptr_t>(data) % bytes == 0) return nullptr;
-  return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name, bytes);
+  if (reinterpret_cast<uintptr_t>(data) % width() == 0) return nullptr;
+  return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name, width());
+}
+
+size_t Given::width() const { return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 ? 2 : 1; }
+
+size_t Given::bytes() const {
+  size_t bytes = width();
+  for (size_t axis = 0; axis < rank; ++axis) bytes *= static_cast<size_t>(shape[axis]);
+  return bytes;
 }
 
 bool Given::empty() const {
@@ -168,14 +176,14 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   call->past = static_cast<const int64_t*>(tensors[kPast].data);
   call->fresh = static_cast<const int64_t*>(tensors[kNew].data);
   const Given &logits = tensors[kSinkLogits], &sink_query = tensors[kSinkQuery];
-  if (!logits.empty()) {
+  if (logits.rank != 1 || logits.shape[0]) {
     if (logits.rank != 1 || logits.shape[0] != static_cast<int64_t>(layout.query_heads())) {
       return node.error("sink_logits must have the shape [%lld] or [0]; it is %s", print(layout.query_heads()),
                         Text(logits).characters);
     }
     call->sink_logits = static_cast<const float*>(logits.data);
   }
-  if (!sink_query.empty()) {
+  if (sink_query.rank != 1 || sink_query.shape[0]) {
     if (sink_query.rank != 3 || std::memcmp(sink_query.shape, query.shape, sizeof query.shape)) {
       return node.error("sink_query must have the shape of query, %s, or [0]; it is %s", Text(query).characters,
                         Text(sink_query).characters);

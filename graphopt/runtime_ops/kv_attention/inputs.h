@@ -31,9 +31,12 @@ struct Given {
 
   OrtStatus* read(const Node& node, const OrtValue* value, const char* name);
   bool empty() const;
+  size_t width() const;  // bytes of a number
+  size_t bytes() const;
 };
 
 struct KVInputs {
+  static const char* const kNames[kKVInputs];
   Given tensors[kKVInputs];
 
   // Fills in everything of the call but y and the state.

@@ -22,12 +22,13 @@ struct Factors {
   float steps[kCodeRows];
 
   void round(size_t row, const float* factors, size_t count) {
-    Floats most = all_lanes(0.f);
+    // The bits of magnitudes are in their order, and those of what is no number come last: it must not get lost.
+    __m512i most = _mm512_setzero_si512();
     for (size_t i = 0; i < count; i += kColumns) {
-      const Floats x = load_line<Floats>(factors + i);
-      most = larger(magnitude(x), most);
+      const __m512i x = _mm512_castps_si512(load_line<Floats>(factors + i).part[0]);
+      most = _mm512_max_epi32(_mm512_and_si512(x, _mm512_set1_epi32(0x7fffffff)), most);
     }
-    const float largest = largest_of(most);
+    const float largest = bits_of<float>(_mm512_reduce_max_epi32(most));
     const bool none = largest < 1e-30f;
     const Floats inverse = all_lanes(none ? 0 : kLargestFactor / largest);
     steps[row] = none ? 0 : largest / kLargestFactor;
@@ -157,15 +158,15 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
       Floats offset = all_lanes(0.f);
       for (size_t t = 0; t < page; t += kColumns) {
         const Floats weight = load_line<Floats>(weights + (row + r) * page + t);
-        Floats low = load_line<Floats>(scales + t);
+        Floats low = load_line<Floats>(scales + t), step = load_line<Floats>(scales + page + t);
         if (!all) {  // 0 times no number is no number
           const int lane = static_cast<int>(t);
           const Integers mask =
               lanes_between(lane, seen.first[0], seen.end[0]) | lanes_between(lane, seen.first[1], seen.end[1]);
-          low = choose(mask, low, all_lanes(0.f));
+          low = choose(mask, low, all_lanes(0.f)), step = choose(mask, step, all_lanes(0.f));
         }
         offset = fused(weight, low, offset);
-        store_line(scaled + t, weight * load_line<Floats>(scales + page + t));
+        store_line(scaled + t, weight * step);
       }
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, page);

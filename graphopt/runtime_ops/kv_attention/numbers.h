@@ -114,8 +114,9 @@ inline Floats exponential(Floats x) {
   p = fused(p, r * r, r) + all_lanes(1.f);
   return by_parts<Floats>([&](size_t i) {
     typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
-    const Words exponent = (reinterpret_cast<Words>(shifted.part[i]) - bits_of<uint32_t>(kRounder)) << 23;
-    return reinterpret_cast<Floats::Part>(reinterpret_cast<Words>(p.part[i]) + exponent);
+    // A product, as bits that are added would make a number of what is none.
+    const Words power = (reinterpret_cast<Words>(shifted.part[i]) - (bits_of<uint32_t>(kRounder) - 127)) << 23;
+    return p.part[i] * reinterpret_cast<Floats::Part>(power);
   });
 }
 

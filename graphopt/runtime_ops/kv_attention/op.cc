@@ -38,6 +38,7 @@ struct Kernel {
   }
 
   OrtStatus* compute(OrtKernelContext* context) const;
+  OrtStatus* check_memory(const KVInputs& inputs, void* const* outputs) const;
 };
 
 // Retrieval of one block of queries: where its scores and its list are.
@@ -252,6 +253,32 @@ OrtStatus* Call::attend_all() {
   return for_each(&Call::attend, run_count, parallel);
 }
 
+// A state may become that of the output in its own memory; nothing else may be written where something is still read.
+OrtStatus* Kernel::check_memory(const KVInputs& inputs, void* const* outputs) const {
+  const auto like = [&](size_t output) -> const Given& {
+    return inputs.tensors[output ? kKeys + output - 1 : static_cast<size_t>(kQuery)];
+  };
+  const auto meet = [](const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+    const auto one = reinterpret_cast<uintptr_t>(a), other = reinterpret_cast<uintptr_t>(b);
+    return a_bytes && b_bytes && one < other + b_bytes && other < one + a_bytes;
+  };
+  for (size_t output = 0; output <= kStates; ++output) {
+    const size_t bytes = like(output).bytes();
+    for (size_t input = 0; input < kKVInputs; ++input) {
+      const Given& tensor = inputs.tensors[input];
+      if (!meet(outputs[output], bytes, tensor.data, tensor.bytes())) continue;
+      if (output && &tensor == &like(output) && tensor.data == outputs[output]) continue;
+      return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output", output,
+                        KVInputs::kNames[input]);
+    }
+    for (size_t other = 0; other < output; ++other) {
+      if (!meet(outputs[output], bytes, outputs[other], like(other).bytes())) continue;
+      return node.error("outputs %zu and %zu lie in the same memory", other, output);
+    }
+  }
+  return nullptr;
+}
+
 OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   const OrtApi* api = node.api;
   KVInputs inputs;
@@ -264,16 +291,15 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
     GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, index, like.shape, like.rank, &outputs[index]));
     if (!outputs[index]) return node.error("all its outputs must have names, output %zu has none", index);
     GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, outputs[index], &written[index]));
-    const size_t bytes = like.type == kFloat ? 4 : like.type == kFloat16 ? 2 : 1;
-    if (reinterpret_cast<uintptr_t>(written[index]) % bytes) {
-      return node.error("output %zu lies at no multiple of %zu bytes", index, bytes);
+    if (reinterpret_cast<uintptr_t>(written[index]) % like.width()) {
+      return node.error("output %zu lies at no multiple of %zu bytes", index, like.width());
     }
   }
+  GRAPHOPT_RETURN_IF_ERROR(check_memory(inputs, written));
   for (size_t index = 1; index <= kStates; ++index) {
     const Given& from = inputs.tensors[kKeys + index - 1];
     if (from.empty()) continue;
-    size_t bytes = from.type == kFloat ? 4 : from.type == kFloat16 ? 2 : 1;
-    for (int64_t axis : from.shape) bytes *= static_cast<size_t>(axis);
+    const size_t bytes = from.bytes();
     if (from.data == written[index]) {
       // a cache that stays where it is is read call after call
       if (known[index - 1].exchange(from.data) != from.data) prefer_large_pages(from.data, bytes);
