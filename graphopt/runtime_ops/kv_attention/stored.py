@@ -103,7 +103,7 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
 def stored_positions(attrs: KVAttributes, tokens: int, pages: int) -> Integers:
     """Return the positions, of a row with ``tokens`` tokens, whose pages no later page has overwritten."""
     newest, stay = (tokens - 1) // attrs.page, min(attrs.first_pages * attrs.page, tokens)
-    ring = max(stay, (newest - (pages - attrs.first_pages) + 1) * attrs.page)
+    ring = min(tokens, max(stay, (newest - (pages - attrs.first_pages) + 1) * attrs.page))
     kept: Integers = np.concatenate([np.arange(stay), np.arange(ring, tokens)])
     return kept
 
