@@ -5,9 +5,9 @@
     python tools/bench_attention.py --past '' --curve                 # graphopt alone, from 4k to 1M tokens
     python tools/bench_attention.py --json attention.json --plot attention.html
 
-`pip install ".[export]"` brings torch; for llama.cpp see `bench_ops.py`, whose rules hold here: interleaved rounds, in
-an order drawn anew, with the memory's read bandwidth measured between any two engines, and no threads that spin beside
-another's.
+`pip install ".[export]"` brings torch; llama.cpp takes part as in `bench_ops.py`, if it is named. The rules are the
+same: interleaved rounds, in an order drawn anew, with the memory's read bandwidth measured between any two engines, and
+no threads that spin beside another's.
 
 What is timed is one step of one layer for one sequence: the new tokens go into the cache, and their queries read it.
 The tokens are the last of `--past`, and each step writes the same ones again, so that all steps are equal. A call of an

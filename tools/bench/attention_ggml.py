@@ -1,4 +1,8 @@
-"""llama.cpp's attention, ``ggml_flash_attn_ext``, through a ggml that the user built; ``ggml_attention.c`` calls it."""
+"""llama.cpp's attention, ``ggml_flash_attn_ext``, through a ggml that the user built; ``ggml_attention.c`` calls it.
+
+It takes part only where it is named: a step took ten times as long as llama.cpp itself was seen to take, and as long as
+nobody knows why, a comparison with it would say nothing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ _TOKENS = 4096
 def engines() -> list[AnyEngine[AttentionProblem]]:
     """Return the types that llama.cpp is asked for caches of."""
     return [
-        AnyEngine(f"llama.cpp-{name}", tolerance, partial(_prepare, type_name=name), kind="attention")
+        AnyEngine(f"llama.cpp-{name}", tolerance, partial(_prepare, type_name=name), kind="attention", default=False)
         for name, tolerance in _TOLERANCES.items()
     ]
 
