@@ -107,9 +107,10 @@ def test_passes_and_recipes_are_listed(run) -> None:
     assert "fold_norms (exact)" in out
     assert {p["effect"] for p in json.loads(run("passes", "--json")[1])} == {"exact", "lossy"}
     assert "rotate-int4" in run("recipes")[1]
-    formats = {"int4", "fp6", "fp6-e3m2", "nf4", "w4a8", "w4a4"}
+    formats = {"int4", "fp6", "fp6-e3m2", "nf4", "w4a8", "w4a4", "kv4"}
+    others = {"rotate", "rotate-online", "streaming", "retrieval"}
     names = [r["name"] for r in json.loads(run("recipes", "--json")[1])]
-    assert names == sorted({*formats, *(f"rotate-{name}" for name in formats), "rotate", "rotate-online"})
+    assert names == sorted({*formats, *(f"rotate-{name}" for name in formats), *others})
 
 
 @pytest.mark.parametrize(
