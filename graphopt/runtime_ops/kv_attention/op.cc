@@ -125,7 +125,7 @@ struct Call {
     size_t bytes = scratch + (partials ? 0 : floats), scores = 0, entries = 0;
     if (!partials && retrieves(block)) {
       const Candidates all = candidates(block);
-      scores = (static_cast<size_t>(all.end - all.first) * sizeof(float) + 63) / 64 * 64;
+      scores = list_floats(layout, static_cast<size_t>(all.end - all.first)) * sizeof(float);
       entries = block.pages * sizeof(PageEntry);
     }
     const Pool::Loan loan(kernel->pool, bytes + scores + entries);
@@ -190,7 +190,7 @@ OrtStatus* Call::attend_all() {
       floats += plan.runs(block.pages) * Partial::floats(rows, layout.size);
       if (!retrieves(block)) return;
       const Candidates all = candidates(block);
-      scored += static_cast<size_t>(all.end - all.first + 15) / 16 * 16;
+      scored += list_floats(layout, static_cast<size_t>(all.end - all.first));
       scoring_bound += static_cast<size_t>((all.end - all.first + kScored - 1) / kScored);
       listed += block.pages;
     });
@@ -228,7 +228,7 @@ OrtStatus* Call::attend_all() {
       }
       new (&left[block]) std::atomic<uint32_t>(static_cast<uint32_t>((count + kScored - 1) / kScored));
       if (!count) list(&queries[block], retrievals[block]);
-      scores += (count + 15) / 16 * 16, lists += next.pages;
+      scores += list_floats(layout, count), lists += next.pages;
     }
     ++block;
   });
