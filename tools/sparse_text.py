@@ -4,9 +4,10 @@
     python tools/sparse_text.py --tokens 5000 --json sparse_text.json
 
 Text is scored in windows of the trained length, each token with half a window of context at least. Bits per byte are
-bits per token over the bytes that a token of the text has on average. How many pages a query reads besides the first and
-the newest tokens is counted by the operator's definition, on the queries and summaries of the graph itself, for every
-16th token that is scored in the first windows: all layers and KV heads count alike.
+bits per token over the bytes that a token of the text has on average. How many pages a query reads besides the first
+and the newest tokens is counted by the operator's definition, on the queries and summaries of the graph itself, for
+every 16th token that is scored in the first windows: all layers and KV heads count alike.
+"""
 
 from __future__ import annotations
 
