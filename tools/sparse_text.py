@@ -79,7 +79,7 @@ def main(
             if step is not None:
                 made = Path(temporary) / str(index)
                 recipe = Recipe(name=step.policy, steps=(CanonicalizeOptions(), step))
-                graphopt.optimize(source, recipe, made)
+                graphopt.optimize(source, recipe, made, run=False)
                 session = graphopt.load(made)
                 read = step.sinks + step.recent
                 if step.policy == "retrieval":
@@ -88,9 +88,9 @@ def main(
             bits = nats_in_windows(session, ids, window) / math.log(2) / of_token
             table.add_row(name, f"{bits:.4f}", "" if chosen is None else f"{chosen:.1f}", str(read))
             rows.append({"what": name, "bits_per_byte": bits, "pages": chosen, "read": read, "tokens": len(ids)})
+            if json_file is not None:
+                json_file.write_text(json.dumps(rows, indent=2) + "\n")
     Console().print(table)
-    if json_file is not None:
-        json_file.write_text(json.dumps(rows, indent=2) + "\n")
 
 
 def windows(ids: IntArray, window: int) -> list[IntArray]:
