@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "kv_attention/narrow.h"
 #include "kv_attention/numbers.h"
 
 namespace graphopt {
