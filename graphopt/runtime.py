@@ -111,9 +111,7 @@ def array_of(value: onnxruntime.OrtValue) -> Array:
     return np.frombuffer(memory, dtype).reshape(value.shape()).copy()
 
 
-def run(
-    session: onnxruntime.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Array]
-) -> list[Array]:
+def run(session: onnxruntime.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Array]) -> list[Array]:
     """Return outputs of a session, all unless named; as ``session.run``, but with bfloat16 and float8 too."""
     if all(array.dtype.kind != "V" for array in feeds.values()):
         outputs: list[Array] = session.run(names, dict(feeds))

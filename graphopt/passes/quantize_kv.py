@@ -48,7 +48,8 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
     In a page of integers, key[t, c] = low[c] + step[c] code[t, c] and value[t, c] = low[t] + step[t] code[t, c], with
     low the least and low + L step the largest number of the set, L = 255 or 15: keys have channels that are large
     throughout, values have not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most
-    step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay floats.
+    step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay
+    floats.
 
     Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
     448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.

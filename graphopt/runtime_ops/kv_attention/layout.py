@@ -80,7 +80,7 @@ def to_storage(numbers: Array, storage: str) -> Array:
     dtype = FLOATS[storage]
     if storage == "float8" and numbers.dtype != dtype:
         numbers = numbers.clip(-LARGEST_FLOAT8, LARGEST_FLOAT8)
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         return numbers.astype(dtype)
 
 
