@@ -28,10 +28,10 @@ errs by half of max|r| / L, L = 2^14 - 1, and by a share of 4 u for the quotient
 
 **A storage of integers** gives x back within step (1/2 + 5 u levels): (x - low) (levels / span) meets 3 roundings,
 each of at most u levels steps, and step and span one each. A float of s significant bits and a least exponent e gives
-x back within a share of 2^-s of what it stores for x (Higham, theorem 2.3), or within half of its least number,
-2^(e - s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and -6. A float8 of 448 may stand for anything above. Pages that retrieval chooses are
-the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c| step_c (1/2 + 5 u levels), and a value
-errs by step_j (1/2 + 5 u levels).
+x back within a share of 2^-s of what it stores for x (Higham, theorem 2.3), or within half of its least number, 2^(e -
+s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and -6. A float8 of 448 may stand for anything above.
+Pages that retrieval chooses are the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c| step_c
+(1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
 
 A bound holds if both sides choose the same pages: where two scores of pages are within float32 rounding of each other
 retrieval may read the other one.
