@@ -164,7 +164,7 @@ struct Reader {
 
   template <bool Narrow>
   void read_codes(int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values, const float* scales,
-                  ptrdiff_t to_next) const {
+                  const ToNext& to_next) const {
     const size_t size = layout.size, page = layout.page, lines = page / kColumns;
 #if defined(__AVX512VNNI__)
     score(logical, lines, [&](const float* from, float* scores) {
@@ -239,11 +239,9 @@ struct Reader {
     const auto* const key_codes = reinterpret_cast<const uint8_t*>(keys);
     const auto* const value_codes = reinterpret_cast<const uint8_t*>(values);
     const float* const scales = state.scales + physical * scales_size;
-    for (size_t i = 0; i < scales_size; i += kColumns) {
-      prefetch_line(scales + i, pages_on * static_cast<ptrdiff_t>(scales_size * sizeof(float)));
-    }
-    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, to_next);
-    return read_codes<true>(logical, alike, key_codes, value_codes, scales, to_next);
+    const ToNext both = {to_next, pages_on * static_cast<ptrdiff_t>(scales_size * sizeof(float))};
+    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, both);
+    return read_codes<true>(logical, alike, key_codes, value_codes, scales, both);
   }
 };
 

@@ -98,14 +98,14 @@ struct Call {
     const int64_t from = candidates(block).first, first = static_cast<int64_t>(run.first);
     kernel->kernels->score(attention, block.row, block.head, block.first_column, from + first,
                            from + static_cast<int64_t>(run.end), retrievals[run.queries].scores + first);
+    if (last_of(run.queries)) list(&queries[run.queries], retrievals[run.queries]);
   }
+  // Whether no other task of these queries is under way.
+  bool last_of(size_t block) { return left[block].fetch_sub(1, std::memory_order_acq_rel) == 1; }
 
-  void list(size_t index) {
-    if (retrieves(queries[index])) list(&queries[index], retrievals[index]);
-  }
   void list(Queries* block, const Retrieval& retrieval) const {
     block->list = retrieval.list;
-    block->pages = list_pages(attention.layout, position(*block), retrieval.scores, retrieval.list);
+    block->pages = kernel->kernels->list(attention.layout, position(*block), retrieval.scores, retrieval.list);
   }
 
   bool retrieves(const Queries& block) const { return attention.policies[block.head] == Policy::kRetrieval; }
@@ -144,9 +144,7 @@ struct Call {
     const size_t end = run.end < block.pages ? run.end : block.pages;
     cpu.attend(attention, block, run.first, end, loan.memory, Partial(own, rows, layout.size));
     if (!partials) return cpu.merge(attention, block, own, 1);
-    if (left[run.queries].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      cpu.merge(attention, block, first_partial(run.queries), block_runs(run.queries));
-    }
+    if (last_of(run.queries)) cpu.merge(attention, block, first_partial(run.queries), block_runs(run.queries));
   }
   size_t *firsts = nullptr, *counts = nullptr;
   const float* first_partial(size_t block) const { return partials + firsts[block]; }
@@ -228,25 +226,25 @@ OrtStatus* Call::attend_all() {
       for (size_t first = 0; first < count; first += kScored) {
         scorings[scoring_count++] = {block, first, count - first < kScored ? count : first + kScored, 0};
       }
+      new (&left[block]) std::atomic<uint32_t>(static_cast<uint32_t>((count + kScored - 1) / kScored));
+      if (!count) list(&queries[block], retrievals[block]);
       scores += (count + 15) / 16 * 16, lists += next.pages;
     }
     ++block;
   });
-  if (scoring_count || (plan.split && listed)) {
-    GRAPHOPT_RETURN_IF_ERROR(for_each(&Call::score, scoring_count, parallel));
-    GRAPHOPT_RETURN_IF_ERROR(for_each(&Call::list, plan.queries, parallel));
-  }
+  GRAPHOPT_RETURN_IF_ERROR(for_each(&Call::score, scoring_count, parallel));
   size_t partial = 0;
   for (block = 0; block < plan.queries; ++block) {
     const Queries& each = queries[block];
     const size_t parts = plan.runs(each.pages), rows = (each.end_column - each.first_column) * layout.group;
+    const size_t part = (each.pages + parts - 1) / parts;  // tasks as long as one another end together
     if (plan.split) {
       firsts[block] = partial, counts[block] = parts;
       new (&left[block]) std::atomic<uint32_t>(static_cast<uint32_t>(parts));
     }
     for (size_t i = 0; i < parts; ++i) {
-      const size_t end = i + 1 == parts ? each.pages : (i + 1) * plan.run_pages;
-      runs[run_count++] = {block, i * (parts > 1 ? plan.run_pages : 0), end, partial};
+      const size_t end = (i + 1) * part;
+      runs[run_count++] = {block, i * part, parts == 1 || end > each.pages ? each.pages : end, partial};
       partial += Partial::floats(rows, layout.size);
     }
   }
