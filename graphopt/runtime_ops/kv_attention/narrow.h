@@ -106,5 +106,39 @@ inline Floats load_numbers(const Float8* from) {
 #endif
 }
 
+#if defined(__AVX512VBMI__)
+// Which byte of a line goes where, so that what is unpacked below comes out in order.
+struct Float8Places {
+  uint8_t place[kLine] = {};
+
+  constexpr Float8Places() {
+    for (size_t i = 0; i < kLine; ++i) {
+      const size_t lane = i / 16, pair = i % 8 / 2, group = i % 16 / 8 * 2 + i % 2;
+      place[i] = static_cast<uint8_t>(group * kColumns + lane * 4 + pair);
+    }
+  }
+};
+alignas(kLine) constexpr Float8Places kFloat8Places;
+
+// 64 numbers, in half the steps that 4 times 16 take.
+inline void load_line_of_float8(const Float8* from, Floats (&numbers)[4]) {
+  const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
+  const __m512i codes = _mm512_permutexvar_epi8(table(kFloat8Places.place), _mm512_loadu_si512(from));
+  // the tables are asked for the low 7 bits of each code
+  const __m512i magnitude = _mm512_permutex2var_epi8(table(kFloat8.upper), codes, table(kFloat8.upper + kLine));
+  const __m512i lower = _mm512_permutex2var_epi8(table(kFloat8.lower), codes, table(kFloat8.lower + kLine));
+  const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  const __m512i upper = _mm512_ternarylogic_epi32(magnitude, codes, sign, 0xf8);  // magnitude | (codes & sign)
+  // pairs of what is now the upper half of a float, two of them in each lane
+  const __m512i pairs[] = {_mm512_unpacklo_epi8(lower, upper), _mm512_unpackhi_epi8(lower, upper)};
+  const __m512i high = _mm512_set1_epi32(static_cast<int>(0xffff0000));
+#pragma GCC unroll 2
+  for (size_t i = 0; i < 2; ++i) {
+    numbers[2 * i] = {{_mm512_castsi512_ps(_mm512_slli_epi32(pairs[i], 16))}};
+    numbers[2 * i + 1] = {{_mm512_castsi512_ps(_mm512_and_si512(pairs[i], high))}};
+  }
+}
+#endif
+
 }  // namespace
 }  // namespace graphopt
