@@ -7,11 +7,6 @@
 namespace graphopt {
 namespace {
 
-// How far the page that is read next lies behind this one, in bytes: its codes, and its scales.
-struct ToNext {
-  ptrdiff_t codes, scales;
-};
-
 // The longest row of factors: the channels of a head.
 constexpr size_t kMostFactors = 256;
 
@@ -55,9 +50,10 @@ inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i c
 
 // Products of `Rows` rows of factors with 16 numbers, whose codes are [unit][16][4].
 template <bool Narrow, size_t Rows>
-__attribute__((noinline)) void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count,
+__attribute__((noinline)) void multiply_codes(const Factors& factors, const uint8_t* codes, Ahead& ahead, size_t count,
                            Floats (&products)[Rows]) {
   const size_t units = count / (Narrow ? 8 : 4);
+  Ahead::Run asked = ahead.run;
   __m512i upper[Rows], lower[Rows];
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) upper[r] = lower[r] = _mm512_setzero_si512();
@@ -70,7 +66,7 @@ __attribute__((noinline)) void multiply_codes(const Factors& factors, const uint
   };
   for (size_t unit = 0; unit < units; ++unit, codes += kLine) {
     const __m512i line = _mm512_loadu_si512(codes);
-    prefetch_line(codes, to_next);
+    ahead.ask(&asked);
     if (Narrow) {
       const __m512i low = _mm512_set1_epi8(15);
       multiply(_mm512_and_si512(line, low), 8 * unit);
@@ -79,6 +75,7 @@ __attribute__((noinline)) void multiply_codes(const Factors& factors, const uint
       multiply(line, 4 * unit);
     }
   }
+  ahead.run = asked;
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) {
     const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r], 8), lower[r]);
@@ -89,11 +86,11 @@ __attribute__((noinline)) void multiply_codes(const Factors& factors, const uint
 // The same for any number of lines; finish(row, line, product) takes them. Lines go one by one, as they lie in memory:
 // so the processor foresees them.
 template <bool Narrow, size_t Rows, typename Finish>
-inline void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count, size_t lines,
+inline void multiply_codes(const Factors& factors, const uint8_t* codes, Ahead& ahead, size_t count, size_t lines,
                            const Finish& finish) {
   for (size_t line = 0; line < lines; ++line, codes += count / 4 * kLine / (Narrow ? 2 : 1)) {
     Floats products[Rows];
-    multiply_codes<Narrow, Rows>(factors, codes, to_next, count, products);
+    multiply_codes<Narrow, Rows>(factors, codes, ahead, count, products);
 #pragma GCC unroll 8
     for (size_t r = 0; r < Rows; ++r) finish(r, line, products[r]);
   }
@@ -101,7 +98,7 @@ inline void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff
 
 // Scores [rows, page] of a page of codes.
 template <bool Narrow>
-void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, const ToNext& to_next,
+void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, Ahead& ahead,
                         const float* scales, size_t size, size_t page, float* scores) {
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
@@ -113,14 +110,14 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
       Floats offset = all_lanes(0.f);
       for (size_t c = 0; c < size; c += kColumns) {
         const Floats q = load_line<Floats>(query + c);
-        if (!row && !r) prefetch_line(scales + c, to_next.scales), prefetch_line(scales + size + c, to_next.scales);
+        ahead.ask();
         offset = fused(q, load_line<Floats>(scales + c), offset);
         store_line(scaled + c, q * load_line<Floats>(scales + size + c));
       }
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, size);
     }
-    multiply_codes<Narrow, kRows>(factors, codes, to_next.codes, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_codes<Narrow, kRows>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
       store_line(scores + (row + r) * page + line * kColumns, x + all_lanes(offsets[r]));
     });
   });
@@ -129,7 +126,7 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
 // sums = sums * factors + weights times the values of a page of codes; what is not visible has the weight 0.
 template <bool Narrow>
 void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes,
-                          const ToNext& to_next, const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
+                          Ahead& ahead, const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
   const bool all = seen.all(page);
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
@@ -141,7 +138,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
       for (size_t t = 0; t < page; t += kColumns) {
         const Floats weight = load_line<Floats>(weights + (row + r) * page + t);
         Floats low = load_line<Floats>(scales + t), step = load_line<Floats>(scales + page + t);
-        if (!row && !r) prefetch_line(scales + t, to_next.scales), prefetch_line(scales + page + t, to_next.scales);
+        ahead.ask();
         if (!all) {  // 0 times no number is no number
           const int lane = static_cast<int>(t);
           const Integers mask =
@@ -154,7 +151,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, page);
     }
-    multiply_codes<Narrow, kRows>(factors, codes, to_next.codes, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_codes<Narrow, kRows>(factors, codes, ahead, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
       float* const to = sums + (row + r) * size + line * kColumns;
       store_line(to, fused(load_line<Floats>(to), all_lanes(before[row + r]), x + all_lanes(offsets[r])));
     });
