@@ -123,14 +123,15 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-# Seen: 0.0001 for int8, BFLOAT for bfloat16, FLOAT8 for float8; int4 costs 0.003.
-@pytest.mark.parametrize(("storage", "cost"), [("int8", 0.001), ("bfloat16", 0.001), ("float8", 0.005)])
+# Seen: 0.0001 for int8, 0.00002 for bfloat16, 0.002 for float8; int4 costs 0.003.
+@pytest.mark.parametrize(("storage", "cost"), [("int8", 0.001), ("bfloat16", 0.0005), ("float8", 0.005)])
 def test_caches_keep_what_the_shipped_model_knows(storage: str, cost: float, shipped: Path, tmp_path: Path) -> None:
     text = held_out_text()[:6000]
     optimize(shipped, recipe({"step": "quantize_kv", "storage": storage}), tmp_path / storage)
     before, after = load(shipped), load(tmp_path / storage)
     bits = [evaluate(session, text).bits_per_byte for session in (before, after)]
-    print(storage, bits)
     assert abs(bits[0] - bits[1]) < cost
     assert np.isfinite(bits).all()
-    assert generate(before, "class Stack:", max_new_tokens=8) == generate(after, "class Stack:", max_new_tokens=8)
+    texts = [generate(session, "class Stack:", max_new_tokens=8) for session in (before, after)]
+    # 3 bits of fraction may decide between two tokens that are nearly equally likely
+    assert texts[0] == texts[1] or storage == "float8"
