@@ -76,9 +76,9 @@ class SparseKV(Pass[SparseKVOptions]):
     How many pages a query needs depends on the query. With ``mass`` it reads as many as hold that share of the softmax
     of scale times the scores (top-p, Twilight, Lin et al. 2025), at most ``budget``. With ``channels`` only the largest
     channels of the queries that choose together make a score (SparQ, Ribar et al. 2024); a page's summary lies
-    together, so that saves no bytes here. With ``compensate`` what streaming drops is one token more: its mean key, with log N
-    added to the score for N tokens, and its mean value (RazorAttention). Such a model stays within its trained
-    positions, since the mean is of keys at any distance.
+    together, so that saves no bytes here. With ``compensate`` what streaming drops is one token more: its mean key,
+    with log N added to the score for N tokens, and its mean value (RazorAttention). Such a model stays within its
+    trained positions, since the mean is of keys at any distance.
 
     A layer with a window of its own reads no more than that already, and is left alone.
 
