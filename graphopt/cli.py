@@ -210,6 +210,8 @@ def heads(
         return print_json(found)
     out.print(heads_table(found))
     out.print(policies_table(found))
+    if found.windowed:
+        out.print(f"left out, as they have windows of their own: layers {', '.join(map(str, found.windowed))}")
     if output is not None:
         out.print(f"written: {output}. A recipe's step sparse_kv takes it as `heads: {output}`", soft_wrap=True)
     return None

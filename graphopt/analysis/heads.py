@@ -101,10 +101,9 @@ class HeadFigures(BaseModel):
 
 
 class LayerFigures(BaseModel):
-    """A layer: the N of its ``past_key_values.N``, the model's own window (0: none), its KV heads."""
+    """A layer: the N of its ``past_key_values.N``, and its KV heads."""
 
     number: int
-    window: int
     heads: tuple[HeadFigures, ...]
 
 
@@ -122,6 +121,7 @@ class Calibration(BaseModel):
         repeats: how often they stand in a sequence.
         policies: what was measured, by name; "streaming" is there.
         layers: the figures.
+        windowed: layers that have a window of their own and were left out: they read no more than that already.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -136,6 +136,7 @@ class Calibration(BaseModel):
     repeats: int
     policies: dict[str, ReadPolicy]
     layers: tuple[LayerFigures, ...]
+    windowed: tuple[int, ...] = ()
 
     @property
     def scores(self) -> HeadScores:
@@ -150,7 +151,6 @@ class Calibration(BaseModel):
                 for head in layer.heads
             )
             for layer in self.layers
-            if not layer.window
         }
         return HeadScores(origin=self.origin, layers=layers)
 

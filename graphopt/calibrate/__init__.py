@@ -97,7 +97,7 @@ def calibrate(
         on_stage("reading random tokens that repeat", len(parts), len(parts) + 1)
         repeated = Repeated.of(beginning_of(tokenizer), vocabulary, min(positions, LARGEST_WINDOW), seed)
         scores = _scores(opened, repeated, queries)
-        layers = [each.layer for each in opened.layers]
+        layers, windowed = [each.layer for each in opened.layers], opened.windowed
     return Calibration(
         origin=origin_of(source),
         model=source.manifest.source.name,
@@ -108,6 +108,7 @@ def calibrate(
         repeats=REPEATS,
         policies={name: _policy(options[name], of) for name, of in shares.items()},
         layers=tuple(_figures(layer, shares, scores) for layer in layers),
+        windowed=windowed,
     )
 
 
@@ -133,7 +134,7 @@ def attributes_of(layer: PagedLayer, options: SparseKVOptions) -> KVAttributes:
 def _shares(
     opened: Tap, parts: list[IntArray], asked: IntArray, options: Mapping[str, SparseKVOptions], on_stage: Progress
 ) -> Shares:
-    """Return the means over the windows; layers with a window of their own are measured within it."""
+    """Return the means over the windows of text."""
     sums: Shares = {name: {} for name in options}
     for done, part in enumerate(parts):
         on_stage("reading the text", done, len(parts) + 1)
@@ -160,9 +161,10 @@ def _scores(opened: Tap, repeated: Repeated, queries: int) -> dict[tuple[int, in
 def _policy(
     options: SparseKVOptions, shares: Mapping[tuple[int, int], tuple[np.ndarray[Any, Any], float]]
 ) -> ReadPolicy:
-    named = options.model_dump(include={"policy", "sinks", "recent", "budget", "summary", "page"}, exclude_none=True)
+    names = {"policy", "sinks", "recent"} | ({"budget", "summary", "page"} if options.policy == "retrieval" else set())
+    named = options.model_dump(include=names, exclude_none=True)
     read = [each[1] for each in shares.values()]
-    mass = np.concatenate([each[0] for each in shares.values()])
+    mass = np.concatenate([each[0] for each in shares.values()])  # heads of a model have groups of one size
     return ReadPolicy(attributes=named, read=float(np.mean(read)), kept=float(mass.mean()))
 
 
@@ -173,4 +175,4 @@ def _figures(layer: PagedLayer, shares: Shares, scores: Mapping[tuple[int, int],
         echo, induction = scores[place].tolist()
         masses = {name: tuple(of[place][0].tolist()) for name, of in shares.items()}
         heads.append(HeadFigures(induction=induction, echo=echo, kept=masses))
-    return LayerFigures(number=layer.number, window=layer.attributes.window, heads=tuple(heads))
+    return LayerFigures(number=layer.number, heads=tuple(heads))

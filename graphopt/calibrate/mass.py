@@ -11,8 +11,7 @@ import numpy.typing as npt
 from graphopt.calibrate.tap import Heads, Singles
 from graphopt.runtime_ops.kv_attention.append import Integers, append
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, KVAttributes
-from graphopt.runtime_ops.kv_attention.reference import scores, softmax_weights
-from graphopt.runtime_ops.kv_attention.stored import Reading, Stored, read_mask
+from graphopt.runtime_ops.kv_attention.stored import read_mask
 
 Doubles = npt.NDArray[np.float64]
 
@@ -60,26 +59,19 @@ def attention(heads: Heads, head: int, asked: Integers) -> tuple[Doubles, npt.ND
     Returns:
         float64 [n, G, m] and bool [n, m], m the tokens of the sequence. Rows sum to 1, less what a sink logit takes.
     """
-    layer, keys = heads.tapped.layer, heads.keys[head].astype(np.float64)
-    attrs = replace(layer.attributes, policies=(DENSE,), sinks=0)
+    attrs, keys = replace(heads.tapped.layer.attributes, policies=(DENSE,)), heads.keys[head].astype(np.float64)
     positions, q = np.arange(len(keys)), heads.queries[head, asked].astype(np.float64)
-    visible = read_mask(attrs, head, np.zeros((attrs.kv_heads, 0, 0)), q, asked, positions)
-    nothing, group = np.zeros((1, 1)), q.shape[1]
-    stored, logits = Stored(keys, nothing, nothing), heads.tapped.sink_logits
-    of_group = None if logits is None else logits[head * group : (head + 1) * group].astype(np.float64)
-    reading = Reading(
-        row=0,
-        columns=slice(0, len(asked)),
-        head=head,
-        q=q,
-        first_q=q,
-        keys=stored,
-        values=stored,
-        positions=positions,
-        is_read=visible,
-        sink_logits=of_group,
-    )
-    return softmax_weights(reading, scores(attrs, reading)), visible
+    visible = read_mask(attrs, head, np.zeros((attrs.kv_heads, 0, 0), np.float32), q, asked, positions)
+    scores = attrs.scale * (q @ keys.T)
+    if attrs.softcap:
+        scores = attrs.softcap * np.tanh(scores / attrs.softcap)
+    scores = np.where(visible[:, None], scores, -np.inf)
+    largest, group = scores.max(axis=-1, keepdims=True), q.shape[1]
+    sinks = heads.tapped.sink_logits
+    logit = np.full((group, 1), -np.inf) if sinks is None else sinks.reshape(-1, group, 1)[head].astype(np.float64)
+    largest = np.maximum(largest, logit)
+    weights = np.exp(scores - largest)
+    return weights / (weights.sum(axis=-1, keepdims=True) + np.exp(logit - largest)), visible
 
 
 def summaries(attrs: KVAttributes, keys: Singles) -> Singles:

@@ -62,11 +62,19 @@ class Heads:
 
 @dataclass(frozen=True)
 class Tap:
-    """A model that gives its queries and keys instead of its logits."""
+    """A model that gives its queries and keys instead of its logits.
+
+    Attributes:
+        session: of onnxruntime.
+        interface: of the model as it was.
+        layers: those that see all tokens before them.
+        windowed: the numbers of those that have a window of their own.
+    """
 
     session: onnxruntime.InferenceSession
     interface: Interface
     layers: tuple[TappedLayer, ...]
+    windowed: tuple[int, ...]
 
     def run(self, ids: IntArray) -> Iterator[Heads]:
         """Run a sequence, int64 [length], and yield what each layer multiplied.
@@ -101,9 +109,12 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     nodes = kv_nodes(model.graph)
     if not nodes:
         raise InputError(f"the attention of this model cannot be measured: {_reason(report)}")
+    windowed = tuple(layer_of(node).number for node in nodes if layer_of(node).attributes.window)
+    nodes = [node for node in nodes if not layer_of(node).attributes.window]
+    if not nodes:
+        raise InputError("every layer of this model has a window of its own: there are no heads to choose among")
     for node in nodes:
-        there = layer_of(node).attributes
-        if not there.window and set(there.policies) != {DENSE}:
+        if set(layer_of(node).attributes.policies) != {DENSE}:
             raise InputError(
                 "its heads have policies already, and what they do not read cannot be measured",
                 node=node.name,
@@ -118,7 +129,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     model.graph.outputs.extend(values.values())
     RemoveUnusedNodesPass()(model)
     with session_of(model) as session:
-        yield Tap(session, interface, layers)
+        yield Tap(session, interface, layers, windowed)
 
 
 def _tapped(node: ir.Node) -> TappedLayer:

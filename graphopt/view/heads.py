@@ -16,7 +16,7 @@ def heads_table(found: Calibration) -> Table:
         for number, head in enumerate(layer.heads):
             kept = (f"{_mean(head.kept[name]):.3f}" for name in found.policies)
             table.add_row(
-                f"{layer.number}{f' (window {layer.window})' if layer.window else ''}",
+                str(layer.number),
                 str(number),
                 f"{max(head.induction):.3f}",
                 f"{max(head.echo):.3f}",
@@ -29,7 +29,7 @@ def policies_table(found: Calibration) -> Table:
     """Show each policy: what it reads of the tokens, and what it keeps of attention."""
     table = Table("policy", "says", "tokens read", "attention kept")
     for name, policy in found.policies.items():
-        says = ", ".join(f"{key} {value}" for key, value in policy.attributes.items())
+        says = ", ".join(f"{key} {value}" for key, value in policy.attributes.items() if key != "policy")
         table.add_row(name, says, f"{policy.read:.1%}", f"{policy.kept:.1%}")
     return table
 
