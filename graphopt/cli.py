@@ -193,6 +193,8 @@ def heads(
     content = chosen_text(text, held_out, "graphopt heads MODEL --text FILE")
     if page not in PAGES:
         raise InputError(f"there are no pages of {page} tokens", remedy=f"choose one of {PAGES}")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError("there is no such folder to write to", file=output, remedy="make it, or choose another")
     options = SparseKVOptions.model_validate({"sinks": sinks, "recent": recent, "budget": budget, "page": page})
     with progress() as say:
         found = calibrate(
