@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
-from graphopt.runtime_ops.kv_attention.stored import page_scores
+from graphopt.runtime_ops.kv_attention.selection import page_scores
 from tools.bench import attention_state
 from tools.bench.haystack import Haystack, Needle
 

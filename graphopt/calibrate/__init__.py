@@ -127,6 +127,7 @@ Shares = dict[str, dict[tuple[int, int], tuple[np.ndarray[Any, Any], float]]]
 def attributes_of(layer: PagedLayer, options: SparseKVOptions) -> KVAttributes:
     """Return what the operator's attributes would be if all heads of the layer did as ``options`` say."""
     chosen = {name: getattr(options, name) for name in ("sinks", "recent", "budget", "summary")}
+    chosen |= {"mass": options.mass or 0.0, "channels": options.channels or 0}
     page = options.page or layer.attributes.page
     return replace(layer.attributes, policies=(NUMBERS[options.policy],), page=page, storage="float32", **chosen)
 
@@ -161,7 +162,10 @@ def _scores(opened: Tap, repeated: Repeated, queries: int) -> dict[tuple[int, in
 def _policy(
     options: SparseKVOptions, shares: Mapping[tuple[int, int], tuple[np.ndarray[Any, Any], float]]
 ) -> ReadPolicy:
-    names = {"policy", "sinks", "recent"} | ({"budget", "summary", "page"} if options.policy == "retrieval" else set())
+    names = {"policy", "sinks", "recent"}
+    names |= {"budget", "summary", "mass", "channels", "page"} if options.policy == "retrieval" else set()
+        {"budget", "summary", "mass", "channels", "page"} if options.policy == "retrieval" else set()
+    )
     named = options.model_dump(include=names, exclude_none=True)
     read = [each[1] for each in shares.values()]
     mass = np.concatenate([each[0] for each in shares.values()])  # heads of a model have groups of one size
