@@ -164,8 +164,6 @@ def _policy(
 ) -> ReadPolicy:
     names = {"policy", "sinks", "recent"}
     names |= {"budget", "summary", "mass", "channels", "page"} if options.policy == "retrieval" else set()
-        {"budget", "summary", "mass", "channels", "page"} if options.policy == "retrieval" else set()
-    )
     named = options.model_dump(include=names, exclude_none=True)
     read = [each[1] for each in shares.values()]
     mass = np.concatenate([each[0] for each in shares.values()])  # heads of a model have groups of one size
