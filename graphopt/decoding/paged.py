@@ -23,9 +23,9 @@ from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
+from graphopt.memory import available_memory
 from graphopt.runtime import import_onnxruntime
 from graphopt.runtime_ops.kv_attention.attributes import StateTensor
-from graphopt.verify import available_memory
 
 if TYPE_CHECKING:
     import onnxruntime

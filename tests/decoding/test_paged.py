@@ -64,6 +64,31 @@ def test_the_same_tokens_as_with_caches_that_grow(
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
 
 
+STREAMING = {"policy": "streaming", "sinks": 4, "recent": 24, "page": 16}
+RETRIEVAL = {"policy": "retrieval", "sinks": 4, "recent": 16, "budget": 2, "page": 16}
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("quantize_kv", {"storage": "int8", "page": 16}),
+        ("quantize_kv", {"storage": "int4", "page": 16}),
+        ("sparse_kv", STREAMING),
+        ("sparse_kv", RETRIEVAL),
+        ("sparse_kv", RETRIEVAL | {"summary": "mean"}),
+    ],
+)
+def test_the_same_tokens_without_the_library(
+    step: str, options: dict[str, Any], make_session: Callable[..., Session]
+) -> None:
+    prompts = ["def f(x):\n    return g(x, [y for y in range(10)])\n" * 2, "x"]
+    texts = [
+        generate(make_session("llama", step, native=native, **options), prompts, max_new_tokens=60)
+        for native in (True, False)
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_rows_that_ended_and_padding_cost_no_room(make_session: Callable[..., Session]) -> None:
     session = make_session("llama", page=16)
     decoder = Decoder(session, 2)
