@@ -27,7 +27,7 @@ from graphopt.errors import VerificationError
 from graphopt.memory import available_memory
 from graphopt.passes.base import Effect, Pass
 from graphopt.rotations.claims import Claims
-from graphopt.runtime import open_session
+from graphopt.runtime import open_session, run
 from graphopt.weights import map_on_demand
 
 TOLERANCE = 1e-4
@@ -253,7 +253,7 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: b
     past, rows = interface.empty_past(_BATCH, probe.input_ids.shape[1]), []
     for start, end, compared in probe.calls:
         feeds = interface.feeds(probe.input_ids[:, start:end], probe.attention_mask[:, :end], past)
-        logits, *present = session.run(["logits", *interface.present], feeds)
+        logits, *present = run(session, ["logits", *interface.present], feeds)
         past = dict(zip(interface.past, present, strict=True))
         if compared:
             rows.append(logits)
