@@ -31,8 +31,12 @@ class SparseKVOptions(Options):
         layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read.
-        budget: pages that retrieval reads besides.
+        budget: pages that retrieval reads besides, at most. 0 with ``mass`` sets no limit.
         summary: what a page is judged by: "bounds", the range of each channel of its keys, or "mean", their mean.
+        mass: share, over 0 and up to 1, of the softmax of the pages' scores: retrieval reads the fewest pages that have
+            it together. ``None`` reads as many as ``budget`` says.
+        channels: of a query, those that are largest, by which retrieval judges pages; ``None`` for all.
+        compensate: whether heads that stream read one token more, the mean of those that they dropped.
         page: tokens of a page; ``None`` leaves what is there, 64 where nothing is.
     """
 
@@ -43,6 +47,9 @@ class SparseKVOptions(Options):
     recent: Annotated[int, Field(ge=1, le=1 << 30)] = 256
     budget: Annotated[int, Field(ge=0, le=1 << 30)] = 16
     summary: Literal["bounds", "mean"] = "bounds"
+    mass: Annotated[float, Field(gt=0, le=1)] | None = None
+    channels: Annotated[int, Field(ge=1)] | None = None
+    compensate: bool = False
     page: Page | None = None
 
 
@@ -56,7 +63,7 @@ class SparseKV(Pass[SparseKVOptions]):
     after::
 
         KVAttention(q, k, v, ...; policies=[1], sinks, recent)                   j < sinks or j > p - recent
-        KVAttention(q, k, v, ..., summaries; policies=[2], budget)               and the best pages besides
+        KVAttention(q, k, v, ..., summaries; policies=[2], budget, mass)         and the best pages besides
 
     Streaming: the first tokens take the attention that has nowhere to go, so they stay (StreamingLLM, Xiao et al. 2024;
     LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing, and if all layers do,
@@ -65,6 +72,13 @@ class SparseKV(Pass[SparseKVOptions]):
     Tang et al. 2024), or that of its mean key (TriForce, Sun et al. 2024); query heads that share a KV head choose
     together. Some heads look far and others do not, so policies may be given per layer and head (RazorAttention, Tang
     et al. 2024; LServe, Yang et al. 2025). With a budget of all pages retrieval is dense attention.
+
+    How many pages a query needs depends on the query. With ``mass`` it reads as many as hold that share of the softmax
+    of scale times the scores (top-p, Twilight, Lin et al. 2025), at most ``budget``. With ``channels`` only the largest
+    channels of the queries that choose together make a score (SparQ, Ribar et al. 2024): that saves arithmetic, and no
+    bytes, as a page's summary lies together. With ``compensate`` what streaming drops is one token more: its mean key,
+    with log N added to the score for N tokens, and its mean value (RazorAttention). Such a model stays within its
+    trained positions, since the mean is of keys at any distance.
 
     A layer with a window of its own reads no more than that already, and is left alone.
 
@@ -80,6 +94,7 @@ class SparseKV(Pass[SparseKVOptions]):
         """See :class:`Pass`: more than is always read and, for retrieval, chosen besides."""
         page = self.options.page or _PAGE
         chosen = (self.options.budget + 2) * page if self.options.policy == "retrieval" else 0
+        chosen = chosen or 2 * page * self.options.compensate
         return self.options.sinks + self.options.recent + chosen + 2 * page
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
@@ -89,6 +104,7 @@ class SparseKV(Pass[SparseKVOptions]):
             InputError: the options name a layer that the graph has not, or another number of heads than it has.
         """
         page_attention(model, ledger, self.options.page or _PAGE)
+        self._check()
         nodes = {layer_of(node).number: node for node in kv_nodes(model.graph)}
         unknown = sorted(self.options.layers.keys() - nodes.keys())
         if unknown and nodes:
@@ -101,6 +117,18 @@ class SparseKV(Pass[SparseKVOptions]):
         unbind_positions(model.graph, ledger)
         describe(model)
         declare(model)
+
+    def _check(self) -> None:
+        """Refuse options that no head would follow."""
+        chosen = self.options
+        named = {policy for each in chosen.layers.values() for policy in ([each] if isinstance(each, str) else each)}
+        named.add(chosen.policy)
+        for name, policy in (("mass", "retrieval"), ("channels", "retrieval"), ("compensate", "streaming")):
+            if getattr(chosen, name) and policy not in named:
+                raise InputError(
+                    f"the step sparse_kv says {name}, which is for heads of the policy {policy}, and gives none that",
+                    remedy=f"leave {name} out, or give {policy} as the policy or among the layers",
+                )
 
     def _rewrite_node(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
         layer = layer_of(node)
@@ -119,18 +147,37 @@ class SparseKV(Pass[SparseKVOptions]):
         if set(policies) == {"dense"}:
             ledger.skipped(node, "the recipe leaves it dense")
             return
+        if chosen.channels is not None and chosen.channels > layer.head_size:
+            raise InputError(
+                f"the step sparse_kv judges pages by {chosen.channels} channels, and a head has {layer.head_size}",
+                node=node.name,
+                remedy=f"give {layer.head_size} at most, or leave channels out",
+            )
+        retrieves, streams = "retrieval" in policies, "streaming" in policies
         update: dict[str, Any] = {
             "policies": tuple(_NUMBERS[policy] for policy in policies),
             "page": page,
             "sinks": chosen.sinks,
             "recent": chosen.recent,
-            "budget": chosen.budget if "retrieval" in policies else 0,
+            "budget": chosen.budget if retrieves else 0,
             "summary": chosen.summary,
+            "mass": (chosen.mass or 0.0) if retrieves else 0.0,
+            "channels": (chosen.channels or 0) if retrieves else 0,
+            "compensate": int(chosen.compensate and streams),
         }
         change(graph, node, update)
-        besides = f", besides {chosen.budget} pages by {chosen.summary}" if "retrieval" in policies else ""
+        besides = f", besides {self._pages()}" if retrieves else ""
+        besides += ", and the mean of what streaming drops" if chosen.compensate and streams else ""
         heads = policies[0] if len(policies) == 1 else ", ".join(policies)
         ledger.changed(node, f"{heads}: reads {chosen.sinks} first and {chosen.recent} newest tokens{besides}", [node])
+
+    def _pages(self) -> str:
+        chosen = self.options
+        pages = f"{chosen.budget} pages"
+        if chosen.mass is not None:
+            pages = f"pages with {chosen.mass} of the mass" + (f", {pages} at most," if chosen.budget else "")
+        channels = "" if chosen.channels is None else f" in the largest {chosen.channels} channels"
+        return f"{pages} by {chosen.summary}{channels}"
 
     def _policies(self, layer: PagedLayer, node: ir.Node) -> tuple[Policy, ...]:
         given = self.options.layers.get(layer.number, self.options.policy)
