@@ -251,16 +251,24 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: b
     """
     session = open_session(path, entries=entries, native=native)
     interface = Interface.of_session(session)
-    past, rows = interface.empty_past(_BATCH, probe.input_ids.shape[1]), []
+    # What cannot have padding may take several new tokens onto a cache in one row only (GroupQueryAttention).
+    rows = [slice(None)] if interface.pads else [slice(row, row + 1) for row in range(_BATCH)]
+    made = np.concatenate([_run_rows(session, interface, probe, each) for each in rows])
+    taken: npt.NDArray[np.float64] = made[probe.compared] if made.shape[1] == _LENGTH else made
+    return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+
+
+def _run_rows(session: Any, interface: Interface, probe: Probe, rows: slice) -> npt.NDArray[Any]:
+    """Return the logits [batch, columns, vocabulary] of some rows of ``probe``."""
+    ids, mask = probe.input_ids[rows], probe.attention_mask[rows]
+    past, found = interface.empty_past(len(ids), ids.shape[1]), []
     for start, end, compared in probe.calls:
-        feeds = interface.feeds(probe.input_ids[:, start:end], probe.attention_mask[:, :end], past)
+        feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
         logits, *present = session.run(["logits", *interface.present], feeds)
         past = dict(zip(interface.past, present, strict=True))
         if compared:
-            rows.append(logits)
-    made = np.concatenate(rows, axis=1)
-    taken: npt.NDArray[np.float64] = made[probe.compared] if made.shape[1] == _LENGTH else made
-    return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+            found.append(logits)
+    return np.concatenate(found, axis=1)
 
 
 def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:

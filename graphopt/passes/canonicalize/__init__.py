@@ -12,10 +12,13 @@ from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.canonicalize.cleanup import merge_and_prune, split_gemm
 from graphopt.passes.canonicalize.flattened import drop_idle_reshapes, unflatten_products
+from graphopt.passes.canonicalize.fused_norms import lift_fused_norms
+from graphopt.passes.canonicalize.group_query import lift_group_query
 from graphopt.passes.canonicalize.layouts import store_layouts
 from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
 from graphopt.passes.canonicalize.rotary import lift_rotary
+from graphopt.passes.canonicalize.rotary_tables import Angles, lift_rotary_tables
 
 
 class CanonicalizeOptions(Options):
@@ -64,8 +67,12 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         store_layouts(model, ledger)
         drop_idle_reshapes(model, ledger)
         unflatten_products(model, ledger)
+        lift_fused_norms(model, ledger)
         lift_norms(model, ledger)
         lift_rotary(model, ledger)
+        angles = Angles(model, ledger)
+        lift_rotary_tables(model, angles, ledger)
+        lift_group_query(model, angles, ledger)
         group_heads(model, ledger)
         take_cache(model, ledger)
         lift_masks(model, ledger)
