@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from graphopt.analysis.interface import Interface
 from graphopt.certificate.report import Finding, Status
-from graphopt.errors import VerificationError
+from graphopt.errors import InputError, VerificationError
 from graphopt.passes.base import Effect, Pass
 from graphopt.rotations.claims import Claims
 from graphopt.runtime import open_session
@@ -138,13 +138,18 @@ class Verifier:
         """Run the model as it came in.
 
         Raises:
-            InputError: onnxruntime cannot load it.
+            InputError: onnxruntime cannot load it, or cannot run it.
             VerificationError: it computes NaN or infinity to begin with.
         """
         self.why_not = _why_not(model) if self._may_run else "the caller asked not to run the model"
         if self.why_not is not None:
             return
-        self._first = self._logits = self._run(model)
+        try:
+            self._first = self._logits = self._run(model)
+        except InputError:
+            raise
+        except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+            raise InputError(f"onnxruntime cannot run the model as it came in: {error}") from error
         if not np.isfinite(self._first).all():
             raise VerificationError("the model computes NaN or infinite logits before any pass", tensor="logits")
 
