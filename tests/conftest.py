@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,26 @@ def make_artifact(
             output = tmp_path_factory.mktemp("artifacts") / family
             export(make_folder(family), output)
             made[family] = output
+        return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that builds a family with onnxruntime-genai's model builder and gives the folder."""
+    made: dict[str, Path] = {}
+
+    def make(family: str) -> Path:
+        if family not in made:
+            builder = pytest.importorskip("onnxruntime_genai.models.builder")
+            source, folder = tmp_path_factory.mktemp("sources") / family, tmp_path_factory.mktemp("built") / family
+            shutil.copytree(make_folder(family), source)
+            if not (source / "tokenizer.json").is_file():
+                save_tokenizer(source)
+            options = ("", str(source), str(folder), "fp32", "cpu", str(folder / "cache"))
+            builder.create_model(*options, **builder.parse_extra_options(*options, ["hf_token=false"]))
+            made[family] = folder
         return made[family]
 
     return make

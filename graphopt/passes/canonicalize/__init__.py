@@ -19,6 +19,7 @@ from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
 from graphopt.passes.canonicalize.rotary import lift_rotary
 from graphopt.passes.canonicalize.rotary_tables import Angles, lift_rotary_tables
+from graphopt.passes.canonicalize.scores import lift_scores
 
 
 class CanonicalizeOptions(Options):
@@ -73,6 +74,7 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         angles = Angles(model, ledger)
         lift_rotary_tables(model, angles, ledger)
         lift_group_query(model, angles, ledger)
+        lift_scores(model, ledger)
         group_heads(model, ledger)
         take_cache(model, ledger)
         lift_masks(model, ledger)
