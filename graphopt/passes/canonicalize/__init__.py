@@ -11,7 +11,7 @@ from graphopt.errors import InputError
 from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.canonicalize.cleanup import merge_and_prune, split_gemm
-from graphopt.passes.canonicalize.flattened import drop_idle_reshapes, unflatten_products
+from graphopt.passes.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
 from graphopt.passes.canonicalize.fused_norms import lift_fused_norms
 from graphopt.passes.canonicalize.group_query import lift_group_query
 from graphopt.passes.canonicalize.layouts import store_layouts
@@ -20,6 +20,7 @@ from graphopt.passes.canonicalize.norms import lift_norms
 from graphopt.passes.canonicalize.rotary import lift_rotary
 from graphopt.passes.canonicalize.rotary_tables import Angles, lift_rotary_tables
 from graphopt.passes.canonicalize.scores import lift_scores
+from graphopt.passes.canonicalize.shapes import state_shapes
 
 
 class CanonicalizeOptions(Options):
@@ -64,9 +65,11 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         """Run the lifts in order; each leaves the graph valid."""
         raise_opset(model, ledger)
         merge_and_prune(model, ledger)
+        state_shapes(model, ledger)
         split_gemm(model, ledger)
         store_layouts(model, ledger)
         drop_idle_reshapes(model, ledger)
+        drop_idle_casts(model, ledger)
         unflatten_products(model, ledger)
         lift_fused_norms(model, ledger)
         lift_norms(model, ledger)
@@ -98,7 +101,7 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
 
     remedy = f"export the model with opset {oldest}"
     try:
-        version_converter.convert_version(model, oldest)
+        version_converter.convert_version(model, oldest, fallback=True)
     except Exception as error:
         raise InputError(f"opset {opset} cannot be raised to {oldest} ({error})", remedy=remedy) from error
     if model.opset_imports.get("") != oldest:
