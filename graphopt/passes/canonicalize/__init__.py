@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar, Literal
 
 import onnx_ir as ir
@@ -100,10 +101,16 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
     from onnxscript import version_converter
 
     remedy = f"export the model with opset {oldest}"
+    log = logging.getLogger("onnxscript.version_converter")
+    level = log.level
     try:
+        # It warns that opsets before 18 are raised by onnx itself, which is what the fallback is for.
+        log.setLevel(logging.ERROR)
         version_converter.convert_version(model, oldest, fallback=True)
     except Exception as error:
         raise InputError(f"opset {opset} cannot be raised to {oldest} ({error})", remedy=remedy) from error
+    finally:
+        log.setLevel(level)
     if model.opset_imports.get("") != oldest:
         raise InputError(f"opset {opset} cannot be raised to {oldest}", remedy=remedy)
     ledger.report_change("graph", f"opset {opset} raised to {oldest}")

@@ -14,6 +14,7 @@ from onnxscript.optimizer import fold_constants
 from graphopt.errors import MissingDependencyError
 from graphopt.passes.base import Ledger
 from graphopt.passes.canonicalize.cleanup import merge_and_prune
+from graphopt.passes.canonicalize.inserting import Inserter
 from graphopt.passes.products import shared
 from graphopt.weights import weight_of
 
@@ -47,12 +48,18 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     ledger.report_change("graph", f"stated the shapes of {stated} value(s) that had none, or only in part")
     # Sizes are known now: what computed half a head's, or the target of a reshape, is a constant.
     _pick_sizes(model)
-    if fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer).modified:
-        merge_and_prune(model, ledger)
+    fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer)
+    merge_and_prune(model, ledger)
 
 
 def _pick_sizes(model: ir.Model) -> None:
-    """Replace sizes that are picked out of a shape, where they are known, by constants."""
+    """Read sizes that are picked out of a shape off constants, where they are known, or off the tokens.
+
+    Whoever asks a residual stream for the batch and the length would keep it from being rotated.
+    """
+    tokens = next(
+        (value for value in model.graph.inputs if value.name == "input_ids" and value.shape is not None), None
+    )
     for node in list(model.graph):
         shape = node.inputs[0].producer() if node.op_type == "Gather" and node.inputs[0] is not None else None
         index = weight_of(node, 1)
@@ -62,10 +69,26 @@ def _pick_sizes(model: ir.Model) -> None:
             continue
         dims = list(shape.inputs[0].shape)[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", 99)]
         place = np.asarray(index.const_value.numpy())
-        if int(place.item()) >= len(dims) or not isinstance(size := dims[int(place.item())], int):
+        if not -len(dims) <= place.item() < len(dims) or node.outputs[0].is_graph_output():
             continue
-        known = shared(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
-        node.outputs[0].replace_all_uses_with(known)
+        size = dims[place.item()]
+        if isinstance(size, int):
+            known = shared(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
+            node.outputs[0].replace_all_uses_with(known)
+        elif tokens is not None and shape.inputs[0] is not tokens:
+            _pick_from_tokens(model.graph, node, size, tokens, scalar=place.ndim == 0)
+
+
+def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, tokens: ir.Value, *, scalar: bool) -> None:
+    assert tokens.shape is not None
+    dims = list(tokens.shape)
+    if size.value is None or size not in dims:
+        return
+    axis, insert = dims.index(size), Inserter(graph, node, node.name or "size")
+    picked = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=axis, end=axis + 1)
+    if scalar:
+        picked = insert.op("Squeeze", [picked], [], ir.DataType.INT64)
+    node.outputs[0].replace_all_uses_with(picked)
 
 
 def _is_small_integer(node: ir.Node) -> bool | None:
