@@ -220,7 +220,13 @@ def _with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value
     dims = [None] * 4 if mask.shape is None else list(mask.shape)
     if len(dims) < 2 or dims[-2] not in (1, None):
         return mask
-    length = insert.op("Shape", [query], [1], ir.DataType.INT64, "length", start=2, end=3)
+    source, axis = query, 2
+    for tokens in insert.graph.inputs:
+        same = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:] == [query.shape[2]]
+        if tokens.name == "input_ids" and same:
+            # So that what the mask means can be found out without running what makes the queries.
+            source, axis = tokens, 1
+    length = insert.op("Shape", [source], [1], ir.DataType.INT64, "length", start=axis, end=axis + 1)
     shape = [insert.integers([1] * (len(dims) - 2)), length, insert.integers([1])]
     target = insert.op("Concat", shape[len(dims) == 2 :], [len(dims)], ir.DataType.INT64, "mask_shape", axis=0)
     dims[-2] = None if query.shape is None else query.shape[2]
