@@ -217,7 +217,7 @@ def _mask(insert: Inserter, masks: tuple[tuple[ir.Value, bool], ...]) -> ir.Valu
 
 def _with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
     """Return ``mask`` with its query axis spelled out: onnxruntime's Attention does not broadcast it."""
-    dims = [None] * 4 if mask.shape is None else list(mask.shape)
+    dims: list[int | str | ir.SymbolicDim | None] = [None] * 4 if mask.shape is None else list(mask.shape)
     if len(dims) < 2 or dims[-2] not in (1, None):
         return mask
     source, axis = query, 2

@@ -114,7 +114,7 @@ def _without_weights(model: ir.Model) -> ir.Model:
         tensor = value.const_value
         if tensor is None or (tensor.size <= _SMALL and not tensor.dtype.is_floating_point()):
             continue
-        value.dtype, value.shape = tensor.dtype, ir.Shape(list(tensor.shape))
+        value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape.numpy())
         del copy.graph.initializers[name]
         value.const_value = None
         copy.graph.inputs.append(value)
