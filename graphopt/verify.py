@@ -11,7 +11,6 @@ others. An exact pass may move them by rounding only and is refused otherwise; a
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +26,10 @@ from graphopt.analysis.contrib import contrib_nodes
 from graphopt.analysis.interface import Interface
 from graphopt.certificate.report import Finding, Status
 from graphopt.errors import InputError, VerificationError
+from graphopt.memory import available_memory
 from graphopt.passes.base import Effect, Pass
 from graphopt.rotations.claims import Claims
-from graphopt.runtime import open_session
+from graphopt.runtime import open_session, run
 from graphopt.weights import map_on_demand
 
 TOLERANCE = 1e-4
@@ -290,7 +290,7 @@ def _run_rows(session: Any, interface: Interface, probe: Probe, rows: slice) -> 
     past, found = interface.empty_past(len(ids), ids.shape[1]), []
     for start, end, compared in probe.calls:
         feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
-        logits, *present = session.run(["logits", *interface.present], feeds)
+        logits, *present = run(session, ["logits", *interface.present], feeds)
         past = dict(zip(interface.past, present, strict=True))
         if compared:
             found.append(logits)
@@ -301,15 +301,6 @@ def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
     """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
     most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - _LENGTH))
     return min(most, max((step.context for step in passes), default=0))
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that a new process could have: what Linux says, elsewhere what is plainly free."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _why_not(model: ir.Model) -> str | None:

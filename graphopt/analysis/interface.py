@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
@@ -42,6 +43,8 @@ _DTYPES = {
     "tensor(double)": np.float64,
     "tensor(int64)": np.int64,
     "tensor(uint8)": np.uint8,
+    "tensor(bfloat16)": ml_dtypes.bfloat16,
+    "tensor(float8e4m3fn)": ml_dtypes.float8_e4m3fn,
 }
 
 

@@ -23,9 +23,9 @@ from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
-from graphopt.runtime import import_onnxruntime
+from graphopt.memory import available_memory
+from graphopt.runtime import ort_value
 from graphopt.runtime_ops.kv_attention.attributes import StateTensor
-from graphopt.verify import available_memory
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -61,9 +61,8 @@ class State:
 
     def hold(self, array: Array, sets: int) -> None:
         """Let the state lie in ``array``, and in as many more of its kind as there are sets."""
-        ort = import_onnxruntime()
         self.arrays = [array, *(aligned_zeros(array.shape, array.dtype) for _ in range(sets - 1))]
-        self.values = [ort.OrtValue.ortvalue_from_numpy(each) for each in self.arrays]
+        self.values = [ort_value(each) for each in self.arrays]
 
 
 class PagedCache:
@@ -313,6 +312,16 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     return _room.take(size).view(dtype).reshape(shape)
 
 
+def _mapped(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    # Shared memory, which is what Python takes otherwise, has no large pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class _Room:
     """Memory in large pages of the system, which a step walks through much faster: small arrays share them.
 
@@ -328,10 +337,7 @@ class _Room:
         """Return ``size`` bytes of zeros."""
         with self._lock:
             if size > len(self._block) - self._used:
-                memory = mmap.mmap(-1, max(size, _BLOCK) + _LARGE_PAGE)
-                if hasattr(mmap, "MADV_HUGEPAGE"):
-                    with contextlib.suppress(OSError):  # a system without them
-                        memory.madvise(mmap.MADV_HUGEPAGE)
+                memory = _mapped(max(size, _BLOCK) + _LARGE_PAGE)
                 raw = np.frombuffer(memory, np.uint8)
                 self._block, self._used = raw[-raw.ctypes.data % _LARGE_PAGE :], 0
             begin = self._used
