@@ -23,6 +23,9 @@ from graphopt.session import Session
 Prompt = str | Sequence[int]
 Stopped = Literal["end of text", "length", "positions"]
 
+_AHEAD = 512
+"""New tokens that a cache in pages makes room for before the first: more may never come, as a text may end."""
+
 _AT_LENGTH: Stopped = "length"
 _AT_POSITIONS: Stopped = "positions"
 
@@ -176,7 +179,7 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int
 
 
 def _steps(session: Session, rows: Sequence[_Row], sampling: Sampling) -> Iterator[Step]:
-    decoder = Decoder(session, len(rows))
+    decoder = Decoder(session, len(rows), expected=max(len(row.prompt) + min(row.limit, _AHEAD) for row in rows))
     eos = session.manifest.model.eos_token_ids
     ids, mask = _padded_left([row.prompt for row in rows])
     while True:
