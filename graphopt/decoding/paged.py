@@ -107,6 +107,7 @@ class PagedCache:
         # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
         self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
         self._bound: onnxruntime.IOBinding | None = None
+        self._roomy = 0  # tokens for which each layer has pages that need not go round
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
 
     @property
@@ -139,13 +140,20 @@ class PagedCache:
             InputError: that needs more memory than there is; nothing has changed then.
         """
         longest = int(tokens.max())
+        if longest <= self._roomy:
+            return
         needed = [layer.pages(longest, new_tokens) for layer in self.layers]
         if any(need > have for need, have in zip(needed, self._pages, strict=True)):
             self._grow(needed, stored, longest, new_tokens)
+            self._note_room()
         for layer, pages, oldest in zip(self.layers, self._pages, self.oldest, strict=True):
             if longest > pages * layer.attributes.page:
                 whole = -(-tokens // layer.attributes.page)
                 np.maximum(oldest, whole - (pages - layer.attributes.first_pages), out=oldest)
+
+    def _note_room(self) -> None:
+        rooms = (pages * layer.attributes.page for layer, pages in zip(self.layers, self._pages, strict=True))
+        self._roomy = min(rooms, default=0)
 
     def _grow(self, needed: list[int], stored: IntArray, longest: int, new_tokens: int) -> None:
         most = max(longest, self._max_tokens or 1 << 62)
@@ -249,6 +257,7 @@ class PagedCache:
                 array[...] = contents[state.past]
                 state.hold(array, self._sets)
             self._pages[index] = pages[index]
+        self._note_room()
 
     def _demand(self, pages: list[int], what: str) -> None:
         """Refuse caches of these pages where there is not enough memory."""
