@@ -326,6 +326,16 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
     return _room.take(size).view(dtype).reshape(shape)
 
 
+def _mapped(size: int) -> mmap.mmap:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return mmap.mmap(-1, size)
+    # Shared memory, which is what Python takes otherwise, has no large pages.
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a system without them
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
 class _Room:
     """Memory in large pages of the system, which a step walks through much faster: small arrays share them.
 
@@ -341,10 +351,7 @@ class _Room:
         """Return ``size`` bytes of zeros."""
         with self._lock:
             if size > len(self._block) - self._used:
-                memory = mmap.mmap(-1, max(size, _BLOCK) + _LARGE_PAGE)
-                if hasattr(mmap, "MADV_HUGEPAGE"):
-                    with contextlib.suppress(OSError):  # a system without them
-                        memory.madvise(mmap.MADV_HUGEPAGE)
+                memory = _mapped(max(size, _BLOCK) + _LARGE_PAGE)
                 raw = np.frombuffer(memory, np.uint8)
                 self._block, self._used = raw[-raw.ctypes.data % _LARGE_PAGE :], 0
             begin = self._used

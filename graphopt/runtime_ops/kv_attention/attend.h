@@ -164,21 +164,21 @@ struct Reader {
 
   template <bool Narrow>
   void read_codes(int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values, const float* scales,
-                  ptrdiff_t to_next) const {
+                  Ahead ahead) const {
     const size_t size = layout.size, page = layout.page, lines = page / kColumns;
 #if defined(__AVX512VNNI__)
     score(logical, lines, [&](const float* from, float* scores) {
-      multiply_key_codes<Narrow>(from, rows, keys, to_next, scales, size, page, scores);
+      multiply_key_codes<Narrow>(from, rows, keys, ahead, scales, size, page, scores);
     });
     weigh_rows(lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, to_next, scales + 2 * size,
+      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, ahead, scales + 2 * size,
                                    seen, size, page, partial.values + row * size);
     });
 #else
     decode_keys<Narrow>(keys, scales, size, page, desk.keys);
     decode_values<Narrow>(values, scales + 2 * size, size, page, desk.values);
-    (void)to_next;
+    (void)ahead;
     read(logical, alike, lines, desk.keys, desk.values, 0);
 #endif
   }
@@ -231,11 +231,13 @@ struct Reader {
     const auto* const key_codes = reinterpret_cast<const uint8_t*>(keys);
     const auto* const value_codes = reinterpret_cast<const uint8_t*>(values);
     const float* const scales = state.scales + physical * scales_size;
-    for (size_t i = 0; i < scales_size; i += kColumns) {
-      prefetch_line(scales + i, pages_on * static_cast<ptrdiff_t>(scales_size * sizeof(float)));
+    Ahead ahead;
+    if (pages_on) {
+      ahead.add(keys + to_next, bytes), ahead.add(values + to_next, bytes);
+      ahead.add(scales + pages_on * static_cast<ptrdiff_t>(scales_size), scales_size * sizeof(float));
     }
-    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, to_next);
-    return read_codes<true>(logical, alike, key_codes, value_codes, scales, to_next);
+    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, ahead);
+    return read_codes<true>(logical, alike, key_codes, value_codes, scales, ahead);
   }
 };
 

@@ -42,85 +42,63 @@ struct Factors {
 };
 
 // sum + the products of the 4 codes of each lane with 4 factors. Left to itself the compiler copies sums around.
-inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i codes, __m512i factors) {
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(factors));
-}
-
-inline __m512i load_four(const int8_t* factors) {
+inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i codes, const int8_t* factors) {
   int32_t word;
   __builtin_memcpy(&word, factors, sizeof word);
-  return _mm512_set1_epi32(word);
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(_mm512_set1_epi32(word)));
 }
 
-// Products of `Rows` rows of factors with `Lines` lines of 16 numbers, whose codes are [line][unit][16][4].
-template <bool Narrow, size_t Rows, size_t Lines>
-__attribute__((noinline)) void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count,
-                           Floats (&products)[Rows][Lines]) {
-  const size_t bytes = count / 4 * kLine / (Narrow ? 2 : 1);
-  __m512i upper[Rows][Lines], lower[Rows][Lines];
+// Products of `Rows` rows of factors with 16 numbers, whose codes are [unit][16][4].
+template <bool Narrow, size_t Rows>
+__attribute__((noinline)) void multiply_codes(const Factors& factors, const uint8_t* codes, Ahead& ahead, size_t count,
+                           Floats (&products)[Rows]) {
+  const size_t units = count / (Narrow ? 8 : 4);
+  Ahead::Run asked = ahead.run;
+  __m512i upper[Rows], lower[Rows];
 #pragma GCC unroll 8
-  for (size_t r = 0; r < Rows; ++r) {
+  for (size_t r = 0; r < Rows; ++r) upper[r] = lower[r] = _mm512_setzero_si512();
+  const auto multiply = [&](__m512i four, size_t factor) __attribute__((always_inline)) {
 #pragma GCC unroll 8
-    for (size_t i = 0; i < Lines; ++i) upper[r][i] = lower[r][i] = _mm512_setzero_si512();
-  }
-  constexpr size_t kFours = Narrow ? 2 : 1;
-  for (size_t at = 0; at < bytes; at += kLine) {
-    __m512i four[kFours][Lines];
-#pragma GCC unroll 8
-    for (size_t i = 0; i < Lines; ++i) {
-      const __m512i line = _mm512_loadu_si512(codes + i * bytes + at), low = _mm512_set1_epi8(15);
-      prefetch_line(codes + i * bytes + at, to_next);
-      four[0][i] = Narrow ? _mm512_and_si512(line, low) : line;
-      if (Narrow) four[kFours - 1][i] = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
-    }
-    const size_t factor = at / kLine * 4 * kFours;
-#pragma GCC unroll 2
-    for (size_t half = 0; half < kFours; ++half) {
-#pragma GCC unroll 8
-      for (size_t r = 0; r < Rows; ++r) {
-        const __m512i high_four = load_four(factors.upper[r] + factor + 4 * half);
-        const __m512i low_four = load_four(factors.lower[r] + factor + 4 * half);
-#pragma GCC unroll 8
-        for (size_t i = 0; i < Lines; ++i) {
-          multiply_four(upper[r][i], four[half][i], high_four);
-          multiply_four(lower[r][i], four[half][i], low_four);
-        }
-      }
-    }
-  }
-#pragma GCC unroll 8
-  for (size_t r = 0; r < Rows; ++r) {
-#pragma GCC unroll 8
-    for (size_t i = 0; i < Lines; ++i) {
-      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r][i], 8), lower[r][i]);
-      products[r][i] = Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}};
-    }
-  }
-}
-
-// The same for any number of lines; finish(row, line, product) takes them.
-template <bool Narrow, size_t Rows, typename Finish>
-inline void multiply_codes(const Factors& factors, const uint8_t* codes, ptrdiff_t to_next, size_t count, size_t lines,
-                           const Finish& finish) {
-  constexpr size_t kLines = 8 / Rows < 4 ? 8 / Rows : 4;
-  const size_t bytes = count / 4 * kLine / (Narrow ? 2 : 1);
-  size_t line = 0;
-  const auto run = [&](auto width) {
-    constexpr size_t kWidth = decltype(width)::value;
-    Floats products[Rows][kWidth];
-    multiply_codes<Narrow, Rows, kWidth>(factors, codes + line * bytes, to_next, count, products);
     for (size_t r = 0; r < Rows; ++r) {
-      for (size_t i = 0; i < kWidth; ++i) finish(r, line + i, products[r][i]);
+      multiply_four(upper[r], four, factors.upper[r] + factor);
+      multiply_four(lower[r], four, factors.lower[r] + factor);
     }
-    line += kWidth;
   };
-  while (line + kLines <= lines) run(std::integral_constant<size_t, kLines>());
-  while (line < lines) run(std::integral_constant<size_t, 1>());
+  for (size_t unit = 0; unit < units; ++unit, codes += kLine) {
+    const __m512i line = _mm512_loadu_si512(codes);
+    ahead.ask(&asked);
+    if (Narrow) {
+      const __m512i low = _mm512_set1_epi8(15);
+      multiply(_mm512_and_si512(line, low), 8 * unit);
+      multiply(_mm512_and_si512(_mm512_srli_epi16(line, 4), low), 8 * unit + 4);
+    } else {
+      multiply(line, 4 * unit);
+    }
+  }
+  ahead.run = asked;
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) {
+    const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r], 8), lower[r]);
+    products[r] = Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}};
+  }
+}
+
+// The same for any number of lines; finish(row, line, product) takes them. Lines go one by one, as they lie in memory:
+// so the processor foresees them.
+template <bool Narrow, size_t Rows, typename Finish>
+inline void multiply_codes(const Factors& factors, const uint8_t* codes, Ahead& ahead, size_t count, size_t lines,
+                           const Finish& finish) {
+  for (size_t line = 0; line < lines; ++line, codes += count / 4 * kLine / (Narrow ? 2 : 1)) {
+    Floats products[Rows];
+    multiply_codes<Narrow, Rows>(factors, codes, ahead, count, products);
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) finish(r, line, products[r]);
+  }
 }
 
 // Scores [rows, page] of a page of codes.
 template <bool Narrow>
-void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, ptrdiff_t to_next,
+void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes, Ahead& ahead,
                         const float* scales, size_t size, size_t page, float* scores) {
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
@@ -132,13 +110,14 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
       Floats offset = all_lanes(0.f);
       for (size_t c = 0; c < size; c += kColumns) {
         const Floats q = load_line<Floats>(query + c);
+        ahead.ask();
         offset = fused(q, load_line<Floats>(scales + c), offset);
         store_line(scaled + c, q * load_line<Floats>(scales + size + c));
       }
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, size);
     }
-    multiply_codes<Narrow, kRows>(factors, codes, to_next, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_codes<Narrow, kRows>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
       store_line(scores + (row + r) * page + line * kColumns, x + all_lanes(offsets[r]));
     });
   });
@@ -147,7 +126,7 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
 // sums = sums * factors + weights times the values of a page of codes; what is not visible has the weight 0.
 template <bool Narrow>
 void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes,
-                          ptrdiff_t to_next, const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
+                          Ahead& ahead, const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
   const bool all = seen.all(page);
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
@@ -159,6 +138,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
       for (size_t t = 0; t < page; t += kColumns) {
         const Floats weight = load_line<Floats>(weights + (row + r) * page + t);
         Floats low = load_line<Floats>(scales + t), step = load_line<Floats>(scales + page + t);
+        ahead.ask();
         if (!all) {  // 0 times no number is no number
           const int lane = static_cast<int>(t);
           const Integers mask =
@@ -171,7 +151,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
       offsets[r] = sum_of(offset);
       factors.round(r, scaled, page);
     }
-    multiply_codes<Narrow, kRows>(factors, codes, to_next, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    multiply_codes<Narrow, kRows>(factors, codes, ahead, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
       float* const to = sums + (row + r) * size + line * kColumns;
       store_line(to, fused(load_line<Floats>(to), all_lanes(before[row + r]), x + all_lanes(offsets[r])));
     });

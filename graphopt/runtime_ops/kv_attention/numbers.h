@@ -76,6 +76,37 @@ inline float sum_of(const Floats& a) {
 #endif
 }
 
+// The sums of 16 vectors, each added up as by sum_of.
+inline Floats sums_of(const Floats (&of)[kColumns]) {
+#if defined(__AVX512F__)
+  // Halves of two vectors are added at a time, so numbers end where their indices' bits are reversed in pairs.
+  const auto at = [&](size_t i) __attribute__((always_inline)) {
+    return of[(i & 4) << 1 | (i & 8) >> 1 | (i & 1) << 1 | (i & 2) >> 1].part[0];
+  };
+  __m512 eight[8], four[4], two[2];
+#pragma GCC unroll 8
+  for (size_t i = 0; i < 8; ++i) {
+    const __m512 a = at(i), b = at(i + 8);
+    eight[i] = _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xee);
+  }
+#pragma GCC unroll 4
+  for (size_t i = 0; i < 4; ++i) {
+    const __m512 a = eight[i], b = eight[i + 4];
+    four[i] = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  }
+#pragma GCC unroll 2
+  for (size_t i = 0; i < 2; ++i) {
+    const __m512 a = four[i], b = four[i + 2];
+    two[i] = _mm512_shuffle_ps(a, b, 0x44) + _mm512_shuffle_ps(a, b, 0xee);
+  }
+  return {{_mm512_shuffle_ps(two[0], two[1], 0x88) + _mm512_shuffle_ps(two[0], two[1], 0xdd)}};
+#else
+  float sums[kColumns];
+  for (size_t i = 0; i < kColumns; ++i) sums[i] = sum_of(of[i]);
+  return load_line<Floats>(sums);
+#endif
+}
+
 // The largest number; what is no number does not count.
 inline float largest_of(const Floats& a) {
 #if defined(__AVX512F__)

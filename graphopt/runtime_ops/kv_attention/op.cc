@@ -5,18 +5,11 @@
 
 #include "abi/instructions.h"
 #include "abi/large_pages.h"
+#include "kv_attention/call.h"
 #include "kv_attention/inputs.h"
-#include "kv_attention/plan.h"
-#include "kv_attention/pool.h"
-#include "kv_attention/select.h"
 
 namespace graphopt {
 namespace {
-
-// In cycles or so: what takes less is not worth waking a thread.
-constexpr double kLeastParallel = 30000;
-// Pages that a task scores.
-constexpr int64_t kScored = 256;
 
 struct Kernel {
   Node node;
@@ -40,218 +33,6 @@ struct Kernel {
   OrtStatus* compute(OrtKernelContext* context) const;
   OrtStatus* check_memory(const KVInputs& inputs, void* const* outputs) const;
 };
-
-// Retrieval of one block of queries: where its scores and its list are.
-struct Retrieval {
-  float* scores;
-  PageEntry* list;
-};
-
-// One call. Tasks write to memory of their own; the last one to end of those that share queries merges their results.
-struct Call {
-  const Kernel* kernel;
-  OrtKernelContext* context;
-  Attention attention;
-  Plan plan;
-  Queries* queries = nullptr;
-  Retrieval* retrievals = nullptr;
-  Run *runs = nullptr, *scorings = nullptr;
-  size_t run_count = 0, scoring_count = 0;
-  std::atomic<uint32_t>* left = nullptr;  // runs of each block of queries that have not ended
-  float* partials = nullptr;
-  std::atomic<bool> no_memory{false};
-  // Whether one task has all of what a head appends and reads: then it does both, while the page is at hand.
-  bool together = false;
-
-  Call(const Kernel* kernel, OrtKernelContext* context, const Attention& attention)
-      : kernel(kernel), context(context), attention(attention), plan(attention) {}
-
-  OrtStatus* for_each(void (Call::*task)(size_t), size_t tasks, bool parallel) {
-    if (tasks > 1 && parallel) {
-      struct Bound {
-        Call* call;
-        void (Call::*task)(size_t);
-      } bound{this, task};
-      const auto run = [](void* given, size_t index) {
-        const Bound& bound = *static_cast<Bound*>(given);
-        (bound.call->*bound.task)(index);
-      };
-      return KernelContextParallelFor::call(kernel->node.api, context, run, tasks, 0, &bound);
-    }
-    for (size_t index = 0; index < tasks; ++index) (this->*task)(index);
-    return nullptr;
-  }
-
-  void append(size_t index) {
-    const Pool::Loan loan(kernel->pool, append_scratch(attention.layout) * sizeof(float));
-    if (!loan.memory) {
-      no_memory = true;
-      return;
-    }
-    const size_t heads = attention.layout.kv_heads;
-    kernel->kernels->append(attention, index / heads, index % heads, reinterpret_cast<float*>(loan.memory));
-  }
-
-  void score(size_t index) {
-    const Run& run = scorings[index];
-    const Queries& block = queries[run.queries];
-    const int64_t from = candidates(block).first, first = static_cast<int64_t>(run.first);
-    kernel->kernels->score(attention, block.row, block.head, block.first_column, from + first,
-                           from + static_cast<int64_t>(run.end), retrievals[run.queries].scores + first);
-  }
-
-  void list(size_t index) {
-    if (retrieves(queries[index])) list(&queries[index], retrievals[index]);
-  }
-  void list(Queries* block, const Retrieval& retrieval) const {
-    block->list = retrieval.list;
-    block->pages = list_pages(attention.layout, position(*block), retrieval.scores, retrieval.list);
-  }
-
-  bool retrieves(const Queries& block) const { return attention.policies[block.head] == Policy::kRetrieval; }
-  int64_t position(const Queries& block) const { return attention.position(block.row, block.first_column); }
-  Candidates candidates(const Queries& block) const { return Candidates(attention.layout, position(block)); }
-
-  // Rows are long where they are late: they come first.
-  void attend(size_t index) {
-    const Run& run = runs[run_count - 1 - index];
-    const Layout& layout = attention.layout;
-    const KVAttentionKernels& cpu = *kernel->kernels;
-    Queries block = queries[run.queries];
-    if (together) append(block.row * layout.kv_heads + block.head);
-    const size_t rows = (block.end_column - block.first_column) * layout.group;
-    const size_t floats = Partial::floats(rows, layout.size) * sizeof(float);
-    const size_t scratch = cpu.attend_scratch(layout, rows);
-    size_t bytes = scratch + (partials ? 0 : floats), scores = 0, entries = 0;
-    if (!partials && retrieves(block)) {
-      const Candidates all = candidates(block);
-      scores = (static_cast<size_t>(all.end - all.first) * sizeof(float) + 63) / 64 * 64;
-      entries = block.pages * sizeof(PageEntry);
-    }
-    const Pool::Loan loan(kernel->pool, bytes + scores + entries);
-    if (!loan.memory) {
-      no_memory = true;
-      return;
-    }
-    float* const own = partials ? partials + run.partial : reinterpret_cast<float*>(loan.memory + scratch);
-    if (!partials && retrieves(block)) {
-      const Retrieval retrieval = {reinterpret_cast<float*>(loan.memory + bytes),
-                                   reinterpret_cast<PageEntry*>(loan.memory + bytes + scores)};
-      const Candidates all = candidates(block);
-      cpu.score(attention, block.row, block.head, block.first_column, all.first, all.end, retrieval.scores);
-      list(&block, retrieval);
-    }
-    const size_t end = run.end < block.pages ? run.end : block.pages;
-    cpu.attend(attention, block, run.first, end, loan.memory, Partial(own, rows, layout.size));
-    if (!partials) return cpu.merge(attention, block, own, 1);
-    if (left[run.queries].fetch_sub(1, std::memory_order_acq_rel) == 1) {
-      cpu.merge(attention, block, first_partial(run.queries), block_runs(run.queries));
-    }
-  }
-  size_t *firsts = nullptr, *counts = nullptr;
-  const float* first_partial(size_t block) const { return partials + firsts[block]; }
-  size_t block_runs(size_t block) const { return counts[block]; }
-
-  OrtStatus* append_all() {
-    const Layout& layout = attention.layout;
-    double work = 0;
-    size_t growing = 0;
-    together = plan.queries && plan.most_pages <= plan.run_pages;
-    for (size_t head = 0; head < layout.kv_heads; ++head) {
-      together = together && attention.policies[head] != Policy::kRetrieval;
-    }
-    for (size_t row = 0; row < attention.rows; ++row) {
-      growing += attention.fresh[row] > 0;
-      work += static_cast<double>(attention.fresh[row]) * static_cast<double>(layout.kv_heads * layout.size);
-      const int64_t past = attention.past[row], end = past + attention.fresh[row];
-      if (layout.integers() && end > past && layout.page_of(end - 1) != layout.page_of(past ? past - 1 : 0)) {
-        work += static_cast<double>(layout.kv_heads * layout.page * layout.size) * 2;
-      }
-    }
-    together = together && plan.queries == growing * layout.kv_heads;
-    if (together) return nullptr;
-    return for_each(&Call::append, attention.rows * layout.kv_heads, work > kLeastParallel);
-  }
-
-  // Calls lay_out(take) twice: to count bytes, and to take them.
-  OrtStatus* attend_all();
-};
-
-OrtStatus* Call::attend_all() {
-  const Layout& layout = attention.layout;
-  if (!plan.queries) return nullptr;
-  const Node& node = kernel->node;
-  const bool parallel = plan.cycles > kLeastParallel;
-  // what is needed for every block, run and page
-  size_t run_bound = plan.queries, scored = 0, listed = 0, scoring_bound = 0, floats = 0;
-  if (plan.split) {
-    run_bound = 0;
-    Plan::each(attention, [&](const Queries& block) {
-      const size_t rows = (block.end_column - block.first_column) * layout.group;
-      run_bound += plan.runs(block.pages);
-      floats += plan.runs(block.pages) * Partial::floats(rows, layout.size);
-      if (!retrieves(block)) return;
-      const Candidates all = candidates(block);
-      scored += static_cast<size_t>(all.end - all.first + 15) / 16 * 16;
-      scoring_bound += static_cast<size_t>((all.end - all.first + kScored - 1) / kScored);
-      listed += block.pages;
-    });
-  }
-  float* scores = nullptr;
-  PageEntry* lists = nullptr;
-  size_t bytes = 0;
-  char* memory = reinterpret_cast<char*>(Pool::kAlignment);
-  const auto take = [&](auto** part, size_t count) {
-    *part = reinterpret_cast<std::remove_reference_t<decltype(**part)>*>(memory + bytes);
-    bytes += (count * sizeof(**part) + Pool::kAlignment - 1) / Pool::kAlignment * Pool::kAlignment;
-  };
-  const auto lay_out = [&] {
-    bytes = 0;
-    take(&queries, plan.queries), take(&runs, run_bound);
-    if (!plan.split) return;
-    take(&retrievals, plan.queries), take(&left, plan.queries), take(&firsts, plan.queries), take(&counts, plan.queries);
-    take(&scorings, scoring_bound), take(&lists, listed), take(&scores, scored), take(&partials, floats);
-  };
-  lay_out();
-  const Pool::Loan loan(kernel->pool, bytes);
-  if (!loan.memory) return node.error("no memory to attend to %zu blocks of queries", plan.queries);
-  memory = loan.memory;
-  lay_out();
-
-  size_t block = 0;
-  Plan::each(attention, [&](const Queries& next) {
-    queries[block] = next;
-    if (plan.split && retrieves(next)) {
-      const Candidates all = candidates(next);
-      retrievals[block] = {scores, lists};
-      const auto count = static_cast<size_t>(all.end - all.first);
-      for (size_t first = 0; first < count; first += kScored) {
-        scorings[scoring_count++] = {block, first, count - first < kScored ? count : first + kScored, 0};
-      }
-      scores += (count + 15) / 16 * 16, lists += next.pages;
-    }
-    ++block;
-  });
-  if (scoring_count || (plan.split && listed)) {
-    GRAPHOPT_RETURN_IF_ERROR(for_each(&Call::score, scoring_count, parallel));
-    GRAPHOPT_RETURN_IF_ERROR(for_each(&Call::list, plan.queries, parallel));
-  }
-  size_t partial = 0;
-  for (block = 0; block < plan.queries; ++block) {
-    const Queries& each = queries[block];
-    const size_t parts = plan.runs(each.pages), rows = (each.end_column - each.first_column) * layout.group;
-    if (plan.split) {
-      firsts[block] = partial, counts[block] = parts;
-      new (&left[block]) std::atomic<uint32_t>(static_cast<uint32_t>(parts));
-    }
-    for (size_t i = 0; i < parts; ++i) {
-      const size_t end = i + 1 == parts ? each.pages : (i + 1) * plan.run_pages;
-      runs[run_count++] = {block, i * (parts > 1 ? plan.run_pages : 0), end, partial};
-      partial += Partial::floats(rows, layout.size);
-    }
-  }
-  return for_each(&Call::attend, run_count, parallel);
-}
 
 // A state may become that of the output in its own memory; nothing else may be written where something is still read.
 OrtStatus* Kernel::check_memory(const KVInputs& inputs, void* const* outputs) const {
@@ -315,10 +96,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
     const size_t padding = attention.first_column(row) * floats;
     if (padding) std::memset(attention.y + row * attention.columns * floats, 0, padding * sizeof(float));
   }
-  Call call(this, context, attention);
-  GRAPHOPT_RETURN_IF_ERROR(call.append_all());
-  if (!call.no_memory) GRAPHOPT_RETURN_IF_ERROR(call.attend_all());
-  return call.no_memory ? node.error("no memory for attention to %zu pages", attention.layout.pages) : nullptr;
+  return Call(node, *kernels, pool, context, attention).run();
 }
 
 template <int Type>

@@ -8,7 +8,7 @@ namespace {
 // With that many blocks of queries nobody waits long for the last; with less their pages are shared out, in runs of so
 // many tokens, or so many runs.
 constexpr size_t kBytesOfCycle = 8;  // that one thread reads from memory
-constexpr size_t kEnough = 64, kRunTokens = 1024, kRuns = 256;
+constexpr size_t kEnough = 64, kRunTokens = 2048, kRuns = 256;
 
 }  // namespace
 

@@ -10,9 +10,9 @@ namespace graphopt {
 // Queries in one block read pages together, so that a page serves many of them while it is in a cache.
 constexpr size_t kBlockRows = 64;
 
-// A run of the pages that queries read, and where its partial result goes.
+// A run of pages of a block of queries.
 struct Run {
-  size_t queries, first, end, partial;
+  size_t queries, first, end;
 };
 
 struct Plan {

@@ -42,6 +42,34 @@ inline void prefetch_line(const Stored* at, ptrdiff_t to_next) {
   __builtin_prefetch(reinterpret_cast<const char*>(next), 0, 2);
 }
 
+// The lines of the page that is read next, asked for one by one while this page is worked on: what is asked for at once
+// waits, and so does all else.
+class Ahead {
+ public:
+  // What is left of the bytes that are asked for now. Loops hold it in registers.
+  struct Run {
+    const char *at = nullptr, *end = nullptr;
+  };
+  Run run;
+
+  void add(const void* from, size_t bytes) {
+    runs_[count_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
+  }
+  void ask(Run* now) {
+    if (__builtin_expect(now->at == now->end, 0)) {
+      if (next_ == count_) return;
+      *now = runs_[next_++];
+    }
+    prefetch_line(now->at, 0);
+    now->at += kLine;
+  }
+  void ask() { ask(&run); }
+
+ private:
+  Run runs_[3];
+  size_t count_ = 0, next_ = 0;
+};
+
 template <size_t Rows, size_t Lines, typename Stored>
 inline void multiply_keys(const float* queries, const Stored* keys, ptrdiff_t to_next, size_t size, size_t page,
                           float* scores) {

@@ -7,71 +7,103 @@
 namespace graphopt {
 namespace {
 
-inline bool all_finite(const float* numbers, size_t count) {
-  Floats spoiled = all_lanes(0.f);
-  for (size_t i = 0; i < count; i += kColumns) {
-    const Floats x = load_line<Floats>(numbers + i);
-    spoiled = spoiled + (x - x);
+// Lines between a summary that is read and the one that is asked for.
+constexpr size_t kAhead = 64;
+
+// Of some queries what is positive, and what is not: q times the bound that
+// is larger with it is the sum of positive * high and negative * low, of which one is 0.
+struct Signed {
+  static constexpr size_t kMost = 256;
+  alignas(kLine) float positive[kMostTogether * kMost], negative[kMostTogether * kMost];
+
+  GRAPHOPT_INLINE Signed(const float* queries, size_t count) {
+    for (size_t i = 0; i < count; i += kColumns) {
+      const Floats q = load_line<Floats>(queries + i), zero = all_lanes(0.f);
+      store_line(positive + i, larger(zero, q)), store_line(negative + i, smaller(zero, q));
+    }
   }
-  return sum_of(spoiled) == 0;
+};
+
+// The bound of one query as it is defined, where what is no number stays.
+inline float exact_bound(const float* query, const float* summary, size_t size) {
+  Floats sum = all_lanes(0.f);
+  for (size_t c = 0; c < size; c += kColumns) {
+    const Floats q = load_line<Floats>(query + c);
+    const Floats a = q * load_line<Floats>(summary + c), b = q * load_line<Floats>(summary + size + c);
+    sum = sum + by_parts<Floats>([&](size_t i) {
+      const auto most = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+      return a.part[i] != a.part[i] ? a.part[i] : most;
+    });
+  }
+  return sum_of(sum);
 }
 
-// The largest score of `Rows` queries; what is no number counts as infinite. `Finite` promises that all numbers are
-// finite: then no product is lost where one of the two is no number.
-template <bool Mean, bool Finite, size_t Rows>
-inline float score_page(const float* queries, const float* summary, size_t size) {
-  Floats sums[Rows] = {};
+// Scores of `Pages` pages for `Rows` queries, [query][page].
+template <bool Mean, size_t Rows, size_t Pages>
+inline void score_block(const float* queries, const Signed& parts, const float* summary, size_t stride, size_t size,
+                        float* scores) {
+  Floats sums[kColumns] = {};
   for (size_t c = 0; c < size; c += kColumns) {
-    const Floats low = load_line<Floats>(summary + c);
-    const Floats high = Mean ? low : load_line<Floats>(summary + size + c);
+#pragma GCC unroll 4
+    for (size_t p = 0; p < Pages; ++p) {
+      const float* const at = summary + p * stride + c;
+      const Floats low = load_line<Floats>(at), high = Mean ? low : load_line<Floats>(at + size);
+      prefetch_line(at, kAhead * kLine);
+      if (!Mean) prefetch_line(at + size, kAhead * kLine);
 #pragma GCC unroll 8
-    for (size_t r = 0; r < Rows; ++r) {
-      const Floats q = load_line<Floats>(queries + r * size + c);
-      if constexpr (Mean) {
-        sums[r] = fused(q, low, sums[r]);
-      } else {
-        const Floats a = q * low, b = q * high;
-        if constexpr (Finite) {
-          sums[r] = sums[r] + larger(a, b);
-          continue;
+      for (size_t r = 0; r < Rows; ++r) {
+        Floats& sum = sums[r * Pages + p];
+        if constexpr (Mean) {
+          sum = fused(load_line<Floats>(queries + r * size + c), low, sum);
+        } else {
+          sum = fused(load_line<Floats>(parts.positive + r * size + c), high, sum);
+          sum = fused(load_line<Floats>(parts.negative + r * size + c), low, sum);
         }
-        sums[r] = sums[r] + by_parts<Floats>([&](size_t i) {  // what is no number stays
-          const auto most = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
-          return a.part[i] != a.part[i] ? a.part[i] : most;
-        });
       }
     }
   }
-  float most = kNothing;
-#pragma GCC unroll 8
-  for (size_t r = 0; r < Rows; ++r) {
-    const float sum = sum_of(sums[r]);
-    const float counted = sum != sum ? __builtin_inff() : sum;
-    most = counted > most ? counted : most;
+  if constexpr (Rows * Pages == kColumns) {
+    store_line(scores, sums_of(sums));
+  } else {
+    for (size_t i = 0; i < Rows * Pages; ++i) scores[i] = sum_of(sums[i]);
   }
-  return most;
+}
+
+// What is no number counts as infinite.
+inline void keep_larger(float score, float* most) {
+  const float counted = score != score ? __builtin_inff() : score;
+  *most = counted > *most ? counted : *most;
 }
 
 template <bool Mean>
 void score_pages(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const HeadState state(layout, call.state, row, head);
-  const size_t size = layout.size;
-  const float* const queries =
-      call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * layout.size;
-  const bool finite_queries = all_finite(queries, layout.group * size);
-  const float* summary = state.summaries + static_cast<size_t>(first) * layout.summary;
-  for (int64_t page = first; page < end; ++page, summary += layout.summary) {
-    float most = kNothing;
-    const bool finite = !Mean && finite_queries && all_finite(summary, 2 * size);
-    for_rows<kMostTogether>(layout.group, [&](size_t r, auto count) {
-      constexpr size_t kRows = decltype(count)::value;
-      const float found = finite ? score_page<Mean, true, kRows>(queries + r * size, summary, size)
-                                 : score_page<Mean, false, kRows>(queries + r * size, summary, size);
-      most = found > most ? found : most;
-    });
-    scores[page - first] = most;
-  }
+  const size_t size = layout.size, pages = static_cast<size_t>(end - first), stride = layout.summary;
+  const float* const all = call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * size;
+  const float* const summaries = state.summaries + static_cast<size_t>(first) * stride;
+  for (size_t page = 0; page < pages; ++page) scores[page] = kNothing;
+  for_rows(layout.group, [&](size_t r, auto count) {
+    constexpr size_t kRows = decltype(count)::value, kPages = lines_for<kRows>;
+    const float* const queries = all + r * size;
+    const Signed parts(queries, Mean ? 0 : kRows * size);
+    size_t page = 0;
+    const auto run = [&](auto width) {
+      constexpr size_t kWidth = decltype(width)::value;
+      const float* const summary = summaries + page * stride;
+      float found[kRows * kWidth];
+      score_block<Mean, kRows, kWidth>(queries, parts, summary, stride, size, found);
+      for (size_t i = 0; i < kRows * kWidth; ++i) {
+        const size_t p = i % kWidth;
+        // 0 times what is infinite is no number: there the definition says what is right
+        if (!Mean && found[i] - found[i] != 0) found[i] = exact_bound(queries + i / kWidth * size, summary + p * stride, size);
+        keep_larger(found[i], scores + page + p);
+      }
+      page += kWidth;
+    };
+    while (page + kPages <= pages) run(std::integral_constant<size_t, kPages>());
+    while (page < pages) run(std::integral_constant<size_t, 1>());
+  });
 }
 
 void score(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {

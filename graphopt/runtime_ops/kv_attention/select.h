@@ -1,4 +1,4 @@
-// The pages that retrieval chooses.
+// The pages among which retrieval chooses.
 #pragma once
 
 #include "kv_attention/cpu.h"
@@ -14,9 +14,5 @@ struct Candidates {
 
 // The most pages in a list for a query at `position`.
 size_t longest_list(const Layout& layout, int64_t position);
-
-// Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of the
-// candidates the `budget` with the highest scores; of equal scores the lower page. Returns how many there are.
-size_t list_pages(const Layout& layout, int64_t position, const float* scores, PageEntry* list);
 
 }  // namespace graphopt
