@@ -18,6 +18,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from graphopt.analysis.contrib import settle_caches
 from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
@@ -69,13 +70,14 @@ def read(path: str | Path) -> Artifact:
             "there is no ONNX model here", file=path, remedy=f"give a folder that holds {MODEL}, or an .onnx file"
         )
     model = load(onnx_file)
+    notes = settle_caches(model)
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
         _check_sizes(manifest, folder)
     else:
-        manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder))
+        manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder), notes=notes)
     return Artifact(model, manifest, companions)
 
 

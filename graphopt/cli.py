@@ -99,7 +99,10 @@ def optimize(
     output: Output,
     recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
     target: Annotated[
-        Target | None, typer.Option(help="what it is to run on: adds the step `lower`, or sets its target")
+        Target | None,
+        typer.Option(
+            help="what it is to run on: adds the step `lower`, or sets its target; ort-cpu also merges products"
+        ),
     ] = None,
     last_logits: Annotated[
         bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")

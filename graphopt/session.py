@@ -18,7 +18,7 @@ from graphopt.analysis.interface import Array, IntArray, Interface
 from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
 from graphopt.manifest import MANIFEST, Manifest, Source, facts_of_config, read_manifest
-from graphopt.runtime import native_operators, open_session
+from graphopt.runtime import native_operators, open_session, run
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -168,10 +168,9 @@ class Session:
 
     def _run(self, feeds: Mapping[str, Array]) -> npt.NDArray[Any]:
         try:
-            outputs: list[npt.NDArray[Any]] = self.inference.run(["logits"], dict(feeds))
+            return run(self.inference, ["logits"], feeds)[0]
         except Exception as error:
             raise self.failure(error) from error
-        return outputs[0]
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -1,7 +1,9 @@
 """Measure what each rotation is worth where activations have outliers: bits per byte of the shipped model.
 
 Real models have outliers where a small one may not, so they are planted, without changing what the model computes, in
-places that folding a gain cannot undo (see ``plant``). Activations and caches of few bits are emulated in float32.
+places that folding a gain cannot undo (see ``plant``). Activations and caches of few bits are emulated in float32. The
+last column has a cache that is really packed, as the preset kv4 makes it: pages of 64 tokens as int4, keys rounded per
+channel of a page, values per token, the first page and the newest kept as floats.
 
 python tools/outliers.py --json outliers.json
 """
@@ -35,6 +37,7 @@ from graphopt.passes import (
     CanonicalizeOptions,
     EmulateQuantizationOptions,
     FoldNormsOptions,
+    QuantizeKVOptions,
     QuantizeWeightsOptions,
     RotateOptions,
 )
@@ -62,12 +65,15 @@ ROTATIONS: dict[str, tuple[str, ...]] = {
     "all four": PLACES,
     **{f"all but {place}": tuple(other for other in PLACES if other != place) for place in PLACES},
 }
-BITS: dict[str, tuple[int | None, int | None]] = {
+PACKED = "packed"
+BITS: dict[str, tuple[int | None, int | str | None]] = {
     "W4": (None, None),
     "W4A8": (8, None),
     "W4A4": (4, None),
     "W4A4KV4": (4, 4),
+    "W4A4KV4 packed": (4, PACKED),
 }
+"""Bits of activations and of the cache, which are emulated; or the cache is really one of pages of int4."""
 
 
 def rotate(places: Iterable[str], seed: int) -> Recipe:
@@ -77,13 +83,16 @@ def rotate(places: Iterable[str], seed: int) -> Recipe:
     return Recipe(name="rotate", steps=(step,), activations="float32")
 
 
-def quantize(bits: tuple[int | None, int | None], group: int, clip: float) -> Recipe:
-    """Return a recipe for 4-bit weights and emulated activations and caches; head and embedding stay as they are."""
+def quantize(bits: tuple[int | None, int | str | None], group: int, clip: float) -> Recipe:
+    """Return a recipe for 4-bit weights and these activations and caches; head and embedding stay as they are."""
     linear = LinearFormat.model_validate({"group": group})
     steps: list[Step] = [QuantizeWeightsOptions(linear=linear, head=None, embedding=None)]
+    activations, cache = bits
     if any(bits):
-        given = {"activations": bits[0], "cache": bits[1], "clip": clip}
+        given = {"activations": activations, "cache": None if cache == PACKED else cache, "clip": clip}
         steps.append(EmulateQuantizationOptions.model_validate(given))
+    if cache == PACKED:
+        steps.append(QuantizeKVOptions(storage="int4"))
     return Recipe(name="quantize", steps=tuple(steps), activations="float32")
 
 

@@ -138,7 +138,7 @@ def test_what_is_not_finite_stays_with_those_who_read_it(storage: str, where: st
 
 @pytest.mark.parametrize("opset", [23, 24, 25, 26])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("storage", ["float16", "int4"])
+@pytest.mark.parametrize("storage", ["float16", "bfloat16", "float8", "int4"])
 def test_opsets_and_shapes(opset: int, static: bool, storage: str) -> None:
     attributes = attributes_of(storage=storage, policies=(0, 2), budget=1, sinks=2)
     tokens = tokens_of(attributes, 40, batch=2)

@@ -1,7 +1,8 @@
 """What a cache and a file of today must still mean: states and results, frozen in ``vectors/`` beside the operator.
 
-Queries, keys and values are quarters, so that scores of pages are exact, ties among them. Never regenerate this file: a
-change that it does not survive is a new version of the operator.
+Queries, keys and values are quarters, so that scores of pages are exact, ties among them; keys and values times a
+factor where a storage would not round them else. Never regenerate this file: a change that it does not survive is a
+new version of the operator.
 """
 
 from __future__ import annotations
@@ -39,12 +40,12 @@ def quarters(columns: int, width: int, factors: tuple[int, int, int], modulus: i
     return (numbers / 4).astype(np.float32)[None]
 
 
-def tokens_of(attributes: KVAttributes, columns: int, group: int, sinks: bool) -> Arrays:
+def tokens_of(attributes: KVAttributes, columns: int, group: int, sinks: bool, factor: float) -> Arrays:
     width = attributes.kv_heads * HEAD_SIZE
     return {
         "query": quarters(columns, group * width, (5, 3, 1), 17),
-        "key": quarters(columns, width, (13, 7, 2), 31),
-        "value": quarters(columns, width, (11, 5, 3), 37),
+        "key": quarters(columns, width, (13, 7, 2), 31) * np.float32(factor),
+        "value": quarters(columns, width, (11, 5, 3), 37) * np.float32(factor),
         "sink_logits": quarters(1, attributes.kv_heads * group, (0, 3, 0), 7)[0, 0]
         if sinks
         else np.zeros(0, np.float32),
@@ -54,7 +55,7 @@ def tokens_of(attributes: KVAttributes, columns: int, group: int, sinks: bool) -
 
 def fed(frozen: dict[str, Any], run: Any = reference) -> Fed:
     attributes = KVAttributes(**frozen["attributes"])
-    tokens = tokens_of(attributes, sum(frozen["calls"]), frozen["group"], frozen["sinks"])
+    tokens = tokens_of(attributes, sum(frozen["calls"]), frozen["group"], frozen["sinks"], frozen.get("factor", 1.0))
     return Fed(attributes, tokens, frozen["pages"], run)
 
 
@@ -86,7 +87,8 @@ def test_kv_attention(frozen: dict[str, Any]) -> None:
             # the last bits of a running mean are free
             is_mean = cache.attributes.summary == "mean" or cache.attributes.compensate
             slack = 1e-6 if name == "summaries" and is_mean else 0
-            assert np.abs(cache.state[name].astype(np.float64) - tensor).max(initial=0) <= slack, name
+            stored, wanted = (each.astype(np.float64) for each in (cache.state[name], tensor))
+            assert np.abs(stored - wanted).max(initial=0) <= slack, name
 
 
 def test_every_storage_is_there() -> None:

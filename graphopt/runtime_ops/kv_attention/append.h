@@ -3,6 +3,7 @@
 
 #include "kv_attention/compensate.h"
 #include "kv_attention/cpu.h"
+#include "kv_attention/narrow.h"
 #include "kv_attention/numbers.h"
 
 namespace graphopt {
@@ -133,12 +134,16 @@ inline void summarize(const Layout& layout, const float* key, size_t count_befor
   }
 }
 
-inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
-inline void put(const float* token, Half* to, size_t size) {
-  for (size_t c = 0; c < size; ++c) to[c] = stored<Half>(token[c]);
-}
 inline void put_one(float x, float* to) { *to = x; }
 inline void put_one(float x, Half* to) { *to = stored<Half>(x); }
+inline void put_one(float x, BFloat16* to) { *to = to_bfloat16(x); }
+inline void put_one(float x, Float8* to) { *to = to_float8(x); }
+
+inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
+template <typename Stored>
+inline void put(const float* token, Stored* to, size_t size) {
+  for (size_t c = 0; c < size; ++c) put_one(token[c], to + c);
+}
 
 template <typename Stored>
 inline void put_token(const float* key, const float* value, size_t size, size_t offset, Stored* keys, Stored* values) {
@@ -163,6 +168,10 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
       put_token(key, value, size, offset, reinterpret_cast<float*>(keys), reinterpret_cast<float*>(values));
     } else if (layout.storage == Storage::kFloat16) {
       put_token(key, value, size, offset, reinterpret_cast<Half*>(keys), reinterpret_cast<Half*>(values));
+    } else if (layout.storage == Storage::kBFloat16) {
+      put_token(key, value, size, offset, reinterpret_cast<BFloat16*>(keys), reinterpret_cast<BFloat16*>(values));
+    } else if (layout.storage == Storage::kFloat8) {
+      put_token(key, value, size, offset, reinterpret_cast<Float8*>(keys), reinterpret_cast<Float8*>(values));
     } else {
       float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
       const int64_t leaves = page - layout.recent_pages - 1;

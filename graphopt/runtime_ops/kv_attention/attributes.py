@@ -7,18 +7,31 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 DENSE, STREAMING, RETRIEVAL = range(3)
 """What a head reads: everything, sinks and recent tokens, or chosen pages besides."""
 
-STORAGES = ("float32", "float16", "int8", "int4")
 PAGES = (16, 32, 64, 128)
 SUMMARIES = ("bounds", "mean")
 
+FLOATS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""The type of a storage of floats."""
+
 LEVELS = {"int8": 255, "int4": 15}
 """The largest code of a storage of integers."""
+
+STORAGES = (*FLOATS, *LEVELS)
+
+LARGEST_FLOAT8 = 448.0
+"""Larger numbers, infinite ones too, are stored as float8 as this: the type has no infinity."""
 
 LANES = 16
 """Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
@@ -166,7 +179,7 @@ class KVAttributes:
             raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
         numbers, integers = self.page * head_size, self.levels is not None
         stored = numbers // 2 if self.storage == "int4" else numbers
-        dtype = np.dtype(np.uint8 if integers else self.storage)
+        dtype = np.dtype(np.uint8) if integers else FLOATS[self.storage]
         summaries = self.known(head_size) + 2 * head_size * self.compensate
         leading = (batch, self.kv_heads, pages)
         return StateShapes(

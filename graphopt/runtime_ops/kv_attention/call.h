@@ -45,7 +45,7 @@ class Call {
   // Tasks.
   void append(size_t index);
   void attend_block(size_t index);  // all of a block
-  void take_step(size_t index);     // the next step, whatever the index
+  void take_step(size_t index);     // the next step, if some wait for others
 
   void score(const Run& run);
   void list(Queries* block, const Retrieval& retrieval) const;
@@ -70,6 +70,7 @@ class Call {
   Parts* parts_ = nullptr;
   Step* steps_ = nullptr;
   std::atomic<size_t> next_{0};
+  bool ordered_ = false;  // some steps wait for others
   std::atomic<bool> no_memory_{false};
   // Whether one task has all of what a head appends and reads: then it does both, while the page is at hand.
   bool together_ = false;

@@ -82,11 +82,13 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
     return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
   }
-  constexpr const char* kStorages[] = {"float32", "float16", "int8", "int4"};
-  constexpr int kTypes[] = {kFloat, kFloat16, kUint8, kUint8};
+  constexpr const char* kStorages[] = {"float32", "float16", "bfloat16", "float8", "int8", "int4"};
+  constexpr int kTypes[] = {kFloat, kFloat16, kBFloat16, kFloat8, kUint8, kUint8}, kKnown = 6;
   int which = 0;
-  while (which < 4 && std::strcmp(storage, kStorages[which])) ++which;
-  if (which == 4) return node.error("its attribute storage must be float32, float16, int8 or int4, not '%s'", storage);
+  while (which < kKnown && std::strcmp(storage, kStorages[which])) ++which;
+  if (which == kKnown) {
+    return node.error("its attribute storage must be float32, float16, bfloat16, float8, int8 or int4, not '%s'", storage);
+  }
   if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
   layout.storage = static_cast<Storage>(which);
   layout.mean = !std::strcmp(summary, "mean");
@@ -136,7 +138,7 @@ OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name
   return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name, width());
 }
 
-size_t Given::width() const { return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 ? 2 : 1; }
+size_t Given::width() const { return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1; }
 
 size_t Given::bytes() const {
   size_t bytes = width();

@@ -10,7 +10,7 @@
 
 namespace graphopt {
 
-enum class Storage { kFloat32, kFloat16, kInt8, kInt4 };
+enum class Storage { kFloat32, kFloat16, kBFloat16, kFloat8, kInt8, kInt4 };
 enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
 
 // What a page is, and what the policies read. Every attribute that counts tokens is 2^62 at most, as positions are: sums
@@ -33,10 +33,13 @@ struct Layout {
   // Bytes of the keys of a page, or of its values.
   GRAPHOPT_INLINE size_t page_bytes() const {
     const size_t numbers = page * size;
-    return storage == Storage::kFloat32   ? 4 * numbers
-           : storage == Storage::kFloat16 ? 2 * numbers
-           : storage == Storage::kInt8    ? numbers
-                                          : numbers / 2;
+    switch (storage) {
+      case Storage::kFloat32: return 4 * numbers;
+      case Storage::kFloat16:
+      case Storage::kBFloat16: return 2 * numbers;
+      case Storage::kInt4: return numbers / 2;
+      default: return numbers;
+    }
   }
   GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + 2 * page : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }

@@ -11,7 +11,7 @@ Inputs, all required; what is not used has no elements:
     sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
     sink_query: float [B, S, Hq D] or [0], the query for positions below ``sinks`` (LM-Infinite, Han et al. 2024, caps
         the distance to them: another rotary angle); else ``query`` reads them.
-    keys, values: [B, Hk, P, n], float, float16 or uint8, the pages, see :mod:`.layout`.
+    keys, values: [B, Hk, P, n], float, float16, bfloat16, float8e4m3fn or uint8, the pages, see :mod:`.layout`.
     scales: float [B, Hk, P, 2 D + 2 T], of a page: key low [D], key step [D], value low [T], value step [T].
     recent: float [B, Hk, R, 2 T D], R = sink_pages + recent_pages + 1 slots: keys [T, D], then values [T, D].
     summaries: float [B, Hk, P, Z], Z = 2 D (min and max of the keys of a page) or D (their mean), 0 where no head
@@ -25,7 +25,7 @@ Attributes:
     softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
     window: int, the model's own: position p sees positions > p - window; 0 for none.
     page: int, T: 16, 32, 64 or 128.
-    storage: string, float32, float16, int8 or int4.
+    storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8 or int4.
     sink_pages, recent_pages: int, full pages that a storage of integers keeps as floats, besides the newest.
     policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval.
     sinks, recent: int, tokens that streaming and retrieval always read, the first and the last.
