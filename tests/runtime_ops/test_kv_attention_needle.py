@@ -154,7 +154,7 @@ def test_the_end_of_what_streaming_reads_is_where_it_says(native: Native) -> Non
 @pytest.mark.parametrize("storage", ["float32", "int4"])
 @pytest.mark.parametrize(("policy", "summary"), [(STREAMING, "bounds"), (RETRIEVAL, "bounds"), (RETRIEVAL, "mean")])
 def test_the_body_finds_what_the_kernel_finds(storage: str, policy: int, summary: str) -> None:
-    context = 512
+    context = 1024  # the needle before the last lies outside of the newest 100
     planted = Haystack(HEADS, SIZE, np.linspace(0, context - 1, DEPTHS).astype(np.int64), NEEDLE)
     attrs = attributes(storage, policies=(policy,), summary=summary)
     off = np.abs(ask(attrs, planted, context, Body()) - planted.planted.swapaxes(0, 1))
