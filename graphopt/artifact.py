@@ -19,6 +19,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import settle_caches
+from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
 from graphopt.genai import GENAI_CONFIG, genai_config
@@ -145,6 +146,26 @@ def check_output(output: Path, *, overwrite: bool = False) -> None:
         raise InputError("the output exists and is not an artifact of graphopt", file=output, remedy="choose another")
     if not overwrite:
         raise InputError("the output exists", file=output, remedy="choose another, or pass --overwrite")
+
+
+def origin_of(artifact: Artifact) -> str:
+    """Return the SHA-256 of the model that ``artifact`` was first made from, which `graphopt optimize` writes down.
+
+    That of an artifact that nothing was done to is of its files by the manifest, that of a plain file of its weights.
+    """
+    known = artifact.model.metadata_props.get(ORIGIN)
+    if known is not None:
+        return known
+    records = artifact.manifest.files
+    digest = hashlib.sha256()
+    for name in sorted({MODEL, DATA} & records.keys()):
+        digest.update(records[name].sha256.encode())
+    if not records:
+        for name, value in sorted(artifact.model.graph.initializers.items()):
+            digest.update(name.encode())
+            if value.const_value is not None:
+                digest.update(value.const_value.tobytes())
+    return digest.hexdigest()
 
 
 def verify_files(folder: Path) -> None:

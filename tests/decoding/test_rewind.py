@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.paged import move_pages
-from graphopt.decoding.rewind import rewind_row
+from graphopt.decoding.rewind import check_length, first_length, rewind_row
+from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.append import State, append
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
+from tests.runtime_ops.kv_cases import Fed, tokens_of
 
 HEADS, SIZE, PAGE = 2, 16, 16
 EACH_STORAGE = st.sampled_from(STORAGES)
@@ -45,14 +48,22 @@ def drawn(seed: int, count: int) -> np.ndarray:
     summary=st.sampled_from(["bounds", "mean"]),
     sink_pages=st.integers(0, 2),
     recent_pages=st.integers(0, 2),
+    compensate=st.booleans(),
     tokens=st.integers(1, 110),
     data=st.data(),
 )
 def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
-    storage: str, summary: str, sink_pages: int, recent_pages: int, tokens: int, data: st.DataObject
+    storage: str,
+    summary: str,
+    sink_pages: int,
+    recent_pages: int,
+    compensate: bool,
+    tokens: int,
+    data: st.DataObject,
 ) -> None:
     integers = {"sink_pages": sink_pages, "recent_pages": recent_pages} if storage.startswith("int") else {}
-    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(2,), summary=summary, **integers)
+    means = {"sinks": data.draw(st.integers(0, 40)), "compensate": 1} if compensate else {}
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(2, 1), summary=summary, **integers, **means)
     layer = PagedLayer(0, SIZE, kv)
     kept = data.draw(st.integers(1, tokens))
     first, second = drawn(0, tokens), drawn(1, 40)
@@ -79,6 +90,43 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
                 for state in (after, straight)
             ]
             assert np.abs(slots[0] - slots[1]).max() <= rounding
+
+
+@given(
+    storage=STORAGES,
+    sinks=st.integers(0, 40),
+    recent=st.integers(1, 40),
+    tokens=st.integers(60, 180),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
+    storage: str, sinks: int, recent: int, tokens: int, data: st.DataObject
+) -> None:
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(1,), sinks=sinks, recent=recent, compensate=1)
+    layer, total = PagedLayer(0, SIZE, kv), tokens + 20
+    pages = layer.pages(1 << 40, 7)
+    drawn_tokens = tokens_of(kv, total, seed=1)
+    row = Fed(kv, drawn_tokens, pages)
+    row.calls(*[1] * tokens)
+    oldest = max(0, -(-tokens // PAGE) - (pages - kv.first_pages))
+    first = first_length(layer, oldest)
+    if first > tokens:
+        return
+    kept = data.draw(st.integers(max(first, 1), tokens))
+    check_length(layer, oldest, tokens, kept, 0)
+    if 1 < first < tokens:
+        with pytest.raises(InputError, match="cannot be rewound"):
+            check_length(layer, oldest, tokens, first - 1, 0)
+    rewind_row(layer, {name: tensor[0] for name, tensor in row.state.items()}, tokens, kept)
+    row.past, row.column = np.array([kept]), kept
+    straight = Fed(kv, drawn_tokens, -(-total // PAGE))
+    straight.call(kept)
+    # float16 and codes are what the page that was cut is read as: a share of 2^-11 of 4, or half a step of numbers up
+    # to 4, in a mean; codes themselves are read, too, where straight rows have floats still
+    rounding = {"float32": 1e-5, "float16": 4e-3, "int8": 0.1, "int4": 2}[storage]
+    for columns in (1, 7):
+        assert np.abs(row.call(columns) - straight.call(columns)).max() < rounding
 
 
 @given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3), more=st.integers(1, 6), sinks=st.integers(0, 20))

@@ -16,16 +16,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
 from tests.runtime_ops.kv_cases import Arrays, Body, Fed
+from tests.runtime_ops.kv_native import Native
 
 HEAD_SIZE = 16
 
+FILES = ("version1.json", "version1_selection.json")
+
 
 def load() -> list[dict[str, Any]]:
-    return json.loads(files("graphopt.runtime_ops").joinpath("kv_attention", "vectors", "version1.json").read_text())
+    folder = files("graphopt.runtime_ops").joinpath("kv_attention", "vectors")
+    return [case for name in FILES for case in json.loads(folder.joinpath(name).read_text())]
 
 
 def quarters(columns: int, width: int, factors: tuple[int, int, int], modulus: int) -> np.ndarray:
@@ -63,10 +68,10 @@ def state_of(frozen: dict[str, Any], like: Arrays) -> Arrays:
     }
 
 
-@pytest.mark.parametrize("frozen", load(), ids=lambda frozen: frozen["attributes"]["storage"])
+@pytest.mark.parametrize("frozen", load(), ids=lambda frozen: frozen.get("name", frozen["attributes"]["storage"]))
 def test_kv_attention(frozen: dict[str, Any]) -> None:
     y = np.array(frozen["y"])[None]
-    for run in (reference, Body()):
+    for run in (reference, Body(), *([Native()] if library_path() else [])):
         cache, limits = fed(frozen, run), np.full(1, 1e-9)
         for columns in frozen["calls"][:-1]:
             cache.call(columns)
@@ -80,7 +85,8 @@ def test_kv_attention(frozen: dict[str, Any]) -> None:
         assert (np.abs(cache.call(frozen["calls"][-1]) - y) <= limits).all()
         for name, tensor in state_of(frozen, cache.state).items():
             # the last bits of a running mean are free
-            slack = 1e-6 if name == "summaries" and cache.attributes.summary == "mean" else 0
+            is_mean = cache.attributes.summary == "mean" or cache.attributes.compensate
+            slack = 1e-6 if name == "summaries" and is_mean else 0
             stored, wanted = (each.astype(np.float64) for each in (cache.state[name], tensor))
             assert np.abs(stored - wanted).max(initial=0) <= slack, name
 

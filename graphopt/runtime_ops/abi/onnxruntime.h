@@ -77,6 +77,7 @@ struct Function {
 };
 
 using CreateStatus = Function<0, OrtStatus*, int, const char*>;
+using GetErrorMessage = Function<2, const char*, const OrtStatus*>;
 using CreateCustomOpDomain = Function<26, OrtStatus*, const char*, OrtCustomOpDomain**>;
 using CustomOpDomainAdd = Function<27, OrtStatus*, OrtCustomOpDomain*, const OrtCustomOp*>;
 using AddCustomOpDomain = Function<28, OrtStatus*, OrtSessionOptions*, OrtCustomOpDomain*>;

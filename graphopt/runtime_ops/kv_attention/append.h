@@ -1,6 +1,7 @@
 // Writing new tokens into pages, rounding pages that leave their slot, and keeping summaries.
 #pragma once
 
+#include "kv_attention/compensate.h"
 #include "kv_attention/cpu.h"
 #include "kv_attention/narrow.h"
 #include "kv_attention/numbers.h"
@@ -160,7 +161,8 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
     const size_t at = ((row * call.columns + column) * layout.kv_heads + head) * size, physical = layout.physical(page);
     const float *const key = call.key + at, *const value = call.value + at;
-    if (layout.summary) summarize(layout, key, offset, state.summaries + physical * layout.summary);
+    if (layout.known) summarize(layout, key, offset, state.summaries + physical * layout.summary);
+    if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
     char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
     if (layout.storage == Storage::kFloat32) {
       put_token(key, value, size, offset, reinterpret_cast<float*>(keys), reinterpret_cast<float*>(values));

@@ -33,8 +33,11 @@ s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and -6. A floa
 Pages that retrieval chooses are the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c| step_c
 (1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
 
+**A token that stands for those that streaming dropped** has a mean that errs as :mod:`.compensation` says, so its score
+by scale sum_c |q_c| err_c more, and log N errs by 2 u of itself, their sum by u. Its value errs by p'_j err.
+
 A bound holds if both sides choose the same pages: where two scores of pages are within float32 rounding of each other
-retrieval may read the other one.
+retrieval may read the other one. Where rounding may change how many pages hold `mass` the bound is infinite.
 """
 
 from __future__ import annotations
@@ -45,15 +48,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.attributes import LARGEST_FLOAT8, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import LARGEST_FLOAT8, RETRIEVAL, KVAttributes
 from graphopt.runtime_ops.kv_attention.reference import scores, softmax_weights
+from graphopt.runtime_ops.kv_attention.selection import UNIT, candidate_pages, is_open, page_scores
 from graphopt.runtime_ops.kv_attention.stored import Mask, Reading, Stored, readings
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
-
-UNIT = 2.0**-24
-"""Half of the distance between 1 and the next float32."""
 
 LEVELS = 2**14 - 1
 """The largest integer of 15 bits, with its sign."""
@@ -96,11 +97,24 @@ def _for_each(
     attrs = KVAttributes(**attributes)
     query, key = inputs[:2]
     limits = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
+    past, new = inputs[3:5]
     for reading in readings(attrs, inputs)[1]:
+        last = int(past[reading.row] + new[reading.row])
         with np.errstate(all="ignore"):  # infinite is a limit too
-            of_reading = limit(attrs, reading)
+            of_reading = limit(attrs, reading) + _open(attrs, reading, last - len(reading.q))
         limits[reading.row, reading.columns, reading.head] = np.where(np.isfinite(of_reading), of_reading, np.inf)
     return limits.reshape(query.shape)
+
+
+def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:
+    """Return infinity for queries that may read one page more or less for their `mass`, else 0, [n, 1, 1]."""
+    opened = np.zeros((len(reading.q), 1, 1))
+    if attrs.policy(reading.head) == RETRIEVAL and 0 < attrs.mass < 1:
+        for index, q in enumerate(reading.q):
+            summaries = reading.summaries[candidate_pages(attrs, first + index)]
+            if is_open(attrs, summaries, q, page_scores(attrs, summaries, q)):
+                opened[index] = np.inf
+    return opened
 
 
 def _products(attrs: KVAttributes, reading: Reading, numbers: Doubles) -> Doubles:
@@ -173,7 +187,8 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
         e_sink = UNIT * (top - reading.sink_logits[:, None]) + 4 * UNIT
     else:
         e_sink = np.zeros_like(top)
-    e = e + UNIT * (top - exact) + 4 * UNIT
+    e = e + UNIT * (top - exact) + 4 * UNIT + 3 * UNIT * np.log(reading.counts)
+    e = e + np.where(reading.counts > 1, UNIT * magnitude, 0) + _products(attrs, reading, keys.error)
     p = softmax_weights(reading, exact)
     r = _shares(reading, p, e, e_sink)
     heavy = np.minimum(p * (1 + r), 1)
@@ -185,6 +200,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
         rounding += (factor * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * of_codes[:, None]
     count = reading.is_read.sum(axis=-1)[:, None, None]
     known = np.abs(values.numbers)
+    rounding += heavy @ _read(values.error)
     of_values = _read(np.abs(values.low) + values.step * values.codes)
     sums = heavy @ of_values + rounding
     roundings = 2 * (count + 4 * len(np.unique(page)) + 16)

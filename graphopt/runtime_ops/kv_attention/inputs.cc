@@ -32,6 +32,7 @@ const char* const KVInputs::kNames[kKVInputs] = {"query", "key", "value", "past"
 
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
+  int64_t compensates = 0;
   char storage[16] = {}, summary[16] = {};
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "kv_heads", &heads));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "page", &page));
@@ -47,15 +48,30 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
                           {"sinks", &layout.sinks, 0, INT64_MAX},
                           {"recent", &layout.recent, 1, INT64_MAX},
                           {"budget", &layout.budget, 0, INT64_MAX},
+                          {"channels", &layout.channels, 0, INT64_MAX},
+                          {"compensate", &compensates, 0, 1},
                           {"sink_pages", &layout.sink_pages, 0, kMostPages},
                           {"recent_pages", &layout.recent_pages, 0, kMostPages}};
   for (const Count& count : counts) {
-    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, count.name, count.value));
+    const bool newer = count.value == &layout.channels || count.value == &compensates;
+    GRAPHOPT_RETURN_IF_ERROR(newer ? node.read_optional(info, count.name, count.value)
+                                   : node.read_attribute(info, count.name, count.value));
     if (*count.value < count.least || *count.value > count.most) {
       return node.error("its attribute %s must be from %lld to %lld, it is %lld", count.name, print(count.least),
                         print(count.most), print(*count.value));
     }
     if (*count.value > kMostTokens) *count.value = kMostTokens;
+  }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "mass", &layout.mass));
+  if (!(layout.mass >= 0 && layout.mass <= 1)) {
+    return node.error("its attribute mass must be a share from 0 to 1, it is %g", static_cast<double>(layout.mass));
+  }
+  if (layout.mass > 0 && !layout.budget) layout.budget = kMostTokens;  // no limit
+  if (layout.mass == 1) layout.mass = 0;  // of all, their number alone counts
+  layout.compensate = compensates;
+  if (layout.compensate && layout.window) {
+    return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate must be 0",
+                      print(layout.window));
   }
   if (heads < 1 || heads > kMostHeads) {
     return node.error("its attribute kv_heads must be from 1 to %lld, it is %lld", print(kMostHeads), print(heads));
@@ -194,7 +210,9 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   }
   const Given& keys = tensors[kKeys];
   layout.pages = keys.rank == 4 ? static_cast<size_t>(keys.shape[2]) : 0;
-  layout.summary = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
+  layout.known = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
+  layout.summary = layout.known + (layout.compensate ? 2 * layout.size : 0);
+  if (layout.channels >= size) layout.channels = 0;  // all of them
   GRAPHOPT_RETURN_IF_ERROR(check_state(node, attributes, *call));
   return check_lengths(node, attributes, *call);
 }
@@ -214,7 +232,7 @@ OrtStatus* KVInputs::check_state(const Node& node, const KVAttributes& attribute
                                {kValues, pages, of_page, true},
                                {kScales, pages, static_cast<int64_t>(layout.scales()), integers},
                                {kRecent, static_cast<int64_t>(layout.slots()), 2 * numbers, integers},
-                               {kSummaries, pages, static_cast<int64_t>(layout.summary), attributes.retrieves}};
+                               {kSummaries, pages, static_cast<int64_t>(layout.summary), layout.summary > 0}};
   for (const Wanted& wanted : all) {
     const Given& tensor = tensors[wanted.index];
     if (wanted.used) {
@@ -246,11 +264,12 @@ OrtStatus* KVInputs::check_lengths(const Node& node, const KVAttributes& attribu
       return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld: give it more pages",
                         print(row), print(past), print(fresh), print(pages), print(capacity));
     }
-    const int64_t fixed = layout.fixed_pages(), least = layout.window > layout.recent ? layout.window : layout.recent;
-    if (pages <= fixed || (pages - fixed) * page < least + columns + page) {
+    const int64_t fixed = layout.fixed_pages();
+    const int64_t least = (layout.window > layout.recent ? layout.window : layout.recent) + columns + (layout.compensate + 1) * page;
+    if (pages <= fixed || (pages - fixed) * page < least) {
       return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld, and to be used again they must "
                         "hold the sinks, and besides them %lld tokens: give it more pages",
-                        print(row), print(past), print(fresh), print(pages), print(capacity), print(least + columns + page));
+                        print(row), print(past), print(fresh), print(pages), print(capacity), print(least));
     }
   }
   return nullptr;

@@ -19,10 +19,13 @@ struct Layout {
   Storage storage = Storage::kFloat32;
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
-  size_t summary = 0;                        // floats of a page's summary
+  size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by, which come first, and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1, budget = 0;
-  bool mean = false;  // summaries are means, not bounds
+  int64_t channels = 0;     // of the queries, that scores of pages use; all for 0
+  float mass = 0;           // of the pages that are chosen; 0 where their number alone counts
+  bool mean = false;        // summaries are means, not bounds
+  bool compensate = false;  // and end with means of all tokens from the sinks on
   float scale = 1, softcap = 0;
 
   GRAPHOPT_INLINE bool integers() const { return storage == Storage::kInt8 || storage == Storage::kInt4; }
