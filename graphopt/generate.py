@@ -171,7 +171,7 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int
         raise InputError("there is no prompt", remedy="give at least one")
     if len({len(row.prompt) for row in rows}) > 1 and not session.interface.takes_padding:
         raise InputError(
-            "this graph has no attention_mask input, so prompts of different length cannot share a batch",
+            session.interface.why_no_padding,
             file=session.file,
             remedy="run the prompts one by one, or export the model with a mask",
         )

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.cost import storage_formats, weight_totals
+from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.structure import makes_last_logits
 from graphopt.artifact import Artifact
 from graphopt.genai import GENAI_CONFIG
@@ -70,6 +71,7 @@ def optimize(
     total = len(passes) + 3
     on_stage("reading the weights", 0, total)
     check_finite(graph, None if isinstance(model, Artifact) else model)
+    graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
     on_stage("running the model as it is", 1, total)
     context = context_of(passes, source.manifest.model.max_positions)
     verifier = Verifier(Path(folder.name), chosen.session_entries(), run=run, context=context)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import InputError, MissingDependencyError
@@ -22,6 +25,8 @@ NEWEST_OPSET = 26
 
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 """Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""
+
+Array = npt.NDArray[Any]
 
 _ERRORS_ONLY, _NOTHING = 3, 4
 
@@ -84,6 +89,35 @@ def open_session(
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
+
+
+def ort_value(array: Array) -> onnxruntime.OrtValue:
+    """Return a value that lies in the memory of ``array``, which must be contiguous.
+
+    onnxruntime does not know the NumPy types of bfloat16 and float8, so it is told the ONNX type.
+    """
+    ort = import_onnxruntime()
+    if array.dtype.kind != "V":
+        return ort.OrtValue.ortvalue_from_numpy(array)
+    return ort.OrtValue.ortvalue_from_numpy_with_onnx_type(array, int(ir.DataType.from_numpy(array.dtype)))
+
+
+def array_of(value: onnxruntime.OrtValue) -> Array:
+    """Return a copy of a tensor of onnxruntime, of any type that :func:`ort_value` takes."""
+    dtype = ir.DataType(value.element_type()).numpy()
+    if dtype.kind != "V":
+        return np.array(value.numpy())
+    memory = ctypes.string_at(value.data_ptr(), value.tensor_size_in_bytes())
+    return np.frombuffer(memory, dtype).reshape(value.shape()).copy()
+
+
+def run(session: onnxruntime.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Array]) -> list[Array]:
+    """Return outputs of a session, all unless named; as ``session.run``, but with bfloat16 and float8 too."""
+    if all(array.dtype.kind != "V" for array in feeds.values()):
+        outputs: list[Array] = session.run(names, dict(feeds))
+        return outputs
+    values = session.run_with_ort_values(names, {name: ort_value(array) for name, array in feeds.items()})
+    return [array_of(value) for value in values]
 
 
 def native_operators() -> frozenset[str]:

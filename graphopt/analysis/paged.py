@@ -74,8 +74,7 @@ class PagedLayer:
         needed = max(1, -(-tokens // kv.page))
         if not self.wraps:
             return needed
-        reach = max(kv.recent, kv.window) + new_tokens + kv.page
-        return min(needed, kv.first_pages + -(-reach // kv.page))
+        return min(needed, kv.first_pages + -(-kv.kept(new_tokens) // kv.page))
 
     def states(self, batch: Dimension, pages: Dimension) -> dict[str, StateTensor]:
         """Return the state tensors that are in use, by their names in :data:`STATES`."""

@@ -1,7 +1,8 @@
 """The cache of a session in a file: safetensors, with the SHA-256 of what it holds.
 
 Only pages that are in use are written. A file says of which model, and of which layers, sizes and policies it is; a
-cache of another model is refused, and so is a file that was changed or cut off.
+cache of another model is refused, and so is a file that was changed or cut off. States of bfloat16 and float8 are
+written as the unsigned integers of their bits, as not every reader of safetensors knows these types; the file says so.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from safetensors.numpy import save_file
 
 from graphopt.analysis.interface import IntArray
 from graphopt.errors import InputError
+from graphopt.runtime_ops.kv_attention.attributes import FLOATS
 
 Array = npt.NDArray[Any]
 
 _FORMAT = "graphopt cache 1"
+
+_TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,10 @@ class CacheFile:
             "oldest": json.dumps(self.oldest),
         }
         states = {name: np.ascontiguousarray(array) for name, array in self.states.items()}
+        types = {name: array.dtype.name for name, array in states.items() if array.dtype.kind == "V"}
+        if types:
+            metadata["types"] = json.dumps(types)
+            states |= {name: states[name].view(f"u{states[name].itemsize}") for name in types}
         metadata["sha256"] = _digest(metadata, states)
         file.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
@@ -88,6 +96,8 @@ class CacheFile:
             raise InputError("this is no cache file of graphopt", file=file, remedy=f"its format would be {_FORMAT!r}")
         if metadata.pop("sha256", None) != _digest(metadata, states):
             raise InputError("the cache file has changed since it was written", file=file, remedy="make it again")
+        types = json.loads(metadata.get("types", "{}"))
+        states |= {name: states[name].view(_TYPES[type_name]) for name, type_name in types.items()}
         tokens = np.array(json.loads(metadata["tokens"]), np.int64)
         oldest = json.loads(metadata["oldest"])
         return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), oldest, states)

@@ -23,9 +23,9 @@ from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
-from graphopt.runtime import import_onnxruntime
+from graphopt.memory import available_memory
+from graphopt.runtime import ort_value
 from graphopt.runtime_ops.kv_attention.attributes import StateTensor
-from graphopt.verify import available_memory
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -61,9 +61,8 @@ class State:
 
     def hold(self, array: Array, sets: int) -> None:
         """Let the state lie in ``array``, and in as many more of its kind as there are sets."""
-        ort = import_onnxruntime()
         self.arrays = [array, *(aligned_zeros(array.shape, array.dtype) for _ in range(sets - 1))]
-        self.values = [ort.OrtValue.ortvalue_from_numpy(each) for each in self.arrays]
+        self.values = [ort_value(each) for each in self.arrays]
 
 
 class PagedCache:

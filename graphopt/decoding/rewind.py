@@ -2,7 +2,8 @@
 
     float storages:    nothing moves: what lies behind the end is written again before it is read
     integer storages:  the newest pages are to be floats again; those whose slots were taken are decoded from codes
-    summaries:         that of the page that is cut is made again of the keys that stay
+    summaries:         that of the page that is cut is made again of the keys that stay; the mean of all tokens that
+                       streaming goes by, of that of the page before and of the keys and values that stay
 
 What was rounded stays rounded: for integers, a page that had left the window of floats comes back with that error.
 """
@@ -26,8 +27,9 @@ def first_length(layer: PagedLayer, oldest: int) -> int:
     kv = layer.attributes
     if oldest <= kv.first_pages:
         return 0
-    # The query that comes next, at the position of the new length, reads the newest positions with its own.
-    return oldest * kv.page + max(kv.recent, kv.window) - 1
+    # The query that comes next, at the position of the new length, reads the newest positions with its own, and, where
+    # there are means, that of the page before them.
+    return (oldest + kv.compensate) * kv.page + max(kv.recent, kv.window) - 1
 
 
 def check_length(layer: PagedLayer, oldest: int, tokens: int, kept: int, row: int) -> None:
@@ -61,10 +63,12 @@ def rewind_row(layer: PagedLayer, state: dict[str, Array], tokens: int, kept: in
                 state["recent"][:, int(kv.slot(page))] = _decoded(layer, state, page)
     if kv.retrieves and kept % kv.page:
         physical = int(kv.physical_page(newest, state["keys"].shape[1]))
-        keys = _keys(layer, state, newest)[:, : kept % kv.page]
+        keys, _ = _floats(layer, state, newest, kept % kv.page)
         bounds = [keys.min(axis=1), keys.max(axis=1)]
         summary = keys.mean(axis=1) if kv.summary == "mean" else np.concatenate(bounds, axis=-1)
-        state["summaries"][:, physical] = summary
+        state["summaries"][:, physical, : kv.known(layer.head_size)] = summary
+    if kv.compensate and kept % kv.page and kept > kv.sinks:
+        _follow(layer, state, kept)
 
 
 def _decoded(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
@@ -82,11 +86,27 @@ def _decoded(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
     return np.concatenate([each.reshape(len(each), -1) for each in floats], axis=-1)
 
 
-def _keys(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
-    """Return the keys of the newest page of a row, float32 [KV heads, T, D]."""
+def _follow(layer: PagedLayer, state: dict[str, Array], kept: int) -> None:
+    """Make the mean of all tokens from the sinks up to ``kept``, in whose page it is, again; in place."""
+    kv, size = layer.attributes, layer.head_size
+    page, means = (kept - 1) // kv.page, state["summaries"][..., -2 * size :]
+    here, before = kv.physical_page([page, page - 1], state["keys"].shape[1])
+    known = max(0, page * kv.page - kv.sinks)  # tokens that the mean of the page before is of
+    first = max(kv.sinks - page * kv.page, 0)
+    tokens = np.concatenate(_floats(layer, state, page, kept % kv.page), axis=-1)[:, first:]
+    mean = tokens.mean(axis=1)
+    if known:
+        mean = means[:, before] + (mean - means[:, before]) * np.float32(tokens.shape[1] / (known + tokens.shape[1]))
+    means[:, here] = mean
+
+
+def _floats(layer: PagedLayer, state: dict[str, Array], page: int, tokens: int) -> tuple[Array, Array]:
+    """Return the first keys and values of the newest page of a row, float32 [KV heads, tokens, D] each."""
     kv, size = layer.attributes, layer.head_size
     if kv.levels is not None:
-        slot = state["recent"][:, int(kv.slot(page))]
-        return slot.reshape(len(slot), 2, kv.page, size)[:, 0]
+        slot = state["recent"][:, int(kv.slot(page))].reshape(-1, 2, kv.page, size)
+        return slot[:, 0, :tokens], slot[:, 1, :tokens]
     physical = int(kv.physical_page(page, state["keys"].shape[1]))
-    return unpack_keys(state["keys"][:, physical], kv.page, size, kv.storage).astype(np.float32)
+    keys = unpack_keys(state["keys"][:, physical], kv.page, size, kv.storage)
+    values = unpack_values(state["values"][:, physical], kv.page, size, kv.storage)
+    return keys[:, :tokens].astype(np.float32), values[:, :tokens].astype(np.float32)

@@ -12,6 +12,7 @@ from graphopt.passes.base import Effect, Ledger, Options, Pass
 from graphopt.passes.page_kv import Page, page_attention
 from graphopt.passes.page_kv.states import change
 from graphopt.runtime_ops import declare
+from graphopt.runtime_ops.kv_attention.attributes import LEVELS
 
 _PAGE = 64
 
@@ -20,21 +21,21 @@ class QuantizeKVOptions(Options):
     """How pages are stored.
 
     Attributes:
-        storage: float16, int8 or int4; keys and values alike.
+        storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
         page: tokens of a page, which share the scales of keys; ``None`` leaves what is there, 64 where nothing is.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest whole pages that integers keep as floats, besides the one that fills (KIVI's residual).
     """
 
     step: Literal["quantize_kv"] = "quantize_kv"
-    storage: Literal["float16", "int8", "int4"] = "int8"
+    storage: Literal["float16", "bfloat16", "float8", "int8", "int4"] = "int8"
     page: Page | None = None
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
 
 
 class QuantizeKV(Pass[QuantizeKVOptions]):
-    """Store the pages of caches as float16, int8 or int4.
+    """Store the pages of caches as float16, bfloat16, float8, int8 or int4.
 
     before::
 
@@ -44,10 +45,14 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
 
         y, keys, values, scales, recent = KVAttention(q, k, v, ..., keys, values, scales, recent; storage=int4)
 
-    In a page, key[t, c] = low[c] + step[c] code[t, c] and value[t, c] = low[t] + step[t] code[t, c], with low the least
-    and low + L step the largest number of the set, L = 255 or 15: keys have channels that are large throughout, values
-    have not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most step / 2. A page is
-    rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay floats.
+    In a page of integers, key[t, c] = low[c] + step[c] code[t, c] and value[t, c] = low[t] + step[t] code[t, c], with
+    low the least and low + L step the largest number of the set, L = 255 or 15: keys have channels that are large
+    throughout, values have not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most
+    step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay
+    floats.
+
+    Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
+    448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
 
     Standard attention is rewritten as by ``page_kv`` first. What rotates keys and values comes before this step.
     """
@@ -65,7 +70,7 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
         """Change the storage of every cache; say why where there is none in pages."""
         chosen = self.options
         page_attention(model, ledger, chosen.page or _PAGE)
-        integer = chosen.storage != "float16"
+        integer = chosen.storage in LEVELS
         for node in kv_nodes(model.graph):
             there = layer_of(node).attributes
             if there.storage != "float32":

@@ -14,15 +14,19 @@ from graphopt.analysis.paged import METADATA, PagedLayer, described, from_json, 
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
 from graphopt.runtime import session_of
-from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import FLOATS, KVAttributes
+
+
+def quantized(llama: Path, **options: str) -> ir.Model:
+    model = artifact.read(llama).model
+    PASSES["canonicalize"](PASSES["canonicalize"].options_type())(model)
+    PASSES["quantize_kv"](PASSES["quantize_kv"].options_type(**options))(model)
+    return model
 
 
 @pytest.fixture
 def paged(make_artifact: Callable[[str], Path]) -> ir.Model:
-    model = artifact.read(make_artifact("llama")).model
-    for name in ("canonicalize", "quantize_kv"):
-        PASSES[name](PASSES[name].options_type())(model)
-    return model
+    return quantized(make_artifact("llama"))
 
 
 def test_graph_and_session_say_the_same(paged: ir.Model) -> None:
@@ -33,6 +37,15 @@ def test_graph_and_session_say_the_same(paged: ir.Model) -> None:
     assert of_graph.takes_padding
     assert [name.rpartition(".")[2] for name in of_graph.past] == ["keys", "values", "scales", "recent"] * 2
     assert from_json(to_json(of_graph.layers)) == of_graph.layers
+
+
+@pytest.mark.parametrize("storage", ["bfloat16", "float8"])
+def test_a_session_knows_the_types_of_narrow_caches(storage: str, make_artifact: Callable[[str], Path]) -> None:
+    model = quantized(make_artifact("llama"), storage=storage)
+    with session_of(model) as session:
+        interface = Interface.of_session(session)
+    assert interface == Interface.of_graph(model.graph)
+    assert {interface.inputs[name].dtype for name in interface.past} == {FLOATS[storage]}
 
 
 def test_a_session_without_the_metadata_is_refused(paged: ir.Model) -> None:

@@ -14,6 +14,7 @@ from graphopt.evaluate import evaluate
 from graphopt.generate import generate
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
+from graphopt.runtime_ops.kv_attention.attributes import FLOATS
 from graphopt.session import Session, load
 from tests.families import VOCABULARY
 
@@ -62,6 +63,31 @@ def test_the_same_tokens_as_with_caches_that_grow(
     scores = [evaluate(session, text, window=48, stride=16).nats for session in (before, after)]
     # float32 rounding of a hundred tokens' likelihoods
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
+
+
+STREAMING = {"policy": "streaming", "sinks": 4, "recent": 24, "page": 16}
+RETRIEVAL = {"policy": "retrieval", "sinks": 4, "recent": 16, "budget": 2, "page": 16}
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("quantize_kv", {"storage": "int8", "page": 16}),
+        ("quantize_kv", {"storage": "int4", "page": 16}),
+        ("sparse_kv", STREAMING),
+        ("sparse_kv", RETRIEVAL),
+        ("sparse_kv", RETRIEVAL | {"summary": "mean"}),
+    ],
+)
+def test_the_same_tokens_without_the_library(
+    step: str, options: dict[str, Any], make_session: Callable[..., Session]
+) -> None:
+    prompts = ["def f(x):\n    return g(x, [y for y in range(10)])\n" * 2, "x"]
+    texts = [
+        generate(make_session("llama", step, native=native, **options), prompts, max_new_tokens=60)
+        for native in (True, False)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_rows_that_ended_and_padding_cost_no_room(make_session: Callable[..., Session]) -> None:
@@ -269,6 +295,34 @@ def test_a_prompt_is_shared_by_forking(make_session: Callable[..., Session]) -> 
     assert np.array_equal(decoder.step(more[:1].repeat(2, 0))[1], found[0])
     with pytest.raises(InputError, match="batch of 2"):
         decoder.fork([2])
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("storage", ["bfloat16", "float8"])
+def test_caches_of_types_that_numpy_has_not_are_rewound_forked_saved_and_restored(
+    storage: str, native: bool, make_session: Callable[..., Session], tmp_path: Path
+) -> None:
+    session = make_session("llama", "quantize_kv", native=native, storage=storage, page=16)
+    ids, more = tokens(2, 40), tokens(2, 9, seed=1)
+    straight, decoder = Decoder(session, 2), Decoder(session, 2)
+    straight.step(ids)
+    expected = straight.step(more)
+    decoder.step(ids)
+    decoder.step(more[:, ::-1].copy())
+    decoder.rewind(40)
+    decoder.save(tmp_path / "cache.safetensors")
+    restored = Decoder.restore(session, tmp_path / "cache.safetensors")
+    assert {array.dtype.name for array in restored.cache.contents().values()} == {FLOATS[storage].name}
+    forked = decoder.fork([1, 0])
+    assert np.array_equal(decoder.step(more), expected)
+    assert np.array_equal(restored.step(more), expected)
+    assert np.array_equal(forked.step(more[::-1]), expected[::-1])
+    # what a model says in one run without a cache of the caller
+    assert close(straight.step(ids[:, :1])[:, -1], session.logits(np.concatenate([ids, more, ids[:, :1]], 1))[:, -1])
+    content, name = (tmp_path / "cache.safetensors").read_bytes(), FLOATS[storage].name.encode()
+    (tmp_path / "cache.safetensors").write_bytes(content.replace(name, b"?" * len(name)))
+    with pytest.raises(InputError, match="has changed since it was written"):
+        Decoder.restore(session, tmp_path / "cache.safetensors")
 
 
 @pytest.mark.parametrize(("family", "step"), [("llama", "page_kv"), ("mistral_window", "page_kv")])

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.paged import move_pages
-from graphopt.decoding.rewind import rewind_row
+from graphopt.decoding.rewind import check_length, first_length, rewind_row
+from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.append import State, append
-from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
+from tests.runtime_ops.kv_cases import Fed, tokens_of
 
 HEADS, SIZE, PAGE = 2, 16, 16
-STORAGES = st.sampled_from(["float32", "float16", "int8", "int4"])
+EACH_STORAGE = st.sampled_from(STORAGES)
 
 
 def filled(layer: PagedLayer, pages: int, rows: list[np.ndarray]) -> State:
@@ -41,18 +44,26 @@ def drawn(seed: int, count: int) -> np.ndarray:
 
 
 @given(
-    storage=STORAGES,
+    storage=EACH_STORAGE,
     summary=st.sampled_from(["bounds", "mean"]),
     sink_pages=st.integers(0, 2),
     recent_pages=st.integers(0, 2),
+    compensate=st.booleans(),
     tokens=st.integers(1, 110),
     data=st.data(),
 )
 def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
-    storage: str, summary: str, sink_pages: int, recent_pages: int, tokens: int, data: st.DataObject
+    storage: str,
+    summary: str,
+    sink_pages: int,
+    recent_pages: int,
+    compensate: bool,
+    tokens: int,
+    data: st.DataObject,
 ) -> None:
     integers = {"sink_pages": sink_pages, "recent_pages": recent_pages} if storage.startswith("int") else {}
-    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(2,), summary=summary, **integers)
+    means = {"sinks": data.draw(st.integers(0, 40)), "compensate": 1} if compensate else {}
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(2, 1), summary=summary, **integers, **means)
     layer = PagedLayer(0, SIZE, kv)
     kept = data.draw(st.integers(1, tokens))
     first, second = drawn(0, tokens), drawn(1, 40)
@@ -63,10 +74,11 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
     total = kept + 40
     for page in range(-(-total // PAGE)):
         valid = min(PAGE, total - page * PAGE)
-        # float16 keys are rounded before a summary is made of them again, and codes are rounded once more: half a step
-        # of numbers up to 4 in 15 levels, twice
+        # narrow keys are rounded before a summary is made of them again, up to half of the last place of a 4, and codes
+        # are rounded once more: half a step of numbers up to 4 in 15 levels, twice
         summaries = [state["summaries"][0, :, page] for state in (after, straight)]
-        rounding = {"float32": 1e-6, "float16": 4e-3, "int8": 8 / 255, "int4": 8 / 15}[storage]
+        narrow = {"float16": 2**-9, "bfloat16": 2**-6, "float8": 2**-2}
+        rounding = {"float32": 1e-6, **narrow, "int8": 8 / 255, "int4": 8 / 15}[storage]
         assert np.abs(summaries[0] - summaries[1]).max() <= rounding
         if not kv.levels:
             for name in ("keys", "values"):
@@ -78,6 +90,43 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
                 for state in (after, straight)
             ]
             assert np.abs(slots[0] - slots[1]).max() <= rounding
+
+
+@given(
+    storage=STORAGES,
+    sinks=st.integers(0, 40),
+    recent=st.integers(1, 40),
+    tokens=st.integers(60, 180),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
+    storage: str, sinks: int, recent: int, tokens: int, data: st.DataObject
+) -> None:
+    kv = KVAttributes(HEADS, 1.0, page=PAGE, storage=storage, policies=(1,), sinks=sinks, recent=recent, compensate=1)
+    layer, total = PagedLayer(0, SIZE, kv), tokens + 20
+    pages = layer.pages(1 << 40, 7)
+    drawn_tokens = tokens_of(kv, total, seed=1)
+    row = Fed(kv, drawn_tokens, pages)
+    row.calls(*[1] * tokens)
+    oldest = max(0, -(-tokens // PAGE) - (pages - kv.first_pages))
+    first = first_length(layer, oldest)
+    if first > tokens:
+        return
+    kept = data.draw(st.integers(max(first, 1), tokens))
+    check_length(layer, oldest, tokens, kept, 0)
+    if 1 < first < tokens:
+        with pytest.raises(InputError, match="cannot be rewound"):
+            check_length(layer, oldest, tokens, first - 1, 0)
+    rewind_row(layer, {name: tensor[0] for name, tensor in row.state.items()}, tokens, kept)
+    row.past, row.column = np.array([kept]), kept
+    straight = Fed(kv, drawn_tokens, -(-total // PAGE))
+    straight.call(kept)
+    # float16 and codes are what the page that was cut is read as: a share of 2^-11 of 4, or half a step of numbers up
+    # to 4, in a mean; codes themselves are read, too, where straight rows have floats still
+    rounding = {"float32": 1e-5, "float16": 4e-3, "int8": 0.1, "int4": 2}[storage]
+    for columns in (1, 7):
+        assert np.abs(row.call(columns) - straight.call(columns)).max() < rounding
 
 
 @given(lengths=st.lists(st.integers(0, 150), min_size=1, max_size=3), more=st.integers(1, 6), sinks=st.integers(0, 20))

@@ -42,6 +42,8 @@ def llama(llama_artifact: Path) -> ir.Model:
     ("storage", "dtype", "width", "states"),
     [
         ("float16", ir.DataType.FLOAT16, 32 * 16, ["keys", "values"]),
+        ("bfloat16", ir.DataType.BFLOAT16, 32 * 16, ["keys", "values"]),
+        ("float8", ir.DataType.FLOAT8E4M3FN, 32 * 16, ["keys", "values"]),
         ("int8", ir.DataType.UINT8, 32 * 16, ["keys", "values", "scales", "recent"]),
         ("int4", ir.DataType.UINT8, 32 * 8, ["keys", "values", "scales", "recent"]),
     ],
@@ -86,14 +88,15 @@ def test_codes_are_not_quantized_again(llama: ir.Model) -> None:
 
 
 def test_a_graph_that_cannot_be_paged_is_left_alone(make_artifact: MakeArtifact, tmp_path: Path) -> None:
-    made = optimize(make_artifact("gemma2"), recipe({"step": "quantize_kv"}), tmp_path / "out")
+    plain = Recipe.model_validate({"name": "mine", "steps": [{"step": "quantize_kv"}]})
+    made = optimize(make_artifact("gemma2"), plain, tmp_path / "out")
     assert "no standard Attention" in made.manifest.passes[-1].skips[0].reason
     assert made.manifest.checks[-1].figures["largest_change"] == 0.0
 
 
 def test_the_loss_is_measured_behind_enough_context(llama_artifact: Path, tmp_path: Path) -> None:
     changes = {}
-    for storage in ("float16", "int8", "int4"):
+    for storage in ("float16", "bfloat16", "float8", "int8", "int4"):
         made = optimize(
             llama_artifact,
             recipe({"step": "quantize_kv", "storage": storage, "page": 16, "sink_pages": 0, "recent_pages": 0}),
@@ -102,23 +105,34 @@ def test_the_loss_is_measured_behind_enough_context(llama_artifact: Path, tmp_pa
         check = next(check for check in made.manifest.checks if check.after == "quantize_kv")
         assert "behind 32 of context" in check.reason
         changes[storage] = check.figures["largest_change"]
-    # half a step: 2^-11 of a number, 1/510 and 1/30 of a range, through two layers of a random model
+    # half a step: 2^-11, 2^-8, 2^-4 of a number, 1/510 and 1/30 of a range, through two layers of a random model
     assert 0 < changes["float16"] < 2e-3
+    assert changes["float16"] < changes["bfloat16"] < 2e-2
+    assert changes["bfloat16"] < changes["float8"] < 0.3
     assert changes["float16"] < changes["int8"] < 2e-2
     assert changes["int8"] < changes["int4"] < 0.3
     checks = verify(llama_artifact, tmp_path / "int4").checks
     assert [check.status for check in checks] == ["proved", "measured"]
 
 
-def test_int8_caches_keep_what_the_shipped_model_knows(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from graphopt.models.export import export
 
-    export("stdlib_lm", tmp_path / "float32")
+    folder = tmp_path_factory.mktemp("shipped") / "float32"
+    export("stdlib_lm", folder)
+    return folder
+
+
+# Seen: 0.0001 for int8, 0.00002 for bfloat16, 0.002 for float8; int4 costs 0.003.
+@pytest.mark.parametrize(("storage", "cost"), [("int8", 0.001), ("bfloat16", 0.0005), ("float8", 0.005)])
+def test_caches_keep_what_the_shipped_model_knows(storage: str, cost: float, shipped: Path, tmp_path: Path) -> None:
     text = held_out_text()[:6000]
-    optimize(tmp_path / "float32", recipe({"step": "quantize_kv", "storage": "int8"}), tmp_path / "int8")
-    before, after = load(tmp_path / "float32"), load(tmp_path / "int8")
+    optimize(shipped, recipe({"step": "quantize_kv", "storage": storage}), tmp_path / storage)
+    before, after = load(shipped), load(tmp_path / storage)
     bits = [evaluate(session, text).bits_per_byte for session in (before, after)]
-    # seen: 0.0001; int4 costs 0.003
-    assert abs(bits[0] - bits[1]) < 0.001
+    assert abs(bits[0] - bits[1]) < cost
     assert np.isfinite(bits).all()
-    assert generate(before, "class Stack:", max_new_tokens=8) == generate(after, "class Stack:", max_new_tokens=8)
+    texts = [generate(session, "class Stack:", max_new_tokens=8) for session in (before, after)]
+    # 3 bits of fraction may decide between two tokens that are nearly equally likely
+    assert texts[0] == texts[1] or storage == "float8"

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import pytest
+from pydantic import ValidationError
 
 from graphopt import artifact
 from graphopt.analysis.paged import layers_of
@@ -93,6 +94,68 @@ def test_streaming_is_measured_and_its_cache_stops_growing(llama_artifact: Path,
     assert decoder.cache.pages == (3, 3)
     # in one call nothing goes round, and every query reads the same
     assert np.abs(np.stack(steps, axis=1) - session.logits(ids)).max() < 1e-4
+
+
+def test_options_go_to_the_heads_that_they_are_for(llama: ir.Model) -> None:
+    options = {"mass": 0.9, "channels": 8, "compensate": True, "sinks": 4, "recent": 8}
+    report = run_pass(llama, "sparse_kv", layers={0: "streaming", 1: ["streaming", "retrieval"]}, budget=0, **options)
+    streaming, mixed = (layer.attributes for layer in layers_of(llama.graph))
+    assert (streaming.mass, streaming.channels, streaming.compensate, streaming.budget) == (0.0, 0, 1, 0)
+    assert (mixed.mass, mixed.channels, mixed.compensate, mixed.budget) == (pytest.approx(0.9), 8, 1, 0)
+    size = layers_of(llama.graph)[0].head_size
+    widths = [value.shape[3] for value in llama.graph.inputs if value.name.endswith(".summaries") and value.shape]
+    assert widths == [2 * size, 4 * size]
+    what = [change.what for change in report.changes if "first and" in change.what]
+    assert "besides pages with 0.9 of the mass by bounds in the largest 8 channels, and the mean of what" in what[1]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mass": 0.5, "policy": "streaming"}, "says mass, which is for heads of the policy retrieval, and gives none"),
+        ({"channels": 8, "policy": "dense"}, "says channels, which is for heads of the policy retrieval"),
+        ({"compensate": True}, "says compensate, which is for heads of the policy streaming"),
+        ({"channels": 17}, "judges pages by 17 channels, and a head has 16"),
+    ],
+)
+def test_options_that_no_head_follows_are_refused(options: dict[str, Any], message: str, llama: ir.Model) -> None:
+    with pytest.raises(InputError, match=message):
+        run_pass(llama, "sparse_kv", **options)
+
+
+@pytest.mark.parametrize("options", [{"mass": 0.0}, {"mass": 1.1}, {"channels": 0}])
+def test_options_out_of_range(options: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        recipe(**options)
+
+
+def test_all_the_mass_is_dense(llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, recipe(sinks=0, recent=1, budget=0, mass=1.0), tmp_path / "out")
+    ids = np.random.default_rng(0).integers(0, 300, (1, 120))
+    expected, found = (load(path).logits(ids) for path in (llama_artifact, tmp_path / "out"))
+    # float32 rounding, as of page_kv
+    assert np.abs(expected - found).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_compensated_streaming_in_any_calls(llama_artifact: Path, tmp_path: Path) -> None:
+    options = {"policy": "streaming", "sinks": 4, "recent": 8, "compensate": True}
+    made = optimize(llama_artifact, recipe(**options), tmp_path / "out")
+    reasons = [skip.reason for step in made.manifest.passes for skip in step.skips]
+    assert any("reads a mean of keys at any distance" in reason for reason in reasons)
+    session = load(tmp_path / "out")
+    assert not any(layer.unbounded for layer in session.interface.layers)
+    decoder, ids = Decoder(session, 1), np.random.default_rng(0).integers(0, 300, (1, 120))
+    steps = [decoder.step(ids[:, [column]])[:, -1] for column in range(120)]
+    # a page of sinks, and the 8 newest, one new token, a page and another one, whose summary is the mean
+    assert decoder.cache.pages == (4, 4)
+    in_one = session.logits(ids)
+    assert np.abs(np.stack(steps, axis=1) - in_one).max() < 1e-4
+    # back to the first length whose pages are all there, and on again
+    decoder.rewind(105)
+    again = [decoder.step(ids[:, [column]])[:, -1] for column in range(105, 120)]
+    assert np.abs(np.stack(again, axis=1) - in_one[:, 105:]).max() < 1e-4
+    with pytest.raises(InputError, match="cannot be rewound"):
+        decoder.rewind(102)
 
 
 def test_pages_of_codes_keep_their_size(llama: ir.Model) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
+from graphopt.runtime import run
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.reference import reference
@@ -85,7 +86,7 @@ class Fed:
 def assert_same_state(one: Arrays, other: Arrays) -> None:
     for name in STATE:
         assert one[name].dtype == other[name].dtype, name
-        assert np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind == "f"), name
+        assert np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind in "fV"), name
 
 
 def model_of(attributes: KVAttributes, shapes: dict[str, tuple[int | str | None, ...]], opset: int = 23) -> ir.Model:
@@ -133,4 +134,4 @@ class Body:
         key = (attrs, str(shapes))
         if key not in self.sessions:
             self.sessions[key] = open_quietly(model_of(attrs, shapes, self.opset))
-        return self.sessions[key].run(None, by_name)
+        return run(self.sessions[key], None, by_name)

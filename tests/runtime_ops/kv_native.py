@@ -9,6 +9,7 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
+from graphopt.runtime import array_of, ort_value, run
 from graphopt.runtime_ops import DOMAIN, library_path
 
 INPUTS = {
@@ -30,6 +31,8 @@ NODE = "the attention"
 _TYPES = {
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "float8": TensorProto.FLOAT8E4M3FN,
     "int8": TensorProto.UINT8,
     "int4": TensorProto.UINT8,
 }
@@ -63,18 +66,17 @@ class Native:
         session = self.session(attributes)
         feeds = dict(zip(INPUTS, inputs, strict=True))
         if not self.in_place:
-            results: Sequence[np.ndarray] = session.run(None, feeds)
-            return results
+            return run(session, None, feeds)
         binding, _ = bind(session, feeds)
         session.run_with_iobinding(binding)
         # what onnxruntime hands out is a view of memory that ends with the binding
-        return [each.numpy().copy() for each in binding.get_outputs()]
+        return [array_of(each) for each in binding.get_outputs()]
 
 
 def bind(session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray]) -> tuple[Any, dict[str, Any]]:
     """Return an I/O binding whose state is changed in place, and the bound values by name."""
     binding = session.io_binding()
-    values = {name: onnxruntime.OrtValue.ortvalue_from_numpy(tensor.copy()) for name, tensor in feeds.items()}
+    values = {name: ort_value(tensor.copy()) for name, tensor in feeds.items()}
     for name, value in values.items():
         binding.bind_ortvalue_input(name, value)
     binding.bind_output("y")

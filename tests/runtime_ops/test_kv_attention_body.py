@@ -31,7 +31,7 @@ from tests.runtime_ops.kv_cases import (
 EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)
 
 # float32 of scores and sums: some 2^-24 for each of at most 200 terms near 1, in practice far less
-CLOSE = 2e-6
+CLOSE = 4e-6
 
 POLICIES: dict[str, dict[str, Any]] = {
     "dense": {},
@@ -44,6 +44,16 @@ POLICIES: dict[str, dict[str, Any]] = {
     "heads": {"kv_heads": 3, "policies": (2, 0, 1), "sinks": 3, "recent": 10, "budget": 1},
 }
 
+# what they add is the same whatever pages are stored as
+SELECTIONS: dict[str, dict[str, Any]] = {
+    "mass": {"policies": (2,), "sinks": 3, "recent": 10, "mass": 0.7},
+    "mass within a budget": {"policies": (2, 0), "recent": 10, "budget": 2, "mass": 0.9, "summary": "mean"},
+    "channels": {"policies": (2,), "sinks": 3, "recent": 10, "budget": 2, "channels": 5},
+    "channels of means": {"policies": (2,), "recent": 7, "mass": 0.6, "channels": 9, "summary": "mean", "window": 70},
+    "streaming, compensated": {"policies": (1,), "sinks": 18, "recent": 20, "compensate": 1, "softcap": 3.0},
+    "compensated heads": {"kv_heads": 3, "policies": (2, 0, 1), "recent": 9, "budget": 1, "compensate": 1},
+}
+
 
 def compare(attributes: Any, tokens: Any, pages: int, calls: list[tuple[int, ...]], run: Body, **state: Any) -> None:
     """Feed body and reference alike; the first number of a call is its columns, the others are tokens of rows."""
@@ -54,20 +64,23 @@ def compare(attributes: Any, tokens: Any, pages: int, calls: list[tuple[int, ...
         y, other = (each.call(columns, new or None) for each in (expected, fed))
         assert other.dtype == np.float32
         assert np.abs(y - other).max() < CLOSE
-        if attributes.retrieves and attributes.summary == "mean":
-            # the body sums a page's keys and divides, the reference goes token by token
+        if attributes.compensate or (attributes.retrieves and attributes.summary == "mean"):
+            # the body sums keys and divides, the reference goes token by token
             means = [each.state.pop("summaries") for each in (expected, fed)]
             assert np.abs(means[0] - means[1]).max() < CLOSE
             fed.state["summaries"] = expected.state["summaries"] = means[0]
         assert_same_state(expected.state, fed.state)
 
 
-@EACH_STORAGE
-@pytest.mark.parametrize("policy", POLICIES)
+CASES = [(storage, policy) for storage in STORAGES for policy in POLICIES]
+CASES += [(STORAGES[index % len(STORAGES)], policy) for index, policy in enumerate(SELECTIONS)]
+
+
+@pytest.mark.parametrize(("storage", "policy"), CASES)
 def test_every_policy_and_storage(storage: str, policy: str) -> None:
-    attributes = attributes_of(storage=storage, sink_pages=1, recent_pages=1, **POLICIES[policy])
+    attributes = attributes_of(storage=storage, sink_pages=1, recent_pages=1, **(POLICIES | SELECTIONS)[policy])
     tokens = tokens_of(attributes, 131, batch=2, group=3, head_size=32, sink_logits=True, sink_query=True)
-    pages = 6 if policy.startswith("streaming") else 9
+    pages = 6 + attributes.compensate if policy.startswith("streaming") else 9
     calls = [(12, 12, 5), (1,), (7, 0, 7), (1, 1, 0), *((12,),) * 9, (1,), (1,)]
     compare(attributes, tokens, pages, calls, Body())
 
@@ -83,7 +96,7 @@ def test_long_calls(storage: str, page: int) -> None:
 
 @given(
     st.sampled_from(STORAGES),
-    st.sampled_from(sorted(POLICIES)),
+    st.sampled_from(sorted(POLICIES | SELECTIONS)),
     st.integers(0, 2),
     st.integers(0, 2),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
@@ -93,11 +106,11 @@ def test_any_calls(
     storage: str, policy: str, sink_pages: int, recent_pages: int, calls: list[tuple[int, int, int]]
 ) -> None:
     attributes = attributes_of(
-        storage=storage, sink_pages=sink_pages, recent_pages=recent_pages, scale=0.5, **POLICIES[policy]
+        storage=storage, sink_pages=sink_pages, recent_pages=recent_pages, scale=0.5, **(POLICIES | SELECTIONS)[policy]
     )
     fitting = [(columns, min(columns, one), min(columns, other)) for columns, one, other in calls]
     tokens = tokens_of(attributes, sum(columns for columns, *_ in fitting), batch=2)
-    compare(attributes, tokens, 10, fitting, Body())
+    compare(attributes, tokens, 11, fitting, Body())
 
 
 @EACH_STORAGE
@@ -125,7 +138,7 @@ def test_what_is_not_finite_stays_with_those_who_read_it(storage: str, where: st
 
 @pytest.mark.parametrize("opset", [23, 24, 25, 26])
 @pytest.mark.parametrize("static", [False, True])
-@pytest.mark.parametrize("storage", ["float16", "int4"])
+@pytest.mark.parametrize("storage", ["float16", "bfloat16", "float8", "int4"])
 def test_opsets_and_shapes(opset: int, static: bool, storage: str) -> None:
     attributes = attributes_of(storage=storage, policies=(0, 2), budget=1, sinks=2)
     tokens = tokens_of(attributes, 40, batch=2)
@@ -153,6 +166,7 @@ def test_states_that_are_not_used_need_no_shape() -> None:
         ({"policies": (1,), "recent": 13}, 1000, 4),
         ({"policies": (1,), "recent": 3, "window": 13}, 1000, 4),
         ({"policies": (1,), "recent": 3, "sinks": 17}, 1000, 4),
+        ({"policies": (1,), "recent": 12, "compensate": 1}, 1000, 4),
     ],
 )
 def test_refusals(others: dict[str, Any], past: int, new: int) -> None:
@@ -241,6 +255,8 @@ def test_a_float_of_a_file_names_the_same_body() -> None:
         {"summary": "mean"},
         {"storage": "float16"},
         {"sinks": 1},
+        {"mass": 0.5},
+        {"channels": 3},
     ],
 )
 def test_a_body_for_other_attributes_fails(other: dict[str, Any]) -> None:

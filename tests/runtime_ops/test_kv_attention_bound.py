@@ -129,7 +129,7 @@ def last_call_of(attributes: KVAttributes, tokens: Arrays, run: Any) -> Last:
     return last
 
 
-@pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["float16", "bfloat16", "float8", "int8", "int4"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("size", [0.1, 1.0, 5.0])
 def test_storages_are_within(storage: str, policy: str, size: float) -> None:
@@ -156,6 +156,32 @@ def test_the_worst_values_come_near() -> None:
     error = np.abs(last.y - tokens["value"][0].mean(axis=0))[0, 0].max()
     limit = storage_bound(*last.inputs, **attributes.for_node())[0, 0].max()
     assert 0.99 * limit < error <= limit
+
+
+@pytest.mark.parametrize(("storage", "share"), [("float16", 2.0**-11), ("bfloat16", 2.0**-8), ("float8", 2.0**-4)])
+def test_the_worst_floats_come_near(storage: str, share: float) -> None:
+    # all scores are 0, so y is the mean of the values; each of them lies halfway between two numbers
+    attributes = attributes_of(kv_heads=1, storage=storage)
+    tokens = tokens_of(attributes, 64, group=1)
+    tokens["key"][:] = 0
+    tokens["value"][:] = 1 + share
+    fed = Fed(attributes, tokens, 4, last := Last(reference))
+    fed.calls(63, 1)
+    error = np.abs(last.y - tokens["value"][0].mean(axis=0))[0, 0].max()
+    limit = storage_bound(*last.inputs, **attributes.for_node())[0, 0].max()
+    assert 0.9 * limit < error <= limit
+
+
+@pytest.mark.parametrize("where", ["key", "value"])
+def test_nothing_is_promised_where_float8_may_have_cut_off(where: str) -> None:
+    attributes = attributes_of(kv_heads=1, storage="float8", policies=(1,), recent=8)
+    tokens = tokens_of(attributes, 100)
+    tokens[where][0, 90, 3] = 1e6
+    call = last_call(attributes, tokens)
+    spoiled = np.isinf(storage_bound(*call.inputs, **attributes.for_node())[0]).any(axis=-1)
+    assert np.flatnonzero(spoiled).tolist() == list(range(10, 18))
+    # the kernel reads 448, and computes with it as with others
+    assert np.isfinite(bound(*call.inputs, **attributes.for_node())).all()
 
 
 def test_float32_costs_nothing() -> None:

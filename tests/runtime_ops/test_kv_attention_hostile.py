@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from graphopt.runtime import array_of, ort_value
 from graphopt.runtime_ops import DOMAIN, library_path
 from graphopt.runtime_ops.kv_attention.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
 from graphopt.runtime_ops.kv_attention.bound import bound
@@ -36,7 +37,10 @@ MOST_PAGES = 2**31
 NUMBERS = np.array([*FLOATS, 1e-38, -1e-40, 1e19, -1e30, 65504, 65520, 6e-8, 0, 0, 0], np.float32)
 # what is no number may hold any bits, and may signal
 NUMBERS[-3:] = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF], np.uint32).view(np.float32)
-_ATTRIBUTE_TYPES = {"scale": float, "softcap": float, "storage": str, "summary": str, "policies": list}
+NEWER = {"mass", "channels", "compensate"}
+"""Attributes that a node need not have."""
+
+_ATTRIBUTE_TYPES = {"scale": float, "softcap": float, "mass": float, "storage": str, "summary": str, "policies": list}
 
 
 @pytest.fixture(params=INSTRUCTIONS)
@@ -63,6 +67,11 @@ class Case:
     says: dict[str, list[int]] = field(default_factory=dict)  # shapes that numpy has no array of
 
 
+def types_of(case: Case) -> dict[str, int]:
+    """Return the ONNX types of the inputs: onnxruntime does not know all of NumPy's."""
+    return {name: helper.np_dtype_to_tensor_dtype(tensor.dtype) for name, tensor in case.inputs.items()}
+
+
 def session_of(case: Case) -> onnxruntime.InferenceSession:
     """Return a session that knows no shapes, so that the kernel sees all of them."""
     options = onnxruntime.SessionOptions()
@@ -72,7 +81,7 @@ def session_of(case: Case) -> onnxruntime.InferenceSession:
     options.enable_cpu_mem_arena = False
     options.enable_mem_pattern = False
     options.register_custom_ops_library(str(library_path()))
-    types = {name: helper.np_dtype_to_tensor_dtype(tensor.dtype) for name, tensor in case.inputs.items()}
+    types = types_of(case)
     inputs = [helper.make_tensor_value_info(name, types[name], None) for name in case.inputs]
     outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
     outputs += [helper.make_tensor_value_info(f"{name}_after", types[name], None) for name in STATE]
@@ -96,26 +105,26 @@ def run(case: Case) -> list[onnxruntime.OrtValue] | str:
     """Return the outputs, or what the error says; an error must leave all memory as it was, a result all inputs."""
     memory = {name: placed(tensor, case.shift.get(name, 0)) for name, tensor in case.inputs.items()}
     before = {name: tensor.tobytes() for name, tensor in memory.items()}
-    error = ""
+    types, error = types_of(case), ""
     results: list[onnxruntime.OrtValue] = []
     try:
         session = session_of(case)
         binding = session.io_binding()
         for name, tensor in memory.items():
             shape = case.says.get(name, list(tensor.shape))
-            binding.bind_input(name, "cpu", 0, tensor.dtype.type, shape, tensor.ctypes.data)
+            binding.bind_input(name, "cpu", 0, types[name], shape, tensor.ctypes.data)
         written = {**({name: name for name in STATE} if case.in_place else {}), **case.written}
         binding.bind_output("y")
         for name in STATE:
             if name in written:
                 shape, tensor = case.says.get(name, list(memory[name].shape)), memory[written[name]]
-                binding.bind_output(f"{name}_after", "cpu", 0, memory[name].dtype.type, shape, tensor.ctypes.data)
+                binding.bind_output(f"{name}_after", "cpu", 0, types[name], shape, tensor.ctypes.data)
             else:
                 binding.bind_output(f"{name}_after")
         session.run_with_iobinding(binding)
         results = binding.get_outputs()
         if not case.says:  # what onnxruntime hands out ends with the binding
-            results = [onnxruntime.OrtValue.ortvalue_from_numpy(each.numpy().copy()) for each in results]
+            results = [ort_value(array_of(each)) for each in results]
     except Exception as raised:
         error = str(raised)
     assert not error or "[ONNXRuntimeError]" in error or error.startswith("Error in execution"), error
@@ -131,7 +140,7 @@ def expected_of(case: Case) -> tuple[np.ndarray, ...] | None:
     for name, value in case.attributes.items():
         if type(value) is not _ATTRIBUTE_TYPES.get(name, int):
             return None
-    if set(case.attributes) != set(attributes_of().for_node()) or list(case.inputs) != [*INPUTS, *STATE]:
+    if set(case.attributes) | NEWER != set(attributes_of().for_node()) or list(case.inputs) != [*INPUTS, *STATE]:
         return None
     if max(case.attributes["sink_pages"], case.attributes["recent_pages"]) > MOST_PAGES:
         return None
@@ -153,15 +162,15 @@ def check(case: Case) -> None:
         assert isinstance(found, str), "it is to be refused"
         return
     assert not isinstance(found, str), found
-    outputs = [each.numpy() for each in found]
+    outputs = [array_of(each) for each in found]
     for name, output, like in zip(("y", *STATE), outputs, (case.inputs["query"], *expected[1:]), strict=True):
         assert (output.shape, output.dtype) == (like.shape, like.dtype), name
     for name, output, wanted in zip(STATE, outputs[1:], expected[1:], strict=True):
-        if name == "summaries" and case.attributes["summary"] == "mean":
+        if name == "summaries" and (case.attributes["summary"] == "mean" or case.attributes.get("compensate")):
             continue  # a running sum, which other tests bound
-        assert np.array_equal(output, wanted, equal_nan=wanted.dtype.kind == "f"), name
-    if 2 in case.attributes["policies"] and not all(is_usual(tensor) for tensor in case.inputs.values()):
-        return  # scores of pages that overflow, or no number: which pages are chosen is open
+        assert np.array_equal(output, wanted, equal_nan=wanted.dtype.kind in "fV"), name
+    if 2 in case.attributes["policies"] and not (all(map(is_usual, case.inputs.values())) and are_bounds(case)):
+        return  # scores of pages that overflow, or no number, or no bounds: which pages are chosen is open
     y = outputs[0]
     with np.errstate(all="ignore"):
         most = bound(*case.inputs.values(), **case.attributes)
@@ -171,11 +180,17 @@ def check(case: Case) -> None:
 
 
 def is_usual(tensor: np.ndarray) -> bool:
-    if tensor.dtype.kind != "f":
+    if tensor.dtype.kind not in "fV":
         return True
     with np.errstate(all="ignore"):
-        sizes = np.abs(tensor[tensor != 0])
+        sizes = np.abs(tensor[tensor != 0].astype(np.float64))
         return bool(((sizes > 1e-6) & (sizes < 1e6)).all())
+
+
+def are_bounds(case: Case) -> bool:
+    """Return whether the summaries are what calls leave behind: no minimum above its maximum."""
+    low, high = np.split(case.inputs["summaries"], 2, axis=-1)
+    return case.attributes["summary"] == "mean" or bool((low <= high).all())
 
 
 # Honest calls. A state may hold any numbers, so none needs to be fed.
@@ -186,11 +201,12 @@ def honest(draw: st.DrawFn) -> Case:
     storage, page = draw(st.sampled_from(STORAGES)), draw(st.sampled_from([16, 16, *PAGES]))
     heads, size = draw(st.integers(1, 3)), draw(st.sampled_from([16, 16, 32, 48, 256]))
     policies = draw(st.one_of(st.just([1]), st.just([0]), st.lists(st.integers(0, 2), min_size=heads, max_size=heads)))
+    compensate = draw(st.integers(0, 1))
     attributes = KVAttributes(
         kv_heads=heads,
         scale=draw(st.sampled_from([0.25, 1.0])),
         softcap=draw(st.sampled_from([0.0, 0.0, 2.0])),
-        window=draw(st.sampled_from([0, 0, 1, 17, 40])),
+        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 40])),
         page=page,
         storage=storage,
         sink_pages=draw(st.integers(0, 2)),
@@ -200,6 +216,9 @@ def honest(draw: st.DrawFn) -> Case:
         recent=draw(st.sampled_from([1, 7, 16, 40])),
         budget=draw(st.integers(0, 3)),
         summary=draw(st.sampled_from(SUMMARIES)),
+        mass=draw(st.sampled_from([0.0, 0.0, 0.7, 1.0])),
+        channels=draw(st.sampled_from([0, 0, 3, 40])),
+        compensate=compensate,
     )
     batch, columns, pages = draw(st.integers(0, 3)), draw(st.sampled_from([0, 1, 1, 2, 20])), draw(st.integers(0, 8))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
@@ -223,6 +242,10 @@ def honest(draw: st.DrawFn) -> Case:
         like = tensor.zeros()
         numbers = random.integers(0, 256, like.shape) if like.dtype == np.uint8 else random.standard_normal(like.shape)
         state[name] = numbers.astype(like.dtype)
+    if attributes.retrieves and attributes.summary == "bounds":
+        state["summaries"] = np.sort(state["summaries"].reshape(batch, heads, pages, 2, size), axis=3).reshape(
+            state["summaries"].shape
+        )
     arrays = {**tokens, **state, "past": np.array(past, np.int64), "new": new}
     inputs = {name: arrays[name] for name in (*INPUTS, *STATE)}
     return Case(attributes.for_node(), inputs, draw(st.integers(1, 2)), draw(st.booleans()))
@@ -307,7 +330,7 @@ def memory_at_any_address(draw: st.DrawFn, case: Case) -> None:
 
 
 def other_numbers(draw: st.DrawFn, case: Case) -> None:
-    floats = [name for name, tensor in case.inputs.items() if tensor.dtype.kind == "f" and tensor.size]
+    floats = [name for name, tensor in case.inputs.items() if tensor.dtype.kind in "fV" and tensor.size]
     if not floats:
         return
     name = draw(st.sampled_from(floats))

@@ -63,7 +63,7 @@ def compare(
         expected, y = wanted.call(columns, of_rows), found.call(columns, of_rows)
         assert y.shape == expected.shape
         assert y.dtype == np.float32
-        if attributes.summary == "mean":  # a running sum; the kernel may divide in another way
+        if attributes.summary == "mean" or attributes.compensate:  # running means; the kernel may divide in another way
             difference = np.abs(wanted.state["summaries"] - found.state["summaries"])
             assert difference.max(initial=0) < 1e-6 * np.abs(tokens["key"]).max(initial=1)
             found.state["summaries"] = wanted.state["summaries"]
@@ -89,6 +89,73 @@ def test_the_kernel_is_the_reference(instructions: str, storage: str, policies: 
                 attributes, sum(calls), batch=2, group=group, head_size=size, sink_logits=True, sink_query=group == 3
             )
             compare(attributes, tokens, 10, calls)
+
+
+SELECTIONS: tuple[dict[str, Any], ...] = (
+    {"policies": [2], "mass": 0.8},
+    {"policies": [2, 0], "mass": 0.5, "budget": 2, "summary": "mean", "window": 60},
+    {"policies": [2], "channels": 7, "budget": 2},
+    {"policies": [2], "channels": 20, "mass": 0.7, "summary": "mean"},
+    {"policies": [1], "compensate": 1},
+    {"policies": [1], "compensate": 1, "softcap": 2.0, "sinks": 0},
+    {"policies": [2, 1], "compensate": 1, "budget": 1, "sinks": 16},
+    {"policies": [2, 1], "compensate": 1, "mass": 0.9, "summary": "mean", "channels": 5},
+)
+
+
+@pytest.mark.parametrize("others", SELECTIONS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_chosen_and_what_stands_for_the_rest(instructions: str, storage: str, others: dict[str, Any]) -> None:
+    attributes = attributes_of(storage=storage, **{"sinks": 5, "recent": 9, "recent_pages": 1, **others})
+    for group, size, calls in ((2, 16, (80, 1, 1)), (3, 48, (17, 1, 1, 40)), (1, 128, (70, 0, 33, 1))):
+        tokens = tokens_of(attributes, sum(calls), batch=2, group=group, head_size=size, sink_logits=True)
+        compare(attributes, tokens, 8, calls)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_compensated_cache_that_wraps(instructions: str, storage: str) -> None:
+    for sinks in (20, 0):
+        attributes = attributes_of(storage=storage, policies=[1], sinks=sinks, recent=20, recent_pages=1, compensate=1)
+        calls = (30, 30, 1, 1, 30, 30, 1, 16, 1, 40)
+        compare(attributes, tokens_of(attributes, sum(calls), batch=2), 9, calls)
+
+
+def test_without_the_newer_attributes_they_have_their_defaults() -> None:
+    attributes = attributes_of(policies=[2, 1], budget=1)
+    older = {
+        name: value for name, value in attributes.for_node().items() if name not in ("mass", "channels", "compensate")
+    }
+    inputs = inputs_of(attributes)
+    for one, other in zip(
+        Native()(*inputs.values(), **older), Native()(*inputs.values(), **attributes.for_node()), strict=True
+    ):
+        assert np.array_equal(one, other)
+
+
+@pytest.mark.parametrize("others", SELECTIONS)
+def test_what_is_chosen_of_many_pages(instructions: str, others: dict[str, Any]) -> None:
+    attributes = attributes_of(**{"sinks": 5, "recent": 9, **others, "window": 0})
+    tokens = tokens_of(attributes, 1703)
+    seen, bounded = Fed(attributes, tokens, 110, Native()), Bounded()
+    seen.call(1700)  # many blocks of queries
+    wanted = Fed(attributes, tokens, 110, bounded)
+    wanted.state, wanted.past, wanted.column = dict(seen.state), seen.past, seen.column
+    for columns in (1, 2):  # whose pages are shared out
+        expected, y = wanted.call(columns), seen.call(columns)
+        assert (np.abs(expected - y) <= bounded.most).all()
+
+
+@pytest.mark.parametrize("others", SELECTIONS)
+def test_threads_choose_the_same(others: dict[str, Any]) -> None:
+    attributes = attributes_of(**{"page": 32, "sinks": 40, "recent": 100, **others, "window": 0})
+    calls = (2100, 1, 1, 7)
+    tokens = tokens_of(attributes, sum(calls), group=4, head_size=32)
+    caches = [Fed(attributes, tokens, 68, run) for run in (Native(1), Native(2), Native(2, in_place=True))]
+    for columns in calls:
+        first, *rest = [cache.call(columns) for cache in caches]
+        for cache, y in zip(caches[1:], rest, strict=True):
+            assert np.array_equal(first, y)
+            assert_same_state(caches[0].state, cache.state)
 
 
 @pytest.mark.parametrize("policies", POLICIES)
@@ -157,12 +224,17 @@ def test_pages_that_are_shared_out(instructions: str, storage: str, policies: li
 def test_any_shape(data: st.DataObject) -> None:
     draw = data.draw
     heads = draw(st.integers(1, 3))
+    compensate = draw(st.integers(0, 1))
     attributes = attributes_of(
         storage=draw(st.sampled_from(STORAGES)),
         kv_heads=heads,
         page=draw(st.sampled_from([16, 32, 64, 128])),
         policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),
-        window=draw(st.sampled_from([0, 0, 1, 17, 60])),
+        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 60])),
+        mass=draw(st.sampled_from([0.0, 0.0, 0.3, 0.95, 1.0])),
+        channels=draw(st.sampled_from([0, 0, 1, 9, 100])),
+        compensate=compensate,
+        summary=draw(st.sampled_from(["bounds", "mean"])),
         softcap=draw(st.sampled_from([0.0, 2.0])),
         sinks=draw(st.integers(0, 40)),
         recent=draw(st.integers(1, 40)),
@@ -294,7 +366,7 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
     [
         ({"kv_heads": 0}, "kv_heads must be from 1"),
         ({"page": 24}, "page must be 16, 32, 64 or 128, it is 24"),
-        ({"storage": "int2"}, "storage must be float32, float16, int8 or int4, not 'int2'"),
+        ({"storage": "int2"}, "storage must be float32, float16, bfloat16, float8, int8 or int4, not 'int2'"),
         ({"summary": "median"}, "summary must be bounds or mean, not 'median'"),
         ({"scale": float("nan")}, "scale and softcap must be finite"),
         ({"softcap": -1.0}, "softcap not below 0"),
@@ -302,6 +374,13 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
         ({"sinks": -1}, "sinks must be from 0"),
         ({"recent": 0}, "recent must be from 1"),
         ({"budget": -1}, "budget must be from 0"),
+        ({"channels": -1}, "channels must be from 0"),
+        ({"compensate": 2}, "compensate must be from 0 to 1, it is 2"),
+        ({"compensate": 1, "window": 7}, "with a window of the model's own, 7"),
+        ({"mass": -0.5}, "mass must be a share from 0 to 1, it is -0.5"),
+        ({"mass": float("nan")}, "mass must be a share from 0 to 1, it is nan"),
+        ({"mass": 1}, "mass is of another type"),
+        ({"channels": 1.0}, "channels is of another type"),
         ({"sink_pages": -1}, "sink_pages must be from 0"),
         ({"recent_pages": 2**40}, "recent_pages must be from 0"),
         ({"policies": [0, 1, 2]}, "policies must be 1 integer, or 2, one for each KV head"),
@@ -316,11 +395,12 @@ def test_attributes_out_of_range_are_refused(others: dict[str, Any], message: st
 
 def test_the_longest_sequences_do_not_overflow() -> None:
     huge = 2**63 - 1
-    attributes = attributes_of(policies=[1], recent=20, sinks=3)
-    tokens = tokens_of(attributes, 2, batch=1)
-    wanted, found = Fed(attributes, tokens, 6), Fed(attributes, tokens, 6, Native())
-    wanted.past = found.past = np.array([2**62 - 40])
-    found.call(2)
-    for others in ({"window": huge}, {"recent": huge}, {"sinks": huge}, {"budget": huge}):
-        attributes = attributes_of(policies=[1, 2], **others)
+    for compensate in (0, 1):
+        attributes = attributes_of(policies=[1], recent=20, sinks=3, compensate=compensate)
+        tokens = tokens_of(attributes, 2, batch=1)
+        found = Fed(attributes, tokens, 6, Native())
+        found.past = np.array([2**62 - 40])
+        found.call(2)
+    for others in ({"window": huge}, {"recent": huge}, {"sinks": huge}, {"budget": huge}, {"channels": huge}):
+        attributes = attributes_of(policies=[1, 2], **{"compensate": "window" not in others, **others})
         compare(attributes, tokens_of(attributes, 40), 3, (39, 1))

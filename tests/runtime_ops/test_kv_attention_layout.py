@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops.kv_attention.attributes import LEVELS, PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import FLOATS, LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.layout import (
     TINY,
     pack_keys,
@@ -26,7 +27,7 @@ def page_of(storage: str, tokens: int, channels: int, leading: tuple[int, ...] =
     random, shape = np.random.default_rng(seed), (*leading, tokens, channels)
     if storage in LEVELS:
         return random.integers(0, LEVELS[storage] + 1, shape).astype(np.uint8)
-    return random.standard_normal(shape).astype(storage)
+    return random.standard_normal(shape).astype(FLOATS[storage])
 
 
 def by_definition(page: np.ndarray, storage: str, kind: str) -> np.ndarray:
@@ -159,11 +160,13 @@ def test_slots() -> None:
     [
         ("float32", "float32", 32 * 48, 0, 0),
         ("float16", "float16", 32 * 48, 0, 0),
+        ("bfloat16", FLOATS["bfloat16"], 32 * 48, 0, 0),
+        ("float8", FLOATS["float8"], 32 * 48, 0, 0),
         ("int8", "uint8", 32 * 48, 160, 4),
         ("int4", "uint8", 16 * 48, 160, 4),
     ],
 )
-def test_the_shapes_of_the_state(storage: str, dtype: str, stored: int, scales: int, slots: int) -> None:
+def test_the_shapes_of_the_state(storage: str, dtype: npt.DTypeLike, stored: int, scales: int, slots: int) -> None:
     attrs = attributes(storage=storage, page=32, sink_pages=1, recent_pages=2, policies=(0, 2), summary="mean")
     shapes = attrs.state(3, 7, 48)
     assert [name for name, _ in shapes] == ["keys", "values", "scales", "recent", "summaries"]

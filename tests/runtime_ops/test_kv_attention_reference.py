@@ -231,7 +231,8 @@ def test_what_is_not_finite_stays_with_those_who_read_it(storage: str, where: st
     for position, bad in ((20, np.nan), (40, np.inf), (50, -np.inf)):
         tokens[where][0, position, 3] = bad
     is_finite = np.isfinite(Fed(attributes, tokens, 4).calls(60)).all(axis=-1)[0]
-    readers = {*range(20, 28), *range(40, 48), *range(50, 58)}
+    # float8 has no infinity: it stores the largest number
+    readers = {*range(20, 28), *(() if storage == "float8" else (*range(40, 48), *range(50, 58)))}
     assert set(np.flatnonzero(~is_finite).tolist()) == readers
 
 

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.reference import reference
 from tools import bench_attention
 from tools.bench import attention_ggml, attention_graphopt, attention_onnxruntime, attention_state, attention_torch
@@ -142,7 +142,7 @@ def test_a_step_that_would_round_another_page_each_time_is_refused(tmp_path: Pat
         _ENGINES[0].prepare(problem)
 
 
-@pytest.mark.parametrize("storage", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("policy", [DENSE, STREAMING, RETRIEVAL])
 @pytest.mark.parametrize("summary", ["bounds", "mean"])
 def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summary: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import onnx_ir as ir
+
 from tools.bench.engine import optional
 from tools.bench.problem import Array
 
@@ -21,7 +23,9 @@ class Binding:
             for name, array in arrays.items():
                 if not array.flags.c_contiguous:
                     raise ValueError(f"{name} is not contiguous")
-                bind(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+                # the ONNX type: onnxruntime does not know all of NumPy's
+                element_type = int(ir.DataType.from_numpy(array.dtype))
+                bind(name, "cpu", 0, element_type, array.shape, array.ctypes.data)
 
     def run(self) -> None:
         self.session.run_with_iobinding(self.binding)

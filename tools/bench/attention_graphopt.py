@@ -14,7 +14,7 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
 from tools.bench import attention_state
 from tools.bench.attention_binding import Binding
 from tools.bench.attention_problem import AttentionProblem
@@ -72,9 +72,8 @@ class Choice:
 
 def engines() -> list[AnyEngine[AttentionProblem]]:
     """Return every storage with dense attention, which has no suffix, and the policies with some."""
-    storages = ("float32", "float16", "int8", "int4")
-    found = [engine(f"graphopt-{storage}", Choice(storage)) for storage in storages]
-    for storage in storages:
+    found = [engine(f"graphopt-{storage}", Choice(storage)) for storage in STORAGES]
+    for storage in STORAGES:
         default = storage in ("float32", "int8")
         for summary in ("bounds", "mean"):
             found.append(engine(f"graphopt-{storage}-{summary}", Choice(storage, RETRIEVAL, summary), default=default))

@@ -34,6 +34,8 @@ PRODUCTS: Against = {
 
 _FLOAT = ("onnxruntime-gqa-float32", "onnxruntime-attention*", "torch-float32*")
 _HALF = ("onnxruntime-gqa-float16", "torch-bfloat16*", "llama.cpp-f16")
+# Nobody else on a CPU stores a cache as float8: what has as many bytes stands beside it.
+_FLOAT8 = ("graphopt-float16", "graphopt-int8", "onnxruntime-gqa-int8", "llama.cpp-q8_0")
 _BYTE = ("onnxruntime-gqa-int8", "llama.cpp-q8_0")
 _NIBBLE = ("onnxruntime-gqa-int4", "llama.cpp-q4_0")
 
@@ -41,10 +43,14 @@ _NIBBLE = ("onnxruntime-gqa-int4", "llama.cpp-q4_0")
 ATTENTION: Against = {
     "graphopt-float32": _FLOAT,
     "graphopt-float16": _HALF,
+    "graphopt-bfloat16": _HALF,
+    "graphopt-float8": _FLOAT8,
     "graphopt-int8": _BYTE,
     "graphopt-int4": _NIBBLE,
     "graphopt-float32-*": ("graphopt-float32", *_FLOAT),
     "graphopt-float16-*": ("graphopt-float16", *_HALF),
+    "graphopt-bfloat16-*": ("graphopt-bfloat16", *_HALF),
+    "graphopt-float8-*": ("graphopt-float8", *_FLOAT8),
     "graphopt-int8-*": ("graphopt-int8", *_BYTE),
     "graphopt-int4-*": ("graphopt-int4", *_NIBBLE),
 }

@@ -37,6 +37,13 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     layers = {node: layer_of(node) for node in kv_nodes(graph)}
     if not layers or not all(layer.wraps for layer in layers.values()):
         return
+    compensated = [node for node, layer in layers.items() if layer.attributes.compensate]
+    if compensated:
+        ledger.skipped(
+            _POSITIONS,
+            f"sequences end where the model's positions do: {compensated[0].name} reads a mean of keys at any distance",
+        )
+        return
     queries = {
         node: node.inputs[0]
         for node, layer in layers.items()

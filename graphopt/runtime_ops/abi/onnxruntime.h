@@ -62,7 +62,8 @@ namespace graphopt {
 constexpr uint32_t kApiVersion = 17;
 
 // ONNX's element types, error codes and one characteristic, with the numbers that the ABI gives them.
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16 = 10, kDouble = 11 };
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16 = 10, kDouble = 11,
+                       kBFloat16 = 16, kFloat8 = 17 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 constexpr int kRequired = 0;
 constexpr int kDefaultMemory = 0;
@@ -76,6 +77,7 @@ struct Function {
 };
 
 using CreateStatus = Function<0, OrtStatus*, int, const char*>;
+using GetErrorMessage = Function<2, const char*, const OrtStatus*>;
 using CreateCustomOpDomain = Function<26, OrtStatus*, const char*, OrtCustomOpDomain**>;
 using CustomOpDomainAdd = Function<27, OrtStatus*, OrtCustomOpDomain*, const OrtCustomOp*>;
 using AddCustomOpDomain = Function<28, OrtStatus*, OrtSessionOptions*, OrtCustomOpDomain*>;

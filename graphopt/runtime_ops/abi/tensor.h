@@ -83,6 +83,26 @@ struct Node {
     // a string may go on behind a 0
     return std::strlen(text) + 1 == size ? nullptr : error("its attribute %s must be there, and be %s", attribute, kType);
   }
+  // The same of an attribute that a node need not have: then the value stays.
+  template <typename Value>
+  OrtStatus* read_optional(const OrtKernelInfo* info, const char* attribute, Value* value) const {
+    Value given{};
+    OrtStatus* const failure = read(info, attribute, &given);
+    if (!failure) {
+      *value = given;
+      return nullptr;
+    }
+    // onnxruntime has one code for all that may be wrong
+    const bool absent = std::strstr(GetErrorMessage::call(api, failure), "No attribute with name");
+    ReleaseStatus::call(api, failure);
+    return absent ? nullptr : error("its attribute %s is of another type than it must be", attribute);
+  }
+  OrtStatus* read(const OrtKernelInfo* info, const char* attribute, int64_t* value) const {
+    return KernelInfoGetAttributeInt::call(api, info, attribute, value);
+  }
+  OrtStatus* read(const OrtKernelInfo* info, const char* attribute, float* value) const {
+    return KernelInfoGetAttributeFloat::call(api, info, attribute, value);
+  }
   OrtStatus* missing(OrtStatus* failure, const char* attribute, const char* type) const {
     if (!failure) return nullptr;
     ReleaseStatus::call(api, failure);

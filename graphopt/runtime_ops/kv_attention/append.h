@@ -1,7 +1,9 @@
 // Writing new tokens into pages, rounding pages that leave their slot, and keeping summaries.
 #pragma once
 
+#include "kv_attention/compensate.h"
 #include "kv_attention/cpu.h"
+#include "kv_attention/narrow.h"
 #include "kv_attention/numbers.h"
 
 namespace graphopt {
@@ -132,12 +134,16 @@ inline void summarize(const Layout& layout, const float* key, size_t count_befor
   }
 }
 
-inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
-inline void put(const float* token, Half* to, size_t size) {
-  for (size_t c = 0; c < size; ++c) to[c] = stored<Half>(token[c]);
-}
 inline void put_one(float x, float* to) { *to = x; }
 inline void put_one(float x, Half* to) { *to = stored<Half>(x); }
+inline void put_one(float x, BFloat16* to) { *to = to_bfloat16(x); }
+inline void put_one(float x, Float8* to) { *to = to_float8(x); }
+
+inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
+template <typename Stored>
+inline void put(const float* token, Stored* to, size_t size) {
+  for (size_t c = 0; c < size; ++c) put_one(token[c], to + c);
+}
 
 template <typename Stored>
 inline void put_token(const float* key, const float* value, size_t size, size_t offset, Stored* keys, Stored* values) {
@@ -155,12 +161,17 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
     const size_t at = ((row * call.columns + column) * layout.kv_heads + head) * size, physical = layout.physical(page);
     const float *const key = call.key + at, *const value = call.value + at;
-    if (layout.summary) summarize(layout, key, offset, state.summaries + physical * layout.summary);
+    if (layout.known) summarize(layout, key, offset, state.summaries + physical * layout.summary);
+    if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
     char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
     if (layout.storage == Storage::kFloat32) {
       put_token(key, value, size, offset, reinterpret_cast<float*>(keys), reinterpret_cast<float*>(values));
     } else if (layout.storage == Storage::kFloat16) {
       put_token(key, value, size, offset, reinterpret_cast<Half*>(keys), reinterpret_cast<Half*>(values));
+    } else if (layout.storage == Storage::kBFloat16) {
+      put_token(key, value, size, offset, reinterpret_cast<BFloat16*>(keys), reinterpret_cast<BFloat16*>(values));
+    } else if (layout.storage == Storage::kFloat8) {
+      put_token(key, value, size, offset, reinterpret_cast<Float8*>(keys), reinterpret_cast<Float8*>(values));
     } else {
       float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
       const int64_t leaves = page - layout.recent_pages - 1;

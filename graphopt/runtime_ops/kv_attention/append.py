@@ -60,7 +60,9 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
         slot[:, 0, offset] = key
         slot[:, 1, offset] = value
     if attributes.retrieves:
-        _summarize(attributes, state["summaries"][:, physical], key, offset)
+        _summarize(attributes, state["summaries"][:, physical, : attributes.known(channels)], key, offset)
+    if attributes.compensate and position >= attributes.sinks:
+        _follow(attributes, state["summaries"][..., -2 * channels :], np.concatenate([key, value], axis=-1), position)
 
 
 def _round_page(attributes: KVAttributes, state: State, page: int, channels: int) -> None:
@@ -86,3 +88,19 @@ def _summarize(attributes: KVAttributes, summary: Array, key: Array, offset: int
         lowest, highest = summary[:, :channels], summary[:, channels:]
         lowest[:] = key if offset == 0 else np.minimum(lowest, key)
         highest[:] = key if offset == 0 else np.maximum(highest, key)
+
+
+def _follow(attributes: KVAttributes, means: Array, token: Array, position: int) -> None:
+    """Bring the mean of all tokens from the sinks on up to date, in the page of the newest.
+
+    Args:
+        attributes: of the node.
+        means: [Hk, P, 2 D], mean keys and mean values; changed in place.
+        token: key and value, [Hk, 2 D].
+        position: of the token, not below the sinks.
+    """
+    page, offset = divmod(position, attributes.page)
+    here, before = attributes.physical_page([page, page if offset else page - 1], means.shape[1])
+    count = position - attributes.sinks + 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        means[:, here] = token if count == 1 else means[:, before] + (token - means[:, before]) / np.float32(count)

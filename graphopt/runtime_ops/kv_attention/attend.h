@@ -223,6 +223,14 @@ struct Reader {
       return read(logical, alike, lines, reinterpret_cast<const Half*>(keys), reinterpret_cast<const Half*>(values),
                   to_next);
     }
+    if (layout.storage == Storage::kBFloat16) {
+      return read(logical, alike, lines, reinterpret_cast<const BFloat16*>(keys), reinterpret_cast<const BFloat16*>(values),
+                  to_next);
+    }
+    if (layout.storage == Storage::kFloat8) {
+      return read(logical, alike, lines, reinterpret_cast<const Float8*>(keys), reinterpret_cast<const Float8*>(values),
+                  to_next);
+    }
     if (layout.in_slot(logical, newest)) {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
       transpose_keys(slot, layout.size, lines, desk.keys);

@@ -7,18 +7,31 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 DENSE, STREAMING, RETRIEVAL = range(3)
 """What a head reads: everything, sinks and recent tokens, or chosen pages besides."""
 
-STORAGES = ("float32", "float16", "int8", "int4")
 PAGES = (16, 32, 64, 128)
 SUMMARIES = ("bounds", "mean")
 
+FLOATS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""The type of a storage of floats."""
+
 LEVELS = {"int8": 255, "int4": 15}
 """The largest code of a storage of integers."""
+
+STORAGES = (*FLOATS, *LEVELS)
+
+LARGEST_FLOAT8 = 448.0
+"""Larger numbers, infinite ones too, are stored as float8 as this: the type has no infinity."""
 
 LANES = 16
 """Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
@@ -47,18 +60,30 @@ class KVAttributes:
     recent: int = 1
     budget: int = 0
     summary: str = "bounds"
+    mass: float = 0.0
+    channels: int = 0
+    compensate: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
         for name, least in (("kv_heads", 1), ("recent", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"KVAttention: {name} is at least {least}, not {getattr(self, name)}")
-        for name in ("softcap", "window", "sink_pages", "recent_pages", "sinks", "budget"):
+        for name in ("softcap", "window", "sink_pages", "recent_pages", "sinks", "budget", "channels"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"KVAttention: {name} is at least 0, not {getattr(self, name)}")
         for name, known in (("page", PAGES), ("storage", STORAGES), ("summary", SUMMARIES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"KVAttention: {name} is one of {known}, not {getattr(self, name)!r}")
+        if not 0 <= self.mass <= 1:
+            raise ValueError(f"KVAttention: mass is a share from 0 to 1, not {self.mass}")
+        if self.compensate not in (0, 1):
+            raise ValueError(f"KVAttention: compensate is 0 or 1, not {self.compensate}")
+        if self.compensate and self.window:
+            raise ValueError(
+                f"KVAttention: with a window of the model's own, {self.window}, no token that streaming drops is to be "
+                "seen: compensate must be 0"
+            )
         if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
             raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
         if len(self.policies) not in (1, self.kv_heads) or not set(self.policies) <= {DENSE, STREAMING, RETRIEVAL}:
@@ -83,8 +108,18 @@ class KVAttributes:
 
     @property
     def retrieves(self) -> bool:
-        """Whether a head chooses pages, so that there are summaries."""
+        """Whether a head chooses pages, so that pages have summaries to choose by."""
         return RETRIEVAL in self.policies
+
+    @property
+    def chooses(self) -> bool:
+        """Whether retrieval may read a page besides what it always reads."""
+        return self.budget > 0 or self.mass > 0
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether `summaries` are in use: to choose pages by, or for what streaming drops."""
+        return self.retrieves or self.compensate > 0
 
     @property
     def first_pages(self) -> int:
@@ -98,15 +133,19 @@ class KVAttributes:
     def may_wrap(self, pages: int, columns: int) -> bool:
         """Return whether new tokens may take the place of old ones.
 
-        That is so if every head streams and a call of ``columns`` tokens overwrites nothing that its queries read.
+        That is so if every head streams and a call of ``columns`` tokens overwrites nothing that its queries read. With
+        ``compensate`` that is one page more, whose summary stands for all that was dropped.
 
         Args:
             pages: P, the capacity.
             columns: S, of the call.
         """
-        reach = max(self.recent, self.window)
         ring = pages - self.first_pages
-        return set(self.policies) == {STREAMING} and ring > 0 and ring * self.page >= reach + columns + self.page
+        return set(self.policies) == {STREAMING} and ring > 0 and ring * self.page >= self.kept(columns)
+
+    def kept(self, columns: int) -> int:
+        """Return the tokens that pages behind the sinks must hold to be used again by calls of ``columns`` tokens."""
+        return max(self.recent, self.window) + columns + (1 + self.compensate) * self.page
 
     def physical_page(self, page: npt.ArrayLike, pages: int) -> npt.NDArray[np.int64]:
         """Return which of the ``pages`` pages of capacity holds page ``page`` of the sequence."""
@@ -124,6 +163,12 @@ class KVAttributes:
         page, newest = np.asarray(page, np.int64), (np.asarray(tokens, np.int64) - 1) // self.page
         return (page < self.sink_pages) | (page > newest - (self.recent_pages + 1))
 
+    def known(self, head_size: int) -> int:
+        """Return the first numbers of a page's summary, which retrieval chooses by; means for streaming come behind."""
+        if not self.retrieves:
+            return 0
+        return head_size if self.summary == "mean" else 2 * head_size
+
     def state(self, batch: Dimension, pages: Dimension, head_size: int) -> StateShapes:
         """Return the shapes and types of the five tensors of the state; a string stands for a dimension of that name.
 
@@ -134,15 +179,15 @@ class KVAttributes:
             raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
         numbers, integers = self.page * head_size, self.levels is not None
         stored = numbers // 2 if self.storage == "int4" else numbers
-        dtype = np.dtype(np.uint8 if integers else self.storage)
-        widths = {"bounds": 2 * head_size, "mean": head_size}
+        dtype = np.dtype(np.uint8) if integers else FLOATS[self.storage]
+        summaries = self.known(head_size) + 2 * head_size * self.compensate
         leading = (batch, self.kv_heads, pages)
         return StateShapes(
             keys=StateTensor((*leading, stored), dtype),
             values=StateTensor((*leading, stored), dtype),
             scales=StateTensor((*leading, 2 * (head_size + self.page) if integers else 0)),
             recent=StateTensor((batch, self.kv_heads, self.slots, 2 * numbers)),
-            summaries=StateTensor((*leading, widths[self.summary] if self.retrieves else 0)),
+            summaries=StateTensor((*leading, summaries)),
         )
 
 

@@ -29,6 +29,7 @@ from graphopt.runtime_ops.kv_attention.body_append import (
     append_integers,
     append_summaries,
 )
+from graphopt.runtime_ops.kv_attention.body_compensation import append_means, extra_token
 from graphopt.runtime_ops.kv_attention.body_read import attend, heads_apart, read_mask
 from graphopt.runtime_ops.kv_attention.check import MOST_TOKENS
 from graphopt.runtime_ops.operator import DOMAIN
@@ -46,8 +47,8 @@ OUTPUTS = ("y", "new_keys", "new_values", "new_scales", "new_recent", "new_summa
 
 _KINDS = {
     **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
-    **dict.fromkeys(("sinks", "recent", "budget"), ir.AttributeType.INT),
-    **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
+    **dict.fromkeys(("sinks", "recent", "budget", "channels", "compensate"), ir.AttributeType.INT),
+    **dict.fromkeys(("scale", "softcap", "mass"), ir.AttributeType.FLOAT),
     **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
     "policies": ir.AttributeType.INTS,
 }
@@ -119,8 +120,13 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
         state = (given["keys"], given["values"], given["scales"], given["recent"])
         made = append_integers(call, state, key, value)
         keys, values, scales, recent, K, V = made.keys, made.values, made.scales, made.recent, made.K, made.V
-    known = given["summaries"]
-    summaries = append_summaries(call, known, key) if attrs.retrieves else op.Identity(known)
+    summaries = given["summaries"]
+    if attrs.retrieves:
+        summaries = append_summaries(call, summaries, key)
+    if attrs.compensate:
+        summaries = append_means(call, summaries, key, value)
+    if not attrs.summarizes:
+        summaries = op.Identity(summaries)
     every = op.Concat([0, 0, -1], channels, axis=0)
     K, V = (op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3, 4]), every) for each in (K, V))
     q, first = heads_apart(call, query), None
@@ -130,7 +136,9 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
         shape = op.Shape(query)
         first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
         first = heads_apart(call, first_query)
-    read = attend(call, q, first, K, V, read_mask(call, q, summaries, window, policies), given["sink_logits"])
+    is_read = read_mask(call, q, summaries, window, policies)
+    extra = extra_token(call, q, summaries, policies) if attrs.compensate else None
+    read = attend(call, q, first, K, V, is_read, given["sink_logits"], extra)
     is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
     shown = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), read, 0.0)
     y = op.Reshape(op.Transpose(shown, perm=[0, 3, 1, 2, 4]), op.Shape(query))
@@ -152,10 +160,12 @@ def _refusal(
     is_wrong = op.Or(is_wrong, op.Greater(past, op.Sub(MOST_TOKENS, new)))
     is_full = op.Greater(past, op.Sub(op.Mul(pages, attrs.page), new))
     ring = op.Sub(pages, attrs.first_pages)
-    needed = op.Add(columns, op.Add(op.Max(window, attrs.recent), attrs.page))
+    needed = op.Add(columns, op.Add(op.Max(window, attrs.recent), (1 + attrs.compensate) * attrs.page))
     fits = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
     wraps = op.And(fits, op.Not(_any(op, op.Not(op.Equal(policies, STREAMING)))))
     is_wrong = op.Or(op.Or(is_wrong, op.And(is_full, op.Not(wraps))), _is_for_another(op, attrs, policies))
+    if attrs.compensate:
+        is_wrong = op.Or(is_wrong, op.Greater(window, 0))
     wrong = op.ReduceMax(op.Cast(is_wrong, to=ir.DataType.INT32), keepdims=0)
     return op.Gather([0], op.Reshape(wrong, [1]))
 

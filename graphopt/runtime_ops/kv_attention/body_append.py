@@ -232,8 +232,12 @@ def _round_pages(
 
 
 def append_summaries(call: Call, summaries: ir.Value, key: ir.Value) -> ir.Value:
-    """Return the summaries [B, H, P, Z] after the call."""
+    """Return the summaries [B, H, P, Z] after the call, as far as pages are chosen by them."""
     op, attrs = call.op, call.attrs
+    means = None
+    if attrs.compensate:
+        at = op.Mul(call.channels, -2)
+        summaries, means = op.Slice(summaries, [0], at, [-1]), op.Slice(summaries, at, [2**62], [-1])
     first = op.Div(call.past, attrs.page)
     most = op.Add(op.Div(op.Add(call.columns, attrs.page - 2), attrs.page), 1)
     touched = op.Add(first, call.range(most))
@@ -259,4 +263,5 @@ def append_summaries(call: Call, summaries: ir.Value, key: ir.Value) -> ir.Value
     is_touched = op.And(op.GreaterOrEqual(place, 0), op.Less(begins, call.total))
     # a call without tokens for a row touches nothing, and neither does one behind a full page
     has_new = op.And(is_touched, op.Less(op.Max(call.past, begins), call.total))
-    return op.Where(op.Reshape(has_new, [0, 1, -1, 1]), by_page(op, call.pick(made, place)), summaries)
+    after = op.Where(op.Reshape(has_new, [0, 1, -1, 1]), by_page(op, call.pick(made, place)), summaries)
+    return after if means is None else op.Concat(after, means, axis=-1)

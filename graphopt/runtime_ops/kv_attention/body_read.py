@@ -12,6 +12,7 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL
 from graphopt.runtime_ops.kv_attention.body_append import Call
+from graphopt.runtime_ops.kv_attention.body_compensation import Extra, known_part, scaled
 from graphopt.runtime_ops.kv_attention.check import MOST_TOKENS
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value
     reach = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
     visible = op.And(op.LessOrEqual(position, p), op.Greater(position, op.Sub(p, reach)))
     always = op.Or(op.Less(position, attrs.sinks), op.Greater(position, op.Sub(p, attrs.recent)))
-    if attrs.retrieves and attrs.budget:
+    if attrs.retrieves and attrs.chooses:
         chosen = _chosen_pages(call, query, summaries, p, reach)
         each = op.Expand(op.Unsqueeze(chosen, [-1]), [1, 1, 1, 1, attrs.page])
         chosen = op.And(op.Reshape(each, [0, 0, 0, -1]), _heads_with(op, policies, RETRIEVAL))
@@ -57,7 +58,8 @@ def _heads_with(op: OpBuilder, policies: ir.Value, policy: int) -> ir.Value:
 def _chosen_pages(call: Call, query: ir.Value, summaries: ir.Value, p: ir.Value, reach: ir.Value) -> ir.Value:
     """Return which pages each KV head chooses for each query, bool [B, H, S, P]. Such a cache never wraps."""
     op, attrs = call.op, call.attrs
-    known = op.Unsqueeze(op.Transpose(summaries, perm=[0, 1, 3, 2]), [2])  # B, H, 1, Z, P
+    known = op.Unsqueeze(op.Transpose(known_part(call, summaries), perm=[0, 1, 3, 2]), [2])  # B, H, 1, Z, P
+    query = _largest_channels(call, query) if attrs.channels else query
     if attrs.summary == "bounds":
         # max(q min, q max) is q max where q > 0, else q min
         low, high = op.Split(known, axis=3, num_outputs=2, _outputs=2)
@@ -69,11 +71,37 @@ def _chosen_pages(call: Call, query: ir.Value, summaries: ir.Value, p: ir.Value,
     end = op.Add(begin, attrs.page - 1)
     lowest = op.Max(op.Max(begin, attrs.sinks), op.Add(op.Sub(p, reach), 1))
     is_candidate = op.LessOrEqual(lowest, op.Min(end, op.Sub(p, attrs.recent)))  # B, 1, S, P
-    count = op.Min(call.pages, attrs.budget)
+    count = op.Min(call.pages, attrs.budget) if attrs.budget else call.pages
     _, places = op.TopK(op.Where(is_candidate, best, -math.inf), count, _outputs=2)
-    nothing = op.Expand(0.0, op.Shape(best))
-    marks = op.ScatterElements(nothing, places, op.Expand(1.0, op.Shape(places)), axis=-1)
+    marked = op.Expand(1.0, op.Shape(places))
+    if 0 < attrs.mass < 1:
+        weights = op.Where(is_candidate, _page_weights(call, best, is_candidate), 0.0)
+        needed = op.Mul(op.ReduceSum(weights, [-1], keepdims=1), attrs.mass)
+        before = op.CumSum(op.GatherElements(weights, places, axis=-1), -1, exclusive=1)
+        marked = op.Cast(op.Less(before, needed), to=ir.DataType.FLOAT)
+    marks = op.ScatterElements(op.Expand(0.0, op.Shape(best)), places, marked, axis=-1)
     return op.And(op.Greater(marks, 0.5), is_candidate)
+
+
+def _largest_channels(call: Call, query: ir.Value) -> ir.Value:
+    """Return the query [B, H, G, S, D] with 0 in all but the channels that are largest for the G heads together."""
+    op = call.op
+    sums = op.ReduceSum(op.Abs(query), [2], keepdims=1)
+    sums = op.Where(op.IsNaN(sums), math.inf, sums)
+    _, places = op.TopK(sums, op.Min(call.channels, call.attrs.channels), _outputs=2)
+    nothing = op.Expand(0.0, op.Shape(sums))
+    marks = op.ScatterElements(nothing, places, op.Expand(1.0, op.Shape(places)), axis=-1)
+    return op.Where(op.Greater(marks, 0.5), query, 0.0)
+
+
+def _page_weights(call: Call, scores: ir.Value, is_candidate: ir.Value) -> ir.Value:
+    """Return exp(scale (score - the highest of the candidates)), 1 for the highest itself, [B, H, S, P]."""
+    op = call.op
+    highest = op.ReduceMax(op.Where(is_candidate, scores, -math.inf), [-1], keepdims=1)
+    weights = op.Exp(op.Min(op.Mul(op.Sub(scores, highest), call.attrs.scale), 0.0))
+    # infinite scores are no number away from another
+    weights = op.Where(op.IsNaN(weights), 0.0, weights)
+    return op.Where(op.Equal(scores, highest), 1.0, weights)
 
 
 def attend(
@@ -84,6 +112,7 @@ def attend(
     V: ir.Value,
     is_read: ir.Value,
     sink_logits: ir.Value,
+    extra: Extra | None,
 ) -> ir.Value:
     """Return y [B, H, G, S, D]; NaN for a column that reads nothing.
 
@@ -95,6 +124,7 @@ def attend(
         V: float [B, H, N, D].
         is_read: bool [B, 1 or H, S, N].
         sink_logits: float [H G], or [0].
+        extra: one token more for each query.
     """
     op, attrs = call.op, call.attrs
     bad_keys, bad_values = (op.IsNaN(op.Mul(each, 0.0)) for each in (K, V))
@@ -106,13 +136,14 @@ def attend(
     else:
         sinks, rest = op.Slice(turned, [0], [attrs.sinks], [-1]), op.Slice(turned, [attrs.sinks], [2**62], [-1])
         scores = op.Concat(op.MatMul(first_query, sinks), op.MatMul(query, rest), axis=-1)
-    scores = op.Mul(scores, attrs.scale)
-    if attrs.softcap:
-        scores = op.Mul(op.Tanh(op.Div(scores, attrs.softcap)), attrs.softcap)
-    scores = op.Where(op.Unsqueeze(is_read, [2]), scores, -math.inf)
-    every = op.Concat(scores, _sink_column(call, query, sink_logits), axis=-1)
-    weights = op.Slice(op.Softmax(every, axis=-1), [0], [-1], [-1])
-    y = op.MatMul(weights, op.Unsqueeze(clean_values, [2]))
+    scores = op.Where(op.Unsqueeze(is_read, [2]), scaled(call, scores), -math.inf)
+    columns = [] if extra is None else [extra.score]
+    every = op.Concat(scores, *columns, _sink_column(call, query, sink_logits), axis=-1)
+    weights = op.Softmax(every, axis=-1)
+    y = op.MatMul(op.Slice(weights, [0], [-1 - len(columns)], [-1]), op.Unsqueeze(clean_values, [2]))
+    if extra is not None:
+        y = op.Add(y, op.Mul(op.Slice(weights, [-2], [-1], [-1]), op.Unsqueeze(extra.value, [2])))
+        y = op.Where(extra.is_bad, math.nan, y)
     bad = op.Or(op.Cast(op.ReduceMax(op.Cast(bad_keys, to=ir.DataType.UINT8), [-1]), to=ir.DataType.BOOL), bad_values)
     reads = op.MatMul(op.Cast(is_read, to=ir.DataType.FLOAT), op.Cast(bad, to=ir.DataType.FLOAT))
     return op.Where(op.Unsqueeze(op.Greater(reads, 0.5), [2]), math.nan, y)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.attributes import LANES, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import FLOATS, LANES, KVAttributes
 from graphopt.runtime_ops.kv_attention.layout import TINY
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value
     """Return float numbers as a storage of floats gives them back."""
     if attrs.storage == "float32":
         return numbers
-    return op.Cast(op.Cast(numbers, to=ir.DataType.FLOAT16), to=ir.DataType.FLOAT)
+    return op.Cast(op.Cast(numbers, to=_type(attrs)), to=ir.DataType.FLOAT)
 
 
 def rounded(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.Value, ir.Value, ir.Value]:
@@ -85,7 +85,12 @@ def restored(op: OpBuilder, codes: ir.Value, low: ir.Value, step: ir.Value) -> i
 
 def _stored_floats(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
     flat = op.Reshape(page, [0, 0, 0, -1])
-    return flat if attrs.storage == "float32" else op.Cast(flat, to=ir.DataType.FLOAT16)
+    return flat if attrs.storage == "float32" else op.Cast(flat, to=_type(attrs))
+
+
+def _type(attrs: KVAttributes) -> ir.DataType:
+    """Return the type that a storage of floats is cast to, which saturates where the type has no infinity."""
+    return ir.DataType.from_numpy(FLOATS[attrs.storage])
 
 
 def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:

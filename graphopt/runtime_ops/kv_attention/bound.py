@@ -23,16 +23,21 @@ errs by half of max|r| / L, L = 2^14 - 1, and by a share of 4 u for the quotient
   errs by 8 u c itself. The difference to the largest score is rounded once, u |s_j - max s|; exp errs by 4 u of itself.
 - The sums of y and of weights meet at most N + 4 n + 16 roundings each, for N tokens read on n pages: a page's sum is
   rescaled when a larger score comes, and pages are merged. So gamma(2 (N + 4 n + 16)) of the sum of magnitudes
-  p'_j (|low_j| + step_j code_j), and of what rounding r adds.
+  p'_j (|low_j| + step_j code_j), and of what rounding r adds. Where results are subnormal each errs by 2^-150 more.
 - What is below e^-87 of the largest weight, or in r below 1e-30, may count as that or as nothing.
 
 **A storage of integers** gives x back within step (1/2 + 5 u levels): (x - low) (levels / span) meets 3 roundings,
-each of at most u levels steps, and step and span one each. float16 gives x back within a share of 2^-11 of x, or
-2^-25. Pages that retrieval chooses are the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c|
-step_c (1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
+each of at most u levels steps, and step and span one each. A float of s significant bits and a least exponent e gives
+x back within a share of 2^-s of what it stores for x (Higham, theorem 2.3), or within half of its least number, 2^(e -
+s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and -6. A float8 of 448 may stand for anything above.
+Pages that retrieval chooses are the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c| step_c
+(1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
+
+**A token that stands for those that streaming dropped** has a mean that errs as :mod:`.compensation` says, so its score
+by scale sum_c |q_c| err_c more, and log N errs by 2 u of itself, their sum by u. Its value errs by p'_j err.
 
 A bound holds if both sides choose the same pages: where two scores of pages are within float32 rounding of each other
-retrieval may read the other one.
+retrieval may read the other one. Where rounding may change how many pages hold `mass` the bound is infinite.
 """
 
 from __future__ import annotations
@@ -43,21 +48,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import LARGEST_FLOAT8, RETRIEVAL, KVAttributes
 from graphopt.runtime_ops.kv_attention.reference import scores, softmax_weights
-from graphopt.runtime_ops.kv_attention.stored import Reading, Stored, readings
+from graphopt.runtime_ops.kv_attention.selection import UNIT, candidate_pages, is_open, page_scores
+from graphopt.runtime_ops.kv_attention.stored import Mask, Reading, Stored, readings
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 
-UNIT = 2.0**-24
-"""Half of the distance between 1 and the next float32."""
-
 LEVELS = 2**14 - 1
 """The largest integer of 15 bits, with its sign."""
 
+_FLOATS = {"float16": (11, -14), "bfloat16": (8, -126), "float8": (4, -6)}
+"""Significant bits, the implied one included, and the exponent of the least normal number."""
+
 _SMALLEST_WEIGHT = float(np.exp(-87))
 _SMALLEST_FACTOR = 1e-30
+_SMALLEST_ERROR = 2.0**-150
 
 
 def bound(*inputs: Array, **attributes: Any) -> Doubles:
@@ -90,11 +97,24 @@ def _for_each(
     attrs = KVAttributes(**attributes)
     query, key = inputs[:2]
     limits = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
+    past, new = inputs[3:5]
     for reading in readings(attrs, inputs)[1]:
+        last = int(past[reading.row] + new[reading.row])
         with np.errstate(all="ignore"):  # infinite is a limit too
-            of_reading = limit(attrs, reading)
+            of_reading = limit(attrs, reading) + _open(attrs, reading, last - len(reading.q))
         limits[reading.row, reading.columns, reading.head] = np.where(np.isfinite(of_reading), of_reading, np.inf)
     return limits.reshape(query.shape)
+
+
+def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:
+    """Return infinity for queries that may read one page more or less for their `mass`, else 0, [n, 1, 1]."""
+    opened = np.zeros((len(reading.q), 1, 1))
+    if attrs.policy(reading.head) == RETRIEVAL and 0 < attrs.mass < 1:
+        for index, q in enumerate(reading.q):
+            summaries = reading.summaries[candidate_pages(attrs, first + index)]
+            if is_open(attrs, summaries, q, page_scores(attrs, summaries, q)):
+                opened[index] = np.inf
+    return opened
 
 
 def _products(attrs: KVAttributes, reading: Reading, numbers: Doubles) -> Doubles:
@@ -121,7 +141,11 @@ def _of_storage(attrs: KVAttributes, reading: Reading) -> Doubles:
     r = _shares(reading, p, e, np.zeros(1))
     values, value_error = np.abs(reading.values.numbers), _storage_error(attrs, reading.values)
     of_values = np.minimum((p * (1 + r)) @ _read(value_error), _largest_read(reading, value_error))
-    return _moved(reading, p, e, r, values) + of_values + _bad_reads(reading)
+    limit = _moved(reading, p, e, r, values) + of_values + _bad_reads(reading)
+    if attrs.storage == "float8":
+        cut_off = (np.abs(each.numbers) == LARGEST_FLOAT8 for each in (reading.keys, reading.values))
+        limit = limit + _reads_of(reading, *cut_off)
+    return limit
 
 
 def _moved(reading: Reading, p: Doubles, e: Doubles, r: Doubles, values: Doubles) -> Doubles:
@@ -139,8 +163,10 @@ def _largest_read(reading: Reading, numbers: Doubles) -> Doubles:
 
 def _storage_error(attrs: KVAttributes, stored: Stored) -> Doubles:
     """Return how far the stored numbers are at most from what was stored, [m, D]."""
-    if attrs.storage == "float16":
-        return np.abs(stored.numbers) * (2.0**-11 / (1 - 2.0**-11)) + 2.0**-25
+    if attrs.storage in _FLOATS:
+        bits, exponent = _FLOATS[attrs.storage]
+        known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**exponent)
+        return known * 2.0**-bits
     return stored.step * (0.5 + 5 * UNIT * (attrs.levels or 0))
 
 
@@ -161,7 +187,8 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
         e_sink = UNIT * (top - reading.sink_logits[:, None]) + 4 * UNIT
     else:
         e_sink = np.zeros_like(top)
-    e = e + UNIT * (top - exact) + 4 * UNIT
+    e = e + UNIT * (top - exact) + 4 * UNIT + 3 * UNIT * np.log(reading.counts)
+    e = e + np.where(reading.counts > 1, UNIT * magnitude, 0) + _products(attrs, reading, keys.error)
     p = softmax_weights(reading, exact)
     r = _shares(reading, p, e, e_sink)
     heavy = np.minimum(p * (1 + r), 1)
@@ -172,13 +199,18 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
         of_codes = reading.is_read[:, these].astype(np.float64) @ values.codes[these]
         rounding += (factor * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * of_codes[:, None]
     count = reading.is_read.sum(axis=-1)[:, None, None]
-    gamma = _gamma(2 * (count + 4 * len(np.unique(page)) + 16))
     known = np.abs(values.numbers)
-    sums = heavy @ _read(np.abs(values.low) + values.step * values.codes) + rounding
-    tiny = 2 * count * _SMALLEST_WEIGHT * _largest_read(reading, known)
+    rounding += heavy @ _read(values.error)
+    of_values = _read(np.abs(values.low) + values.step * values.codes)
+    sums = heavy @ of_values + rounding
+    roundings = 2 * (count + 4 * len(np.unique(page)) + 16)
+    gamma = _gamma(roundings)
+    tiny = 2 * count * _SMALLEST_WEIGHT * _largest_read(reading, known) + roundings * _SMALLEST_ERROR
     limit = _moved(reading, p, np.maximum(e, e_sink), r, known) + rounding + gamma * sums + tiny + _bad_reads(reading)
     fits = (np.where(reading.is_read[:, None], magnitude, 0) < np.finfo(np.float32).max / 4).all(axis=-1, keepdims=True)
-    return np.where(fits & (sums < np.finfo(np.float32).max / 4), limit, np.inf)
+    # until they are divided at the end, sums of a part have its largest weight as 1
+    fits = fits & (count * _largest_read(reading, of_values) < np.finfo(np.float32).max / 4)
+    return np.where(fits, limit, np.inf)
 
 
 def _largest_factor(query: Doubles, step: Doubles) -> Doubles:
@@ -199,5 +231,10 @@ def _read(numbers: Doubles) -> Doubles:
 
 def _bad_reads(reading: Reading) -> Doubles:
     """Return infinity where something is read that is not finite, else 0, [n, 1, D]."""
-    bad = ~np.isfinite(reading.keys.numbers).all(axis=-1, keepdims=True) | ~np.isfinite(reading.values.numbers)
+    return _reads_of(reading, ~np.isfinite(reading.keys.numbers), ~np.isfinite(reading.values.numbers))
+
+
+def _reads_of(reading: Reading, keys: Mask, values: Mask) -> Doubles:
+    """Return infinity where one of the keys or values that a mask [m, D] marks is read, else 0, [n, 1, D]."""
+    bad = keys.any(axis=-1, keepdims=True) | values
     return np.where((reading.is_read.astype(np.int64) @ bad)[:, None] > 0, np.inf, 0.0)

@@ -84,7 +84,7 @@ void Call::attend_block(size_t index) {
   size_t scores = 0, entries = 0;
   if (retrieves(block)) {
     const Candidates all = candidates(block);
-    scores = round_up(static_cast<size_t>(all.end - all.first) * sizeof(float), Pool::kAlignment);
+    scores = list_floats(attention_.layout, static_cast<size_t>(all.end - all.first)) * sizeof(float);
     entries = block.pages * sizeof(PageEntry);
   }
   const Pool::Loan loan(pool_, scratch + floats + scores + entries);
@@ -182,7 +182,7 @@ OrtStatus* Call::attend_all() {
       if (!retrieves(block)) return;
       const Candidates all = candidates(block);
       const auto count = static_cast<size_t>(all.end - all.first);
-      steps += count / kScored + 1, scored += round_up(count, 16), listed += block.pages;
+      steps += count / kScored + 1, scored += list_floats(layout, count), listed += block.pages;
     });
   }
   float *scores = nullptr, *partials = nullptr;
@@ -218,7 +218,7 @@ OrtStatus* Call::attend_all() {
     if (!retrieves(each)) continue;
     new (&retrievals_[block]) Retrieval{scores, lists, {0}};
     const Candidates all = candidates(each);
-    scores += round_up(static_cast<size_t>(all.end - all.first), 16), lists += each.pages;
+    scores += list_floats(layout, static_cast<size_t>(all.end - all.first)), lists += each.pages;
   }
   steps = 0;
   each_step([&](const Step& step) {

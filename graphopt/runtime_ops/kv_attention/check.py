@@ -44,7 +44,7 @@ def check(
     _check_tensor("sink_logits", sink_logits, (heads,) if sink_logits.shape != (0,) else (0,))
     _check_tensor("sink_query", sink_query, query.shape if sink_query.shape != (0,) else (0,))
     for name, tensor in shapes:
-        is_used = attributes.retrieves if name == "summaries" else attributes.levels or name in ("keys", "values")
+        is_used = attributes.summarizes if name == "summaries" else attributes.levels or name in ("keys", "values")
         shape = state[name].shape if not is_used and state[name].ndim == 4 and not state[name].size else tensor.shape
         _check_tensor(name, state[name], shape, tensor.dtype)
     for row, (before, count) in enumerate(zip(past.tolist(), new.tolist(), strict=True)):

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kv_attention/cpu.h"
+#include "kv_attention/mass.h"
 #include "kv_attention/numbers.h"
 #include "kv_attention/select.h"
 
@@ -75,15 +76,19 @@ inline bool any_at_least(const Integers& ranks, int32_t least) {
 }
 
 // Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of the
-// candidates the `budget` with the highest scores; of equal scores the lower page. Returns how many there are. Scores are
-// overwritten, up to a multiple of 16.
+// candidates the `budget` with the highest scores, or as many of them as have `mass`; of equal scores the lower page. Returns
+// how many there are. Scores are overwritten; their memory is that of list_floats.
 size_t list_pages(const Layout& layout, int64_t position, float* scores, PageEntry* list) {
   const int64_t all = layout.page_of(position) + 1;
   const int64_t fixed = layout.fixed_pages() < all ? layout.fixed_pages() : all;
   const int64_t from = position - layout.recent + 1, recent = from > 0 ? layout.page_of(from) : 0;
   const Candidates candidates(layout, position);
   const size_t count = static_cast<size_t>(candidates.end - candidates.first);
-  const size_t budget = layout.budget < candidates.end - candidates.first ? static_cast<size_t>(layout.budget) : count;
+  size_t budget = layout.budget < candidates.end - candidates.first ? static_cast<size_t>(layout.budget) : count;
+  if (layout.mass > 0 && budget) {
+    const size_t needed = pages_with_mass(layout, scores, count, scores + score_floats(count));
+    if (needed < budget) budget = needed;
+  }
   size_t listed = 0;
   // of the pages from `page` up to `end`, those that are read in any case
   const auto list_others = [&](int64_t page, int64_t end) {

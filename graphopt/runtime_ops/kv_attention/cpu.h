@@ -66,8 +66,8 @@ struct KVAttentionKernels {
   void (*attend)(const Attention&, const Queries&, size_t first, size_t end, void* scratch, const Partial&);
   // Scores of pages first..end of one column, over the query heads of a KV head; no number is infinite.
   void (*score)(const Attention&, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores);
-  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten up to a multiple of
-  // 16; returns how many there are.
+  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten, with as many
+  // floats as list_floats says; returns how many there are.
   size_t (*list)(const Layout&, int64_t position, float* scores, PageEntry* list);
   // Merges partial results, in their order, and writes y.
   void (*merge)(const Attention&, const Queries&, const float* partials, size_t count);

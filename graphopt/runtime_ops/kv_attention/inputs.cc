@@ -32,6 +32,7 @@ const char* const KVInputs::kNames[kKVInputs] = {"query", "key", "value", "past"
 
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
+  int64_t compensates = 0;
   char storage[16] = {}, summary[16] = {};
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "kv_heads", &heads));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "page", &page));
@@ -47,15 +48,30 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
                           {"sinks", &layout.sinks, 0, INT64_MAX},
                           {"recent", &layout.recent, 1, INT64_MAX},
                           {"budget", &layout.budget, 0, INT64_MAX},
+                          {"channels", &layout.channels, 0, INT64_MAX},
+                          {"compensate", &compensates, 0, 1},
                           {"sink_pages", &layout.sink_pages, 0, kMostPages},
                           {"recent_pages", &layout.recent_pages, 0, kMostPages}};
   for (const Count& count : counts) {
-    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, count.name, count.value));
+    const bool newer = count.value == &layout.channels || count.value == &compensates;
+    GRAPHOPT_RETURN_IF_ERROR(newer ? node.read_optional(info, count.name, count.value)
+                                   : node.read_attribute(info, count.name, count.value));
     if (*count.value < count.least || *count.value > count.most) {
       return node.error("its attribute %s must be from %lld to %lld, it is %lld", count.name, print(count.least),
                         print(count.most), print(*count.value));
     }
     if (*count.value > kMostTokens) *count.value = kMostTokens;
+  }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "mass", &layout.mass));
+  if (!(layout.mass >= 0 && layout.mass <= 1)) {
+    return node.error("its attribute mass must be a share from 0 to 1, it is %g", static_cast<double>(layout.mass));
+  }
+  if (layout.mass > 0 && !layout.budget) layout.budget = kMostTokens;  // no limit
+  if (layout.mass == 1) layout.mass = 0;  // of all, their number alone counts
+  layout.compensate = compensates;
+  if (layout.compensate && layout.window) {
+    return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate must be 0",
+                      print(layout.window));
   }
   if (heads < 1 || heads > kMostHeads) {
     return node.error("its attribute kv_heads must be from 1 to %lld, it is %lld", print(kMostHeads), print(heads));
@@ -66,11 +82,13 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
     return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
   }
-  constexpr const char* kStorages[] = {"float32", "float16", "int8", "int4"};
-  constexpr int kTypes[] = {kFloat, kFloat16, kUint8, kUint8};
+  constexpr const char* kStorages[] = {"float32", "float16", "bfloat16", "float8", "int8", "int4"};
+  constexpr int kTypes[] = {kFloat, kFloat16, kBFloat16, kFloat8, kUint8, kUint8}, kKnown = 6;
   int which = 0;
-  while (which < 4 && std::strcmp(storage, kStorages[which])) ++which;
-  if (which == 4) return node.error("its attribute storage must be float32, float16, int8 or int4, not '%s'", storage);
+  while (which < kKnown && std::strcmp(storage, kStorages[which])) ++which;
+  if (which == kKnown) {
+    return node.error("its attribute storage must be float32, float16, bfloat16, float8, int8 or int4, not '%s'", storage);
+  }
   if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
   layout.storage = static_cast<Storage>(which);
   layout.mean = !std::strcmp(summary, "mean");
@@ -120,7 +138,7 @@ OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name
   return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name, width());
 }
 
-size_t Given::width() const { return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 ? 2 : 1; }
+size_t Given::width() const { return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1; }
 
 size_t Given::bytes() const {
   size_t bytes = width();
@@ -192,7 +210,9 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   }
   const Given& keys = tensors[kKeys];
   layout.pages = keys.rank == 4 ? static_cast<size_t>(keys.shape[2]) : 0;
-  layout.summary = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
+  layout.known = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
+  layout.summary = layout.known + (layout.compensate ? 2 * layout.size : 0);
+  if (layout.channels >= size) layout.channels = 0;  // all of them
   GRAPHOPT_RETURN_IF_ERROR(check_state(node, attributes, *call));
   return check_lengths(node, attributes, *call);
 }
@@ -212,7 +232,7 @@ OrtStatus* KVInputs::check_state(const Node& node, const KVAttributes& attribute
                                {kValues, pages, of_page, true},
                                {kScales, pages, static_cast<int64_t>(layout.scales()), integers},
                                {kRecent, static_cast<int64_t>(layout.slots()), 2 * numbers, integers},
-                               {kSummaries, pages, static_cast<int64_t>(layout.summary), attributes.retrieves}};
+                               {kSummaries, pages, static_cast<int64_t>(layout.summary), layout.summary > 0}};
   for (const Wanted& wanted : all) {
     const Given& tensor = tensors[wanted.index];
     if (wanted.used) {
@@ -244,11 +264,12 @@ OrtStatus* KVInputs::check_lengths(const Node& node, const KVAttributes& attribu
       return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld: give it more pages",
                         print(row), print(past), print(fresh), print(pages), print(capacity));
     }
-    const int64_t fixed = layout.fixed_pages(), least = layout.window > layout.recent ? layout.window : layout.recent;
-    if (pages <= fixed || (pages - fixed) * page < least + columns + page) {
+    const int64_t fixed = layout.fixed_pages();
+    const int64_t least = (layout.window > layout.recent ? layout.window : layout.recent) + columns + (layout.compensate + 1) * page;
+    if (pages <= fixed || (pages - fixed) * page < least) {
       return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld, and to be used again they must "
                         "hold the sinks, and besides them %lld tokens: give it more pages",
-                        print(row), print(past), print(fresh), print(pages), print(capacity), print(least + columns + page));
+                        print(row), print(past), print(fresh), print(pages), print(capacity), print(least));
     }
   }
   return nullptr;

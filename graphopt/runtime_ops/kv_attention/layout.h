@@ -10,7 +10,7 @@
 
 namespace graphopt {
 
-enum class Storage { kFloat32, kFloat16, kInt8, kInt4 };
+enum class Storage { kFloat32, kFloat16, kBFloat16, kFloat8, kInt8, kInt4 };
 enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
 
 // What a page is, and what the policies read. Every attribute that counts tokens is 2^62 at most, as positions are: sums
@@ -19,10 +19,13 @@ struct Layout {
   Storage storage = Storage::kFloat32;
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
-  size_t summary = 0;                        // floats of a page's summary
+  size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by, which come first, and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1, budget = 0;
-  bool mean = false;  // summaries are means, not bounds
+  int64_t channels = 0;     // of the queries, that scores of pages use; all for 0
+  float mass = 0;           // of the pages that are chosen; 0 where their number alone counts
+  bool mean = false;        // summaries are means, not bounds
+  bool compensate = false;  // and end with means of all tokens from the sinks on
   float scale = 1, softcap = 0;
 
   GRAPHOPT_INLINE bool integers() const { return storage == Storage::kInt8 || storage == Storage::kInt4; }
@@ -30,10 +33,13 @@ struct Layout {
   // Bytes of the keys of a page, or of its values.
   GRAPHOPT_INLINE size_t page_bytes() const {
     const size_t numbers = page * size;
-    return storage == Storage::kFloat32   ? 4 * numbers
-           : storage == Storage::kFloat16 ? 2 * numbers
-           : storage == Storage::kInt8    ? numbers
-                                          : numbers / 2;
+    switch (storage) {
+      case Storage::kFloat32: return 4 * numbers;
+      case Storage::kFloat16:
+      case Storage::kBFloat16: return 2 * numbers;
+      case Storage::kInt4: return numbers / 2;
+      default: return numbers;
+    }
   }
   GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + 2 * page : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }

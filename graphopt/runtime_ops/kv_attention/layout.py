@@ -1,6 +1,7 @@
 """How ``ai.graphopt::KVAttention`` stores a page of T tokens with D channels.
 
-Floats: keys [T/16, D, 16], so that one channel of 16 tokens is one load; values [T, D], as they come.
+Floats: keys [T/16, D, 16], so that one channel of 16 tokens is one load; values [T, D], as they come. They have no
+scales, float8 neither: that is what others do who store caches so and were told none.
 
 Integers: keys [T/16, D/4, 16, 4], so that four channels of a token are neighbours, as a dot product of bytes takes
 them; values the same with the axes changed, [D/16, T/4, 16, 4]: what is summed over, channels for keys and tokens for
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.attributes import LANES
+from graphopt.runtime_ops.kv_attention.attributes import FLOATS, LANES, LARGEST_FLOAT8
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -71,9 +72,16 @@ def unpack_values(packed: Array, tokens: int, channels: int, storage: str) -> Ar
 
 
 def to_storage(numbers: Array, storage: str) -> Array:
-    """Return float numbers in the type of a storage of floats: to the nearest, ties to even; too large is infinite."""
-    with np.errstate(over="ignore"):
-        return numbers.astype(storage)
+    """Return numbers, of float32 or stored already, in the type of a storage of floats.
+
+    To the nearest, ties to even. What is too large becomes infinite, but for float8: that becomes the largest number,
+    infinity too, and only what is no number stays none (``Cast`` of ONNX with ``saturate=1``).
+    """
+    dtype = FLOATS[storage]
+    if storage == "float8" and numbers.dtype != dtype:
+        numbers = numbers.clip(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return numbers.astype(dtype)
 
 
 def round_page(page: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:

@@ -1,6 +1,7 @@
-// Partial results of the same queries become one, and with the logit of the sink the result.
+// Partial results of the same queries become one, and with what stands for dropped tokens and the logit of the sink the result.
 #pragma once
 
+#include "kv_attention/compensate.h"
 #include "kv_attention/cpu.h"
 #include "kv_attention/numbers.h"
 
@@ -26,13 +27,25 @@ void merge(const Attention& call, const Queries& queries, const float* partials,
       __builtin_memset(y, 0, size * sizeof(float));
       continue;
     }
-    float sum = 0;
+    const Dropped dropped(call, queries, queries.first_column + r / layout.group);
+    float score = kNothing, sum = 0;
+    if (dropped.mean) {
+      score = dropped.score(layout, call.query + (column * layout.query_heads() + head) * size);
+      if (score > largest) largest = score;
+    }
     if (call.sink_logits) {
       const float logit = call.sink_logits[head];
       if (logit > largest) largest = logit;
       sum = exponential(logit - largest);
     }
     for (size_t c = 0; c < size; c += kColumns) store_line(y + c, all_lanes(0.f));
+    if (dropped.mean) {
+      const float weight = exponential(score - largest);
+      sum += weight;
+      for (size_t c = 0; c < size; c += kColumns) {
+        store_line(y + c, load_line<Floats>(dropped.mean + size + c) * all_lanes(weight));
+      }
+    }
     for (size_t i = 0; i < count; ++i) {
       const Partial partial = part(i);
       if (partial.sums[r] == 0) continue;

@@ -130,10 +130,10 @@ OrtCustomOp op_for() {
   return op;
 }
 
-const OrtCustomOp kOps[3] = {op_for<kFloat>(), op_for<kFloat16>(), op_for<kUint8>()};
+const OrtCustomOp kOps[5] = {op_for<kFloat>(), op_for<kFloat16>(), op_for<kBFloat16>(), op_for<kFloat8>(), op_for<kUint8>()};
 
 }  // namespace
 
-const OrtCustomOp* const kKVAttentionOps[3] = {&kOps[0], &kOps[1], &kOps[2]};
+const OrtCustomOp* const kKVAttentionOps[5] = {&kOps[0], &kOps[1], &kOps[2], &kOps[3], &kOps[4]};
 
 }  // namespace graphopt

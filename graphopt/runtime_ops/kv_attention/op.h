@@ -5,6 +5,6 @@
 
 namespace graphopt {
 
-extern const OrtCustomOp* const kKVAttentionOps[3];
+extern const OrtCustomOp* const kKVAttentionOps[5];
 
 }  // namespace graphopt

@@ -43,7 +43,7 @@ Plan::Plan(const Attention& call) {
     cycles += static_cast<double>(of_page > read ? of_page : read) * static_cast<double>(block.pages);
     if (call.policies[block.head] == Policy::kRetrieval) {
       const int64_t last = call.position(block.row, block.end_column - 1);
-      cycles += static_cast<double>(rows * layout.summary / 4) * static_cast<double>(layout.page_of(last) + 1);
+      cycles += static_cast<double>(rows * layout.known / 4) * static_cast<double>(layout.page_of(last) + 1);
     }
   });
   split = queries < kEnough;

@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "kv_attention/narrow.h"
 #include "kv_attention/numbers.h"
 
 namespace graphopt {
@@ -10,6 +11,20 @@ namespace {
 
 inline Floats load_numbers(const float* from) { return load_line<Floats>(from); }
 inline Floats load_numbers(const Half* from) { return load_halves(from); }
+
+// Groups of 16 numbers in a line.
+template <typename Stored>
+constexpr size_t kPerLine = kLine / (kColumns * sizeof(Stored));
+
+// Loads `Count` of them.
+template <typename Stored, size_t Count>
+inline void load_numbers(const Stored* from, Floats (&numbers)[Count]) {
+#if defined(__AVX512VBMI__)
+  if constexpr (sizeof(Stored) == 1 && Count == 4) return load_line_of_float8(from, numbers);
+#endif
+#pragma GCC unroll 4
+  for (size_t i = 0; i < Count; ++i) numbers[i] = load_numbers(from + i * kColumns);
+}
 
 // What registers hold: lines of sums for that many rows by that many lines.
 #if defined(__AVX512F__)
@@ -20,6 +35,9 @@ constexpr size_t kMostTogether = 4, kSumLines = 4;
 constexpr size_t kMostTogether = 2, kSumLines = 2;
 #endif
 constexpr size_t kMostLines = 4;
+// Numbers of float8 take registers while they are decoded.
+template <typename Stored>
+constexpr size_t kRowsTogether = sizeof(Stored) == 1 && kMostTogether > 4 ? 4 : kMostTogether;
 
 // Calls with_count(row, count) for runs of rows, with counts that the compiler knows.
 template <size_t Most = kMostTogether, typename WithCount>
@@ -74,18 +92,19 @@ template <size_t Rows, size_t Lines, typename Stored>
 inline void multiply_keys(const float* queries, const Stored* keys, ptrdiff_t to_next, size_t size, size_t page,
                           float* scores) {
   Floats sums[Rows][Lines] = {};
-  for (size_t c = 0; c < size; ++c) {
-    Floats line[Lines];
+  constexpr size_t kChannels = kPerLine<Stored>;
+  for (size_t c = 0; c < size; c += kChannels) {
 #pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) {
-      line[i] = load_numbers(keys + (i * size + c) * kColumns);
-      prefetch_line(keys + (i * size + c) * kColumns, to_next);
-    }
+      const Stored* const at = keys + (i * size + c) * kColumns;
+      Floats line[kChannels];
+      load_numbers(at, line);
+      prefetch_line(at, to_next);
 #pragma GCC unroll 8
-    for (size_t r = 0; r < Rows; ++r) {
-      const Floats q = all_lanes(queries[r * size + c]);
+      for (size_t k = 0; k < kChannels; ++k) {
 #pragma GCC unroll 8
-      for (size_t i = 0; i < Lines; ++i) sums[r][i] = fused(line[i], q, sums[r][i]);
+        for (size_t r = 0; r < Rows; ++r) sums[r][i] = fused(line[k], all_lanes(queries[r * size + c + k]), sums[r][i]);
+      }
     }
   }
 #pragma GCC unroll 8
@@ -102,7 +121,7 @@ void multiply_keys(const float* queries, size_t rows, const Stored* keys, ptrdif
                    size_t page, float* scores) {
   for (size_t line = 0; line < lines;) {
     const size_t together = lines - line < kMostLines ? lines - line : kMostLines;
-    for_rows(rows, [&](size_t row, auto count) {
+    for_rows<kRowsTogether<Stored>>(rows, [&](size_t row, auto count) {
       constexpr size_t kRows = decltype(count)::value, kLines = lines_for<kRows>;
       size_t i = line;
       const auto run = [&](auto width) {
@@ -121,18 +140,20 @@ template <size_t Rows, size_t Lines, typename Stored>
 inline void multiply_values(const float* weights, const float* factors, const Stored* values, ptrdiff_t to_next,
                             size_t size, size_t page, size_t first, size_t end, float* sums) {
   Floats sum[Rows][Lines] = {};
+  constexpr size_t kTogether = Lines % kPerLine<Stored> ? 1 : kPerLine<Stored>;
   for (size_t t = first; t < end; ++t) {
-    Floats line[Lines];
+    Floats line[Lines / kTogether][kTogether];
 #pragma GCC unroll 8
-    for (size_t i = 0; i < Lines; ++i) {
-      line[i] = load_numbers(values + t * size + i * kColumns);
-      prefetch_line(values + t * size + i * kColumns, to_next);
+    for (size_t i = 0; i < Lines / kTogether; ++i) {
+      const Stored* const at = values + t * size + i * kTogether * kColumns;
+      load_numbers(at, line[i]);
+      prefetch_line(at, to_next);
     }
 #pragma GCC unroll 8
     for (size_t r = 0; r < Rows; ++r) {
       const Floats p = all_lanes(weights[r * page + t]);
 #pragma GCC unroll 8
-      for (size_t i = 0; i < Lines; ++i) sum[r][i] = fused(line[i], p, sum[r][i]);
+      for (size_t i = 0; i < Lines; ++i) sum[r][i] = fused(line[i / kTogether][i % kTogether], p, sum[r][i]);
     }
   }
 #pragma GCC unroll 8
@@ -150,7 +171,7 @@ inline void multiply_values(const float* weights, const float* factors, const St
 template <typename Stored>
 void multiply_values(const float* weights, const float* factors, size_t rows, const Stored* values, ptrdiff_t to_next,
                      size_t size, size_t page, size_t first, size_t end, float* sums) {
-  for_rows(rows, [&](size_t row, auto count) {
+  for_rows<kRowsTogether<Stored>>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value, kLines = lines_for<kRows>;
     size_t i = 0;
     const auto run = [&](auto width) {

@@ -53,7 +53,10 @@ def attend(attrs: KVAttributes, reading: Reading) -> Doubles:
 
 
 def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
-    """Return scale q . k, softcapped, for all stored tokens, float64 [n, G, m]; a key that is not finite is as 0."""
+    """Return scale q . k, softcapped, for all tokens, float64 [n, G, m]; a key that is not finite is as 0.
+
+    A token that stands for N others has log N more.
+    """
     K = reading.keys.numbers
     turned = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
     products = np.where(reading.positions < attrs.sinks, reading.first_q @ turned, reading.q @ turned)
@@ -61,7 +64,7 @@ def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
     if attrs.softcap:
         softcap = float(np.float32(attrs.softcap))
         scaled = softcap * np.tanh(scaled / softcap)
-    return scaled
+    return scaled + np.log(reading.counts)
 
 
 def softmax_weights(reading: Reading, scores: Doubles) -> Doubles:

@@ -1,6 +1,7 @@
 // Scores of pages from their summaries: a bound of the products with the keys of a page, or the product with their mean.
 #pragma once
 
+#include "kv_attention/channels.h"
 #include "kv_attention/cpu.h"
 #include "kv_attention/products.h"
 
@@ -24,16 +25,19 @@ struct Signed {
   }
 };
 
-// The bound of one query as it is defined, where what is no number stays.
-inline float exact_bound(const float* query, const float* summary, size_t size) {
+// The score of one query as it is defined, where what is no number stays, and in the given channels alone where there are any.
+template <bool Mean>
+inline float exact_score(const float* query, const float* summary, size_t size, const Channels* channels) {
   Floats sum = all_lanes(0.f);
   for (size_t c = 0; c < size; c += kColumns) {
     const Floats q = load_line<Floats>(query + c);
-    const Floats a = q * load_line<Floats>(summary + c), b = q * load_line<Floats>(summary + size + c);
-    sum = sum + by_parts<Floats>([&](size_t i) {
+    const Floats a = q * load_line<Floats>(summary + c);
+    const Floats b = Mean ? a : q * load_line<Floats>(summary + size + c);
+    const Floats products = by_parts<Floats>([&](size_t i) {
       const auto most = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
       return a.part[i] != a.part[i] ? a.part[i] : most;
     });
+    sum = sum + (channels ? channels->only(c, products) : products);
   }
   return sum_of(sum);
 }
@@ -76,16 +80,20 @@ inline void keep_larger(float score, float* most) {
 }
 
 template <bool Mean>
-void score_pages(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
+void score_pages(const Attention& call, const HeadState& state, const float* all, const Channels* channels, int64_t first,
+                 int64_t end, float* scores) {
   const Layout& layout = call.layout;
-  const HeadState state(layout, call.state, row, head);
   const size_t size = layout.size, pages = static_cast<size_t>(end - first), stride = layout.summary;
-  const float* const all = call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * size;
   const float* const summaries = state.summaries + static_cast<size_t>(first) * stride;
   for (size_t page = 0; page < pages; ++page) scores[page] = kNothing;
   for_rows(layout.group, [&](size_t r, auto count) {
     constexpr size_t kRows = decltype(count)::value, kPages = lines_for<kRows>;
-    const float* const queries = all + r * size;
+    const float* queries = all + r * size;
+    alignas(kLine) float kept[kRows * Signed::kMost];
+    if (channels) {
+      channels->keep(queries, kRows, size, kept);
+      queries = kept;
+    }
     const Signed parts(queries, Mean ? 0 : kRows * size);
     size_t page = 0;
     const auto run = [&](auto width) {
@@ -96,7 +104,9 @@ void score_pages(const Attention& call, size_t row, size_t head, size_t column, 
       for (size_t i = 0; i < kRows * kWidth; ++i) {
         const size_t p = i % kWidth;
         // 0 times what is infinite is no number: there the definition says what is right
-        if (!Mean && found[i] - found[i] != 0) found[i] = exact_bound(queries + i / kWidth * size, summary + p * stride, size);
+        if ((!Mean || channels) && found[i] - found[i] != 0) {
+          found[i] = exact_score<Mean>(queries + i / kWidth * size, summary + p * stride, size, channels);
+        }
         keep_larger(found[i], scores + page + p);
       }
       page += kWidth;
@@ -107,8 +117,16 @@ void score_pages(const Attention& call, size_t row, size_t head, size_t column, 
 }
 
 void score(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
-  if (call.layout.mean) return score_pages<true>(call, row, head, column, first, end, scores);
-  score_pages<false>(call, row, head, column, first, end, scores);
+  const Layout& layout = call.layout;
+  const HeadState state(layout, call.state, row, head);
+  const float* const queries = call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * layout.size;
+  const auto run = [&](const Channels* channels) {
+    if (layout.mean) return score_pages<true>(call, state, queries, channels, first, end, scores);
+    score_pages<false>(call, state, queries, channels, first, end, scores);
+  };
+  if (!layout.channels) return run(nullptr);
+  const Channels used(queries, layout.group, layout.size, static_cast<size_t>(layout.channels));
+  run(&used);
 }
 
 }  // namespace

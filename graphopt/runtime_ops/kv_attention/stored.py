@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.append import Integers, State, append, row_of
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.check import check
+from graphopt.runtime_ops.kv_attention.compensation import Dropped, dropped
 from graphopt.runtime_ops.kv_attention.layout import unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.selection import candidate_pages, chosen_pages, page_scores
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
@@ -21,16 +23,27 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Stored:
-    """Numbers low + step code, float64 [n, D] each; what is stored as a float is its own low, with a step of 0."""
+    """Numbers low + step code, float64 [n, D] each; what is stored as a float is its own low, with a step of 0.
+
+    ``error`` is by how much float32 may have another low after this call.
+    """
 
     low: Doubles
     step: Doubles
     codes: Doubles
+    error: Doubles
 
     @property
     def numbers(self) -> Doubles:
         """What the codes stand for, float64 [n, D]."""
         return self.low + self.step * self.codes
+
+    def with_floats(self, numbers: Doubles, error: Doubles) -> Stored:
+        """Return these and, behind them, ``numbers`` [m, D] that are stored as floats."""
+        nothing = np.zeros_like(numbers)
+        added = (numbers, nothing, nothing, error)
+        here = (self.low, self.step, self.codes, self.error)
+        return Stored(*(np.concatenate(pair) for pair in zip(here, added, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -43,9 +56,11 @@ class Reading:
         head: the KV head.
         q: float64 [n, G, D], queries for positions from ``sinks`` on.
         first_q: the same for positions below.
-        keys, values: of the stored tokens, [m, D].
-        positions: int64 [m], of the stored tokens.
+        keys, values: of the stored tokens, and of those that stand for what was dropped, [m, D].
+        positions: int64 [m], of the tokens.
+        counts: float64 [m], the tokens that each stands for: 1 for a stored one.
         is_read: bool [n, m].
+        summaries: float32 [P, Z], of the head.
         sink_logits: float64 [G], or ``None``.
     """
 
@@ -57,8 +72,21 @@ class Reading:
     keys: Stored
     values: Stored
     positions: Integers
+    counts: Doubles
     is_read: Mask
+    summaries: Array
     sink_logits: Doubles | None
+
+    def with_dropped(self, more: Dropped) -> Reading:
+        """Return this and, behind the stored tokens, what stands for those that were dropped."""
+        return replace(
+            self,
+            keys=self.keys.with_floats(more.keys, more.key_errors),
+            values=self.values.with_floats(more.values, more.value_errors),
+            positions=np.concatenate([self.positions, more.positions]),
+            counts=np.concatenate([self.counts, more.counts]),
+            is_read=np.concatenate([self.is_read, more.is_read], axis=1),
+        )
 
 
 def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Iterator[Reading]]:
@@ -95,7 +123,17 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
                 keys, values = stored_tokens(attrs, of_row, head, positions, tokens, split[3])
                 is_read = read_mask(attrs, head, of_row["summaries"], q, asked, positions)
                 logit = None if logits is None else logits[head]
-                yield Reading(row, these, head, q, first_q, keys, values, positions, is_read, logit)
+                summaries = of_row["summaries"][head] if attrs.summarizes else np.zeros((0, 0), np.float32)
+                counts = np.ones(len(positions))
+                reading = Reading(
+                    row, these, head, q, first_q, keys, values, positions, counts, is_read, summaries, logit
+                )
+                if attrs.compensate and attrs.policy(head) == STREAMING:
+                    token = [each.reshape(split)[row, these, head] for each in (key, value)]
+                    new_tokens = np.concatenate(token, axis=-1)[asked >= attrs.sinks]
+                    before = state["summaries"][row, head]
+                    reading = reading.with_dropped(dropped(attrs, summaries, before, new_tokens, asked))
+                yield reading
 
     return after, every()
 
@@ -112,7 +150,7 @@ def stored_tokens(
     attrs: KVAttributes, state: State, head: int, positions: Integers, tokens: int, channels: int
 ) -> tuple[Stored, Stored]:
     """Return the keys and values of a KV head at ``positions``, [n, D] each, of a row that has ``tokens`` tokens."""
-    parts = np.empty((2, 3, len(positions), channels))
+    parts = np.zeros((2, 4, len(positions), channels))
     pages = positions // attrs.page
     for page in np.unique(pages):
         these = pages == page
@@ -130,17 +168,17 @@ def _stored_page(
     nothing = np.zeros((1, 1))
     if attrs.levels is not None and attrs.is_recent(page, tokens):
         keys, values = state["recent"][head, attrs.slot(page)].reshape(2, attrs.page, channels).astype(np.float64)
-        return Stored(keys, nothing, nothing), Stored(values, nothing, nothing)
+        return Stored(keys, nothing, nothing, nothing), Stored(values, nothing, nothing, nothing)
     physical = attrs.physical_page(page, state["keys"].shape[1])
     shape = (attrs.page, channels)
     keys = unpack_keys(state["keys"][head, physical], *shape, attrs.storage).astype(np.float64)
     values = unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64)
     if attrs.levels is None:
-        return Stored(keys, nothing, nothing), Stored(values, nothing, nothing)
+        return Stored(keys, nothing, nothing, nothing), Stored(values, nothing, nothing, nothing)
     scales = state["scales"][head, physical].astype(np.float64)
     key_low, key_step = scales[: 2 * channels].reshape(2, 1, channels)
     value_low, value_step = scales[2 * channels :].reshape(2, attrs.page, 1)
-    return Stored(key_low, key_step, keys), Stored(value_low, value_step, values)
+    return Stored(key_low, key_step, keys, nothing), Stored(value_low, value_step, values, nothing)
 
 
 def read_mask(
@@ -151,7 +189,7 @@ def read_mask(
     Args:
         attrs: of the node.
         head: the KV head.
-        summaries: float32 [Hk, P, Z].
+        summaries: float32 [Hk, P, Z]; where a head retrieves page l is in place l.
         queries: [n, G, D], the queries that choose pages together.
         asked: [n], their positions.
         positions: [m], of the stored tokens.
@@ -168,33 +206,7 @@ def read_mask(
     if policy == RETRIEVAL:
         pages, summaries = positions[0] // attrs.page, summaries[head]
         for index, q in enumerate(queries):
-            candidates = np.unique(pages[visible[index] & ~always[index]])
-            scores = page_scores(attrs, summaries[attrs.physical_page(candidates, len(summaries))], q)
-            chosen = candidates[np.argsort(-scores, kind="stable")[: attrs.budget]]
+            candidates = candidate_pages(attrs, int(asked[index]))
+            chosen = candidates[chosen_pages(attrs, page_scores(attrs, summaries[candidates], q))]
             always[index] |= visible[index] & np.isin(pages, chosen)
     return always
-
-
-def page_scores(attrs: KVAttributes, summaries: Array, queries: Doubles) -> npt.NDArray[np.float32]:
-    """Return how much each page promises to a group of queries that choose together.
-
-    bounds is the largest dot product that a key within the bounds can have (Quest, Tang et al. 2024); mean is that of
-    the mean key (TriForce, Sun et al. 2024).
-
-    Args:
-        attrs: of the node.
-        summaries: [n, Z], of the pages.
-        queries: [G, D].
-
-    Returns:
-        float32 [n].
-    """
-    channels, q = queries.shape[-1], queries[:, None]
-    known = summaries.astype(np.float64)
-    with np.errstate(invalid="ignore", over="ignore"):
-        products = q * known[:, :channels]
-        if attrs.summary == "bounds":
-            products = np.maximum(products, q * known[:, channels:])
-        of_head = products.sum(axis=-1).astype(np.float32)
-    scores: npt.NDArray[np.float32] = np.where(np.isnan(of_head), np.float32(np.inf), of_head).max(axis=0)
-    return scores
