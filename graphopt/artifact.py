@@ -18,6 +18,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
+from graphopt.analysis.contrib import settle_caches
+from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
 from graphopt.genai import GENAI_CONFIG, genai_config
@@ -68,13 +70,14 @@ def read(path: str | Path) -> Artifact:
             "there is no ONNX model here", file=path, remedy=f"give a folder that holds {MODEL}, or an .onnx file"
         )
     model = load(onnx_file)
+    notes = settle_caches(model)
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
         _check_sizes(manifest, folder)
     else:
-        manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder))
+        manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder), notes=notes)
     return Artifact(model, manifest, companions)
 
 
@@ -143,6 +146,26 @@ def check_output(output: Path, *, overwrite: bool = False) -> None:
         raise InputError("the output exists and is not an artifact of graphopt", file=output, remedy="choose another")
     if not overwrite:
         raise InputError("the output exists", file=output, remedy="choose another, or pass --overwrite")
+
+
+def origin_of(artifact: Artifact) -> str:
+    """Return the SHA-256 of the model that ``artifact`` was first made from, which `graphopt optimize` writes down.
+
+    That of an artifact that nothing was done to is of its files by the manifest, that of a plain file of its weights.
+    """
+    known = artifact.model.metadata_props.get(ORIGIN)
+    if known is not None:
+        return known
+    records = artifact.manifest.files
+    digest = hashlib.sha256()
+    for name in sorted({MODEL, DATA} & records.keys()):
+        digest.update(records[name].sha256.encode())
+    if not records:
+        for name, value in sorted(artifact.model.graph.initializers.items()):
+            digest.update(name.encode())
+            if value.const_value is not None:
+                digest.update(value.const_value.tobytes())
+    return digest.hexdigest()
 
 
 def verify_files(folder: Path) -> None:

@@ -99,7 +99,10 @@ def optimize(
     output: Output,
     recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
     target: Annotated[
-        Target | None, typer.Option(help="what it is to run on: adds the step `lower`, or sets its target")
+        Target | None,
+        typer.Option(
+            help="what it is to run on: adds the step `lower`, or sets its target; ort-cpu also merges products"
+        ),
     ] = None,
     last_logits: Annotated[
         bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")
@@ -168,6 +171,58 @@ def bases(
 
 
 @app.command()
+def heads(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file, whose heads read everything")],
+    text: Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read")] = None,
+    held_out: Annotated[bool, typer.Option(help="read the standard-library modules that stdlib_lm never saw")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="write the calibration here: `heads` of the step sparse_kv"),
+    ] = None,
+    sinks: Annotated[int, typer.Option(min=0, help="first tokens that streaming and retrieval read")] = 64,
+    recent: Annotated[int, typer.Option(min=1, help="newest tokens that they read")] = 256,
+    budget: Annotated[int, typer.Option(min=0, help="pages that retrieval reads besides")] = 16,
+    page: Annotated[int, typer.Option(help="tokens of a page: 16, 32, 64 or 128")] = 64,
+    window: Annotated[int | None, typer.Option(help="tokens in a window; the model's positions, up to 2048")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="windows, spaced over the text")] = 8,
+    as_json: Json = False,
+) -> None:
+    """Measure per layer and head what policies keep of attention, and which are retrieval heads."""
+    from graphopt.calibrate import calibrate
+    from graphopt.passes import SparseKVOptions
+    from graphopt.runtime_ops.kv_attention.attributes import PAGES
+    from graphopt.view.heads import heads_table, policies_table
+
+    content = chosen_text(text, held_out, "graphopt heads MODEL --text FILE")
+    if page not in PAGES:
+        raise InputError(f"there are no pages of {page} tokens", remedy=f"choose one of {PAGES}")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise InputError("there is no such folder to write to", file=output, remedy="make it, or choose another")
+    options = SparseKVOptions.model_validate({"sinks": sinks, "recent": recent, "budget": budget, "page": page})
+    with progress() as say:
+        found = calibrate(
+            model,
+            content,
+            streaming=options.model_copy(update={"policy": "streaming"}),
+            retrieval=options,
+            window=window,
+            windows=windows,
+            on_stage=say,
+        )
+    if output is not None:
+        write_text(output, found.model_dump_json(indent=2) + "\n")
+    if as_json:
+        return print_json(found)
+    out.print(heads_table(found))
+    out.print(policies_table(found))
+    if found.windowed:
+        out.print(f"left out, as they have windows of their own: layers {', '.join(map(str, found.windowed))}")
+    if output is not None:
+        out.print(f"written: {output}. A recipe's step sparse_kv takes it as `heads: {output}`", soft_wrap=True)
+    return None
+
+
+@app.command()
 def run(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
     prompt: Annotated[list[str], typer.Option("--prompt", help="a text to complete; repeat it for a batch")],
@@ -218,12 +273,9 @@ def evaluate(
 ) -> None:
     """Measure perplexity and bits per byte on a text, in sliding windows."""
     from graphopt.evaluate import evaluate as run_evaluate
-    from graphopt.models.stdlib_text import held_out_text
     from graphopt.session import load
 
-    if (text is None) == (not held_out):
-        raise InputError("give either a text or --held-out", remedy="graphopt eval FOLDER --text FILE")
-    content = held_out_text() if text is None else read_text(text)
+    content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")
     session = load(folder, threads=threads)
     with progress() as say:
         result = run_evaluate(
@@ -295,6 +347,31 @@ def report_artifact(folder: Path, manifest: Any, as_json: bool) -> None:
         out.print(escape(line), highlight=False)
     out.print(f"written: {folder}", soft_wrap=True)
     return None
+
+
+def chosen_text(text: Path | None, held_out: bool, usage: str) -> str:
+    """Return the text of a file, or the held-out modules.
+
+    Raises:
+        InputError: neither or both are asked for, or the file cannot be read.
+    """
+    from graphopt.models.stdlib_text import held_out_text
+
+    if (text is None) == (not held_out):
+        raise InputError("give either a text or --held-out", remedy=usage)
+    return held_out_text() if text is None else read_text(text)
+
+
+def write_text(file: Path, content: str) -> None:
+    """Write a UTF-8 file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the file cannot be written: {error.strerror}", file=file) from error
 
 
 def read_text(file: Path) -> str:

@@ -23,6 +23,9 @@ from graphopt.session import Session
 Prompt = str | Sequence[int]
 Stopped = Literal["end of text", "length", "positions"]
 
+_AHEAD = 512
+"""New tokens that a cache in pages makes room for before the first: more may never come, as a text may end."""
+
 _AT_LENGTH: Stopped = "length"
 _AT_POSITIONS: Stopped = "positions"
 
@@ -168,7 +171,7 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int
         raise InputError("there is no prompt", remedy="give at least one")
     if len({len(row.prompt) for row in rows}) > 1 and not session.interface.takes_padding:
         raise InputError(
-            "this graph has no attention_mask input, so prompts of different length cannot share a batch",
+            session.interface.why_no_padding,
             file=session.file,
             remedy="run the prompts one by one, or export the model with a mask",
         )
@@ -176,8 +179,9 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int
 
 
 def _steps(session: Session, rows: Sequence[_Row], sampling: Sampling) -> Iterator[Step]:
-    decoder = Decoder(session, len(rows))
+    decoder = Decoder(session, len(rows), expected=max(len(row.prompt) + min(row.limit, _AHEAD) for row in rows))
     eos = session.manifest.model.eos_token_ids
+    mask: IntArray | None
     ids, mask = _padded_left([row.prompt for row in rows])
     while True:
         newest: Logits = np.empty((0, 0), np.float32)
@@ -193,7 +197,8 @@ def _steps(session: Session, rows: Sequence[_Row], sampling: Sampling) -> Iterat
             return
         # A row that has ended keeps its place; its mask of 0 takes no position and hides what is fed for it.
         ids = np.array([[0 if token is None else token] for token in tokens], np.int64)
-        mask = np.array([[int(row.stopped is None)] for row in rows], np.int64)
+        live = [row.stopped is None for row in rows]
+        mask = None if all(live) else np.array(live, np.int64)[:, None]
 
 
 def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:

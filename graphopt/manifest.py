@@ -119,10 +119,14 @@ def installed_versions(*packages: str) -> dict[str, str]:
 
 
 def facts_of_config(folder: Path) -> ModelFacts:
-    """Read what an app must know from the ``config.json`` and ``generation_config.json`` of a Hugging Face folder."""
+    """Read what an app must know from the ``config.json`` and ``generation_config.json`` of a Hugging Face folder.
+
+    What they do not say, the ``genai_config.json`` of a folder of onnxruntime-genai may.
+    """
+    genai = _json(folder / "genai_config.json").get("model", {})
     config = _json(folder / "config.json")
     generation = _json(folder / "generation_config.json")
-    text = config | config.get("text_config", {})
+    text = config | config.get("text_config", {}) or genai | {"max_position_embeddings": genai.get("context_length")}
     eos = generation.get("eos_token_id", text.get("eos_token_id"))
     return ModelFacts(
         architecture=next(iter(config.get("architectures") or []), None),

@@ -10,6 +10,7 @@ from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.cost import storage_formats, weight_totals
+from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.structure import makes_last_logits
 from graphopt.artifact import Artifact
 from graphopt.genai import GENAI_CONFIG
@@ -42,7 +43,7 @@ def optimize(
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
-            none. ``None`` leaves the recipe as it is.
+            none, for ``ort-cpu`` with ``merge_products`` behind it. ``None`` leaves the recipe as it is.
         last_logits: add the step ``last_logits``: enough to generate, not to score a given text.
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
@@ -70,6 +71,7 @@ def optimize(
     total = len(passes) + 3
     on_stage("reading the weights", 0, total)
     check_finite(graph, None if isinstance(model, Artifact) else model)
+    graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
     on_stage("running the model as it is", 1, total)
     context = context_of(passes, source.manifest.model.max_positions)
     verifier = Verifier(Path(folder.name), chosen.session_entries(), run=run, context=context)

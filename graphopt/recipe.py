@@ -17,6 +17,7 @@ from graphopt.passes import (
     FoldNormsOptions,
     LastLogitsOptions,
     LowerOptions,
+    MergeProductsOptions,
     PageKVOptions,
     Pass,
     QuantizeActivationsOptions,
@@ -39,7 +40,8 @@ Step = Annotated[
     | QuantizeKVOptions
     | SparseKVOptions
     | LastLogitsOptions
-    | LowerOptions,
+    | LowerOptions
+    | MergeProductsOptions,
     Field(discriminator="step"),
 ]
 
@@ -69,9 +71,15 @@ class Recipe(BaseModel):
         return [PASSES[step.step](self._settled(step)) for step in self.steps]
 
     def lowered(self, target: Target) -> Recipe:
-        """Return the recipe with a step ``lower`` for ``target``, which is added at the end where there is none."""
-        there = any(isinstance(step, LowerOptions) for step in self.steps)
-        steps = self.steps if there else (*self.steps, LowerOptions())
+        """Return the recipe with a step ``lower`` for ``target``, which is added at the end where there is none.
+
+        A step ``merge_products`` is added too, for any target but ``portable``.
+        """
+        steps = self.steps
+        if not any(isinstance(step, LowerOptions) for step in steps):
+            steps = (*steps, LowerOptions())
+        if target != "portable" and not any(isinstance(step, MergeProductsOptions) for step in steps):
+            steps = (*steps, MergeProductsOptions())
         update = {"target": target}
         lowered = [step.model_copy(update=update) if isinstance(step, LowerOptions) else step for step in steps]
         return self.model_copy(update={"steps": tuple(lowered)})

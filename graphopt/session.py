@@ -78,9 +78,7 @@ class Session:
     @cached_property
     def beginning(self) -> tuple[int, ...]:
         """The tokens that the tokenizer sets before every text: a BOS token, or nothing."""
-        encoding = self._tokenizer().encode("a")
-        body = (*encoding.special_tokens_mask, 0).index(0)
-        return tuple(encoding.ids[:body])
+        return beginning_of(self._tokenizer())
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, after what the tokenizer itself sets before it (see :attr:`beginning`).
@@ -213,7 +211,7 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True) -> Session:
         manifest = Manifest(source=source, model=facts_of_config(folder))
     inference = open_session(file, entries=manifest.session, threads=threads, native=native)
     return Session(
-        file, inference, Interface.of_session(inference), manifest, _read_tokenizer(folder / TOKENIZER), native
+        file, inference, Interface.of_session(inference), manifest, read_tokenizer(folder / TOKENIZER), native
     )
 
 
@@ -227,7 +225,19 @@ def _check_sizes(folder: Path, manifest: Manifest) -> None:
             raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
 
 
-def _read_tokenizer(file: Path) -> Tokenizer | None:
+def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Return the tokens that a tokenizer sets before every text."""
+    encoding = tokenizer.encode("a")
+    body = (*encoding.special_tokens_mask, 0).index(0)
+    return tuple(encoding.ids[:body])
+
+
+def read_tokenizer(file: Path) -> Tokenizer | None:
+    """Read a ``tokenizer.json``, without the truncation and padding that it may ask for; ``None`` where there is none.
+
+    Raises:
+        InputError: it is not one.
+    """
     if not file.is_file():
         return None
     try:

@@ -11,8 +11,7 @@ others. An exact pass may move them by rounding only and is refused otherwise; a
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,11 @@ import onnx_ir as ir
 from onnx_ir.external_data import unload_from_model
 from pydantic import BaseModel
 
+from graphopt.analysis.contrib import contrib_nodes
 from graphopt.analysis.interface import Interface
 from graphopt.certificate.report import Finding, Status
-from graphopt.errors import VerificationError
+from graphopt.errors import InputError, VerificationError
+from graphopt.memory import available_memory
 from graphopt.passes.base import Effect, Pass
 from graphopt.rotations.claims import Claims
 from graphopt.runtime import open_session, run
@@ -39,6 +40,7 @@ _BATCH, _LENGTH, _PREFILL, _PADDING = 2, 12, 8, 3
 _PIECE = 64
 LONGEST_CONTEXT = 4096
 """Tokens of context at most: a pass that shows only later is measured as far as that."""
+_LEVEL, _FLOAT32 = "accuracy_level", 1
 # Below this many bytes a tensor stays inside the .onnx file: onnxruntime wants shape constants there.
 _INLINE = 256
 
@@ -138,13 +140,18 @@ class Verifier:
         """Run the model as it came in.
 
         Raises:
-            InputError: onnxruntime cannot load it.
+            InputError: onnxruntime cannot load it, or cannot run it.
             VerificationError: it computes NaN or infinity to begin with.
         """
         self.why_not = _why_not(model) if self._may_run else "the caller asked not to run the model"
         if self.why_not is not None:
             return
-        self._first = self._logits = self._run(model)
+        try:
+            self._first = self._logits = self._run(model)
+        except InputError:
+            raise
+        except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+            raise InputError(f"onnxruntime cannot run the model as it came in: {error}") from error
         if not np.isfinite(self._first).all():
             raise VerificationError("the model computes NaN or infinite logits before any pass", tensor="logits")
 
@@ -183,7 +190,9 @@ class Verifier:
         return Check(name="logits", after=name, status="measured", reason=reason, figures=figures)
 
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
-        return run_probe(self.settle(model), self._probe_for(model), self._entries, native=self._native)
+        with _float32_inputs(model):
+            path = self.settle(model)
+        return run_probe(path, self._probe_for(model), self._entries, native=self._native)
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
@@ -202,6 +211,23 @@ class Verifier:
             self._saved.with_suffix(".data").unlink(missing_ok=True)
         self._saved = path
         return path
+
+
+@contextlib.contextmanager
+def _float32_inputs(model: ir.Model) -> Iterator[None]:
+    """Let ``MatMulNBits`` leave its inputs alone meanwhile.
+
+    Rounding them to int8 turns a difference in the last place into one of 1/127, and what a rewrite did is lost in it.
+    """
+    nodes = [node for node in contrib_nodes(model.graph, "MatMulNBits") if _LEVEL in node.attributes]
+    levels = [node.attributes[_LEVEL] for node in nodes]
+    for node in nodes:
+        node.attributes[_LEVEL] = ir.AttrInt64(_LEVEL, _FLOAT32)
+    try:
+        yield
+    finally:
+        for node, level in zip(nodes, levels, strict=True):
+            node.attributes[_LEVEL] = level
 
 
 def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check:
@@ -251,31 +277,30 @@ def run_probe(path: Path, probe: Probe, entries: Mapping[str, str], *, native: b
     """
     session = open_session(path, entries=entries, native=native)
     interface = Interface.of_session(session)
-    past, rows = interface.empty_past(_BATCH, probe.input_ids.shape[1]), []
+    # What cannot have padding may take several new tokens onto a cache in one row only (GroupQueryAttention).
+    rows = [slice(None)] if interface.pads else [slice(row, row + 1) for row in range(_BATCH)]
+    made = np.concatenate([_run_rows(session, interface, probe, each) for each in rows])
+    taken: npt.NDArray[np.float64] = made[probe.compared] if made.shape[1] == _LENGTH else made
+    return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+
+
+def _run_rows(session: Any, interface: Interface, probe: Probe, rows: slice) -> npt.NDArray[Any]:
+    """Return the logits [batch, columns, vocabulary] of some rows of ``probe``."""
+    ids, mask = probe.input_ids[rows], probe.attention_mask[rows]
+    past, found = interface.empty_past(len(ids), ids.shape[1]), []
     for start, end, compared in probe.calls:
-        feeds = interface.feeds(probe.input_ids[:, start:end], probe.attention_mask[:, :end], past)
+        feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
         logits, *present = run(session, ["logits", *interface.present], feeds)
         past = dict(zip(interface.past, present, strict=True))
         if compared:
-            rows.append(logits)
-    made = np.concatenate(rows, axis=1)
-    taken: npt.NDArray[np.float64] = made[probe.compared] if made.shape[1] == _LENGTH else made
-    return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+            found.append(logits)
+    return np.concatenate(found, axis=1)
 
 
 def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
     """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
     most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - _LENGTH))
     return min(most, max((step.context for step in passes), default=0))
-
-
-def available_memory() -> int:
-    """Return the bytes of memory that a new process could have: what Linux says, elsewhere what is plainly free."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return 1024 * int(line.split()[1])
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _why_not(model: ir.Model) -> str | None:

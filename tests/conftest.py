@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,26 @@ def make_artifact(
             export(make_folder(family), output)
             made[family] = output
         return made[family]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Return a function that builds a family with onnxruntime-genai's model builder and gives the folder."""
+    made: dict[tuple[str, str], Path] = {}
+
+    def make(family: str, precision: str = "fp32") -> Path:
+        if (family, precision) not in made:
+            builder = pytest.importorskip("onnxruntime_genai.models.builder")
+            source, folder = tmp_path_factory.mktemp("sources") / family, tmp_path_factory.mktemp("built") / family
+            shutil.copytree(make_folder(family), source)
+            if not (source / "tokenizer.json").is_file():
+                save_tokenizer(source)
+            options = ("", str(source), str(folder), precision, "cpu", str(folder / "cache"))
+            builder.create_model(*options, **builder.parse_extra_options(*options, ["hf_token=false"]))
+            made[family, precision] = folder
+        return made[family, precision]
 
     return make
 

@@ -221,3 +221,27 @@ def test_verify_proves_again_and_names_what_is_wrong(run, llama_artifact: Path, 
     code, _, err = run("verify", llama_artifact, tmp_path / "out", "--no-run")
     assert code == 3
     assert "tensor=" in err
+
+
+def test_heads_are_measured_and_a_recipe_takes_them(run, llama_artifact: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.py").write_text("def f(x):\n    return [x, x + 1]\n" * 40)
+    measured = ["heads", llama_artifact, "--text", tmp_path / "text.py", "--windows", 1, "--recent", 16, "--page", 16]
+    code, out, _ = run(*measured, "-o", tmp_path / "heads.json")
+    assert code == 0
+    assert all(name in out for name in ("induction", "echo", "kept by", "attention kept"))
+    code, out, _ = run(*measured, "--json")
+    assert json.loads(out) == json.loads((tmp_path / "heads.json").read_text())
+    steps = [{"step": "canonicalize"}, {"step": "sparse_kv", "heads": str(tmp_path / "heads.json"), "page": 16}]
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"name": "mine", "steps": steps}))
+    code, out, _ = run("optimize", llama_artifact, "-r", tmp_path / "mine.yaml", "-o", tmp_path / "out", "--json")
+    assert code == 0
+    # 0.15 of 4 KV heads, rounded up
+    assert str(json.loads(out)["passes"][-1]["changes"]).count("retrieval") == 1
+
+
+def test_heads_that_cannot_be_measured_are_refused(run, llama_artifact: Path, tmp_path: Path) -> None:
+    assert run("heads", llama_artifact)[0] == 2
+    assert run("heads", llama_artifact, "--held-out", "--page", 48)[0] == 2
+    code, _, error = run("heads", llama_artifact, "--held-out", "--windows", 1, "-o", tmp_path / "none" / "heads.json")
+    assert code == 2
+    assert "there is no such folder" in error

@@ -13,6 +13,7 @@ from graphopt.passes import (
     FoldNormsOptions,
     LastLogitsOptions,
     LowerOptions,
+    MergeProductsOptions,
     QuantizeActivationsOptions,
     QuantizeWeightsOptions,
     RotateOptions,
@@ -38,6 +39,7 @@ STEPS = st.one_of(
     st.builds(QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), head=st.booleans()),
     st.builds(LastLogitsOptions),
     st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
+    st.builds(MergeProductsOptions),
 )
 RECIPES = st.builds(
     Recipe,
@@ -91,8 +93,9 @@ def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
 def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     recipe = load_recipe("int4")
     lowered = recipe.lowered("ort-cpu")
-    assert lowered.steps == (*recipe.steps, LowerOptions(target="ort-cpu"))
-    assert lowered.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
+    assert lowered.steps == (*recipe.steps, LowerOptions(target="ort-cpu"), MergeProductsOptions())
+    assert lowered.lowered("ort-cpu") == lowered
+    assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
 
 
 def test_last_logits_are_asked_for_once() -> None:

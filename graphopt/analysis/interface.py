@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from graphopt.analysis.contrib import PADDING, counts_from_first_column
 from graphopt.analysis.paged import STATES, PagedLayer, described, layers_of
 from graphopt.errors import InputError
 
@@ -66,6 +67,7 @@ class Interface:
         past: names of the cache inputs, in the order of the graph.
         present: the output that continues each cache input, in the same order.
         layers: sizes and policies of caches that lie in pages; none where they grow.
+        pads: whether ``attention_mask``, if it is an input, may hide columns in front of a row's tokens.
     """
 
     inputs: Mapping[str, Port]
@@ -73,23 +75,31 @@ class Interface:
     past: tuple[str, ...]
     present: tuple[str, ...]
     layers: tuple[PagedLayer, ...] = ()
+    pads: bool = True
 
     @classmethod
     def of_graph(cls, graph: ir.Graph) -> Interface:
         """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
-        return cls.of_ports(map(_port_of_value, graph.inputs), map(_port_of_value, graph.outputs), layers_of(graph))
+        ports = map(_port_of_value, graph.inputs), map(_port_of_value, graph.outputs)
+        return cls.of_ports(*ports, layers_of(graph), pads=not counts_from_first_column(graph))
 
     @classmethod
     def of_session(cls, session: onnxruntime.InferenceSession) -> Interface:
         """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
-        layers = described(session.get_modelmeta().custom_metadata_map)
-        return cls.of_ports(map(_port_of_node, session.get_inputs()), map(_port_of_node, session.get_outputs()), layers)
+        metadata = session.get_modelmeta().custom_metadata_map
+        ports = map(_port_of_node, session.get_inputs()), map(_port_of_node, session.get_outputs())
+        return cls.of_ports(*ports, described(metadata), pads=metadata.get(PADDING) != "none")
 
     @classmethod
     def of_ports(
-        cls, inputs: Iterable[Port], outputs: Iterable[Port], layers: tuple[PagedLayer, ...] = ()
+        cls,
+        inputs: Iterable[Port],
+        outputs: Iterable[Port],
+        layers: tuple[PagedLayer, ...] = (),
+        *,
+        pads: bool = True,
     ) -> Interface:
-        """Sort inputs and outputs into their roles; ``layers`` says what caches in pages are.
+        """Sort inputs and outputs into their roles; ``layers`` says what caches in pages are, ``pads`` as above.
 
         Raises:
             InputError: a name is missing, or an input is none that a language model has.
@@ -112,7 +122,7 @@ class Interface:
                 remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
             )
         _check_pages(ins, past, layers)
-        return cls(ins, outs, past, present, layers)
+        return cls(ins, outs, past, present, layers, pads)
 
     @property
     def paged(self) -> bool:
@@ -122,7 +132,14 @@ class Interface:
     @property
     def takes_padding(self) -> bool:
         """Whether rows of different length can share a batch."""
-        return "attention_mask" in self.inputs or "new_length" in self.inputs
+        return self.pads and ("attention_mask" in self.inputs or "new_length" in self.inputs)
+
+    @property
+    def why_no_padding(self) -> str:
+        """What to say where :attr:`takes_padding` is false."""
+        there = "attention_mask" in self.inputs
+        cause = "counts a row's tokens from its first column" if there else "has no attention_mask input"
+        return f"this graph {cause}, so prompts of different length cannot share a batch"
 
     @property
     def vocabulary(self) -> int | None:
@@ -184,10 +201,7 @@ class Interface:
                 new tokens of a row do not stand at its end.
         """
         if not self.takes_padding and padded and not attention_mask.all():
-            raise InputError(
-                "this graph has no attention_mask input, so prompts of different length cannot share a batch",
-                remedy="run the prompts one by one, or export the model with a mask",
-            )
+            raise InputError(self.why_no_padding, remedy="run the prompts one by one, or optimize the model first")
         positions = np.maximum(attention_mask.cumsum(-1) - 1, 0)[:, -input_ids.shape[1] :]
         feeds: dict[str, Array] = {
             "input_ids": input_ids,

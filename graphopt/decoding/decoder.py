@@ -57,10 +57,10 @@ class Cache(Protocol):
         """
 
     def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
-        """Bind the caches of a step of ``new_tokens`` tokens: inputs, and outputs in the order of the interface."""
+        """Bind the caches of a step of ``new_tokens`` tokens: inputs, and behind the logits outputs in their order."""
 
-    def advance(self, outputs: Sequence[onnxruntime.OrtValue]) -> None:
-        """Take over the outputs of the step that was just run, in the order of the interface."""
+    def advance(self, binding: onnxruntime.IOBinding) -> None:
+        """Take over what the step that was just run on ``binding`` has written."""
 
 
 class GrowingCache:
@@ -92,9 +92,10 @@ class GrowingCache:
             binding.bind_ortvalue_input(name, value)
             binding.bind_output(self._present[name], "cpu")
 
-    def advance(self, outputs: Sequence[onnxruntime.OrtValue]) -> None:
+    def advance(self, binding: onnxruntime.IOBinding) -> None:
         """See :class:`Cache`."""
-        self._values = dict(zip(self._present, outputs, strict=True))
+        _, *caches = binding.get_outputs()
+        self._values = dict(zip(self._present, caches, strict=True))
 
 
 class Decoder:
@@ -105,25 +106,28 @@ class Decoder:
         batch: number of sequences.
         cache: where keys and values live; unless told a :class:`PagedCache` where the graph has pages, else a
             :class:`GrowingCache`.
+        expected: tokens that a row will probably have: a :class:`PagedCache` makes room for them at once, where there
+            is memory, and grows later if there are more.
 
     Raises:
         InputError: the graph does not state the number of KV heads or the head size, or there is no memory for a cache.
     """
 
-    def __init__(self, session: Session, batch: int, *, cache: Cache | None = None) -> None:
+    def __init__(self, session: Session, batch: int, *, cache: Cache | None = None, expected: int = 0) -> None:
         self._session, interface = session, session.interface
         self._rows: Rows
         if interface.paged:
             self._rows = CountedRows(interface, np.zeros(batch, np.int64))
         else:
             self._rows = MaskedRows(interface, batch)
-        self._cache: Cache = self._new_cache(batch) if cache is None else cache
+        self._cache: Cache = self._new_cache(batch, expected) if cache is None else cache
         self._binding = session.inference.io_binding()
 
-    def _new_cache(self, batch: int) -> Cache:
+    def _new_cache(self, batch: int, expected: int) -> Cache:
         session = self._session
         if session.interface.paged:
-            return PagedCache(session.interface, batch, in_place=session.in_place, max_tokens=session.max_positions)
+            most = session.max_positions
+            return PagedCache(session.interface, batch, in_place=session.in_place, max_tokens=most, expected=expected)
         return GrowingCache(session.interface, batch)
 
     @property
@@ -191,10 +195,10 @@ class Decoder:
             session.inference.run_with_iobinding(binding)
         except Exception as error:
             raise session.failure(error) from error
-        outputs = binding.get_outputs()
-        self._cache.advance(outputs[1:])
+        self._cache.advance(binding)
         self._rows.finish()
-        logits: Logits = outputs[0].numpy()
+        # Not get_outputs(): that makes an object of each state of the cache, which nobody looks at.
+        logits: Logits = binding.get_outputs_as_ortvaluevector()[0].numpy()
         return logits
 
     @property

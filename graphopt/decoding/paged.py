@@ -23,9 +23,9 @@ from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
+from graphopt.memory import available_memory
 from graphopt.runtime import ort_value
 from graphopt.runtime_ops.kv_attention.attributes import StateTensor
-from graphopt.verify import available_memory
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -74,6 +74,7 @@ class PagedCache:
         in_place: whether the graph may read and write the same buffers; else there are two of each.
         max_tokens: tokens that a row will ever have, where that is known; capacity never exceeds them.
         memory_limit: bytes that the cache may take; what is free when it grows unless told.
+        expected: tokens that a row will probably have: room for them is made at once, where there is memory.
 
     Raises:
         InputError: there is not enough memory for the first page of each row.
@@ -87,10 +88,11 @@ class PagedCache:
         in_place: bool,
         max_tokens: int | None = None,
         memory_limit: int | None = None,
+        expected: int = 0,
     ) -> None:
         self._interface, self.batch = interface, batch
         self._sets = 1 if in_place else 2
-        self._max_tokens, self._limit = max_tokens, memory_limit
+        self._max_tokens, self._limit, self._expected = max_tokens, memory_limit, expected
         self.layers = interface.layers
         self._pages = [0] * len(self.layers)
         present = dict(zip(interface.past, interface.present, strict=True))
@@ -104,6 +106,7 @@ class PagedCache:
         # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
         self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
         self._bound: onnxruntime.IOBinding | None = None
+        self._roomy = 0  # tokens for which each layer has pages that need not go round
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
 
     @property
@@ -136,21 +139,30 @@ class PagedCache:
             InputError: that needs more memory than there is; nothing has changed then.
         """
         longest = int(tokens.max())
+        if longest <= self._roomy:
+            return
         needed = [layer.pages(longest, new_tokens) for layer in self.layers]
         if any(need > have for need, have in zip(needed, self._pages, strict=True)):
             self._grow(needed, stored, longest, new_tokens)
+            self._note_room()
         for layer, pages, oldest in zip(self.layers, self._pages, self.oldest, strict=True):
             if longest > pages * layer.attributes.page:
                 whole = -(-tokens // layer.attributes.page)
                 np.maximum(oldest, whole - (pages - layer.attributes.first_pages), out=oldest)
 
+    def _note_room(self) -> None:
+        rooms = (pages * layer.attributes.page for layer, pages in zip(self.layers, self._pages, strict=True))
+        self._roomy = min(rooms, default=0)
+
     def _grow(self, needed: list[int], stored: IntArray, longest: int, new_tokens: int) -> None:
         most = max(longest, self._max_tokens or 1 << 62)
         wished = [
-            have if need <= have else max(need, min(2 * have, layer.pages(most, new_tokens)))
+            have
+            if need <= have
+            else max(need, min(max(2 * have, layer.pages(self._expected, new_tokens)), layer.pages(most, new_tokens)))
             for need, have, layer in zip(needed, self._pages, self.layers, strict=True)
         ]
-        # Doubling is a wish; where memory is short, what is needed will do.
+        # What is more than needed is a wish; where memory is short, what is needed will do.
         if self._excess(wished) > 0:
             wished = [max(need, have) for need, have in zip(needed, self._pages, strict=True)]
         self._demand(wished, f"{longest} tokens in each of {self.batch} rows")
@@ -168,7 +180,7 @@ class PagedCache:
                 binding.bind_ortvalue_output(state.present, state.values[-1])
         self._bound = binding
 
-    def advance(self, outputs: Sequence[onnxruntime.OrtValue]) -> None:
+    def advance(self, binding: onnxruntime.IOBinding) -> None:
         """Take over what the step that was just run has written."""
         if self._sets > 1:
             for layer in self.states:
@@ -244,6 +256,7 @@ class PagedCache:
                 array[...] = contents[state.past]
                 state.hold(array, self._sets)
             self._pages[index] = pages[index]
+        self._note_room()
 
     def _demand(self, pages: list[int], what: str) -> None:
         """Refuse caches of these pages where there is not enough memory."""

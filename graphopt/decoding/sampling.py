@@ -103,9 +103,12 @@ class Sampling:
         Raises:
             GraphoptError: the logits are not numbers.
         """
-        probabilities = self.probabilities(logits)
         if self.temperature == 0:
-            return int(probabilities.argmax())
+            best = int(logits.argmax())
+            # What is no number is the largest to argmax.
+            if np.isfinite(logits[best]):
+                return best
+        probabilities = self.probabilities(logits)
         # In the order of the vocabulary, not of likelihood: logits that differ in the last bit then rarely change it.
         candidates = np.flatnonzero(probabilities)
         reach = np.cumsum(probabilities[candidates])

@@ -12,9 +12,10 @@ import onnx_ir as ir
 
 from graphopt.analysis.interface import Interface
 from graphopt.errors import MissingDependencyError, VerificationError
+from graphopt.memory import available_memory
 from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.runtime import import_onnxruntime
-from graphopt.verify import TOLERANCE, Check, Probe, available_memory, run_probe
+from graphopt.verify import TOLERANCE, Check, Probe, run_probe
 
 
 def check_agreement(model: Any, program: ir.Model) -> Check:

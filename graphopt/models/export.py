@@ -86,7 +86,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     except InputError as error:
         raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
     manifest, notes = opened.manifest, list(opened.manifest.notes)
-    if "tokenizer.json" not in opened.companions and not notes:
+    if "tokenizer.json" not in opened.companions and not manifest.files:
         notes.append("no tokenizer was carried along: there is no tokenizer.json beside the model")
     if not interface.past:
         raise InputError(

@@ -10,6 +10,7 @@ from graphopt.passes.emulate_quantization import EmulateQuantization, EmulateQua
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.last_logits import LastLogits, LastLogitsOptions
 from graphopt.passes.lower import Lower, LowerOptions, Target
+from graphopt.passes.merge_products import MergeProducts, MergeProductsOptions
 from graphopt.passes.page_kv import PageKV, PageKVOptions
 from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.quantize_kv import QuantizeKV, QuantizeKVOptions
@@ -31,6 +32,7 @@ PASSES: dict[str, Any] = {
         SparseKV,
         LastLogits,
         Lower,
+        MergeProducts,
     )
 }
 """Every pass by the name that recipes call it, in the order a recipe usually has them."""
@@ -45,6 +47,7 @@ __all__ = [
     "LastLogitsOptions",
     "Ledger",
     "LowerOptions",
+    "MergeProductsOptions",
     "Options",
     "PageKVOptions",
     "Pass",

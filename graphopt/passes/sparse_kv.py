@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import onnx_ir as ir
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from graphopt.analysis.heads import ORIGIN, HeadScores, Rank, read_scores
 from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
 from graphopt.passes.base import Effect, Ledger, Options, Pass
@@ -20,15 +22,19 @@ Policy = Literal["dense", "streaming", "retrieval"]
 
 _PAGE = 64
 
-_NUMBERS: dict[str, int] = {"dense": DENSE, "streaming": STREAMING, "retrieval": RETRIEVAL}
+NUMBERS: dict[str, int] = {"dense": DENSE, "streaming": STREAMING, "retrieval": RETRIEVAL}
+"""The policies as the operator's attribute numbers them."""
 
 
 class SparseKVOptions(Options):
     """What queries read.
 
     Attributes:
-        policy: of every head that ``layers`` does not name.
+        policy: of every head that ``layers`` does not name; with ``heads``, of the retrieval heads.
         layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
+        heads: scores by which retrieval heads are found; all others then stream. A file that ``graphopt heads`` wrote.
+        retrieval_share: with ``heads``, the share of KV heads that are retrieval heads.
+        rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read.
         budget: pages that retrieval reads besides, at most. 0 with ``mass`` sets no limit.
@@ -43,6 +49,9 @@ class SparseKVOptions(Options):
     step: Literal["sparse_kv"] = "sparse_kv"
     policy: Policy = "retrieval"
     layers: dict[int, Policy | tuple[Policy, ...]] = Field(default={})
+    heads: Annotated[HeadScores | None, BeforeValidator(read_scores)] = None
+    retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
+    rank: Rank = "razor"
     sinks: Annotated[int, Field(ge=0, le=1 << 30)] = 64
     recent: Annotated[int, Field(ge=1, le=1 << 30)] = 256
     budget: Annotated[int, Field(ge=0, le=1 << 30)] = 16
@@ -70,8 +79,9 @@ class SparseKV(Pass[SparseKVOptions]):
     positions count inside the cache and text may go on for ever (:mod:`graphopt.passes.page_kv.positions`). Retrieval:
     a page's score is the most that a key in its bounds could score, sum over c of max(q_c min_c, q_c max_c) (Quest,
     Tang et al. 2024), or that of its mean key (TriForce, Sun et al. 2024); query heads that share a KV head choose
-    together. Some heads look far and others do not, so policies may be given per layer and head (RazorAttention, Tang
-    et al. 2024; LServe, Yang et al. 2025). With a budget of all pages retrieval is dense attention.
+    together. Some heads look far and others do not, so policies may be given per layer and head, or retrieval heads
+    found by calibration and all others made to stream (RazorAttention, Tang et al. 2024; LServe, Yang et al. 2025).
+    With a budget of all pages retrieval is dense attention.
 
     How many pages a query needs depends on the query. With ``mass`` it reads as many as hold that share of the softmax
     of scale times the scores (top-p, Twilight, Lin et al. 2025), at most ``budget``. With ``channels`` only the largest
@@ -112,8 +122,9 @@ class SparseKV(Pass[SparseKVOptions]):
                 f"the step sparse_kv names layer {unknown[0]}, and the caches of the graph are {sorted(nodes)}",
                 remedy="name layers as past_key_values.N does",
             )
+        found = self._found(model, [layer_of(node) for node in nodes.values()], ledger)
         for node in nodes.values():
-            self._rewrite_node(model.graph, node, ledger)
+            self._rewrite_node(model.graph, node, found, ledger)
         unbind_positions(model.graph, ledger)
         describe(model)
         declare(model)
@@ -122,7 +133,7 @@ class SparseKV(Pass[SparseKVOptions]):
         """Refuse options that no head would follow."""
         chosen = self.options
         named = {policy for each in chosen.layers.values() for policy in ([each] if isinstance(each, str) else each)}
-        named.add(chosen.policy)
+        named |= {chosen.policy} | ({"streaming"} if chosen.heads else set())
         for name, policy in (("mass", "retrieval"), ("channels", "retrieval"), ("compensate", "streaming")):
             if getattr(chosen, name) and policy not in named:
                 raise InputError(
@@ -130,7 +141,39 @@ class SparseKV(Pass[SparseKVOptions]):
                     remedy=f"leave {name} out, or give {policy} as the policy or among the layers",
                 )
 
-    def _rewrite_node(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
+    def _found(self, model: ir.Model, layers: Sequence[PagedLayer], ledger: Ledger) -> dict[int, tuple[Policy, ...]]:
+        """Return the policies of the layers of which there are scores."""
+        scores, origin = self.options.heads, model.metadata_props.get(ORIGIN)
+        if scores is None or not layers:
+            return {}
+        if self.options.policy == "streaming":
+            raise InputError(
+                "the step sparse_kv has a calibration of heads, and retrieval heads that stream like all others",
+                remedy="`policy` says what retrieval heads read: dense or retrieval",
+            )
+        there = {each.number: each.attributes.kv_heads for each in layers if not each.attributes.window}
+        measured = {number: len(of) for number, of in scores.layers.items()}
+        if there != measured:
+            raise InputError(
+                f"the calibration is of another model: its layers have {measured} KV heads, those of the graph {there}",
+                remedy="run `graphopt heads` on this model",
+            )
+        if origin is None:
+            ledger.skipped("heads", "the graph does not say what it was made from: only its heads were compared")
+        elif origin != scores.origin:
+            raise InputError(
+                f"the calibration is of another model: it is of {scores.origin[:12]}..., the graph of {origin[:12]}...",
+                remedy="run `graphopt heads` on this model, or on the one that it was made from",
+            )
+        chosen = scores.retrieval_heads(self.options.retrieval_share, self.options.rank)
+        return {
+            number: tuple(self.options.policy if (number, head) in chosen else "streaming" for head in range(heads))
+            for number, heads in there.items()
+        }
+
+    def _rewrite_node(
+        self, graph: ir.Graph, node: ir.Node, found: Mapping[int, tuple[Policy, ...]], ledger: Ledger
+    ) -> None:
         layer = layer_of(node)
         there, chosen = layer.attributes, self.options
         if there.window:
@@ -139,7 +182,7 @@ class SparseKV(Pass[SparseKVOptions]):
         if set(there.policies) != {DENSE}:
             ledger.skipped(node, "its heads have policies already")
             return
-        policies = self._policies(layer, node)
+        policies = self._policies(layer, node, found)
         page = chosen.page or there.page
         if there.storage != "float32" and page != there.page:
             ledger.skipped(node, f"its pages of {there.page} tokens are stored as {there.storage}: page stays as it is")
@@ -155,7 +198,7 @@ class SparseKV(Pass[SparseKVOptions]):
             )
         retrieves, streams = "retrieval" in policies, "streaming" in policies
         update: dict[str, Any] = {
-            "policies": tuple(_NUMBERS[policy] for policy in policies),
+            "policies": tuple(NUMBERS[policy] for policy in policies),
             "page": page,
             "sinks": chosen.sinks,
             "recent": chosen.recent,
@@ -179,8 +222,10 @@ class SparseKV(Pass[SparseKVOptions]):
         channels = "" if chosen.channels is None else f" in the largest {chosen.channels} channels"
         return f"{pages} by {chosen.summary}{channels}"
 
-    def _policies(self, layer: PagedLayer, node: ir.Node) -> tuple[Policy, ...]:
-        given = self.options.layers.get(layer.number, self.options.policy)
+    def _policies(
+        self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[Policy, ...]]
+    ) -> tuple[Policy, ...]:
+        given = self.options.layers.get(layer.number, found.get(layer.number, self.options.policy))
         policies = (given,) if isinstance(given, str) else given
         heads = layer.attributes.kv_heads
         if len(policies) not in (1, heads):

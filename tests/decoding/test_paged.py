@@ -65,6 +65,31 @@ def test_the_same_tokens_as_with_caches_that_grow(
     assert scores[0] == pytest.approx(scores[1], rel=1e-5)
 
 
+STREAMING = {"policy": "streaming", "sinks": 4, "recent": 24, "page": 16}
+RETRIEVAL = {"policy": "retrieval", "sinks": 4, "recent": 16, "budget": 2, "page": 16}
+
+
+@pytest.mark.parametrize(
+    ("step", "options"),
+    [
+        ("quantize_kv", {"storage": "int8", "page": 16}),
+        ("quantize_kv", {"storage": "int4", "page": 16}),
+        ("sparse_kv", STREAMING),
+        ("sparse_kv", RETRIEVAL),
+        ("sparse_kv", RETRIEVAL | {"summary": "mean"}),
+    ],
+)
+def test_the_same_tokens_without_the_library(
+    step: str, options: dict[str, Any], make_session: Callable[..., Session]
+) -> None:
+    prompts = ["def f(x):\n    return g(x, [y for y in range(10)])\n" * 2, "x"]
+    texts = [
+        generate(make_session("llama", step, native=native, **options), prompts, max_new_tokens=60)
+        for native in (True, False)
+    ]
+    assert texts[0] == texts[1]
+
+
 def test_rows_that_ended_and_padding_cost_no_room(make_session: Callable[..., Session]) -> None:
     session = make_session("llama", page=16)
     decoder = Decoder(session, 2)
@@ -109,6 +134,43 @@ def test_the_cache_grows_by_doubling_and_reports_its_memory(make_session: Callab
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes, and a second set where a body cannot write in place
     sets = 1 if decoder._session.in_place else 2
     assert decoder.cache.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
+
+
+def test_room_for_what_is_expected_is_made_at_once(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    decoder = Decoder(session, 1, expected=90)
+    assert decoder.cache.capacity == 96
+    decoder.step(tokens(1, 90))
+    assert decoder.cache.capacity == 96
+    decoder.step(tokens(1, 7))  # more than was expected
+    assert decoder.cache.capacity == 128
+
+
+def test_what_is_expected_is_no_more_than_a_wish(make_session: Callable[..., Session]) -> None:
+    session = make_session("llama", page=16)
+    sets = 1 if session.in_place else 2
+    limit = sets * 48 * 256 * 2
+    cache = PagedCache(session.interface, 1, in_place=session.in_place, memory_limit=limit, expected=1000)
+    assert cache.capacity == 16
+    positions = PagedCache(session.interface, 1, in_place=session.in_place, max_tokens=40, expected=1000)
+    assert positions.capacity == 48
+
+
+def test_generating_grows_no_cache(make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
+    session, grown = make_session("llama", page=16), []
+    grow = PagedCache._grow
+    monkeypatch.setattr(PagedCache, "_grow", lambda *given: (grown.append(given), grow(*given)))
+    generate(session, [[1] * 20, [2] * 3], max_new_tokens=50)
+    assert len(grown) == 1
+
+
+@pytest.mark.parametrize("step", ["page_kv", "canonicalize"])
+def test_logits_stay_what_they_were_while_others_are_made(make_session: Callable[..., Session], step: str) -> None:
+    decoder = Decoder(make_session("llama", step), 1)
+    kept = [decoder.step(tokens(1, 3, seed)) for seed in range(4)]
+    again = Decoder(make_session("llama", step), 1)
+    for seed, logits in enumerate(kept):
+        assert np.array_equal(logits, again.step(tokens(1, 3, seed)).copy())
 
 
 def test_too_little_memory_is_said_before_it_runs_out(make_session: Callable[..., Session]) -> None:

@@ -271,8 +271,14 @@ def test_heads_of_other_sizes_are_refused(tmp_path: Path) -> None:
     ]
 
 
-def test_attention_in_small_operators_is_reported(make_artifact: MakeArtifact) -> None:
-    report = run_pass(canonical(make_artifact("gemma2")), "page_kv")
+def test_attention_in_small_operators_is_lifted_first_and_reported_where_it_was_not(
+    make_artifact: MakeArtifact,
+) -> None:
+    lifted = canonical(make_artifact("gemma2"))
+    assert not run_pass(lifted, "page_kv").skips
+    said = [layer_of(node).attributes for node in kv_nodes(lifted.graph)]
+    assert [(each.window, each.softcap) for each in said] == [(6, pytest.approx(50.0)), (0, pytest.approx(50.0))]
+    report = run_pass(artifact.read(make_artifact("gemma2")).model, "page_kv")
     assert [skip.reason for skip in report.skips] == [
         "it has no standard Attention; canonicalize lifts what exporters spell out"
     ]

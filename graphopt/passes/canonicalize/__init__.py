@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import ClassVar, Literal
 
 import onnx_ir as ir
@@ -11,11 +12,16 @@ from graphopt.errors import InputError
 from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.canonicalize.cleanup import merge_and_prune, split_gemm
-from graphopt.passes.canonicalize.flattened import drop_idle_reshapes, unflatten_products
+from graphopt.passes.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
+from graphopt.passes.canonicalize.fused_norms import lift_fused_norms
+from graphopt.passes.canonicalize.group_query import lift_group_query
 from graphopt.passes.canonicalize.layouts import store_layouts
 from graphopt.passes.canonicalize.masks import lift_masks
 from graphopt.passes.canonicalize.norms import lift_norms
 from graphopt.passes.canonicalize.rotary import lift_rotary
+from graphopt.passes.canonicalize.rotary_tables import Angles, lift_rotary_tables
+from graphopt.passes.canonicalize.scores import lift_scores
+from graphopt.passes.canonicalize.shapes import state_shapes
 
 
 class CanonicalizeOptions(Options):
@@ -60,12 +66,19 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         """Run the lifts in order; each leaves the graph valid."""
         raise_opset(model, ledger)
         merge_and_prune(model, ledger)
+        state_shapes(model, ledger)
         split_gemm(model, ledger)
         store_layouts(model, ledger)
         drop_idle_reshapes(model, ledger)
+        drop_idle_casts(model, ledger)
         unflatten_products(model, ledger)
+        lift_fused_norms(model, ledger)
         lift_norms(model, ledger)
         lift_rotary(model, ledger)
+        angles = Angles(model, ledger)
+        lift_rotary_tables(model, angles, ledger)
+        lift_group_query(model, angles, ledger)
+        lift_scores(model, ledger)
         group_heads(model, ledger)
         take_cache(model, ledger)
         lift_masks(model, ledger)
@@ -88,10 +101,16 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
     from onnxscript import version_converter
 
     remedy = f"export the model with opset {oldest}"
+    log = logging.getLogger("onnxscript.version_converter")
+    level = log.level
     try:
-        version_converter.convert_version(model, oldest)
+        # It warns that opsets before 18 are raised by onnx itself, which is what the fallback is for.
+        log.setLevel(logging.ERROR)
+        version_converter.convert_version(model, oldest, fallback=True)
     except Exception as error:
         raise InputError(f"opset {opset} cannot be raised to {oldest} ({error})", remedy=remedy) from error
+    finally:
+        log.setLevel(level)
     if model.opset_imports.get("") != oldest:
         raise InputError(f"opset {opset} cannot be raised to {oldest}", remedy=remedy)
     ledger.report_change("graph", f"opset {opset} raised to {oldest}")

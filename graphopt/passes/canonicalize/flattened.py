@@ -13,6 +13,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.passes.base import Ledger
+from graphopt.passes.canonicalize.cleanup import scalar
 from graphopt.weights import lazy, new_weight, weight_of
 
 
@@ -28,6 +29,20 @@ def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
         y.replace_all_uses_with(x)
         ledger.report_change(node.name or "?", "a reshape to the shape that was there is gone")
         model.graph.remove(node, safe=True)
+
+
+def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
+    """Remove casts to the type that was there, and products with 1: older exporters write both as the code says it."""
+    for node in list(model.graph):
+        x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
+        if node.domain or x is None or x.dtype is None or y.is_graph_output():
+            continue
+        same = node.op_type == "Cast" and x.dtype == node.attributes.get_int("to", 0)
+        one = node.op_type == "Mul" and scalar(node.inputs[1]) == 1.0 and x.shape is not None and x.shape == y.shape
+        if same or one:
+            y.replace_all_uses_with(x)
+            ledger.report_change(node.name or "?", "a cast to the type that was there, or a product with 1, is gone")
+            model.graph.remove(node, safe=True)
 
 
 def unflatten_products(model: ir.Model, ledger: Ledger) -> None:

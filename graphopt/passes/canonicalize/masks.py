@@ -25,8 +25,8 @@ from graphopt.errors import InputError
 from graphopt.passes.base import Ledger
 from graphopt.passes.canonicalize.attention import attentions
 from graphopt.passes.canonicalize.cleanup import scalar
+from graphopt.passes.canonicalize.padding import padding_mask
 from graphopt.runtime import session_of
-from graphopt.weights import lazy, new_weight
 
 Bools = npt.NDArray[np.bool_]
 
@@ -71,7 +71,7 @@ def lift_masks(model: ir.Model, ledger: Ledger) -> None:
             ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
             continue
         drop_guard(evaluator, node, mask, ledger)
-        node.replace_input_with(_MASK, None if meaning == "causal" else _padding_mask(model))
+        node.replace_input_with(_MASK, None if meaning == "causal" else padding_mask(model))
         node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
         ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
 
@@ -209,7 +209,7 @@ def _instances(interface: Interface, sizes: list[tuple[int, int, int]]) -> Itera
             visible = (random.random((batch, keys)) > 0.3).astype(np.int64)
             visible[0, : keys - 1] = 0
         thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
-        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, thin)
+        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, thin, padded=False)
         causal = np.arange(keys)[None, :] <= np.arange(length)[:, None] + past
         yield _Instance(feeds, causal[None, None], visible.astype(bool)[:, None, None, :])
 
@@ -248,36 +248,3 @@ def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: 
         ledger.changed(node, "guard for queries that see no key removed", [user])
         user.outputs[0].replace_all_uses_with(node.outputs[0])
         evaluator.model.graph.remove(user, safe=True)
-
-
-_PADDING = "padding_mask"
-
-
-def _padding_mask(model: ir.Model) -> ir.Value:
-    """Return the boolean [batch, 1, length, past + length] mask made of ``attention_mask``, one for all layers."""
-    graph = model.graph
-    for node in graph:
-        if node.outputs[0].name == _PADDING:
-            return node.outputs[0]
-
-    def integers(name: str, numbers: list[int]) -> ir.Value:
-        array = np.array(numbers, np.int64)
-        return new_weight(graph, f"{_PADDING}.{name}", lazy(lambda: array, ir.DataType.INT64, array.shape))
-
-    inputs = {value.name: value for value in graph.inputs}
-    tape = ir.tape.Tape()
-    real = tape.op("Cast", [inputs["attention_mask"]], {"to": ir.DataType.BOOL})
-    real = tape.op("Unsqueeze", [real, integers("axes", [1, 2])])
-    length = tape.op("Shape", [inputs["input_ids"]], {"start": 1, "end": 2})
-    ones = integers("ones", [1, 1])
-    shape = tape.op("Concat", [ones, length, integers("one", [1])], {"axis": 0})
-    # onnxruntime's Attention wants the query axis of a mask spelled out, it does not broadcast it.
-    mask = tape.op("Expand", [real, shape])
-    for node in tape.nodes:
-        node.name = node.outputs[0].name = f"{_PADDING}.{node.op_type}"
-    mask.name, mask.dtype = _PADDING, ir.DataType.BOOL
-    ids, keys = inputs["input_ids"].shape, inputs["attention_mask"].shape
-    if ids is not None and keys is not None:
-        mask.shape = ir.Shape([ids[0], 1, ids[1], keys[1]])
-    graph.insert_before(graph[0], tape.nodes)
-    return mask

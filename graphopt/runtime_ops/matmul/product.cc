@@ -188,7 +188,7 @@ OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task
 OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* before) const {
   const OrtApi* api = node.api;
   const OrtValue* value = nullptr;
-  Tensor x, y;
+  Tensor x;
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, kX, &value));
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(value, "x", &x));
   if (x.rank < 1 || x.shape[x.rank - 1] != static_cast<int64_t>(weights.rows)) {
@@ -200,7 +200,8 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   OrtValue* output = nullptr;
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, 0, x.shape.get(), x.rank, &output));
   if (!rows) return nullptr;
-  GRAPHOPT_RETURN_IF_ERROR(y.read(api, output));
+  void* y = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, output, &y));
 
   how.rows_of_x = rows;
   const bool integers = how.kind == Activations::kInt8 || how.kind == Activations::kInt16;
@@ -218,7 +219,7 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   how.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * of_rows);
   how.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * of_rows);
 
-  Call call{this, before, static_cast<const float*>(x.data), static_cast<float*>(y.data),
+  Call call{this, before, static_cast<const float*>(x.data), static_cast<float*>(y),
             reinterpret_cast<float*>(memory + words + 4 * of_rows), how, few, 1, 1};
   const size_t numbers = how.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;

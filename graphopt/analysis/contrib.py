@@ -1,0 +1,58 @@
+"""What fused operators of onnxruntime's own domain say about the inputs of a graph, before anything lifts them."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+MICROSOFT = "com.microsoft"
+PADDING = "graphopt.padding"
+"""Metadata of a model that takes ``attention_mask`` and yet cannot have padding in front of a row's tokens: "none"."""
+
+_QUERY, _KEY, _PAST = 0, 1, (3, 4)
+
+
+def contrib_nodes(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
+    """Return the nodes of ``graph`` with one of the fused operators ``op_types``, in order."""
+    return [node for node in graph if node.domain == MICROSOFT and node.op_type in op_types]
+
+
+def head_sizes(node: ir.Node) -> tuple[int, int, int] | None:
+    """Return query heads, KV heads and head size of a ``GroupQueryAttention``, or ``None`` if the graph lacks one."""
+    query = node.inputs[_QUERY]
+    heads, groups = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+    width = None if query is None or query.shape is None or len(query.shape) != 3 else query.shape[2]
+    if not isinstance(width, int) or heads < 1 or groups < 1 or heads % groups:
+        return None
+    packed = len(node.inputs) <= _KEY or node.inputs[_KEY] is None
+    size, rest = divmod(width, heads + 2 * groups if packed else heads)
+    return None if rest else (heads, groups, size)
+
+
+def settle_caches(model: ir.Model) -> list[str]:
+    """State in the graph how its caches are fed, where only ``GroupQueryAttention`` says so; return notes on it.
+
+    The heads and head size of caches get into the shapes of inputs and outputs. A cache that the operator itself cuts
+    to its window (``sliding_window_cache``) becomes one that grows: what the window hides, the window still hides.
+    """
+    grown = []
+    for node in contrib_nodes(model.graph, "GroupQueryAttention"):
+        # The operator counts a row's tokens from its first column.
+        model.metadata_props[PADDING] = "none"
+        if node.attributes.get_int("sliding_window_cache", 0):
+            del node.attributes["sliding_window_cache"]
+            grown.append(node.name or "")
+        sizes = head_sizes(node)
+        if sizes is None:
+            continue
+        _, groups, size = sizes
+        for value in (*(node.inputs[index] for index in _PAST if index < len(node.inputs)), *node.outputs[1:3]):
+            if value is not None and value.shape is not None and len(value.shape) == 4:
+                value.shape = ir.Shape([value.shape[0], groups, value.shape[2], size])
+    if not grown:
+        return []
+    return [f"caches that were cut to a window of tokens grow instead: the window stays ({len(grown)} layer(s))"]
+
+
+def counts_from_first_column(graph: ir.Graph) -> bool:
+    """Return whether an operator of ``graph`` takes the first columns of each row for its tokens."""
+    return bool(contrib_nodes(graph, "GroupQueryAttention"))

@@ -1,0 +1,51 @@
+"""How much memory is left: of the machine, and of the container that the process is in."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+def available_memory(root: Path = _ROOT) -> int:
+    """Return the bytes of memory that a process here could still have.
+
+    On Linux that is what the kernel says of the machine, or less where a control group, as of a container, has a limit
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1). What a group holds of files counts as free, as
+    the kernel takes it back when needed. Elsewhere it is what is plainly free.
+
+    Args:
+        root: where /proc and /sys are.
+    """
+    left = list(_left_in_groups(root))
+    with contextlib.suppress(OSError):
+        for line in (root / "proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return max(0, min([1024 * int(line.split()[1]), *left]))
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """Yield what is left to each group that this process is in and that has a limit."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            number, controllers, name = line.split(":", 2)
+            if number == "0":
+                yield from _up(root / "sys/fs/cgroup", name, "memory.max", "memory.current", "inactive_file")
+            elif "memory" in controllers.split(","):
+                names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+                yield from _up(root / "sys/fs/cgroup/memory", name, *names)
+
+
+def _up(mounted: Path, name: str, limit: str, used: str, files: str) -> Iterator[int]:
+    # A container often sees its own group as the root, whatever the name says; groups that are not there are passed by.
+    group = mounted / name.lstrip("/")
+    for folder in (group, *group.parents):
+        if folder.is_relative_to(mounted):
+            with contextlib.suppress(OSError, ValueError):
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                held = int((folder / used).read_text()) - int(statistics.get(files, 0))
+                yield int((folder / limit).read_text()) - held

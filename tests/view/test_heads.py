@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from graphopt.analysis.heads import Calibration, HeadFigures, LayerFigures, ReadPolicy
+from graphopt.view.heads import heads_table, policies_table
+
+
+def test_the_tables_show_every_head_and_policy() -> None:
+    head = HeadFigures(induction=(0.1, 0.75), echo=(0.0, 0.25), kept={"streaming": (0.5, 0.625)})
+    found = Calibration(
+        origin="a",
+        model="m",
+        tokens=1,
+        window=1,
+        queries=1,
+        block=1,
+        repeats=4,
+        policies={"streaming": ReadPolicy(attributes={"policy": "streaming", "sinks": 4}, read=0.25, kept=0.5625)},
+        layers=(LayerFigures(number=3, heads=(head,)),),
+    )
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(heads_table(found))
+    console.print(policies_table(found))
+    text = console.export_text()
+    # the largest of the scores of its query heads, and the mean of what they keep
+    for shown in ("3", "0.750", "0.250", "0.562", "sinks 4", "25.0%", "56.2%"):
+        assert shown in text
