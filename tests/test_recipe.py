@@ -39,6 +39,7 @@ STEPS = st.one_of(
     st.builds(QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), head=st.booleans()),
     st.builds(LastLogitsOptions),
     st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
+    st.builds(MergeProductsOptions),
 )
 RECIPES = st.builds(
     Recipe,

@@ -98,9 +98,9 @@ def main(
     )
     console, rows = Console(), []
     if counts:
-        places = [f"{index / (depths - 1):.0%}" for index in range(depths)]
+        places = [f"{100 * index / (depths - 1):.0f}" for index in range(depths)]
         names = [Column(name, no_wrap=True) for name in ("tokens", "policy", *places)]
-        table = Table(*names, title=f"needles found of {trials}, by depth")
+        table = Table(*names, title=f"needles found of {trials}, by depth in percent")
         for context in counts:
             found = search(attrs, size, context, depths, trials, needle)
             for name, of_policy in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -35,6 +36,7 @@ def attributes(storage: str, **policy: object) -> KVAttributes:
     )
 
 
+@functools.cache
 def bound(haystack: Haystack, storage: str, context: int) -> float:
     """How far y may be from a needle's value where the needle's page is read.
 
@@ -42,7 +44,7 @@ def bound(haystack: Haystack, storage: str, context: int) -> float:
     codes is off by half a step in a channel, span / (2 levels), which moves a score by scale |q| . span / (2 levels) at
     most: that of the needle down, and that of another up. What the others have, times twice the largest value, is the
     one part. The others are a kernel's 1e-3 of the largest value, see the operator's specification, and half a step of
-    float16 below 1, or of values from -1 to 1 in codes.
+    values from -1 to 1 in codes.
     """
     worst, largest = 0.0, 0.0
     queries = haystack.query.reshape(-1, HEADS, SIZE).astype(np.float64) / math.sqrt(SIZE)
@@ -53,7 +55,7 @@ def bound(haystack: Haystack, storage: str, context: int) -> float:
         largest = max(largest, float(np.abs(values).max()))
         scores = queries[:, head] @ keys.T
         pages = keys.reshape(-1, PAGE, SIZE)
-        off = (pages.max(axis=1) - pages.min(axis=1)) / (2 * levels) if levels else 2**-11 * np.abs(pages).max(axis=1)
+        off = (pages.max(axis=1) - pages.min(axis=1)) / (2 * (levels or math.inf))
         moved = np.repeat(np.abs(queries[:, head]) @ off.T, PAGE, axis=1)
         each = np.arange(len(here))
         gap = scores[each, here] - moved[each, here]
@@ -61,7 +63,7 @@ def bound(haystack: Haystack, storage: str, context: int) -> float:
         others[each, here] = 0
         mass = others.sum(axis=1)
         worst = max(worst, float((mass / (1 + mass)).max()))
-    return 2 * worst * largest + 1e-3 * largest + (1 / levels if levels else 2**-11)
+    return 2 * worst * largest + 1e-3 * largest + 1 / (levels or math.inf)
 
 
 def ask(attrs: KVAttributes, haystack: Haystack, context: int, run: object) -> np.ndarray:
@@ -113,7 +115,7 @@ def test_needles_and_distractors_are_what_the_test_says(haystack: tuple[Haystack
         np.testing.assert_array_equal(planted.read(head, 1000, 3000)[0], keys[1000:3000])
 
 
-@pytest.mark.parametrize("storage", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("summary", ["bounds", "mean"])
 def test_retrieval_finds_a_needle_at_every_depth(
     storage: str, summary: str, haystack: tuple[Haystack, int], native: Native
@@ -126,7 +128,7 @@ def test_retrieval_finds_a_needle_at_every_depth(
     assert off.max() <= limit
 
 
-@pytest.mark.parametrize("storage", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["float32", "int4"])
 def test_streaming_finds_it_in_what_it_reads_only(storage: str, haystack: tuple[Haystack, int], native: Native) -> None:
     planted, context = haystack
     limit = bound(planted, storage, context)
@@ -149,10 +151,10 @@ def test_the_end_of_what_streaming_reads_is_where_it_says(native: Native) -> Non
     assert (off < 0.01).tolist() == [True, False, False, True]
 
 
-@pytest.mark.parametrize("storage", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("storage", ["float32", "int4"])
 @pytest.mark.parametrize(("policy", "summary"), [(STREAMING, "bounds"), (RETRIEVAL, "bounds"), (RETRIEVAL, "mean")])
 def test_the_body_finds_what_the_kernel_finds(storage: str, policy: int, summary: str) -> None:
-    context = 1024
+    context = 1024  # the needle before the last lies outside of the newest 100
     planted = Haystack(HEADS, SIZE, np.linspace(0, context - 1, DEPTHS).astype(np.int64), NEEDLE)
     attrs = attributes(storage, policies=(policy,), summary=summary)
     off = np.abs(ask(attrs, planted, context, Body()) - planted.planted.swapaxes(0, 1))

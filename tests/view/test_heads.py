@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+
 from rich.console import Console
 
 from graphopt.analysis.heads import Calibration, HeadFigures, LayerFigures, ReadPolicy
@@ -19,7 +21,7 @@ def test_the_tables_show_every_head_and_policy() -> None:
         policies={"streaming": ReadPolicy(attributes={"policy": "streaming", "sinks": 4}, read=0.25, kept=0.5625)},
         layers=(LayerFigures(number=3, heads=(head,)),),
     )
-    console = Console(width=200, record=True, quiet=True)
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(heads_table(found))
     console.print(policies_table(found))
     text = console.export_text()

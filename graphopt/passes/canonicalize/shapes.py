@@ -13,6 +13,7 @@ from onnxscript.optimizer import fold_constants
 
 from graphopt.errors import MissingDependencyError
 from graphopt.passes.base import Ledger
+from graphopt.passes.canonicalize.attention import attentions
 from graphopt.passes.canonicalize.cleanup import merge_and_prune
 from graphopt.passes.canonicalize.inserting import Inserter
 from graphopt.passes.products import shared
@@ -22,9 +23,11 @@ _SMALL = 64
 
 
 def state_shapes(model: ir.Model, ledger: Ledger) -> None:
-    """State the shapes of what has none, or only in part; nothing is done where all are there."""
+    """State the shapes of what has none, or only in part; nothing is done where products and reshapes have theirs."""
     lacking = [value for node in model.graph for value in node.outputs if value.name and _lacks(value)]
-    if not lacking:
+    # Masks, integers and booleans, are understood by running them, whatever their shapes.
+    # Who knows the standard Attention states shapes, and onnxruntime's inference does not know it.
+    if attentions(model) or not any(_is_product_or_reshape(value) for value in lacking):
         return
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
@@ -33,7 +36,7 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     try:
         inferred = SymbolicShapeInference.infer_shapes(ir.to_proto(_without_weights(model)), auto_merge=True)
     except Exception as error:  # whatever it raises: what it cannot follow stays as it is
-        ledger.skipped("graph", f"the shapes that it leaves out could not be inferred ({error})")
+        ledger.skipped("graph", f"the shapes that it leaves out could not be inferred ({error!r})")
         return
     found = {value.name: value for node in ir.from_proto(inferred).graph for value in node.outputs}
     stated = 0
@@ -94,6 +97,12 @@ def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, toke
 def _is_small_integer(node: ir.Node) -> bool | None:
     """Return whether to fold ``node``, or ``None`` to leave that to the size of what it gives."""
     return None if all(value.dtype is None or value.dtype.is_integer() for value in node.outputs) else False
+
+
+def _is_product_or_reshape(value: ir.Value) -> bool:
+    node = value.producer()
+    active = value.dtype is None or value.dtype.is_floating_point()
+    return active and node is not None and not node.domain and node.op_type in ("MatMul", "Gemm", "Reshape")
 
 
 def _lacks(value: ir.Value) -> bool:
