@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <initializer_list>
 
+#include "abi/custom_op.h"
 #include "abi/instructions.h"
 #include "abi/tensor.h"
 #include "hadamard/cpu.h"
@@ -21,6 +22,11 @@ constexpr size_t kTask = 16384;
 constexpr size_t kStreaming = size_t{8} << 20;
 
 struct Kernel {
+  static constexpr const char* kName = "Hadamard";
+  static constexpr size_t kInputs = 3, kOutputs = 1;
+  static int input_type(size_t index, int type) { return index == kX ? type : kInt8; }
+  static int output_type(size_t, int type) { return type; }
+
   Node node;
   HadamardKernel run = nullptr;
   OwnedFactor constant[3];  // at kLeft and kRight, where the graph holds the matrix; its order is 1 where not
@@ -115,36 +121,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   return call.no_memory ? node.error("no memory to transform runs of %zu numbers", order) : nullptr;
 }
 
-template <int Type>
-OrtCustomOp op_for() {
-  OrtCustomOp op = {};
-  op.version = kApiVersion;
-  op.GetName = [](const OrtCustomOp*) { return "Hadamard"; };
-  op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-  op.GetInputType = [](const OrtCustomOp*, size_t index) -> int { return index == kX ? Type : kInt8; };
-  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return 3; };
-  op.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return Type; };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
-  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
-  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kDefaultMemory; };
-  op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** made) {
-    std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel);
-    if (!kernel) return CreateStatus::call(api, kFail, "no memory for a kernel of ai.graphopt::Hadamard");
-    OrtStatus* failure = kernel->prepare(api, info, Type);
-    *made = failure ? nullptr : kernel.release();
-    return failure;
-  };
-  op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-    return static_cast<Kernel*>(kernel)->compute(context);
-  };
-  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
-  op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
-  return op;
-}
-
-const OrtCustomOp kOps[3] = {op_for<kFloat>(), op_for<kDouble>(), op_for<kFloat16>()};
+const OrtCustomOp kOps[3] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kDouble>(), custom_op<Kernel, kFloat16>()};
 
 }  // namespace
 

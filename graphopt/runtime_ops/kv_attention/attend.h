@@ -183,20 +183,35 @@ struct Reader {
 #endif
   }
 
-  // `next` is the page that is read then.
-  // A page that no page before it asks for: the first, and the newest, of which only a part is there.
-  void ask_for(int64_t logical) const {
-    if (layout.integers() && layout.in_slot(logical, newest)) return;
-    const int64_t last = call.position(queries.row, queries.end_column - 1) - logical * static_cast<int64_t>(layout.page);
-    const size_t tokens = last < static_cast<int64_t>(layout.page) ? static_cast<size_t>(last) / kColumns * kColumns + kColumns
-                                                                   : layout.page;
-    const size_t of_page = layout.page_bytes(), bytes = of_page / layout.page * tokens;
-    for (const char* pages : {state.keys, state.values}) {
-      for (size_t at = 0; at < bytes; at += kLine) prefetch_line(pages + layout.physical(logical) * of_page + at, 0);
+  // Adds what is read of a page: of the newest and of the first it may be a part.
+  void add(PageEntry entry, Ahead* ahead) const {
+    const int64_t logical = entry >> 1;
+    const Visible seen = visible(layout, call.position(queries.row, queries.end_column - 1), logical, entry & 1);
+    const size_t end = static_cast<size_t>(seen.end[0] > seen.end[1] ? seen.end[0] : seen.end[1]);
+    const size_t tokens = (end + kColumns - 1) / kColumns * kColumns;
+    if (!tokens) return;
+    if (layout.integers() && layout.in_slot(logical, newest)) {
+      const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
+      const size_t bytes = tokens * layout.size * sizeof(float);
+      return ahead->add(slot, bytes), ahead->add(slot + layout.page * layout.size, bytes);
     }
+    const size_t physical = layout.physical(logical), of_page = layout.page_bytes();
+    const size_t bytes = layout.integers() ? of_page : of_page / layout.page * tokens;
+    ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
+    if (layout.integers()) ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
   }
 
-  void read_page(int64_t logical, bool whole, int64_t next) const {
+  // For a page that no page before it asks for.
+  void ask_for(PageEntry entry) const {
+    Ahead ahead;
+    add(entry, &ahead);
+    ahead.ask_all();
+  }
+
+  // `next` is the page that is read then.
+  void read_page(PageEntry entry, PageEntry next) const {
+    const int64_t logical = entry >> 1;
+    const bool whole = entry & 1;
     const auto see = [&](size_t i) {
       return visible(layout, call.position(queries.row, queries.first_column + i), logical, whole);
     };
@@ -211,8 +226,8 @@ struct Reader {
     if (!end) return;
     const bool alike = all || columns == 1;
     const size_t lines = (static_cast<size_t>(end) + kColumns - 1) / kColumns;
-    const size_t physical = layout.physical(logical), bytes = layout.page_bytes(), scales_size = layout.scales();
-    const ptrdiff_t pages_on = static_cast<ptrdiff_t>(layout.physical(next)) - static_cast<ptrdiff_t>(physical);
+    const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
+    const ptrdiff_t pages_on = static_cast<ptrdiff_t>(layout.physical(next >> 1)) - static_cast<ptrdiff_t>(physical);
     const ptrdiff_t to_next = pages_on * static_cast<ptrdiff_t>(bytes);
     const char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
     if (layout.storage == Storage::kFloat32) {
@@ -231,19 +246,17 @@ struct Reader {
       return read(logical, alike, lines, reinterpret_cast<const Float8*>(keys), reinterpret_cast<const Float8*>(values),
                   to_next);
     }
+    Ahead ahead;
+    if (next != entry) add(next, &ahead);
     if (layout.in_slot(logical, newest)) {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
+      ahead.ask_all();
       transpose_keys(slot, layout.size, lines, desk.keys);
       return read(logical, alike, lines, desk.keys, slot + layout.page * layout.size, 0);
     }
     const auto* const key_codes = reinterpret_cast<const uint8_t*>(keys);
     const auto* const value_codes = reinterpret_cast<const uint8_t*>(values);
-    const float* const scales = state.scales + physical * scales_size;
-    Ahead ahead;
-    if (pages_on) {
-      ahead.add(keys + to_next, bytes), ahead.add(values + to_next, bytes);
-      ahead.add(scales + pages_on * static_cast<ptrdiff_t>(scales_size), scales_size * sizeof(float));
-    }
+    const float* const scales = state.scales + physical * layout.scales();
     if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, ahead);
     return read_codes<true>(logical, alike, key_codes, value_codes, scales, ahead);
   }
@@ -252,12 +265,12 @@ struct Reader {
 void attend(const Attention& call, const Queries& queries, size_t first, size_t end, void* scratch,
             const Partial& partial) {
   const Reader reader(call, queries, scratch, partial);
-  if (first < end) reader.ask_for(queries.entry(first) >> 1);
+  if (first < end) reader.ask_for(queries.entry(first));
   for (size_t index = first; index < end; ++index) {
     const PageEntry entry = queries.entry(index);
     PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);
-    if (next != entry && next >> 1 == reader.newest) reader.ask_for(next >> 1), next = entry;
-    reader.read_page(entry >> 1, entry & 1, next >> 1);
+    if (!call.layout.integers() && next != entry && next >> 1 == reader.newest) reader.ask_for(next), next = entry;
+    reader.read_page(entry, next);
   }
 }
 

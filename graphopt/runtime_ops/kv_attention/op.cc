@@ -1,8 +1,8 @@
 #include "kv_attention/op.h"
 
-#include <cstdlib>
-#include <new>
+#include <cstring>
 
+#include "abi/custom_op.h"
 #include "abi/instructions.h"
 #include "abi/large_pages.h"
 #include "kv_attention/call.h"
@@ -12,6 +12,13 @@ namespace graphopt {
 namespace {
 
 struct Kernel {
+  static constexpr const char* kName = "KVAttention";
+  static constexpr size_t kInputs = kKVInputs, kOutputs = 1 + kStates;
+  static int input_type(size_t index, int type) {
+    return index == kPast || index == kNew ? kInt64 : index == kKeys || index == kValues ? type : kFloat;
+  }
+  static int output_type(size_t index, int type) { return index == 1 || index == 2 ? type : kFloat; }
+
   Node node;
   KVAttributes attributes;
   const KVAttentionKernels* kernels = nullptr;
@@ -99,38 +106,8 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   return Call(node, *kernels, pool, context, attention).run();
 }
 
-template <int Type>
-OrtCustomOp op_for() {
-  OrtCustomOp op = {};
-  op.version = kApiVersion;
-  op.GetName = [](const OrtCustomOp*) { return "KVAttention"; };
-  op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-  op.GetInputType = [](const OrtCustomOp*, size_t index) -> int {
-    return index == kPast || index == kNew ? kInt64 : index == kKeys || index == kValues ? Type : kFloat;
-  };
-  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return kKVInputs; };
-  op.GetOutputType = [](const OrtCustomOp*, size_t index) -> int { return index == 1 || index == 2 ? Type : kFloat; };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1 + kStates; };
-  op.GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
-  op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
-  op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kDefaultMemory; };
-  op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** made) {
-    std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel);
-    if (!kernel) return CreateStatus::call(api, kFail, "no memory for a kernel of ai.graphopt::KVAttention");
-    OrtStatus* failure = kernel->prepare(api, info, Type);
-    *made = failure ? nullptr : kernel.release();
-    return failure;
-  };
-  op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-    return static_cast<Kernel*>(kernel)->compute(context);
-  };
-  op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
-  op.GetStartVersion = [](const OrtCustomOp*) { return 1; };
-  op.GetEndVersion = [](const OrtCustomOp*) { return 1; };
-  return op;
-}
-
-const OrtCustomOp kOps[5] = {op_for<kFloat>(), op_for<kFloat16>(), op_for<kBFloat16>(), op_for<kFloat8>(), op_for<kUint8>()};
+const OrtCustomOp kOps[5] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>(), custom_op<Kernel, kBFloat16>(),
+                             custom_op<Kernel, kFloat8>(), custom_op<Kernel, kUint8>()};
 
 }  // namespace
 

@@ -82,6 +82,10 @@ class Ahead {
     now->at += kLine;
   }
   void ask() { ask(&run); }
+  void ask_all() {
+    do ask();
+    while (run.at != run.end || next_ != count_);
+  }
 
  private:
   Run runs_[3];

@@ -38,6 +38,16 @@ struct Before {
   ~Before() = default;
 };
 
+// The types of a product's tensors; matrices that follow the weights hold signs.
+struct ProductTypes {
+  static int input_type(size_t index, int scale_type) {
+    if (index == kCodes) return kUint8;
+    if (index == kScales || index == kZeroPoints) return scale_type;
+    return index < kMatMulInputs ? kFloat : kInt8;
+  }
+  static int output_type(size_t, int) { return kFloat; }
+};
+
 struct Product {
   Node node;
   Instructions instructions = Instructions::kScalar;

@@ -3,8 +3,9 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "abi/custom_op.h"
 #include "hadamard/matrix.h"
-#include "matmul/custom_op.h"
+#include "matmul/product.h"
 
 namespace graphopt {
 namespace {
@@ -27,14 +28,15 @@ struct Rotation : Before {
   }
 };
 
-struct Kernel {
+struct Kernel : ProductTypes {
   static constexpr const char* kName = "MatMulDynamic";
   static constexpr size_t kInputs = kAllInputs;
+  static constexpr size_t kOutputs = 1;
   Product product;
   Rounded how;
   Rotation rotation;
 
-  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info) {
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
     const Node& node = product.node;
     int64_t bits = 0;
@@ -77,7 +79,7 @@ struct Kernel {
   }
 };
 
-const OrtCustomOp kOps[2] = {matmul_op<Kernel, kFloat>(), matmul_op<Kernel, kFloat16>()};
+const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
 
 }  // namespace
 

@@ -2,18 +2,20 @@
 
 #include <cstring>
 
-#include "matmul/custom_op.h"
+#include "abi/custom_op.h"
+#include "matmul/product.h"
 
 namespace graphopt {
 namespace {
 
-struct Kernel {
+struct Kernel : ProductTypes {
   static constexpr const char* kName = "MatMulTable";
   static constexpr size_t kInputs = kMatMulInputs;
+  static constexpr size_t kOutputs = 1;
   Product product;
   Rounded how;
 
-  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info) {
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
     char text[16] = {};
     GRAPHOPT_RETURN_IF_ERROR(product.node.read_attribute(info, "activations", text, sizeof text));
@@ -28,7 +30,7 @@ struct Kernel {
   OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, how, nullptr); }
 };
 
-const OrtCustomOp kOps[2] = {matmul_op<Kernel, kFloat>(), matmul_op<Kernel, kFloat16>()};
+const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
 
 }  // namespace
 

@@ -1,34 +1,32 @@
-// A product with packed weights as onnxruntime sees it: one operator per type of the scales.
+// A kernel as onnxruntime sees it: one operator for each type that it takes.
 #pragma once
 
+#include <memory>
 #include <new>
 
-#include "matmul/product.h"
+#include "abi/tensor.h"
 
 namespace graphopt {
 
-// Kernel: prepare(api, info) and compute(context).
-template <typename Kernel, int ScaleType>
-OrtCustomOp matmul_op() {
+// Kernel: kName; kInputs and kOutputs, all of them required; input_type(index, type) and output_type(index, type);
+// prepare(api, info, type) and compute(context).
+template <typename Kernel, int Type>
+OrtCustomOp custom_op() {
   OrtCustomOp op = {};
   op.version = kApiVersion;
   op.GetName = [](const OrtCustomOp*) { return Kernel::kName; };
   op.GetExecutionProviderType = [](const OrtCustomOp*) -> const char* { return nullptr; };
-  op.GetInputType = [](const OrtCustomOp*, size_t index) -> int {
-    if (index == kCodes) return kUint8;
-    if (index == kScales || index == kZeroPoints) return ScaleType;
-    return index < kMatMulInputs ? kFloat : kInt8;
-  };
-  op.GetInputTypeCount = [](const OrtCustomOp*) { return Kernel::kInputs; };
-  op.GetOutputType = [](const OrtCustomOp*, size_t) -> int { return kFloat; };
-  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return 1; };
+  op.GetInputType = [](const OrtCustomOp*, size_t index) -> int { return Kernel::input_type(index, Type); };
+  op.GetInputTypeCount = [](const OrtCustomOp*) -> size_t { return Kernel::kInputs; };
+  op.GetOutputType = [](const OrtCustomOp*, size_t index) -> int { return Kernel::output_type(index, Type); };
+  op.GetOutputTypeCount = [](const OrtCustomOp*) -> size_t { return Kernel::kOutputs; };
   op.GetInputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
   op.GetOutputCharacteristic = [](const OrtCustomOp*, size_t) { return kRequired; };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return kDefaultMemory; };
   op.CreateKernelV2 = [](const OrtCustomOp*, const OrtApi* api, const OrtKernelInfo* info, void** made) {
     std::unique_ptr<Kernel> kernel(new (std::nothrow) Kernel);
     if (!kernel) return CreateStatus::call(api, kFail, "no memory for a kernel of ai.graphopt");
-    OrtStatus* failure = kernel->prepare(api, info);
+    OrtStatus* failure = kernel->prepare(api, info, Type);
     *made = failure ? nullptr : kernel.release();
     return failure;
   };
