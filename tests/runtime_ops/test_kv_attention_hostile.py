@@ -243,9 +243,8 @@ def honest(draw: st.DrawFn) -> Case:
         numbers = random.integers(0, 256, like.shape) if like.dtype == np.uint8 else random.standard_normal(like.shape)
         state[name] = numbers.astype(like.dtype)
     if attributes.retrieves and attributes.summary == "bounds":
-        state["summaries"] = np.sort(state["summaries"].reshape(batch, heads, pages, 2, size), axis=3).reshape(
-            state["summaries"].shape
-        )
+        bounds = state["summaries"][..., : attributes.known(size)]
+        bounds[:] = np.sort(bounds.reshape(batch, heads, pages, 2, size), axis=3).reshape(bounds.shape)
     arrays = {**tokens, **state, "past": np.array(past, np.int64), "new": new}
     inputs = {name: arrays[name] for name in (*INPUTS, *STATE)}
     return Case(attributes.for_node(), inputs, draw(st.integers(1, 2)), draw(st.booleans()))
