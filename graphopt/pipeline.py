@@ -19,7 +19,7 @@ from graphopt.manifest import Manifest, Precision, installed_versions
 from graphopt.passes import PassReport, Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
 from graphopt.verify import Check, Verifier, context_of, prove
 from graphopt.weights import check_finite
@@ -120,12 +120,19 @@ def optimize(
 def notes_of(model: ir.Model) -> list[str]:
     """Say what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
     notes = []
-    ours = sorted({node.op_type for node in own_nodes(model.graph)} - {ROUND_TRIP.name})
+    nodes = [node for node in own_nodes(model.graph) if node.op_type != ROUND_TRIP.name]
+    ours = sorted({node.op_type for node in nodes})
     if ours:
+        bodies = {(node.op_type, OPERATORS[node.op_type].overload_of(node)) for node in nodes}
+        which = "any onnxruntime runs the bodies that they carry"
+        if len(bodies) > len(ours):
+            which = (
+                "an onnxruntime that tells several bodies of one operator apart runs them (1.31 does, 1.24 does not)"
+            )
         notes.append(
-            f"operators of {DOMAIN} ({', '.join(ours)}): any onnxruntime runs the bodies that they carry; for kernels "
-            "register graphopt's library, by SessionOptions.register_custom_ops_library or as custom_ops_library among "
-            f"the session_options of {GENAI_CONFIG}"
+            f"operators of {DOMAIN} ({', '.join(ours)}): {which}; for kernels register graphopt's library, by "
+            "SessionOptions.register_custom_ops_library or as custom_ops_library among the session_options of "
+            f"{GENAI_CONFIG}"
         )
     count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
     if count:

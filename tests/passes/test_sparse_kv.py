@@ -14,7 +14,7 @@ from graphopt.analysis.paged import layers_of
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
-from graphopt.pipeline import optimize
+from graphopt.pipeline import notes_of, optimize
 from graphopt.recipe import Recipe
 from graphopt.session import load
 
@@ -70,6 +70,14 @@ def test_a_second_time_and_windows_are_left_alone(llama: ir.Model, make_artifact
     report = run_pass(model, "sparse_kv")
     assert [skip.reason for skip in report.skips] == ["the model's own window of 6 tokens is all that it reads"]
     assert [layer.attributes.policies for layer in layers_of(model.graph)] == [(1,), (2,)]
+
+
+@pytest.mark.parametrize(
+    ("layers", "note"), [({}, "any onnxruntime runs the bodies"), ({0: "dense"}, "1.31 does, 1.24 does not")]
+)
+def test_it_is_said_where_bodies_do_not_run(layers: dict[int, Any], note: str, llama: ir.Model) -> None:
+    run_pass(llama, "sparse_kv", layers=layers)
+    assert note in " ".join(notes_of(llama))
 
 
 def test_with_all_pages_retrieval_is_dense(llama_artifact: Path, tmp_path: Path) -> None:

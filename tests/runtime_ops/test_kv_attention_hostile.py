@@ -189,7 +189,8 @@ def is_usual(tensor: np.ndarray) -> bool:
 
 def are_bounds(case: Case) -> bool:
     """Return whether the summaries are what calls leave behind: no minimum above its maximum."""
-    low, high = np.split(case.inputs["summaries"], 2, axis=-1)
+    size = case.inputs["key"].shape[2] // case.attributes["kv_heads"]
+    low, high = (case.inputs["summaries"][..., begin : begin + size] for begin in (0, size))
     return case.attributes["summary"] == "mean" or bool((low <= high).all())
 
 
@@ -243,8 +244,8 @@ def honest(draw: st.DrawFn) -> Case:
         numbers = random.integers(0, 256, like.shape) if like.dtype == np.uint8 else random.standard_normal(like.shape)
         state[name] = numbers.astype(like.dtype)
     if attributes.retrieves and attributes.summary == "bounds":
-        bounds = state["summaries"][..., : attributes.known(size)]
-        bounds[:] = np.sort(bounds.reshape(batch, heads, pages, 2, size), axis=3).reshape(bounds.shape)
+        bounds = state["summaries"][..., : 2 * size]
+        bounds[...] = np.sort(bounds.reshape(batch, heads, pages, 2, size), axis=3).reshape(bounds.shape)
     arrays = {**tokens, **state, "past": np.array(past, np.int64), "new": new}
     inputs = {name: arrays[name] for name in (*INPUTS, *STATE)}
     return Case(attributes.for_node(), inputs, draw(st.integers(1, 2)), draw(st.booleans()))

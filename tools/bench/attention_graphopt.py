@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.decoding.paged import aligned_zeros
 from graphopt.errors import InputError
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
@@ -114,13 +115,13 @@ def _copies(problem: AttentionProblem, attrs: KVAttributes, pages: int, count: i
     case, threads = problem.case, problem.settings.memory.threads
     key = ("state", attrs.storage, attrs.page, pages, attrs.sink_pages, attrs.recent_pages, attrs.first_pages)
     stored: list[dict[str, Array]] = problem.keep(
-        key, lambda: [attention_state.fill(attrs, problem.sequence, case.context, pages, threads)]
+        key, lambda: [_copy(attention_state.fill(attrs, problem.sequence, case.context, pages, threads))]
     )
     _grow(stored, count)
     summaries: list[dict[str, Array]] = [{"summaries": attrs.state(1, pages, case.size).summaries.zeros()}]
     if attrs.retrieves:
         arguments = (attrs.summary, attrs.page, problem.sequence, case.context, pages, threads)
-        summaries = problem.keep(arguments[:2], lambda: [{"summaries": attention_state.summarize(*arguments)}])
+        summaries = problem.keep(arguments[:2], lambda: [_copy({"summaries": attention_state.summarize(*arguments)})])
         _grow(summaries, count)
     else:
         summaries *= count
@@ -128,7 +129,15 @@ def _copies(problem: AttentionProblem, attrs: KVAttributes, pages: int, count: i
 
 
 def _grow(copies: list[dict[str, Array]], count: int) -> None:
-    copies += [{name: array.copy() for name, array in copies[0].items()} for _ in range(count - len(copies))]
+    copies += [_copy(copies[0]) for _ in range(count - len(copies))]
+
+
+def _copy(state: dict[str, Array]) -> dict[str, Array]:
+    """Return a copy that lies where a decoder's caches do."""
+    copies = {name: aligned_zeros(array.shape, array.dtype) for name, array in state.items()}
+    for name, copy in copies.items():
+        copy[...] = state[name]
+    return copies
 
 
 def _open(problem: AttentionProblem, attrs: KVAttributes, states: list[dict[str, Array]], y: list[Array]) -> Binding:

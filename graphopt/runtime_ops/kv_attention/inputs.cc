@@ -213,11 +213,11 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   layout.known = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
   layout.summary = layout.known + (layout.compensate ? 2 * layout.size : 0);
   if (layout.channels >= size) layout.channels = 0;  // all of them
-  GRAPHOPT_RETURN_IF_ERROR(check_state(node, attributes, *call));
+  GRAPHOPT_RETURN_IF_ERROR(check_state(node, *call));
   return check_lengths(node, attributes, *call);
 }
 
-OrtStatus* KVInputs::check_state(const Node& node, const KVAttributes& attributes, const Attention& call) const {
+OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const {
   const Layout& layout = call.layout;
   const auto batch = static_cast<int64_t>(call.rows), heads = static_cast<int64_t>(layout.kv_heads);
   const auto pages = static_cast<int64_t>(layout.pages), numbers = static_cast<int64_t>(layout.page * layout.size);

@@ -43,7 +43,7 @@ struct KVInputs {
   OrtStatus* read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context, Attention* call);
 
  private:
-  OrtStatus* check_state(const Node& node, const KVAttributes& attributes, const Attention& call) const;
+  OrtStatus* check_state(const Node& node, const Attention& call) const;
   OrtStatus* check_lengths(const Node& node, const KVAttributes& attributes, const Attention& call) const;
 };
 
