@@ -103,8 +103,11 @@ SELECTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-@pytest.mark.parametrize("others", SELECTIONS)
-@pytest.mark.parametrize("storage", STORAGES)
+# what is chosen is the same whatever pages are stored as
+@pytest.mark.parametrize(
+    ("others", "storage"),
+    [(others, STORAGES[index % len(STORAGES)]) for index, others in enumerate(SELECTIONS)],
+)
 def test_what_is_chosen_and_what_stands_for_the_rest(instructions: str, storage: str, others: dict[str, Any]) -> None:
     attributes = attributes_of(storage=storage, **{"sinks": 5, "recent": 9, "recent_pages": 1, **others})
     for group, size, calls in ((2, 16, (80, 1, 1)), (3, 48, (17, 1, 1, 40)), (1, 128, (70, 0, 33, 1))):
