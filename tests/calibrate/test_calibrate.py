@@ -128,7 +128,7 @@ def test_a_short_text_and_a_model_without_tokenizer_are_refused(llama_artifact: 
 
 
 @settings(max_examples=30)
-@given(st.integers(0, 3), st.integers(1, 20), st.integers(0, 4), st.floats(0, 4), st.integers(0, 9))
+@given(st.integers(0, 3), st.integers(1, 20), st.integers(0, 4), st.floats(0, 4, width=32), st.integers(0, 9))
 def test_streaming_keeps_the_mass_of_what_it_reads(
     sinks: int, recent: int, window: int, softcap: float, seed: int
 ) -> None:

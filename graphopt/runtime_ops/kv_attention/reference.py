@@ -61,8 +61,7 @@ def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
     turned = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
     products = np.where(reading.positions < attrs.sinks, reading.first_q @ turned, reading.q @ turned)
     scaled: Doubles = products * float(np.float32(attrs.scale))
-    if attrs.softcap:
-        softcap = float(np.float32(attrs.softcap))
+    if softcap := float(np.float32(attrs.softcap)):
         scaled = softcap * np.tanh(scaled / softcap)
     return scaled + np.log(reading.counts)
 
