@@ -25,7 +25,7 @@ from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, assert_same_state, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import NODE, Native
-from tests.runtime_ops.test_hostile import FLOATS, INSTRUCTIONS, INTEGERS, TYPES, attribute
+from tests.runtime_ops.test_hostile import FLOATS, INTEGERS, TYPES, attribute
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
 
@@ -41,17 +41,6 @@ NEWER = {"mass", "channels", "compensate"}
 """Attributes that a node need not have."""
 
 _ATTRIBUTE_TYPES = {"scale": float, "softcap": float, "mass": float, "storage": str, "summary": str, "policies": list}
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels for one set of instructions, where this machine has it."""
-    monkeypatch.setenv("GRAPHOPT_OPS_ISA", request.param)
-    try:
-        Native().session(attributes_of().for_node())
-    except Exception as error:
-        pytest.skip(f"{request.param}: {error}")
-    return str(request.param)
 
 
 @dataclass

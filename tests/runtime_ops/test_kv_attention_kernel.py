@@ -19,20 +19,8 @@ from tests.runtime_ops.kv_native import NODE, Native
 
 pytestmark = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
 
-INSTRUCTIONS = ("avx512", "avx2", "scalar")
 POLICIES = ([0], [1], [2], [0, 2], [1, 2])
 SOME = {"sinks": 5, "recent": 9, "budget": 2, "sink_pages": 1, "recent_pages": 1}
-
-
-@pytest.fixture(params=INSTRUCTIONS)
-def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Kernels for one set of instructions, where this machine has it."""
-    monkeypatch.setenv("GRAPHOPT_OPS_ISA", request.param)
-    try:
-        Native().session(attributes_of().for_node())
-    except Exception as error:
-        pytest.skip(f"{request.param}: {error}")
-    return str(request.param)
 
 
 class Bounded:

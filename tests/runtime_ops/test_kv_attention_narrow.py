@@ -21,17 +21,10 @@ EACH_STORAGE = pytest.mark.parametrize("storage", NARROW)
 needs_library = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
 
 
-@pytest.fixture(params=["avx512", "avx2", "scalar"])
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Native:
+@pytest.fixture
+def native(instructions: str) -> Native:
     """The kernel for one set of instructions, where this machine has it."""
-    monkeypatch.setenv("GRAPHOPT_OPS_ISA", request.param)
-    run = Native()
-    try:
-        for storage in NARROW:
-            run.session(ATTRIBUTES[storage].for_node())
-    except Exception as error:
-        pytest.skip(f"{request.param}: {error}")
-    return run
+    return Native()
 
 
 ATTRIBUTES = {storage: attributes_of(kv_heads=1, storage=storage) for storage in NARROW}

@@ -38,8 +38,8 @@ def append(attributes: KVAttributes, state: State, key: Array, value: Array, pas
 
 
 def row_of(state: State, row: int) -> State:
-    """Return views of a row of the state; what is not used may have no rows, and stays as it is."""
-    return {name: tensor[row] if len(tensor) else tensor for name, tensor in state.items()}
+    """Return views of a row of the state; what is not used may have fewer, and stays as it is."""
+    return {name: tensor[row] if row < len(tensor) else tensor for name, tensor in state.items()}
 
 
 def _append_token(attributes: KVAttributes, state: State, key: Array, value: Array, position: int) -> None:

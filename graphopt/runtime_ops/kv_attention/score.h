@@ -11,8 +11,8 @@ namespace {
 // Lines between a summary that is read and the one that is asked for.
 constexpr size_t kAhead = 64;
 
-// Of some queries what is positive, and what is not: q times the bound that
-// is larger with it is the sum of positive * high and negative * low, of which one is 0.
+// Of some queries what is positive, and what is not: q times the bound that is larger with it is the sum of
+// positive * high and negative * low, of which one is 0.
 struct Signed {
   static constexpr size_t kMost = 256;
   alignas(kLine) float positive[kMostTogether * kMost], negative[kMostTogether * kMost];
