@@ -165,7 +165,8 @@ def check(case: Case) -> None:
         most = bound(*case.inputs.values(), **case.attributes)
         assert not np.isfinite(y[~np.isfinite(expected[0])]).any(), "what is read is not finite, y must tell"
         bounded = np.isfinite(most)
-        assert (np.abs(y - expected[0])[bounded] <= most[bounded]).all()
+        error, limit = np.abs(y - expected[0])[bounded], most[bounded]
+        assert (error <= limit).all(), (error[error > limit], limit[error > limit])
 
 
 def is_usual(tensor: np.ndarray) -> bool:
