@@ -18,12 +18,12 @@ errs by half of max|r| / L, L = 2^14 - 1, and by a share of 4 u for the quotient
 
     max|r| (1 / (2 L) + 4 u) sum code.
 
-- e_j = scale (that + gamma(D + 8) sum_c |q_c| (|low_c| + step_c code_c)) for the product, where D + 8 counts the
+- e_j = scale (that + gamma(D + 8) sum_c |q_c| (|low_c| + |step_c| code_c)) for the product, where D + 8 counts the
   products and sums of both parts, and the products with scale and step. A softcap c has a slope of at most 1, and
   errs by 8 u c itself. The difference to the largest score is rounded once, u |s_j - max s|; exp errs by 4 u of itself.
 - The sums of y and of weights meet at most N + 4 n + 16 roundings each, for N tokens read on n pages: a page's sum is
   rescaled when a larger score comes, and pages are merged. So gamma(2 (N + 4 n + 16)) of the sum of magnitudes
-  p'_j (|low_j| + step_j code_j), and of what rounding r adds. Where results are subnormal each errs by 2^-150 more.
+  p'_j (|low_j| + |step_j| code_j), and of what rounding r adds. Where results are subnormal each errs by 2^-150 more.
 - What is below e^-87 of the largest weight, or in r below 1e-30, may count as that or as nothing.
 
 **A storage of integers** gives x back within step (1/2 + 5 u levels): (x - low) (levels / span) meets 3 roundings,
@@ -174,10 +174,12 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     keys, values = reading.keys, reading.values
     channels = keys.low.shape[1]
     exact = scores(attrs, reading)
-    magnitude = _products(attrs, reading, np.abs(keys.low) + keys.step * keys.codes)
+    # a state may come from anywhere, so that steps may be negative
+    key_step, value_step = np.abs(keys.step), np.abs(values.step)
+    magnitude = _products(attrs, reading, np.abs(keys.low) + key_step * keys.codes)
     e = _gamma(channels + 8) * magnitude
     codes = keys.codes.sum(axis=-1)
-    of_rest, of_sinks = (_largest_factor(query, keys.step) for query in (reading.q, reading.first_q))
+    of_rest, of_sinks = (_largest_factor(query, key_step) for query in (reading.q, reading.first_q))
     largest = np.where(reading.positions < attrs.sinks, of_sinks, of_rest) * abs(float(np.float32(attrs.scale)))
     e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
     read = np.where(reading.is_read[:, None], exact, -np.inf)
@@ -195,13 +197,13 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     rounding = np.zeros((*p.shape[:2], channels))
     page = reading.positions // attrs.page
     for these in (page == each for each in np.unique(page)):
-        factor = (heavy * values.step[:, 0])[..., these].max(axis=-1, keepdims=True)
+        factor = (heavy * value_step[:, 0])[..., these].max(axis=-1, keepdims=True)
         of_codes = reading.is_read[:, these].astype(np.float64) @ values.codes[these]
         rounding += (factor * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * of_codes[:, None]
     count = reading.is_read.sum(axis=-1)[:, None, None]
     known = np.abs(values.numbers)
     rounding += heavy @ _read(values.error)
-    of_values = _read(np.abs(values.low) + values.step * values.codes)
+    of_values = _read(np.abs(values.low) + value_step * values.codes)
     sums = heavy @ of_values + rounding
     roundings = 2 * (count + 4 * len(np.unique(page)) + 16)
     gamma = _gamma(roundings)
@@ -214,7 +216,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
 
 
 def _largest_factor(query: Doubles, step: Doubles) -> Doubles:
-    """Return max_c |q_c step_c| for each query and token, [n, G, m]."""
+    """Return max_c |q_c| step_c for each query and token, [n, G, m], of steps that are not negative."""
     factors: Doubles = (np.abs(query)[..., None, :] * step).max(axis=-1)
     return factors
 
