@@ -1,11 +1,12 @@
 // The entry point of the library for GPUs: its operators, and those of the CPU's library, so that a session has both.
 #include "abi/cpu_operators.h"
 #include "cuda/kernel.h"
+#include "hadamard/cuda_op.h"
 
 namespace graphopt {
 namespace {
 
-const Operators kLists[] = {{nullptr, 0}};
+const Operators kLists[] = {operators(kCudaHadamardOps)};
 
 OrtCustomOpDomain* make_domain(const OrtApi* api) {
   device_api = api;
