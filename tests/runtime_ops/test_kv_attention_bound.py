@@ -223,7 +223,7 @@ def test_padding_is_exact() -> None:
 
 
 def test_the_sign_of_steps_does_not_matter() -> None:
-    # a state may come from anywhere: a value of low and step negated is the negated value, so only the sign of y changes
+    # a state may come from anywhere: low and step negated are the negated number, so only the sign of y changes
     attributes = attributes_of(storage="int4", policies=(1,), recent=70)
     call = Last(reference)
     Fed(attributes, tokens_of(attributes, 100, batch=1, head_size=32), 7, call).calls(96, 4)  # the last fills no page
@@ -234,7 +234,8 @@ def test_the_sign_of_steps_does_not_matter() -> None:
         scales[..., :64] *= of_keys
         scales[..., 64:] *= of_values
         signed = {**inputs, "scales": scales, "recent": np.zeros_like(inputs["recent"])}
-        signed |= {"query": inputs["query"] * of_keys, "key": inputs["key"] * of_keys, "value": inputs["value"] * of_values}
+        for name, sign in (("query", of_keys), ("key", of_keys), ("value", of_values)):
+            signed[name] = inputs[name] * sign
         limits.append(bound(*signed.values(), **attributes.for_node()))
     assert limits[0].max() > 0
     assert np.array_equal(limits[0], limits[1])
