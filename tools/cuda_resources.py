@@ -80,8 +80,8 @@ def compile_one(nvcc: str, source: Path, folder: Path) -> list[Resources]:
     Raises:
         SystemExit: it does not compile, or nvcc warns of it.
     """
-    codes = [f"-gencode=arch=compute_{a[3:]},code={a}" for a in ARCHITECTURES]
-    command = [nvcc, *OPTIONS, *codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+    codes = f"-gencode=arch=compute_80,code=[{','.join(ARCHITECTURES)}]"
+    command = [nvcc, *OPTIONS, codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
     done = subprocess.run(command, capture_output=True, text=True)
     said = done.stderr + done.stdout
     if done.returncode:
