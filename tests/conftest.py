@@ -126,10 +126,8 @@ def save_tokenizer(folder: Path) -> None:
 @pytest.fixture
 def llama_canonical(llama_artifact: Path) -> Any:
     """The exported Llama after canonicalize and fold_norms, in memory; a new one for each test."""
-    from graphopt import artifact
-    from graphopt.passes import PASSES
+    from tests.graphs import canonical, run_pass
 
-    model = artifact.read(llama_artifact).model
-    for name in ("canonicalize", "fold_norms"):
-        PASSES[name](PASSES[name].options_type())(model)
+    model = canonical(llama_artifact)
+    run_pass(model, "fold_norms")
     return model

@@ -9,14 +9,13 @@ import onnx_ir as ir
 import pytest
 from pydantic import ValidationError
 
-from graphopt import artifact
 from graphopt.analysis.paged import layers_of
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
-from graphopt.passes import PASSES
 from graphopt.pipeline import notes_of, optimize
 from graphopt.recipe import Recipe
 from graphopt.session import load
+from tests.graphs import canonical, run_pass
 
 MakeArtifact = Callable[[str], Path]
 
@@ -24,18 +23,6 @@ MakeArtifact = Callable[[str], Path]
 def recipe(**options: Any) -> Recipe:
     steps = [{"step": "canonicalize"}, {"step": "sparse_kv", "page": 16, **options}]
     return Recipe.model_validate({"name": "mine", "steps": steps})
-
-
-def run_pass(model: ir.Model, name: str, **options: Any) -> Any:
-    step = PASSES[name]
-    return step(step.options_type(**options))(model).report
-
-
-@pytest.fixture
-def llama(llama_artifact: Path) -> ir.Model:
-    model = artifact.read(llama_artifact).model
-    run_pass(model, "canonicalize")
-    return model
 
 
 def test_policies_by_layer_and_head(llama: ir.Model) -> None:
@@ -65,8 +52,7 @@ def test_layers_that_do_not_fit_are_refused(layers: dict[int, Any], message: str
 def test_a_second_time_and_windows_are_left_alone(llama: ir.Model, make_artifact: MakeArtifact) -> None:
     run_pass(llama, "sparse_kv")
     assert {skip.reason for skip in run_pass(llama, "sparse_kv").skips} == {"its heads have policies already"}
-    model = artifact.read(make_artifact("gemma3")).model
-    run_pass(model, "canonicalize")
+    model = canonical(make_artifact("gemma3"))
     report = run_pass(model, "sparse_kv")
     assert [skip.reason for skip in report.skips] == ["the model's own window of 6 tokens is all that it reads"]
     assert [layer.attributes.policies for layer in layers_of(model.graph)] == [(1,), (2,)]
