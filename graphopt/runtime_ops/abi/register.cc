@@ -8,7 +8,8 @@
 namespace graphopt {
 namespace {
 
-// onnxruntime reads a domain as long as a session lives whose options have it: one for the whole process, never released.
+// onnxruntime reads a domain as long as a session lives whose options have it: one for the whole process, never
+// released.
 OrtCustomOpDomain* make_domain(const OrtApi* api) {
   OrtCustomOpDomain* domain = nullptr;
   OrtStatus* failure = CreateCustomOpDomain::call(api, "ai.graphopt", &domain);

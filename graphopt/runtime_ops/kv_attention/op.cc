@@ -56,8 +56,8 @@ OrtStatus* Kernel::check_memory(const KVInputs& inputs, void* const* outputs) co
       const Given& tensor = inputs.tensors[input];
       if (!meet(outputs[output], bytes, tensor.data, tensor.bytes())) continue;
       if (output && &tensor == &like(output) && tensor.data == outputs[output]) continue;
-      return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output", output,
-                        KVInputs::kNames[input]);
+      return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output",
+                        output, KVInputs::kNames[input]);
     }
     for (size_t other = 0; other < output; ++other) {
       if (!meet(outputs[output], bytes, outputs[other], like(other).bytes())) continue;

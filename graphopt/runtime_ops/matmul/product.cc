@@ -11,7 +11,8 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small weight.
+// A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small
+// weight.
 constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t{512} << 10;
 // The least numbers of x that are worth a task of their own.
 constexpr size_t kTaskNumbers = 16384;
@@ -81,7 +82,8 @@ OrtStatus* Product::read_sizes(const OrtKernelInfo* info) {
   const bool half = scales.type == kFloat16;
   if (half) weights.half_scales = static_cast<const Half*>(scales.data);
   if (!half) weights.scales = static_cast<const float*>(scales.data);
-  const bool one = zero_points.rank == 3 && zero_points.shape[0] == 1 && zero_points.shape[1] == 1 && zero_points.shape[2] == 1;
+  const int64_t* const shape = zero_points.shape.get();
+  const bool one = zero_points.rank == 3 && shape[0] == 1 && shape[1] == 1 && shape[2] == 1;
   const bool neutral = one && (half ? !(static_cast<const Half*>(zero_points.data)->bits & 0x7fff)
                                     : *static_cast<const float*>(zero_points.data) == 0);
   if (!neutral) {
@@ -110,7 +112,9 @@ OrtStatus* Product::read_table(const OrtKernelInfo* info) {
   }
   const auto* const values = static_cast<const float*>(table.data);
   for (int64_t i = 0; i < entries; ++i) {
-    if (!std::isfinite(values[i])) return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
+    if (!std::isfinite(values[i])) {
+      return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
+    }
   }
   if (entries < size) {
     const int largest = kernels->largest_code(weights, 0, weights.tiles());
