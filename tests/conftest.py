@@ -73,7 +73,8 @@ def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
     def make(family: str, precision: str = "fp32") -> Path:
         if (family, precision) not in made:
-            builder = pytest.importorskip("onnxruntime_genai.models.builder")
+            from onnxruntime_genai.models import builder
+
             source, folder = tmp_path_factory.mktemp("sources") / family, tmp_path_factory.mktemp("built") / family
             shutil.copytree(make_folder(family), source)
             if not (source / "tokenizer.json").is_file():

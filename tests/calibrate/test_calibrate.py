@@ -250,6 +250,7 @@ def test_what_passes_did_before_does_not_matter(calibration: Calibration, llama_
     assert origin_of(artifact.read(tmp_path / "rotated")) == origin_of(artifact.read(llama_artifact))
     step = {"step": "sparse_kv", "heads": calibration.scores, **READ}
     made = optimize(tmp_path / "rotated", recipe(step), run=False)
+    assert made.manifest.passes[-1].changes
     assert not [skip for skip in made.manifest.passes[-1].skips if skip.where == "heads"]
 
 

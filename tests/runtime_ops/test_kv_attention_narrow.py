@@ -13,12 +13,12 @@ from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.kv_attention.attributes import FLOATS, LARGEST_FLOAT8
 from graphopt.runtime_ops.kv_attention.layout import pack_keys, pack_values, to_storage
 from graphopt.runtime_ops.kv_attention.reference import reference
+from tests.native import needs_library
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Body, Fed, Run, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import Native
 
 NARROW = ("bfloat16", "float8")
 EACH_STORAGE = pytest.mark.parametrize("storage", NARROW)
-needs_library = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
 
 
 @pytest.fixture
