@@ -169,7 +169,8 @@ def test_the_kernel_reads_every_key_as_what_its_bits_say(native: Native, storage
         arrays["value"] = np.eye(16, dtype=np.float32)[None, 15:]
         y = native(*(arrays[name] for name in (*INPUTS, *STATE)), **attributes.for_node())[0].reshape(16, 16)
         weights = np.exp((page * np.diag(query)).T)
-        assert np.abs(y - weights / weights.sum(axis=1, keepdims=True)).max() < 1e-6
+        # weights of at most 1, rounded to float32 a few times: 2^-24 each; seen 1.2e-8
+        assert np.abs(y - weights / weights.sum(axis=1, keepdims=True)).max() < 1e-7
 
 
 @needs_library
