@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 
 from graphopt.errors import InputError
 from graphopt.progress import Progress
+from graphopt.runtime_ops import Device
 
 out, err = Console(), Console(stderr=True)
 
@@ -24,6 +25,7 @@ Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead 
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
 NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
+OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 
 

@@ -69,7 +69,7 @@ def optimize(
     target: Annotated[
         Target | None,
         typer.Option(
-            help="what it is to run on: adds the step `lower`, or sets its target; ort-cpu also merges products"
+            help="what it is to run on: adds the step `lower`, or sets its target; ort-... also merges products"
         ),
     ] = None,
     last_logits: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, write_text
+from graphopt.cli.console import Json, OnDevice, Threads, chosen_text, out, print_json, progress, write_text
 from graphopt.errors import InputError
 
 
@@ -22,6 +22,7 @@ def run(
     top_p: Annotated[float, typer.Option(help="draw among the likeliest tokens that reach this probability")] = 1.0,
     seed: int = 0,
     threads: Threads = 0,
+    device: OnDevice = "cpu",
     as_json: Json = False,
 ) -> None:
     """Complete one or more prompts, streaming as the model goes."""
@@ -29,7 +30,7 @@ def run(
     from graphopt.generate import generate, stream
     from graphopt.session import load
 
-    session = load(folder, threads=threads)
+    session = load(folder, threads=threads, device=device)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if as_json:
         completions = generate(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
