@@ -73,7 +73,8 @@ def load(library: Path) -> ctypes.CDLL:
 
 def sources() -> list[Path]:
     """Return the sources of all kernels, and of what they need that is no part of onnxruntime's interface."""
-    return [*sorted(OPERATORS.rglob("*.cu"))]
+    hosts = [*OPERATORS.rglob("cuda_*.cc"), OPERATORS / "matmul" / "weights.cc"]
+    return sorted([*OPERATORS.rglob("*.cu"), *hosts])
 
 
 def compiler() -> str | None:

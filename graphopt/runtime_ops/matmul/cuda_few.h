@@ -1,0 +1,115 @@
+// Up to 16 rows of the operand: every weight is read once, straight into registers, and the operand from the caches.
+#pragma once
+
+#include "matmul/cuda_multiply.h"
+
+namespace graphopt {
+
+constexpr unsigned kFewWarps = 8, kFewTiles = 2, kFewRows = 16;
+constexpr unsigned kFewColumns = kFewTiles * kTileColumns, kFewPitch = kFewRows + 1;
+constexpr size_t kFewShared = 1024 + sizeof(float) * kFewWarps * kFewColumns * kFewPitch;
+
+// The sum over a block's warps, which had a part of K each, in their order.
+GRAPHOPT_DEVICE float sum_of_warps(const float* parts, unsigned column, unsigned row) {
+  float sum = 0;
+  GRAPHOPT_UNROLL
+  for (unsigned i = 0; i < kFewWarps; ++i) sum += parts[(i * kFewColumns + column) * kFewPitch + row];
+  return sum;
+}
+
+GRAPHOPT_DEVICE void put_few(const Product& p, const float* parts, unsigned first_column, unsigned first_row) {
+  for (unsigned i = thread_index().x; i < kFewColumns * kFewRows; i += thread_count()) {
+    // neighbouring threads write neighbouring columns
+    const unsigned column = i % kFewColumns, row = i / kFewColumns;
+    if (first_column + column >= p.columns || first_row + row >= p.rows) continue;
+    float sum = sum_of_warps(parts, column, row);
+    if (!p.two) {
+      put_sum(p, block_index().y, first_row + row, first_column + column, sum);
+    } else if (row % 2 == 0) {
+      sum += sum_of_warps(parts, column, row + 1);
+      put_sum(p, block_index().y, (first_row + row) / 2, first_column + column, sum);
+    }
+  }
+}
+
+// Grid: [pairs of tiles, splits of K, 16 rows]. Two tiles of columns for a warp: an operand that is read serves both.
+template <typename Kind, typename Decode, bool MaySum>
+GRAPHOPT_KERNEL(kFewWarps * kWarp, 2)
+void multiply_few(Product p) {
+  constexpr int kRowTiles = kFewRows / 8;
+  // whether the next block's words are on their way while one is multiplied: where registers are left for them
+  constexpr bool kAhead = !MaySum && Decode::kWords < 4;
+  uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());
+  if constexpr (Decode::kTable) {
+    load_table(p, table);
+    sync_block();
+  }
+  Sums<Kind, Decode, kFewTiles, kRowTiles, MaySum> sums;
+  sums.first_tile = block_index().x * kFewTiles;
+  sums.first_row = block_index().z * kFewRows;
+  sums.row_tiles = p.rows - sums.first_row > 8 ? 2 : 1;
+  const uint64_t parts = uint64_t{p.splits} * kFewWarps, part = block_index().y * kFewWarps + warp();
+  const unsigned first = static_cast<unsigned>(part * p.blocks / parts);
+  const unsigned end = static_cast<unsigned>((part + 1) * p.blocks / parts);
+  const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
+  const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
+
+  sums.begin(p, first < end ? first * kBlockUnits : 0);
+  if (first < end) {
+    const uint8_t* blocks[kFewTiles];
+    uint32_t words[kFewTiles][4][Decode::kWords];
+    GRAPHOPT_UNROLL
+    for (unsigned n = 0; n < kFewTiles; ++n) {
+      const unsigned tile = sums.first_tile + n < p.tiles ? sums.first_tile + n : p.tiles - 1;
+      blocks[n] = p.codes + (static_cast<size_t>(tile) * p.blocks + first) * of_block;
+      Decode::load_block(p, blocks[n], words[n]);
+    }
+    GRAPHOPT_NO_UNROLL
+    for (unsigned block = first; block < end; ++block) {
+      // the last block is read twice, which saves a branch
+      const size_t step = block + 1 < end ? of_block : 0;
+      uint32_t next[kFewTiles][4][Decode::kWords];
+      if constexpr (kAhead) {
+        GRAPHOPT_UNROLL
+        for (unsigned n = 0; n < kFewTiles; ++n) Decode::load_block(p, blocks[n] + step, next[n]);
+      }
+      const unsigned of_row = block * kBytesOfBlock<Kind> + 8 * t;
+      const auto operand = [&](unsigned step, int m, uint32_t(&b)[2]) {
+        const unsigned row = sums.first_row + 8 * m + g, at = of_row + 32 * step;
+        b[0] = b[1] = 0;
+        if (row < p.rows && at < p.x_bytes) {
+          const Word2 word = load8(p.x + row * p.x_pitch + at);
+          b[0] = word.words[0];
+          b[1] = word.words[1];
+        }
+      };
+      sums.multiply_block(p, table, blocks, words, block * kBlockUnits, operand);
+      GRAPHOPT_UNROLL
+      for (unsigned n = 0; n < kFewTiles; ++n) {
+        blocks[n] += step;
+        if constexpr (!kAhead) Decode::load_block(p, blocks[n], next[n]);
+        GRAPHOPT_UNROLL
+        for (int i = 0; i < 4 * Decode::kWords; ++i) {
+          words[n][i / Decode::kWords][i % Decode::kWords] = next[n][i / Decode::kWords][i % Decode::kWords];
+        }
+      }
+    }
+    sums.end_segment(p);
+  }
+  float* const shared = reinterpret_cast<float*>(shared_memory() + 1024);
+  GRAPHOPT_UNROLL
+  for (unsigned n = 0; n < kFewTiles; ++n) {
+    GRAPHOPT_UNROLL
+    for (int m = 0; m < kRowTiles; ++m) {
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 4; ++i) {
+        const unsigned column = n * kTileColumns + g + 8 * (i / 2), row = 8 * m + 2 * t + i % 2;
+        shared[(warp() * kFewColumns + column) * kFewPitch + row] = sums.totals[n][m][i];
+      }
+    }
+  }
+  sync_block();
+  put_few(p, shared, sums.first_tile * kTileColumns, sums.first_row);
+}
+
+}  // namespace graphopt
