@@ -1,5 +1,6 @@
-// Packed codes to operands, in registers. A decoder handles pairs of units: their codes lie in words of their own, and what
-// unit h of them decodes to depends on h alone.
+// Packed codes to operands, in registers. A decoder handles pairs of units: their codes lie in words of their own, and how
+// unit h of them is decoded depends on h alone. `block` is where the lane's first 16 bytes of a block are, 16 times the lane
+// behind its beginning.
 #pragma once
 
 #include "matmul/cuda_product.h"
@@ -14,10 +15,16 @@ struct Arithmetic {
   static constexpr int kWords = Words, kBits = Words * 2;
   static constexpr bool kTable = false, kWide = false;
 
-  GRAPHOPT_DEVICE static void load_block(const Product&, const uint8_t* block, uint32_t (&words)[4][kWords]) {
+  GRAPHOPT_DEVICE static void load_block(const Product& p, const uint8_t* block, uint32_t (&words)[4][kWords]) {
+    GRAPHOPT_UNROLL
+    for (int pair = 0; pair < 4; ++pair) reload(p, block, pair, words);
+  }
+  // Once pairs up to this one are multiplied, the words that nobody needs any more are those of another block.
+  GRAPHOPT_DEVICE static void reload(const Product&, const uint8_t* block, int pair, uint32_t (&words)[4][kWords]) {
     GRAPHOPT_UNROLL
     for (int i = 0; i < Words; ++i) {
-      const Word4 word = load16_once(block + i * 512 + lane() * 16);
+      if ((4 * i + 3) / Words != pair) continue;
+      const Word4 word = load16_once(block + i * 512);
       GRAPHOPT_UNROLL
       for (int j = 0; j < 4; ++j) words[(4 * i + j) / Words][(4 * i + j) % Words] = word.words[j];
     }
@@ -25,7 +32,7 @@ struct Arithmetic {
   GRAPHOPT_DEVICE static void load_pair(const Product&, const uint8_t* block, unsigned pair, uint32_t (&words)[kWords]) {
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < Words; ++i) {
-      words[i] = load_word(block + byte_of_word(kBits, static_cast<unsigned>(lane()), pair * Words + i));
+      words[i] = load_word(block + byte_of_word(kBits, 0, pair * Words + i));
     }
   }
 };
@@ -143,11 +150,10 @@ struct AnyBits {
   static constexpr bool kTable = true;
 
   GRAPHOPT_DEVICE static void load_block(const Product& p, const uint8_t* block, uint32_t (&words)[4][4]) {
-    const uint8_t* at = block + lane() * 16;
     if (p.bits == 8) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const Word4 word = load16_once(at + i * 512);
+        const Word4 word = load16_once(block + i * 512);
         GRAPHOPT_UNROLL
         for (int j = 0; j < 4; ++j) words[i][j] = word.words[j];
       }
@@ -157,27 +163,30 @@ struct AnyBits {
     for (int i = 0; i < 16; ++i) words[i / 4][i % 4] = 0;
     if (p.bits & 4) {
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 2; ++i, at += 512) {
-        const Word4 word = load16_once(at);
+      for (int i = 0; i < 2; ++i, block += 512) {
+        const Word4 word = load16_once(block);
         GRAPHOPT_UNROLL
         for (int j = 0; j < 4; ++j) words[2 * i + j / 2][j % 2] = word.words[j];
       }
     }
     if (p.bits & 2) {
-      const Word4 word = load16_once(at);
+      const Word4 word = load16_once(block);
       GRAPHOPT_UNROLL
       for (int j = 0; j < 4; ++j) words[j][2] = word.words[j];
-      at += 512;
+      block += 512;
     }
     if (p.bits & 1) {
-      const Word2 word = load8(at - lane() * 8);
+      const Word2 word = load8(block - lane() * 8);
       GRAPHOPT_UNROLL
       for (int j = 0; j < 4; ++j) words[j][3] = word.words[j / 2] >> 8 * (j % 2);
     }
   }
+  GRAPHOPT_DEVICE static void reload(const Product& p, const uint8_t* block, int pair, uint32_t (&words)[4][4]) {
+    if (pair == 3) load_block(p, block, words);
+  }
   GRAPHOPT_DEVICE static void load_pair(const Product& p, const uint8_t* block, unsigned pair, uint32_t (&words)[4]) {
-    const unsigned bits = static_cast<unsigned>(p.bits), here = static_cast<unsigned>(lane());
-    const auto word = [&](unsigned index) { return load_word(block + byte_of_word(bits, here, index)); };
+    const unsigned bits = static_cast<unsigned>(p.bits);
+    const auto word = [&](unsigned index) { return load_word(block + byte_of_word(bits, 0, index)); };
     if (bits == 8) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < 4; ++i) words[i] = word(4 * pair + i);
@@ -187,7 +196,7 @@ struct AnyBits {
     words[0] = bits & 4 ? word(2 * pair) : 0;
     words[1] = bits & 4 ? word(2 * pair + 1) : 0;
     words[2] = bits & 2 ? word(twos + pair) : 0;
-    words[3] = bits & 1 ? word(ones + pair / 2) >> 8 * (pair % 2) : 0;
+    words[3] = bits & 1 ? load_word(block - lane() * 8 + byte_of_word(bits, 0, ones + pair / 2)) >> 8 * (pair % 2) : 0;
   }
 
   // The codes of slots i and i + 4 of unit H, in the halves of a word.

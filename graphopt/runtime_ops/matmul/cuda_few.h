@@ -5,7 +5,7 @@
 
 namespace graphopt {
 
-constexpr unsigned kFewWarps = 8, kFewTiles = 2, kFewRows = 16;
+constexpr unsigned kFewWarps = 4, kFewTiles = 2, kFewRows = 16;
 constexpr unsigned kFewColumns = kFewTiles * kTileColumns, kFewPitch = kFewRows + 1;
 constexpr size_t kFewShared = 1024 + sizeof(float) * kFewWarps * kFewColumns * kFewPitch;
 
@@ -34,11 +34,9 @@ GRAPHOPT_DEVICE void put_few(const Product& p, const float* parts, unsigned firs
 
 // Grid: [pairs of tiles, splits of K, 16 rows]. Two tiles of columns for a warp: an operand that is read serves both.
 template <typename Kind, typename Decode, bool MaySum>
-GRAPHOPT_KERNEL(kFewWarps * kWarp, 2)
+GRAPHOPT_KERNEL(kFewWarps * kWarp, 3)
 void multiply_few(Product p) {
   constexpr int kRowTiles = kFewRows / 8;
-  // whether the next block's words are on their way while one is multiplied: where registers are left for them
-  constexpr bool kAhead = !MaySum && Decode::kWords < 4;
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());
   if constexpr (Decode::kTable) {
     load_table(p, table);
@@ -54,45 +52,36 @@ void multiply_few(Product p) {
   const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
 
+  // rows that are not there have no bytes
+  const uint8_t* const x = p.x + (sums.first_row + g) * p.x_pitch;
+  const size_t x_step = 8 * p.x_pitch;
+  unsigned x_bytes[kRowTiles];
+  GRAPHOPT_UNROLL
+  for (int m = 0; m < kRowTiles; ++m) x_bytes[m] = sums.first_row + g + 8 * m < p.rows ? p.x_bytes : 0;
+
   sums.begin(p, first < end ? first * kBlockUnits : 0);
   if (first < end) {
-    const uint8_t* blocks[kFewTiles];
+    const uint8_t* at = sums.block_at(p, first);
+    const size_t of_tile = sums.bytes_of_tile(p);
     uint32_t words[kFewTiles][4][Decode::kWords];
     GRAPHOPT_UNROLL
-    for (unsigned n = 0; n < kFewTiles; ++n) {
-      const unsigned tile = sums.first_tile + n < p.tiles ? sums.first_tile + n : p.tiles - 1;
-      blocks[n] = p.codes + (static_cast<size_t>(tile) * p.blocks + first) * of_block;
-      Decode::load_block(p, blocks[n], words[n]);
-    }
+    for (unsigned n = 0; n < kFewTiles; ++n) Decode::load_block(p, at + n * of_tile, words[n]);
     GRAPHOPT_NO_UNROLL
     for (unsigned block = first; block < end; ++block) {
-      // the last block is read twice, which saves a branch
+      // the last block is loaded twice, which saves a branch
       const size_t step = block + 1 < end ? of_block : 0;
-      uint32_t next[kFewTiles][4][Decode::kWords];
-      if constexpr (kAhead) {
-        GRAPHOPT_UNROLL
-        for (unsigned n = 0; n < kFewTiles; ++n) Decode::load_block(p, blocks[n] + step, next[n]);
-      }
-      const unsigned of_row = block * kBytesOfBlock<Kind> + 8 * t;
+      const unsigned in_row = block * kBytesOfBlock<Kind> + 8 * t;
       const auto operand = [&](unsigned step, int m, uint32_t(&b)[2]) {
-        const unsigned row = sums.first_row + 8 * m + g, at = of_row + 32 * step;
+        const unsigned byte = in_row + 32 * step;
         b[0] = b[1] = 0;
-        if (row < p.rows && at < p.x_bytes) {
-          const Word2 word = load8(p.x + row * p.x_pitch + at);
+        if (byte < x_bytes[m]) {
+          const Word2 word = load8(x + m * x_step + byte);
           b[0] = word.words[0];
           b[1] = word.words[1];
         }
       };
-      sums.multiply_block(p, table, blocks, words, block * kBlockUnits, operand);
-      GRAPHOPT_UNROLL
-      for (unsigned n = 0; n < kFewTiles; ++n) {
-        blocks[n] += step;
-        if constexpr (!kAhead) Decode::load_block(p, blocks[n], next[n]);
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4 * Decode::kWords; ++i) {
-          words[n][i / Decode::kWords][i % Decode::kWords] = next[n][i / Decode::kWords][i % Decode::kWords];
-        }
-      }
+      sums.multiply_block(p, table, at, of_tile, step, words, block * kBlockUnits, operand);
+      at += step;
     }
     sums.end_segment(p);
   }

@@ -53,7 +53,18 @@ struct Sums {
   unsigned first_tile, first_row;
   int row_tiles;  // that are there
 
+  // Where the lane's codes of a block of the first tile are.
+  GRAPHOPT_DEVICE const uint8_t* block_at(const Product& p, unsigned block) const {
+    const unsigned tile = first_tile < p.tiles ? first_tile : p.tiles - 1;
+    return p.codes + (size_t{tile} * p.blocks + block) * block_bytes(static_cast<unsigned>(p.bits)) + lane() * 16;
+  }
+  // From a tile to the next; 0 where there is none, whose sums nobody wants.
+  GRAPHOPT_DEVICE size_t bytes_of_tile(const Product& p) const {
+    return first_tile + 1 < p.tiles ? p.blocks * block_bytes(static_cast<unsigned>(p.bits)) : 0;
+  }
+
   GRAPHOPT_DEVICE void begin(const Product& p, unsigned unit) {
+    static_assert(Tiles <= 2, "a tile that is not there is the one before");
     GRAPHOPT_UNROLL
     for (int n = 0; n < Tiles; ++n) {
       GRAPHOPT_UNROLL
@@ -137,10 +148,11 @@ struct Sums {
     }
   }
 
-  // `operand(step, m, b)` fills in what a lane has of a step of a tile of rows.
+  // Multiplies a block of each tile, `of_tile` bytes apart, and begins to load those `step` bytes behind. `operand(step, m, b)` fills in what
+  // a lane has of a step of a tile of rows.
   template <typename Operand>
-  GRAPHOPT_DEVICE void multiply_block(const Product& p, const uint32_t* table, const uint8_t* const (&blocks)[Tiles],
-                                      const uint32_t (&words)[Tiles][4][Decode::kWords], unsigned unit,
+  GRAPHOPT_DEVICE void multiply_block(const Product& p, const uint32_t* table, const uint8_t* block, size_t of_tile,
+                                      size_t step, uint32_t (&words)[Tiles][4][Decode::kWords], unsigned unit,
                                       const Operand& operand) {
     if (segment.left >= kBlockUnits) {
       GRAPHOPT_UNROLL
@@ -152,6 +164,8 @@ struct Sums {
           for (int i = 0; i < Decode::kWords; ++i) of_pair[n][i] = words[n][pair][i];
         }
         multiply_pair<false>(p, table, of_pair, 0, pair, operand);
+        GRAPHOPT_UNROLL
+        for (int n = 0; n < Tiles; ++n) Decode::reload(p, block + n * of_tile + step, pair, words[n]);
       }
       return advance(p, kBlockUnits, unit + kBlockUnits);
     }
@@ -160,9 +174,11 @@ struct Sums {
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
       uint32_t of_pair[Tiles][Decode::kWords];
       GRAPHOPT_UNROLL
-      for (int n = 0; n < Tiles; ++n) Decode::load_pair(p, blocks[n], pair, of_pair[n]);
+      for (int n = 0; n < Tiles; ++n) Decode::load_pair(p, block + n * of_tile, pair, of_pair[n]);
       multiply_pair<true>(p, table, of_pair, unit + 2 * pair, pair, operand);
     }
+    GRAPHOPT_UNROLL
+    for (int n = 0; n < Tiles; ++n) Decode::load_block(p, block + n * of_tile + step, words[n]);
   }
 
   GRAPHOPT_DEVICE void advance(const Product& p, unsigned units, unsigned next) {

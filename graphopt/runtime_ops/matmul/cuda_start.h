@@ -10,7 +10,8 @@ namespace graphopt {
 template <typename Kind, typename Decode>
 const char* launch_few(const Product& p, void* stream) {
   const Index3 grid = {(p.tiles + kFewTiles - 1) / kFewTiles, p.splits, (p.rows + kFewRows - 1) / kFewRows};
-  const auto kernel = p.with_sums ? multiply_few<Kind, Decode, true> : multiply_few<Kind, Decode, false>;
+  // the bytes of 16 bits always have an offset
+  const auto kernel = p.with_sums ? multiply_few<Kind, Decode, true> : multiply_few<Kind, Decode, Decode::kWide>;
   return launch(kernel, grid, kFewWarps * kWarp, kFewShared, stream, p);
 }
 

@@ -53,14 +53,11 @@ void multiply_tiles(Product p) {
     if (first + i < end) copy_stage<Kind>(p, stages + i * kStageBytes, sums.first_row, first + i);
     commit_copies();
   }
-  const uint8_t* blocks[kTilesOfWarp];
+  const uint8_t* at = sums.block_at(p, first);
+  const size_t of_tile = sums.bytes_of_tile(p);
   uint32_t words[kTilesOfWarp][4][Decode::kWords];
   GRAPHOPT_UNROLL
-  for (unsigned n = 0; n < kTilesOfWarp; ++n) {
-    const unsigned tile = sums.first_tile + n < p.tiles ? sums.first_tile + n : p.tiles - 1;
-    blocks[n] = p.codes + (static_cast<size_t>(tile) * p.blocks + first) * of_block;
-    Decode::load_block(p, blocks[n], words[n]);
-  }
+  for (unsigned n = 0; n < kTilesOfWarp; ++n) Decode::load_block(p, at + n * of_tile, words[n]);
   sums.begin(p, first * kBlockUnits);
   unsigned stage = 0;
   GRAPHOPT_NO_UNROLL
@@ -78,12 +75,9 @@ void multiply_tiles(Product p) {
       b[0] = word.words[0];
       b[1] = word.words[1];
     };
-    sums.multiply_block(p, table, blocks, words, block * kBlockUnits, operand);
-    GRAPHOPT_UNROLL
-    for (unsigned n = 0; n < kTilesOfWarp; ++n) {
-      if (block + 1 < end) blocks[n] += of_block;
-      Decode::load_block(p, blocks[n], words[n]);
-    }
+    const size_t step = block + 1 < end ? of_block : 0;
+    sums.multiply_block(p, table, at, of_tile, step, words, block * kBlockUnits, operand);
+    at += step;
     stage = stage + 1 < kStages ? stage + 1 : 0;
   }
   sums.end_segment(p);
