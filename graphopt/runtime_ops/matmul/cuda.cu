@@ -10,8 +10,17 @@ constexpr size_t round_up(size_t number, size_t to) { return (number + to - 1) /
 
 // Blocks of threads that keep a large GPU busy. A constant, so that every GPU adds up in the same order.
 constexpr size_t kBlocksWanted = 264, kMostSplits = 16;
+// Bytes of a row are counted in 32 bits.
+constexpr uint64_t kMostRows = uint64_t{1} << 27;
 
 size_t bytes_of_type(int type) { return type == GRAPHOPT_FLOAT32 ? 4 : 2; }
+
+size_t order_of(const GraphoptFactor& factor) {
+  return static_cast<size_t>(factor.outer) * static_cast<size_t>(factor.core) * static_cast<size_t>(factor.inner);
+}
+bool turns(const GraphoptMatMulDynamic& call) {
+  return order_of(call.left) * order_of(call.right) > 1 || call.left.sign != call.right.sign;
+}
 
 // How a call is cut into kernels, and where in the scratch they leave what others read.
 struct Plan {
@@ -89,13 +98,14 @@ Plan::Plan(const GraphoptMatMul& call) {
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
 }
 
-template <typename From>
-const char* start_conversion(const Plan& plan, const GraphoptMatMul& call, void* to, void* stream) {
-  const size_t bytes = bytes_of_type(plan.operands == Operands::kFloat32 ? GRAPHOPT_FLOAT32 : GRAPHOPT_FLOAT16);
-  const Conversion c = {call.x, to, call.rows, plan.product.x_pitch / bytes};
-  const Index3 grid = {static_cast<unsigned>(call.m), static_cast<unsigned>((c.pitch + 2047) / 2048), 1};
-  if (plan.operands == Operands::kFloat16) return launch(convert<From, Half>, grid, kRoundThreads, 0, stream, c);
-  return launch(convert<From, BFloat16>, grid, kRoundThreads, 0, stream, c);
+template <typename To>
+const char* start_conversion(const GraphoptMatMul& call, void* to, size_t pitch, void* stream) {
+  const Conversion c = {call.x, to, call.rows, pitch};
+  constexpr size_t kNumbers = 8 * kRoundThreads;  // of a block of threads
+  const Index3 grid = {static_cast<unsigned>(call.m), static_cast<unsigned>((pitch + kNumbers - 1) / kNumbers), 1};
+  if (call.x_type == GRAPHOPT_FLOAT32) return launch(convert<float, To>, grid, kRoundThreads, 0, stream, c);
+  if (call.x_type == GRAPHOPT_FLOAT16) return launch(convert<Half, To>, grid, kRoundThreads, 0, stream, c);
+  return launch(convert<BFloat16, To>, grid, kRoundThreads, 0, stream, c);
 }
 
 const char* start_rounding(const Plan& plan, const GraphoptMatMul& call, int8_t* to, float* scales, void* stream) {
@@ -123,22 +133,32 @@ const char* start_rounding(const Plan& plan, const GraphoptMatMul& call, int8_t*
   return launch(round_rows<BFloat16>, grid, kRoundThreads, kShared, stream, r);
 }
 
-const char* run(const GraphoptMatMul& call, void* stream) {
+const char* refuse(const GraphoptMatMul& call) {
+  return call.rows > kMostRows ? "a product on a GPU takes weights of at most 2^27 rows" : nullptr;
+}
+
+// turned: rows of floats in the place of x, or null.
+const char* run(const GraphoptMatMul& call, void* stream, const void* turned = nullptr) {
   if (!call.m) return nullptr;
+  if (const char* refusal = refuse(call)) return refusal;
   Plan plan(call);
   Product& p = plan.product;
   char* const scratch = static_cast<char*>(call.scratch);
   const char* failure = nullptr;
   if (plan.rounds) {
     float* const scales = reinterpret_cast<float*>(scratch + plan.scales_at);
-    failure = start_rounding(plan, call, reinterpret_cast<int8_t*>(scratch + plan.operand_at), scales, stream);
+    GraphoptMatMul of_x = call;
+    if (turned) {
+      of_x.x = turned;
+      of_x.x_type = GRAPHOPT_FLOAT32;
+    }
+    failure = start_rounding(plan, of_x, reinterpret_cast<int8_t*>(scratch + plan.operand_at), scales, stream);
     p.x_scales = scales;
   }
   if (plan.converts) {
     void* const to = scratch + plan.operand_at;
-    failure = call.x_type == GRAPHOPT_FLOAT32   ? start_conversion<float>(plan, call, to, stream)
-              : call.x_type == GRAPHOPT_FLOAT16 ? start_conversion<Half>(plan, call, to, stream)
-                                                : start_conversion<BFloat16>(plan, call, to, stream);
+    failure = plan.operands == Operands::kFloat16 ? start_conversion<Half>(call, to, p.x_pitch / 2, stream)
+                                                  : start_conversion<BFloat16>(call, to, p.x_pitch / 2, stream);
   }
   if (failure) return failure;
   if (plan.rounds || plan.converts) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
@@ -149,6 +169,42 @@ const char* run(const GraphoptMatMul& call, void* stream) {
   const Addition addition = {p.partials, p.bias, p.y, count, call.columns, p.splits, p.y_type};
   const Index3 grid = {static_cast<unsigned>((count + kRoundThreads - 1) / kRoundThreads), 1, 1};
   return launch(add_splits, grid, kRoundThreads, 0, stream, addition);
+}
+
+// Rows in floats that are transformed, and behind them what the transform itself wants.
+struct Turned {
+  GraphoptHadamard hadamard = {};
+  size_t rows = 0, scratch = 0;  // bytes
+
+  explicit Turned(const GraphoptMatMulDynamic& call) {
+    if (!turns(call)) return;
+    const GraphoptMatMul& product = call.product;
+    hadamard.x = product.x_type == GRAPHOPT_FLOAT32 ? product.x : nullptr;
+    hadamard.runs = static_cast<int64_t>(product.m * product.rows / (order_of(call.left) * order_of(call.right)));
+    hadamard.type = GRAPHOPT_FLOAT32;
+    hadamard.left = call.left;
+    hadamard.right = call.right;
+    rows = round_up(product.m * product.rows * sizeof(float), kAlignment);
+    scratch = round_up(graphopt_cuda_hadamard_scratch(&hadamard), kAlignment);
+  }
+};
+
+const char* run_dynamic(const GraphoptMatMulDynamic& call, void* stream) {
+  if (!call.product.m) return nullptr;
+  GraphoptMatMul product = call.product;
+  Turned turned(call);
+  if (!turned.rows) return run(product, stream);
+  char* const scratch = static_cast<char*>(product.scratch);
+  turned.hadamard.y = scratch;
+  turned.hadamard.scratch = scratch + turned.rows;
+  if (product.x_type != GRAPHOPT_FLOAT32) {
+    // the sums of a transform, and what they are rounded to, are of floats
+    if (const char* failure = start_conversion<float>(product, scratch, product.rows, stream)) return failure;
+    turned.hadamard.x = scratch;
+  }
+  if (const char* failure = graphopt_cuda_hadamard(&turned.hadamard, stream)) return failure;
+  product.scratch = scratch + turned.rows + turned.scratch;
+  return run(product, stream, scratch);
 }
 
 }  // namespace
@@ -168,5 +224,15 @@ size_t graphopt_cuda_matmul_table_scratch(const GraphoptMatMul* call) {
 }
 
 const char* graphopt_cuda_matmul_table(const GraphoptMatMul* call, void* stream) { return graphopt::run(*call, stream); }
+
+size_t graphopt_cuda_matmul_dynamic_scratch(const GraphoptMatMulDynamic* call) {
+  if (!call->product.m) return 0;
+  const graphopt::Turned turned(*call);
+  return turned.rows + turned.scratch + graphopt::Plan(call->product).bytes;
+}
+
+const char* graphopt_cuda_matmul_dynamic(const GraphoptMatMulDynamic* call, void* stream) {
+  return graphopt::run_dynamic(*call, stream);
+}
 
 }  // extern "C"

@@ -60,12 +60,21 @@ GRAPHOPT_PUBLIC int32_t graphopt_cuda_matmul_operands(int32_t x_type, int32_t ac
 // On the host. Fills in the codec, and returns how many bytes packing takes.
 GRAPHOPT_PUBLIC size_t graphopt_cuda_matmul_codec(const struct GraphoptMatMulWeights* weights, int32_t operands,
                                                   struct GraphoptMatMulCodec* codec);
-// On the host: packs the codes for the codec.
-GRAPHOPT_PUBLIC void graphopt_cuda_matmul_pack(const struct GraphoptMatMulWeights* weights,
-                                               const struct GraphoptMatMulCodec* codec, void* to);
+// On the host: packs the codes for the codec, and returns the largest; one past the table means what code 0 does.
+GRAPHOPT_PUBLIC int32_t graphopt_cuda_matmul_pack(const struct GraphoptMatMulWeights* weights,
+                                                  const struct GraphoptMatMulCodec* codec, void* to);
 
 GRAPHOPT_PUBLIC size_t graphopt_cuda_matmul_table_scratch(const struct GraphoptMatMul* product);
 GRAPHOPT_PUBLIC const char* graphopt_cuda_matmul_table(const struct GraphoptMatMul* product, void* stream);
+
+// The same of x whose rows are transformed first, in runs of left x right numbers, as matmul_dynamic/op.py says it. With two
+// factors of order 1 and sign 1 they are not. product.activations is GRAPHOPT_TO_TOKEN.
+struct GraphoptMatMulDynamic {
+  struct GraphoptMatMul product;
+  struct GraphoptFactor left, right;
+};
+GRAPHOPT_PUBLIC size_t graphopt_cuda_matmul_dynamic_scratch(const struct GraphoptMatMulDynamic* call);
+GRAPHOPT_PUBLIC const char* graphopt_cuda_matmul_dynamic(const struct GraphoptMatMulDynamic* call, void* stream);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -183,8 +183,9 @@ unsigned code_at(const uint8_t* unit, unsigned bits, unsigned position) {
 
 }  // namespace
 
-void pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries, size_t rows,
-                size_t columns, uint8_t* to) {
+unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries,
+                    size_t rows, size_t columns, uint8_t* to) {
+  unsigned largest = 0;
   const unsigned bits = static_cast<unsigned>(codec.bits);
   const size_t tiles = (columns + kTileColumns - 1) / kTileColumns, units = (rows + kUnitRows - 1) / kUnitRows;
   const size_t blocks = blocks_of(rows), of_block = block_bytes(bits);
@@ -209,7 +210,8 @@ void pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const fl
       const uint8_t* const from = unit < units ? codes + (tile * units + unit) * 32 * bits : nullptr;
       const uint16_t* target = targets + unit % kBlockUnits * 256 * bits;
       for (unsigned position = 0; position < 256; ++position) {
-        const unsigned code = (from ? code_at(from, bits, position) : 0) ^ codec.flips;
+        const unsigned of_file = from ? code_at(from, bits, position) : 0, code = of_file ^ codec.flips;
+        largest = of_file > largest ? of_file : largest;
         for (unsigned bit = 0; bit < bits; ++bit, ++target) {
           block[*target / 8] = static_cast<uint8_t>(block[*target / 8] | (code >> bit & 1) << *target % 8);
         }
@@ -224,6 +226,7 @@ void pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const fl
     const uint32_t entry = entry_of(codec, table, values[code < entries ? code : 0], code < entries ? code : 0);
     std::memcpy(behind + i * sizeof entry, &entry, sizeof entry);
   }
+  return largest;
 }
 
 }  // namespace graphopt
@@ -236,9 +239,10 @@ size_t graphopt_cuda_matmul_codec(const GraphoptMatMulWeights* weights, int32_t 
   return graphopt::packed_bytes(*codec, weights->rows, weights->columns);
 }
 
-void graphopt_cuda_matmul_pack(const GraphoptMatMulWeights* weights, const GraphoptMatMulCodec* codec, void* to) {
-  graphopt::pack_codes(*codec, weights->codes, weights->table, static_cast<size_t>(weights->entries), weights->rows,
-                       weights->columns, static_cast<uint8_t*>(to));
+int32_t graphopt_cuda_matmul_pack(const GraphoptMatMulWeights* weights, const GraphoptMatMulCodec* codec, void* to) {
+  return static_cast<int32_t>(graphopt::pack_codes(*codec, weights->codes, weights->table,
+                                                   static_cast<size_t>(weights->entries), weights->rows,
+                                                   weights->columns, static_cast<uint8_t*>(to)));
 }
 
 }  // extern "C"

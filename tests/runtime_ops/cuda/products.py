@@ -6,13 +6,13 @@ import ctypes
 from ctypes import c_float, c_int32, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from graphopt.runtime_ops.matmul_dynamic.op import LEVELS
 from graphopt.runtime_ops.matmul_table.activations import MODES
+from tests.runtime_ops.cuda.interface import TYPES, Factor, check, factor
 
 Case = dict[str, Any]
-TYPES = {np.dtype(np.float32): 1, np.dtype(np.float16): 10, np.dtype(ml_dtypes.bfloat16): 16}
 OPERANDS = ("float32", "float16", "bfloat16", "int8")
 DECODERS = ("table", "wide", "table4", "int4", "int8", "e3m2", "e2m3")
 ALIGNMENT = 64
@@ -58,6 +58,15 @@ class MatMul(ctypes.Structure):
     ]
 
 
+class MatMulDynamic(ctypes.Structure):
+    """GraphoptMatMulDynamic."""
+
+    _fields_ = [("product", MatMul), ("left", Factor), ("right", Factor)]
+
+
+TO_TOKEN = 4
+
+
 def aligned(array: np.ndarray) -> np.ndarray:
     """Return a copy at a multiple of 64 bytes."""
     return filled(array.shape, array.dtype, array)
@@ -82,10 +91,10 @@ class Products:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        for name in ("graphopt_cuda_matmul_codec", "graphopt_cuda_matmul_table_scratch"):
-            getattr(library, name).restype = c_size_t
+        for name in ("codec", "table_scratch", "dynamic_scratch"):
+            getattr(library, f"graphopt_cuda_matmul_{name}").restype = c_size_t
         library.graphopt_cuda_matmul_operands.restype = c_int32
-        library.graphopt_cuda_matmul_pack.restype = None
+        library.graphopt_cuda_matmul_pack.restype = c_int32
 
     def pack(self, case: Case, operands: str) -> tuple[Codec, np.ndarray]:
         """Return the codec and the packed codes with their table."""
@@ -103,41 +112,51 @@ class Products:
 
     def table(self, case: Case, seed: int = 0) -> np.ndarray:
         """Return MatMulTable's y [..., N] of x's own type; ``seed`` draws the order of the interpreter's threads."""
-        activations = MODES.index(case["activations"])
-        x = case["x"]
-        codec, packed = self.pack(case, self.operands(x.dtype, activations))
-        return self.run(case, activations, codec, packed, seed)
+        call, y, kept = self.call(case, MODES.index(case["activations"]))
+        self.run("table", call, call, seed)
+        del kept
+        return y
 
-    def run(self, case: Case, activations: int, codec: Codec, packed: np.ndarray, seed: int) -> np.ndarray:
+    def dynamic(self, case: Case, seed: int = 0) -> np.ndarray:
+        """Return MatMulDynamic's y [..., N], likewise."""
+        product, y, kept = self.call(case, TO_TOKEN)
+        product.levels, product.clip = LEVELS[case["bits"]], case["clip"]
+        factors, signs = zip(*(factor(self.library, case[side]) for side in ("left", "right")), strict=True)
+        call = MatMulDynamic(product, *factors)
+        self.run("dynamic", call, call.product, seed)
+        del kept, signs
+        return y
+
+    def call(self, case: Case, activations: int) -> tuple[MatMul, np.ndarray, list[Any]]:
+        """Return a call without scratch, its y, and the memory that it points to."""
         x = aligned(case["x"])
-        m = int(np.prod(x.shape[:-1]))
+        codec, packed = self.pack(case, self.operands(x.dtype, activations))
         y = filled((*x.shape[:-1], case["columns"]), x.dtype)
         scales = aligned(case["scales"])
         zeros = aligned(case["zero_points"]) if case["zero_points"].any() else None
         bias = aligned(case["bias"]) if len(case["bias"]) == case["columns"] else None
         call = MatMul(
-            pointer(x),
-            pointer(y),
-            m,
-            case["rows"],
-            case["columns"],
-            case["group"],
-            TYPES[x.dtype],
-            TYPES[scales.dtype],
-            activations,
-            0,
-            1.0,
-            pointer(packed),
-            pointer(scales),
-            pointer(zeros),
-            pointer(bias),
-            codec,
-            None,
+            x=pointer(x),
+            y=pointer(y),
+            m=int(np.prod(x.shape[:-1])),
+            rows=case["rows"],
+            columns=case["columns"],
+            group=case["group"],
+            x_type=TYPES[x.dtype],
+            scale_type=TYPES[scales.dtype],
+            activations=activations,
+            clip=1.0,
+            packed=pointer(packed),
+            scales=pointer(scales),
+            zero_points=pointer(zeros),
+            bias=pointer(bias),
+            codec=codec,
         )
-        scratch = filled((self.library.graphopt_cuda_matmul_table_scratch(ctypes.byref(call)),), np.uint8)
-        call.scratch = pointer(scratch)
+        return call, y, [x, packed, scales, zeros, bias]
+
+    def run(self, name: str, call: MatMul | MatMulDynamic, product: MatMul, seed: int) -> None:
+        function = f"graphopt_cuda_matmul_{name}"
+        scratch = filled((getattr(self.library, f"{function}_scratch")(ctypes.byref(call)),), np.uint8)
+        product.scratch = pointer(scratch)
         self.library.graphopt_interpreter_seed(seed)
-        failure = self.library.graphopt_cuda_matmul_table(ctypes.byref(call), None)
-        if failure is not None:
-            raise RuntimeError(failure.decode())
-        return y
+        check(getattr(self.library, function)(ctypes.byref(call), None))
