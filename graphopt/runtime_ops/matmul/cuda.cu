@@ -1,6 +1,7 @@
 #include "matmul/cuda.h"
 
 #include "matmul/cuda_round.h"
+#include "matmul/cuda_shapes.h"
 
 namespace graphopt {
 namespace {
@@ -9,7 +10,7 @@ constexpr size_t kAlignment = 256;
 constexpr size_t round_up(size_t number, size_t to) { return (number + to - 1) / to * to; }
 
 // Blocks of threads that keep a large GPU busy. A constant, so that every GPU adds up in the same order.
-constexpr size_t kBlocksWanted = 264, kMostSplits = 16;
+constexpr size_t kBlocksWanted = 264, kLeastBlocks = 4, kMostSplits = 16;
 // Bytes of a row are counted in 32 bits.
 constexpr uint64_t kMostRows = uint64_t{1} << 27;
 
@@ -65,7 +66,8 @@ Plan::Plan(const GraphoptMatMul& call) {
   p.scales = call.scales;
   p.bias = call.bias;
   p.codes = static_cast<const uint8_t*>(call.packed);
-  p.table = reinterpret_cast<const uint32_t*>(p.codes + size_t{p.tiles} * p.blocks * block_bytes(static_cast<unsigned>(p.bits)));
+  const size_t of_tile = p.blocks * block_bytes(static_cast<unsigned>(p.bits));
+  p.table = reinterpret_cast<const uint32_t*>(p.codes + p.tiles * of_tile);
   p.with_sums = p.zero_points || p.offset;
   p.y = call.y;
   p.y_type = call.x_type;
@@ -87,14 +89,17 @@ Plan::Plan(const GraphoptMatMul& call) {
     scales_at = take(((one ? 1 : segments) * p.rows + 64) * sizeof(float));
   }
 
-  tiles = p.rows > 16 && has_tiles(p, operands, decoder);
-  const size_t in_grid = tiles ? round_up(p.tiles, 16) / 16 * (round_up(p.rows, 64) / 64)
-                         : operands == Operands::kFloat32 ? size_t{p.tiles} * (round_up(p.rows, 8) / 8)
-                                                          : size_t{(p.tiles + 1) / 2} * (round_up(p.rows, 16) / 16);
-  // a part of K is worth its sums: 4 blocks for each of its warps
-  const size_t most = p.blocks / (tiles ? 4 : 32);
+  tiles = p.rows > kFewRows && has_tiles(p, operands, decoder);
+  const auto parts = [](size_t number, size_t of_part) { return round_up(number, of_part) / of_part; };
+  const bool floats = operands == Operands::kFloat32;
+  const size_t in_grid = tiles    ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
+                         : floats ? size_t{p.tiles} * parts(p.rows, kFloatRows)
+                                  : parts(p.tiles, kFewTiles) * parts(p.rows, kFewRows);
+  // of each of its warps, a part of K is worth its sums
+  const size_t most = p.blocks / (kLeastBlocks * (tiles ? 1 : floats ? kFloatWarps : kFewWarps));
+  const size_t enough = tiles ? kBlocksWanted / 2 : kBlocksWanted;
   p.splits = 1;
-  while (in_grid * p.splits < kBlocksWanted && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
+  while (in_grid * p.splits < enough && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
 }
 
@@ -223,7 +228,9 @@ size_t graphopt_cuda_matmul_table_scratch(const GraphoptMatMul* call) {
   return call->m ? graphopt::Plan(*call).bytes : 0;
 }
 
-const char* graphopt_cuda_matmul_table(const GraphoptMatMul* call, void* stream) { return graphopt::run(*call, stream); }
+const char* graphopt_cuda_matmul_table(const GraphoptMatMul* call, void* stream) {
+  return graphopt::run(*call, stream);
+}
 
 size_t graphopt_cuda_matmul_dynamic_scratch(const GraphoptMatMulDynamic* call) {
   if (!call->product.m) return 0;

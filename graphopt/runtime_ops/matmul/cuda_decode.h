@@ -1,6 +1,6 @@
-// Packed codes to operands, in registers. A decoder handles pairs of units: their codes lie in words of their own, and how
-// unit h of them is decoded depends on h alone. `block` is where the lane's first 16 bytes of a block are, 16 times the lane
-// behind its beginning.
+// Packed codes to operands, in registers. A decoder handles pairs of units: their codes lie in words of their own, and
+// how unit h of them is decoded depends on h alone. `block` is where the lane's first 16 bytes of a block are, 16 times
+// the lane behind its beginning.
 #pragma once
 
 #include "matmul/cuda_product.h"
@@ -29,7 +29,8 @@ struct Arithmetic {
       for (int j = 0; j < 4; ++j) words[(4 * i + j) / Words][(4 * i + j) % Words] = word.words[j];
     }
   }
-  GRAPHOPT_DEVICE static void load_pair(const Product&, const uint8_t* block, unsigned pair, uint32_t (&words)[kWords]) {
+  GRAPHOPT_DEVICE static void load_pair(const Product&, const uint8_t* block, unsigned pair,
+                                        uint32_t (&words)[kWords]) {
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < Words; ++i) {
       words[i] = load_word(block + byte_of_word(kBits, 0, pair * Words + i));
@@ -37,8 +38,8 @@ struct Arithmetic {
   }
 };
 
-// float16: what a code exceeds the least one by is put behind the leading 1 of 1024, whose last bit is 1, or 4 bits further
-// up, where it is 16.
+// float16: what a code exceeds the least one by is put behind the leading 1 of 1024, whose last bit is 1, or 4 bits
+// further up, where it is 16.
 struct Int4ToHalf : Arithmetic<2> {
   template <int H>
   GRAPHOPT_DEVICE static void decode(const Product& p, const uint32_t*, const uint32_t (&words)[2], uint32_t (&a)[4]) {
@@ -61,8 +62,8 @@ struct Int8ToHalf : Arithmetic<4> {
   }
 };
 
-// float16 whose exponents are biased as those of 6 bits: the step of the table makes up for it. Subnormal numbers are ones
-// of float16 too. (FP6-LLM, Xia et al. 2024, section 5.3.)
+// float16 whose exponents are biased as those of 6 bits: the step of the table makes up for it. Subnormal numbers are
+// ones of float16 too. (FP6-LLM, Xia et al. 2024, section 5.3.)
 struct E3M2ToHalf : Arithmetic<3> {
   template <int H>
   GRAPHOPT_DEVICE static void decode(const Product&, const uint32_t*, const uint32_t (&w)[3], uint32_t (&a)[4]) {
@@ -73,8 +74,10 @@ struct E3M2ToHalf : Arithmetic<3> {
       a[2] = w[1] & kMask;
       a[3] = w[1] << 8 & kMask;
     } else {
-      a[2] = (w[0] >> 2 & 0x18001800u) | (w[1] >> 4 & 0x06000600u) | (w[2] << 1 & 0x80008000u) | (w[2] >> 5 & 0x01000100u);
-      a[3] = (w[0] << 6 & 0x18001800u) | (w[1] << 4 & 0x06000600u) | (w[2] << 9 & 0x80008000u) | (w[2] << 3 & 0x01000100u);
+      a[2] = (w[0] >> 2 & 0x18001800u) | (w[1] >> 4 & 0x06000600u) | (w[2] << 1 & 0x80008000u) |
+             (w[2] >> 5 & 0x01000100u);
+      a[3] = (w[0] << 6 & 0x18001800u) | (w[1] << 4 & 0x06000600u) | (w[2] << 9 & 0x80008000u) |
+             (w[2] << 3 & 0x01000100u);
     }
   }
 };
@@ -113,8 +116,8 @@ struct Int8ToByte : Arithmetic<4> {
   }
 };
 
-// 4 bits by a table of 16 bytes in 4 registers, or of twice 16: a selector's digit has 3 bits, so both halves of the table
-// are asked, and the fourth bit chooses.
+// 4 bits by a table of 16 bytes in 4 registers, or of twice 16: a selector's digit has 3 bits, so both halves of the
+// table are asked, and the fourth bit chooses.
 struct Table4 : Arithmetic<2> {
   GRAPHOPT_DEVICE static uint32_t look_up(const uint32_t* table, uint32_t digits, uint32_t choice) {
     return byte_permute(byte_permute(table[0], table[1], digits), byte_permute(table[2], table[3], digits), choice);
@@ -143,8 +146,8 @@ struct Table4ToByte : Table4 {
   }
 };
 
-// Any number of bits. Of a pair of units, words 0 and 1 are the planes of 4 bits, word 2 that of 2, word 3 that of 1 bit; all
-// four are bytes where there are 8 bits.
+// Any number of bits. Of a pair of units, words 0 and 1 are the planes of 4 bits, word 2 that of 2, word 3 that of 1
+// bit; all four are bytes where there are 8 bits.
 struct AnyBits {
   static constexpr int kWords = 4;
   static constexpr bool kTable = true;
@@ -235,8 +238,8 @@ struct AnyToByte : AnyBits {
 struct AnyToBytes : AnyBits {
   static constexpr bool kWide = true;
   template <int H>
-  GRAPHOPT_DEVICE static void decode(const Product& p, const uint32_t* table, const uint32_t (&words)[4], uint32_t (&a)[2],
-                                     uint32_t (&high)[2]) {
+  GRAPHOPT_DEVICE static void decode(const Product& p, const uint32_t* table, const uint32_t (&words)[4],
+                                     uint32_t (&a)[2], uint32_t (&high)[2]) {
     GRAPHOPT_UNROLL
     for (int i = 0; i < 2; ++i) {
       const uint32_t even = look_up(table, codes<H>(p, words, i)), odd = look_up(table, codes<H>(p, words, i + 2));

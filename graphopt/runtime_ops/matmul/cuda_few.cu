@@ -21,7 +21,8 @@ const char* start_few(const Product& p, Operands operands, Decoder decoder, void
       return bytes ? launch_few<ByteKind, Table4ToByte>(p, stream) : launch_few<Float16Kind, Table4To16Bits>(p, stream);
     case Decoder::kE3M2: return launch_few<Float16Kind, E3M2ToHalf>(p, stream);
     case Decoder::kE2M3: return launch_few<Float16Kind, E2M3ToHalf>(p, stream);
-    default: return bytes ? launch_few<ByteKind, AnyToByte>(p, stream) : launch_few<Float16Kind, AnyTo16Bits>(p, stream);
+    default:
+      return bytes ? launch_few<ByteKind, AnyToByte>(p, stream) : launch_few<Float16Kind, AnyTo16Bits>(p, stream);
   }
 }
 

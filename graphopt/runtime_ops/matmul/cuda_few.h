@@ -2,10 +2,10 @@
 #pragma once
 
 #include "matmul/cuda_multiply.h"
+#include "matmul/cuda_shapes.h"
 
 namespace graphopt {
 
-constexpr unsigned kFewWarps = 4, kFewTiles = 2, kFewRows = 16;
 constexpr unsigned kFewColumns = kFewTiles * kTileColumns, kFewPitch = kFewRows + 1;
 constexpr size_t kFewShared = 1024 + sizeof(float) * kFewWarps * kFewColumns * kFewPitch;
 
@@ -34,7 +34,7 @@ GRAPHOPT_DEVICE void put_few(const Product& p, const float* parts, unsigned firs
 
 // Grid: [pairs of tiles, splits of K, 16 rows]. Two tiles of columns for a warp: an operand that is read serves both.
 template <typename Kind, typename Decode, bool MaySum>
-GRAPHOPT_KERNEL(kFewWarps * kWarp, 3)
+GRAPHOPT_KERNEL(kFewWarps * kWarp, Decode::kWide ? 3 : 4)
 void multiply_few(Product p) {
   constexpr int kRowTiles = kFewRows / 8;
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());

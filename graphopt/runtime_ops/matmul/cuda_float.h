@@ -1,12 +1,13 @@
-// float32 times float32, without tensor cores: those would round the operand. Zero points are taken off each value, as a sum
-// of floats would lose what is taken off afterwards.
+// float32 times float32, without tensor cores: those would round the operand. Zero points are taken off each value, as
+// a sum of floats would lose what is taken off afterwards.
 #pragma once
 
 #include "matmul/cuda_decode.h"
+#include "matmul/cuda_shapes.h"
 
 namespace graphopt {
 
-constexpr unsigned kFloatWarps = 8, kFloatRows = 8, kFloatPitch = kTileColumns + 1;
+constexpr unsigned kFloatPitch = kTileColumns + 1;
 constexpr size_t kFloatShared = 1024 + sizeof(float) * kFloatWarps * kFloatRows * kFloatPitch;
 
 // Rows 4 t + k of a unit of the operand that are there.
@@ -94,7 +95,8 @@ void multiply_floats(Product p) {
     sums.begin_segment(p, first * kBlockUnits);
     GRAPHOPT_NO_UNROLL
     for (unsigned pair = first * kBlockPairs; pair < end * kBlockPairs; ++pair) {
-      const uint8_t* const block = p.codes + (static_cast<size_t>(sums.tile) * p.blocks + pair / kBlockPairs) * of_block;
+      const size_t index = size_t{sums.tile} * p.blocks + pair / kBlockPairs;
+      const uint8_t* const block = p.codes + index * of_block + lane() * 16;
       uint32_t of_pair[4], first_codes[4], second_codes[4];
       AnyBits::load_pair(p, block, pair % kBlockPairs, of_pair);
       GRAPHOPT_UNROLL

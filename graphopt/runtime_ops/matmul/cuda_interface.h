@@ -67,8 +67,8 @@ GRAPHOPT_PUBLIC int32_t graphopt_cuda_matmul_pack(const struct GraphoptMatMulWei
 GRAPHOPT_PUBLIC size_t graphopt_cuda_matmul_table_scratch(const struct GraphoptMatMul* product);
 GRAPHOPT_PUBLIC const char* graphopt_cuda_matmul_table(const struct GraphoptMatMul* product, void* stream);
 
-// The same of x whose rows are transformed first, in runs of left x right numbers, as matmul_dynamic/op.py says it. With two
-// factors of order 1 and sign 1 they are not. product.activations is GRAPHOPT_TO_TOKEN.
+// The same of x whose rows are transformed first, in runs of left x right numbers, as matmul_dynamic/op.py says it.
+// With two factors of order 1 and sign 1 they are not. product.activations is GRAPHOPT_TO_TOKEN.
 struct GraphoptMatMulDynamic {
   struct GraphoptMatMul product;
   struct GraphoptFactor left, right;

@@ -1,13 +1,14 @@
-// How codes stand in the memory of a GPU, so that a lane loads 16 bytes of its own at a time and they already are what a
-// matrix product wants of it.
+// How codes stand in the memory of a GPU, so that a lane loads 16 bytes of its own at a time and they already are what
+// a matrix product wants of it.
 //
-// A tile has 16 columns, a unit 16 rows of K, as in files (matmul_table/packing.py); a block is 8 units of a tile. A warp
-// reads blocks [tile][block]; each is 256 bits bytes, 2 bits words of 32 bits for each lane: words 4 i to 4 i + 3 are 16
-// bytes of their own, word 4 i + j of a lane at 512 i + 16 lane + 4 j, and of an odd number of bits the last two words
-// are 8 bytes at 8 lane instead.
+// A tile has 16 columns, a unit 16 rows of K, as in files (matmul_table/packing.py); a block is 8 units of a tile. A
+// warp reads blocks [tile][block]; each is 256 bits bytes, 2 bits words of 32 bits for each lane: words 4 i to 4 i + 3
+// are 16 bytes of their own, word 4 i + j of a lane at 512 i + 16 lane + 4 j, and of an odd number of bits the last two
+// words are 8 bytes at 8 lane instead.
 //
-// Lane 4 g + t holds of each unit 8 codes, rows 4 t + k (k = 0..3) of columns g and g + 8. Which of its 8 slots a code has,
-// and where the bits of a slot are, depends on who decodes it; place_of() says it for all of them, and nothing else does.
+// Lane 4 g + t holds of each unit 8 codes, rows 4 t + k (k = 0..3) of columns g and g + 8. Which of its 8 slots a code
+// has, and where the bits of a slot are, depends on who decodes it; place_of() says it for all of them, and nothing
+// else does.
 #pragma once
 
 #include <cstddef>
@@ -34,8 +35,8 @@ enum class Decoder : int {
   kE2M3,
 };
 
-// Which slot holds row k of the columns g + 8 half. Operands of 16 bits go into registers half + 2 (k / 2) in pairs, those
-// of 8 bits into register `half` by four.
+// Which slot holds row k of the columns g + 8 half. Operands of 16 bits go into registers half + 2 (k / 2) in pairs,
+// those of 8 bits into register `half` by four.
 enum class Order : int {
   kHalves,        // a pair is slots i and i + 4, which a mask finds at the same place of both halves of a word
   kBytes,         // four are slots i, i + 2, i + 4, i + 6, which a mask finds at the same place of the bytes of a word
@@ -57,7 +58,8 @@ struct Place {
   unsigned word, bit;
 };
 
-// Planes of 8, 4, 2 and 1 bits, as in files: a word has the 4 bits of a unit's slots, the 2 of two units', the 1 of four's.
+// Planes of 8, 4, 2 and 1 bits, as in files: a word has the 4 bits of a unit's slots, the 2 of two units', the 1 of
+// four's.
 inline Place place_in_planes(unsigned bits, unsigned unit, unsigned slot, unsigned bit) {
   if (bits == 8) return {2 * unit + slot % 2, 8 * (slot / 2) + bit};
   const unsigned upper = 16 * (slot / 4), twos = bits & 4 ? 8 : 0, ones = twos + (bits & 2 ? 4 : 0);
@@ -68,8 +70,8 @@ inline Place place_in_planes(unsigned bits, unsigned unit, unsigned slot, unsign
 
 // Two units share three words. Slots i and i + 4 of unit u are pair 4 (u % 2) + i, one in each half of a word.
 //
-// E3M2: a float16 has the sign at bit 15 and the rest at bits 12 to 8. Pairs 0, 2, 4 are there at once, pairs 1, 3, 5 eight
-// bits below; bits 14 and 13 of the three words are pair 6, bits 6 and 5 pair 7.
+// E3M2: a float16 has the sign at bit 15 and the rest at bits 12 to 8. Pairs 0, 2, 4 are there at once, pairs 1, 3, 5
+// eight bits below; bits 14 and 13 of the three words are pair 6, bits 6 and 5 pair 7.
 inline Place place_of_e3m2(unsigned unit, unsigned slot, unsigned bit) {
   const unsigned pair = 4 * (unit % 2) + slot % 4, first = 3 * (unit / 2), upper = 16 * (slot / 4);
   if (pair < 6) return {first + pair / 2, upper + (bit == 5 ? 15 : 8 + bit) - 8 * (pair % 2)};

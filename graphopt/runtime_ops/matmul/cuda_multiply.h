@@ -1,5 +1,5 @@
-// A warp's part of a product on tensor cores: some tiles of 16 columns, times some tiles of 8 rows of the operand, over a
-// range of K. The weights are the left matrix, so that few rows of x waste little.
+// A warp's part of a product on tensor cores: some tiles of 16 columns, times some tiles of 8 rows of the operand, over
+// a range of K. The weights are the left matrix, so that few rows of x waste little.
 #pragma once
 
 #include "cuda/matrix.h"
@@ -7,8 +7,8 @@
 
 namespace graphopt {
 
-// Numbers that tensor cores multiply. A step is 32 bytes of a row of the operand, of which a lane has 8: the rows of K whose
-// codes it has in one unit of 16-bit numbers, or in two of bytes.
+// Numbers that tensor cores multiply. A step is 32 bytes of a row of the operand, of which a lane has 8: the rows of K
+// whose codes it has in one unit of 16-bit numbers, or in two of bytes.
 struct Float16Kind {
   using Sum = float;
   static constexpr bool kBytes = false;
@@ -38,8 +38,8 @@ struct ByteKind {
 template <typename Kind>
 constexpr unsigned kBytesOfBlock = kBlockRows * (Kind::kBytes ? 1 : 2);
 
-// Sums of `Tiles` tiles of columns and `Rows` tiles of 8 rows. Lane 4 g + t has columns g and g + 8 of a tile and rows 2 t and
-// 2 t + 1: number i is column g + 8 (i / 2) and row 2 t + i % 2.
+// Sums of `Tiles` tiles of columns and `Rows` tiles of 8 rows. Lane 4 g + t has columns g and g + 8 of a tile and rows
+// 2 t and 2 t + 1: number i is column g + 8 (i / 2) and row 2 t + i % 2.
 template <typename Kind, typename Decode, int Tiles, int Rows, bool MaySum>
 struct Sums {
   using Sum = typename Kind::Sum;
@@ -148,8 +148,8 @@ struct Sums {
     }
   }
 
-  // Multiplies a block of each tile, `of_tile` bytes apart, and begins to load those `step` bytes behind. `operand(step, m, b)` fills in what
-  // a lane has of a step of a tile of rows.
+  // Multiplies a block of each tile, `of_tile` bytes apart, and begins to load those `step` bytes behind.
+  // `operand(step, m, b)` fills in what a lane has of a step of a tile of rows.
   template <typename Operand>
   GRAPHOPT_DEVICE void multiply_block(const Product& p, const uint32_t* table, const uint8_t* block, size_t of_tile,
                                       size_t step, uint32_t (&words)[Tiles][4][Decode::kWords], unsigned unit,
@@ -157,6 +157,9 @@ struct Sums {
     if (segment.left >= kBlockUnits) {
       GRAPHOPT_UNROLL
       for (int pair = 0; pair < 4; ++pair) {
+        // Few rows come from global memory: this keeps the compiler from asking for the whole block's at once, for
+        // which it has no registers.
+        if (Rows <= 2 && pair) sync_warp();
         uint32_t of_pair[Tiles][Decode::kWords];
         GRAPHOPT_UNROLL
         for (int n = 0; n < Tiles; ++n) {
@@ -225,7 +228,8 @@ struct Sums {
   }
 
   GRAPHOPT_DEVICE void decode_bytes(const Product& p, const uint32_t* table,
-                                    const uint32_t (&words)[Tiles][Decode::kWords], int n, uint32_t (&a)[kPlanes][Tiles][4]) {
+                                    const uint32_t (&words)[Tiles][Decode::kWords], int n,
+                                    uint32_t (&a)[kPlanes][Tiles][4]) {
     uint32_t first[2], second[2];
     if constexpr (Decode::kWide) {
       uint32_t high[2];
@@ -247,8 +251,8 @@ struct Sums {
   }
 
   // `units`: which of the two units count, by bits.
-  GRAPHOPT_DEVICE void multiply_step(const Product& p, const uint32_t (&a)[kPlanes][Tiles][4], const uint32_t (&b)[Rows][2],
-                                     int units) {
+  GRAPHOPT_DEVICE void multiply_step(const Product& p, const uint32_t (&a)[kPlanes][Tiles][4],
+                                     const uint32_t (&b)[Rows][2], int units) {
     GRAPHOPT_UNROLL
     for (int m = 0; m < Rows; ++m) {
       if (m >= row_tiles) continue;
@@ -264,7 +268,8 @@ struct Sums {
 
   template <int H, typename Operand>
   GRAPHOPT_DEVICE void multiply_unit(const Product& p, const uint32_t* table,
-                                     const uint32_t (&words)[Tiles][Decode::kWords], unsigned step, const Operand& operand) {
+                                     const uint32_t (&words)[Tiles][Decode::kWords], unsigned step,
+                                     const Operand& operand) {
     uint32_t b[Rows][2];
     load_operand(operand, step, b);
     uint32_t a[Tiles][4];

@@ -30,10 +30,12 @@ struct Product {
     call.scale_type = scales_of(types);
     GRAPHOPT_RETURN_IF_ERROR(pack(info));
     const size_t count = weights.tiles() * weights.groups() * 16, bytes = count * (weights.scales ? 4 : 2);
-    const void* const of_scales = weights.scales ? static_cast<const void*>(weights.scales) : weights.half_scales;
+    const void* of_scales = weights.scales;
+    if (!of_scales) of_scales = weights.half_scales;
     GRAPHOPT_RETURN_IF_ERROR(scales.copy_of(node, info, of_scales, bytes));
     call.scales = scales.data();
-    const void* const zeros = weights.zero_points ? static_cast<const void*>(weights.zero_points) : weights.half_zero_points;
+    const void* zeros = weights.zero_points;
+    if (!zeros) zeros = weights.half_zero_points;
     if (zeros) GRAPHOPT_RETURN_IF_ERROR(zero_points.copy_of(node, info, zeros, bytes));
     call.zero_points = zero_points.data();
     if (weights.bias) GRAPHOPT_RETURN_IF_ERROR(bias.copy_of(node, info, weights.bias, weights.columns * sizeof(float)));
@@ -44,7 +46,8 @@ struct Product {
   OrtStatus* pack(const OrtKernelInfo* info) {
     TableInput table = {};
     GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
-    const GraphoptMatMulWeights given = {weights.rows, weights.columns, weights.bits, static_cast<int32_t>(table.entries),
+    const GraphoptMatMulWeights given = {weights.rows, weights.columns, weights.bits,
+                                         static_cast<int32_t>(table.entries),
                                          weights.codes, table.values};
     const int32_t operands = graphopt_cuda_matmul_operands(call.x_type, call.activations);
     const size_t bytes = graphopt_cuda_matmul_codec(&given, operands, &call.codec);

@@ -1,4 +1,5 @@
-// ai.graphopt::MatMulTable and MatMulDynamic for onnxruntime's CUDA provider: one operator for each type of x and of scales.
+// ai.graphopt::MatMulTable and MatMulDynamic for onnxruntime's CUDA provider: one operator for each type of x and of
+// scales.
 #pragma once
 
 #include "abi/onnxruntime.h"

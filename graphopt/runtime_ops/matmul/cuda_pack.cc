@@ -10,7 +10,8 @@ constexpr unsigned kTableWords = 256;
 
 Decoder decoder_of(const GraphoptMatMulCodec& codec) { return static_cast<Decoder>(codec.decoder); }
 
-// The power of two that `values` are `expected` times of; 0 where they are not. Nothing is expected of codes past the table.
+// The power of two that `values` are `expected` times of; 0 where they are not. Nothing is expected of codes past the
+// table.
 template <typename Expected>
 float multiple_of(const float* values, size_t entries, unsigned bits, const Expected& expected) {
   if (entries != size_t{1} << bits) return 0;

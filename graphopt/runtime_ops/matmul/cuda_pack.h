@@ -14,7 +14,7 @@ GraphoptMatMulCodec codec_of(Operands operands, unsigned bits, const float* valu
 size_t packed_bytes(const GraphoptMatMulCodec& codec, size_t rows, size_t columns);
 
 // codes: as in a file, uint8 [T, U, 32 bits]; to: packed_bytes(). Returns the largest code.
-unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries, size_t rows,
-                size_t columns, uint8_t* to);
+unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries,
+                    size_t rows, size_t columns, uint8_t* to);
 
 }  // namespace graphopt

@@ -37,7 +37,8 @@ struct Segment {
 };
 
 GRAPHOPT_DEVICE Segment segment_of(const Product& p, unsigned unit) {
-  const unsigned group = unit / p.group_units, in_group = unit - group * p.group_units, piece = in_group / kSegmentUnits;
+  const unsigned group = unit / p.group_units, in_group = unit - group * p.group_units;
+  const unsigned piece = in_group / kSegmentUnits;
   unsigned end = (piece + 1) * kSegmentUnits;
   end = end < p.group_units ? end : p.group_units;
   const unsigned last = group * p.group_units + end;

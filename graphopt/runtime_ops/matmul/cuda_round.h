@@ -27,8 +27,8 @@ void convert(Conversion c) {
 
 // x [rows of the grid, count] to bytes: q = round(x (levels / m)) with m = clip max|x|, of a row or of a group.
 //
-// A row of bytes is cut into 32 rows of K: 8 bytes for each t, rows 4 t to 4 t + 3 of one unit and of the next. Rounded to
-// 16 bits, a number is 128 upper + lower, in two rows.
+// A row of bytes is cut into 32 rows of K: 8 bytes for each t, rows 4 t to 4 t + 3 of one unit and of the next. Rounded
+// to 16 bits, a number is 128 upper + lower, in two rows.
 struct Rounding {
   const void* x;
   int8_t* to;        // [operand rows][pitch], pitch a multiple of 128 and at least count

@@ -16,7 +16,8 @@ const char* start_tiles(const Product& p, Operands operands, Decoder decoder, vo
     case Decoder::kInt8:
       return bytes ? launch_tiles<ByteKind, Int8ToByte>(p, stream) : launch_tiles<Float16Kind, Int8ToHalf>(p, stream);
     case Decoder::kTable4:
-      return bytes ? launch_tiles<ByteKind, Table4ToByte>(p, stream) : launch_tiles<Float16Kind, Table4To16Bits>(p, stream);
+      return bytes ? launch_tiles<ByteKind, Table4ToByte>(p, stream)
+                   : launch_tiles<Float16Kind, Table4To16Bits>(p, stream);
     case Decoder::kE3M2: return launch_tiles<Float16Kind, E3M2ToHalf>(p, stream);
     case Decoder::kE2M3: return launch_tiles<Float16Kind, E2M3ToHalf>(p, stream);
     default:

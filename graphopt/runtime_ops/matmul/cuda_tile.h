@@ -1,13 +1,13 @@
-// Many rows of the operand: 64 of them stand in shared memory, a few blocks of K ahead, and eight warps multiply them by 32
-// columns each, whose weights they read and decode for themselves.
+// Many rows of the operand: 64 of them stand in shared memory, a few blocks of K ahead, and eight warps multiply them
+// by 32 columns each, whose weights they read and decode for themselves.
 #pragma once
 
 #include "matmul/cuda_multiply.h"
+#include "matmul/cuda_shapes.h"
 
 namespace graphopt {
 
-constexpr unsigned kTileWarps = 8, kTilesOfWarp = 2, kTileRows = 64, kStages = 3;
-constexpr unsigned kTileWidth = kTileWarps * kTilesOfWarp;  // tiles of columns of a block
+constexpr unsigned kStages = 3;
 
 // A row of a block of the operand, and 32 bytes so that 8 bytes each of 4 rows are in banks of their own.
 template <typename Kind>

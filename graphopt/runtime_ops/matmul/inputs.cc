@@ -51,7 +51,8 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
   const bool half = scales.type == kFloat16;
   if (half) weights.half_scales = static_cast<const Half*>(scales.data);
   if (!half) weights.scales = static_cast<const float*>(scales.data);
-  const bool one = zero_points.rank == 3 && zero_points.shape[0] == 1 && zero_points.shape[1] == 1 && zero_points.shape[2] == 1;
+  const int64_t* const of_zeros = zero_points.shape.get();
+  const bool one = zero_points.rank == 3 && of_zeros[0] == 1 && of_zeros[1] == 1 && of_zeros[2] == 1;
   const bool neutral = one && (half ? !(static_cast<const Half*>(zero_points.data)->bits & 0x7fff)
                                     : *static_cast<const float*>(zero_points.data) == 0);
   if (!neutral) {
@@ -80,7 +81,8 @@ OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights
   }
   const auto* const values = static_cast<const float*>(table.data);
   for (int64_t i = 0; i < entries; ++i) {
-    if (!std::isfinite(values[i])) return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
+    if (std::isfinite(values[i])) continue;
+    return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
   }
   *to = {values, static_cast<size_t>(entries)};
   return nullptr;

@@ -1,5 +1,5 @@
-// What the products with packed weights are given: read and checked, the same for every device. Inputs that are constant
-// must be in memory of the host.
+// What the products with packed weights are given: read and checked, the same for every device. Inputs that are
+// constant must be in memory of the host.
 #pragma once
 
 #include "abi/tensor.h"
