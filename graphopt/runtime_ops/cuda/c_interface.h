@@ -20,11 +20,14 @@ extern "C" {
 // Types of numbers, as ONNX counts them.
 enum GraphoptType { GRAPHOPT_FLOAT32 = 1, GRAPHOPT_FLOAT16 = 10, GRAPHOPT_BFLOAT16 = 16 };
 
-// A matrix S(outer) (x) C (x) S(inner) of +1 and -1, where S is Sylvester's matrix of that order. Where core is 1, C is the
-// matrix [sign]; sign is 1 elsewhere.
+// A matrix S(outer) (x) C (x) S(inner) of +1 and -1, where S is Sylvester's matrix of that order. Where core, the order of
+// C, is 1, C is the matrix [sign]; sign is 1 elsewhere. C is a Kronecker product of matrices of the orders in `parts`, 0
+// behind the last.
+#define GRAPHOPT_CORE_PARTS 4
 struct GraphoptFactor {
   int32_t outer, core, inner, sign;
-  const void* signs;  // of C, as ..._factor packs them; not read where core is 1
+  int32_t parts[GRAPHOPT_CORE_PARTS];
+  const void* signs;  // of the parts of C, as ..._factor packs them; not read where core is 1
 };
 
 // Takes a matrix [order, order] of +1 and -1 apart, row by row, all in host memory. Returns the bytes of its packed signs,

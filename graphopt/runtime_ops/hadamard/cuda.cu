@@ -192,7 +192,7 @@ GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool al
   }
 }
 
-// Tiles: of 16 inputs, at most, that a core has; 0 where there is none.
+// Tiles: of 16 inputs, at most, that a part of a core has; 0 where there is none.
 template <int Tiles>
 GRAPHOPT_KERNEL(kHadamardThreads, Tiles > 10 ? 1 : 2) void hadamard(HadamardPass pass) {
   auto* const shared = reinterpret_cast<float*>(shared_memory());
@@ -227,9 +227,9 @@ const char* graphopt_cuda_hadamard(const GraphoptHadamard* call, void* stream) {
   if (const char* failure = plan.make(*call)) return failure;
   for (int i = 0; i < plan.passes && call->runs; ++i) {
     const HadamardPass& pass = plan.pass[i];
-    const auto kernel = plan.largest_core > 160  ? hadamard<16>
-                        : plan.largest_core > 64 ? hadamard<10>
-                        : plan.largest_core > 1  ? hadamard<4>
+    const auto kernel = plan.largest_part > 160  ? hadamard<16>
+                        : plan.largest_part > 64 ? hadamard<10>
+                        : plan.largest_part > 1  ? hadamard<4>
                                                  : hadamard<0>;
     if (pass.tiles() > 0x7fffffff) return "Hadamard takes at most 2^31 - 1 tiles";
     const Index3 grid{static_cast<unsigned>(pass.tiles()), 1, 1};
