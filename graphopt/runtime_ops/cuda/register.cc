@@ -2,11 +2,12 @@
 #include "abi/cpu_operators.h"
 #include "cuda/kernel.h"
 #include "hadamard/cuda_op.h"
+#include "matmul/cuda_op.h"
 
 namespace graphopt {
 namespace {
 
-const Operators kLists[] = {operators(kCudaHadamardOps)};
+const Operators kLists[] = {operators(kCudaHadamardOps), operators(kCudaMatMulTableOps), operators(kCudaMatMulDynamicOps)};
 
 OrtCustomOpDomain* make_domain(const OrtApi* api) {
   device_api = api;
