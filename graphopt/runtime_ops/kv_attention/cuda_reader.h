@@ -39,10 +39,10 @@ GRAPHOPT_DEVICE float sum_of_query(float x) { return reduce_sum<4>(x); }
 // Up to 64 tokens of a page.
 struct Tile {
   int64_t page;  // of the sequence
-  size_t offset; // of its first token in the page
+  size_t offset;  // of its first token in the page
   int tokens;
-  bool all;      // every query of the warp reads every token
-  bool alike;    // all queries read the same tokens
+  bool all;    // every query of the warp reads every token
+  bool alike;  // all queries read the same tokens
   Visible seen;  // by this lane's query; of the page
 
   GRAPHOPT_DEVICE bool sees(int token) const {
@@ -59,7 +59,7 @@ struct Softmax {
   template <typename TokenOf>
   GRAPHOPT_DEVICE float weigh(const Layout& layout, const Tile& tile, const TokenOf& token_of, float (&scores)[kLaneTokens]) {
     uint32_t read = 0xffffu;
-    if (!tile.all) {
+    if (!tile.all || tile.tokens < kTileTokens) {
       read = 0;
       GRAPHOPT_UNROLL
       for (int i = 0; i < kLaneTokens; ++i) read |= static_cast<uint32_t>(tile.sees(token_of(i))) << i;
