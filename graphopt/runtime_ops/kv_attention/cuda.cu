@@ -1,5 +1,5 @@
-// A call as launches: rows by rows, its dense and streaming heads together, and those that retrieve with as many tokens at a
-// time as there is scratch to list pages for.
+// A call as launches: rows by rows, its dense and streaming heads together, and those that retrieve with as many
+// tokens at a time as there is scratch to list pages for.
 #include <algorithm>
 #include <cstdio>
 
@@ -12,7 +12,7 @@ namespace graphopt {
 namespace {
 
 constexpr unsigned kClearThreads = 256;
-constexpr size_t kListBytes = size_t{64} << 20;  // of scores and lists of pages of one launch, or those of one token
+constexpr size_t kListBytes = size_t{64} << 20;  // of scores and lists of pages of one launch, unless told
 constexpr int64_t kMostPages = int64_t{1} << 30, kMostTokens = int64_t{1} << 62;
 
 // y of padding is 0: x counts columns, y is the row.
@@ -81,7 +81,8 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   call.type = from.type;
   call.query = from.query, call.key = from.key, call.value = from.value, call.sink_query = from.sink_query;
   call.sink_logits = from.sink_logits;
-  call.state = {static_cast<char*>(from.keys), static_cast<char*>(from.values), from.scales, from.slots, from.summaries};
+  call.state = {static_cast<char*>(from.keys), static_cast<char*>(from.values), from.scales, from.slots,
+                from.summaries};
   call.y = from.y;
   call.columns = count(from.columns), call.first_row = count(first);
   call.rows = static_cast<int>(std::min<int64_t>(kMostRows, from.rows - first));
@@ -93,7 +94,7 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
 
 // Calls visit(plan, selection) for each launch, without a selection (null) where no head of it retrieves.
 template <typename Visit>
-const char* each_launch(const CudaCall& call, const Visit& visit) {
+const char* each_launch(const CudaCall& call, size_t list_bytes, const Visit& visit) {
   const int32_t tokens = *std::max_element(call.fresh, call.fresh + call.rows);
   if (!tokens) return nullptr;
   CudaPlan plan;
@@ -103,7 +104,8 @@ const char* each_launch(const CudaCall& call, const Visit& visit) {
   plan.first = 0, plan.end = tokens;
   const SelectRun all(call, plan);
   const size_t of_token = all.bytes() / static_cast<size_t>(tokens) + 1;
-  const size_t fit = std::min<size_t>(std::max<size_t>(kListBytes / of_token, 1), static_cast<size_t>(tokens));
+  const size_t bytes = list_bytes ? list_bytes : kListBytes;
+  const size_t fit = std::min(std::max<size_t>(bytes / of_token, 1), static_cast<size_t>(tokens));
   for (int32_t first = 0; first < tokens && !failure; first += static_cast<int32_t>(fit)) {
     failure = plan.make(call, first, std::min(tokens, first + static_cast<int32_t>(fit)), {false, false, true});
     const SelectRun selection(call, plan);
@@ -126,7 +128,7 @@ const char* run(const GraphoptKVAttention& whole, void* stream) {
       failure = launch(clear_padding, grid, kClearThreads, 0, stream, call);
     }
     if (!failure) {
-      failure = each_launch(call, [&](const CudaPlan& plan, const SelectRun* given) -> const char* {
+      failure = each_launch(call, whole.list_bytes, [&](const CudaPlan& plan, const SelectRun* given) -> const char* {
         AttendRun attention;
         attention.call = call, attention.plan = plan;
         char* scratch = static_cast<char*>(whole.scratch);
@@ -155,7 +157,7 @@ extern "C" size_t graphopt_cuda_kv_attention_scratch(const GraphoptKVAttention* 
   if (check(*whole)) return 0;
   for (int64_t first = 0; first < whole->rows && whole->columns; first += kMostRows) {
     const CudaCall call = some_rows(*whole, first);
-    each_launch(call, [&](const CudaPlan& plan, const SelectRun* selection) -> const char* {
+    each_launch(call, whole->list_bytes, [&](const CudaPlan& plan, const SelectRun* selection) -> const char* {
       most = std::max(most, partial_bytes(call, plan) + (selection ? selection->bytes() : 0));
       return nullptr;
     });

@@ -1,5 +1,5 @@
-// A page that leaves its slot is rounded before a new token takes its place: by a launch of its own, as tokens of one call may
-// fill a slot many times over. All other pages are written side by side.
+// A page that leaves its slot is rounded before a new token takes its place: by a launch of its own, as tokens of one
+// call may fill a slot many times over. All other pages are written side by side.
 #include "kv_attention/cuda_append.h"
 
 #include "cuda/launch.h"
@@ -35,8 +35,8 @@ struct Leaving {
   }
 };
 
-// low, step and inverse step of a set of numbers, from its least and its largest, and from what is not finite in it: `spoiled`
-// is 0, or no number.
+// low, step and inverse step of a set of numbers, from its least and its largest, and from what is not finite in it:
+// `spoiled` is 0, or no number.
 struct Steps {
   float low, step, inverse;
 
@@ -119,7 +119,9 @@ void round_page(CudaCall call) {
     }
   }
   sync_block();
-  const auto key_code = [&](size_t t, size_t c) { return Steps::code(keys.at(t, c), key_low[c], key_inverse[c], levels); };
+  const auto key_code = [&](size_t t, size_t c) {
+    return Steps::code(keys.at(t, c), key_low[c], key_inverse[c], levels);
+  };
   const auto value_code = [&](size_t t, size_t c) {
     return Steps::code(values.at(t, c), value_low[t], value_inverse[t], levels);
   };
@@ -158,12 +160,17 @@ struct NewTokens {
   GRAPHOPT_DEVICE size_t at(size_t offset) const {
     return call.token_at(row, head, page * static_cast<int64_t>(call.layout.page) + static_cast<int64_t>(offset));
   }
-  GRAPHOPT_DEVICE float key(size_t offset, size_t c) const { return load_number(call.key, call.type, at(offset) + c); }
-  GRAPHOPT_DEVICE float value(size_t offset, size_t c) const { return load_number(call.value, call.type, at(offset) + c); }
+  GRAPHOPT_DEVICE float key(size_t offset, size_t c) const {
+    return load_number(call.key, call.type, at(offset) + c);
+  }
+  GRAPHOPT_DEVICE float value(size_t offset, size_t c) const {
+    return load_number(call.value, call.type, at(offset) + c);
+  }
 
   template <typename Stored>
   GRAPHOPT_DEVICE void store() const {
-    const size_t size = call.layout.size, count = end - first, place = call.layout.physical(page) * call.layout.page * size;
+    const size_t size = call.layout.size, count = end - first;
+    const size_t place = call.layout.physical(page) * call.layout.page * size;
     Stored* const keys = reinterpret_cast<Stored*>(state.keys) + place;
     Stored* const values = reinterpret_cast<Stored*>(state.values) + place;
     for (size_t i = thread_index().x; i < count * size; i += kAppendThreads) {
@@ -183,7 +190,8 @@ struct NewTokens {
     float* const slot = state.recent + slot_of(layout, page);
     const int64_t tokens = static_cast<int64_t>(layout.page), next = page + layout.recent_pages + 1;
     const int64_t left = call.end(row) - next * tokens;  // tokens of the page that takes the slot
-    const size_t kept = page < layout.sink_pages || left <= 0 ? 0 : left < tokens ? static_cast<size_t>(left) : layout.page;
+    const int64_t taken = page < layout.sink_pages || left <= 0 ? 0 : left < tokens ? left : tokens;
+    const size_t kept = static_cast<size_t>(taken);
     const size_t from = kept > first ? kept : first;
     for (size_t i = thread_index().x + from * layout.size; i < end * layout.size; i += kAppendThreads) {
       const size_t t = i / layout.size, c = i % layout.size;
@@ -301,11 +309,13 @@ const char* append_tokens(const CudaCall& call, void* stream) {
     touched = pages.end - pages.first > touched ? pages.end - pages.first : touched;
   }
   const auto grid = [&](int64_t pages) {
-    return Index3{static_cast<unsigned>(pages), static_cast<unsigned>(layout.kv_heads), static_cast<unsigned>(call.rows)};
+    return Index3{static_cast<unsigned>(pages), static_cast<unsigned>(layout.kv_heads),
+                  static_cast<unsigned>(call.rows)};
   };
   const char* failure = nullptr;
   if (leaving) {
-    failure = launch(round_page, grid(leaving), kRoundThreads, 2 * (layout.size + layout.page) * sizeof(float), stream, call);
+    const size_t bytes = 2 * (layout.size + layout.page) * sizeof(float);
+    failure = launch(round_page, grid(leaving), kRoundThreads, bytes, stream, call);
   }
   if (!failure && touched) failure = launch(append_page, grid(touched), kAppendThreads, 0, stream, call);
   if (!failure && layout.compensate && touched > 1) {

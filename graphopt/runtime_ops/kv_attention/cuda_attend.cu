@@ -1,5 +1,6 @@
-// Each warp reads pages for 8 queries by itself, with an online softmax, and needs nobody until it is done: so loads of one
-// warp overlap with the arithmetic of others. What parts of the same queries found is merged by another kernel, in their order.
+// Each warp reads pages for 8 queries by itself, with an online softmax, and needs nobody until it is done: so loads
+// of one warp overlap with the arithmetic of others. What parts of the same queries found is merged by another kernel,
+// in their order.
 #include "kv_attention/cuda_attend.h"
 
 #include "cuda/launch.h"
@@ -20,9 +21,10 @@ struct Place {
   int of_policy;  // which of the heads with its policy
   Policy policy;
 
-  GRAPHOPT_DEVICE Place(const CudaPlan& plan, const Segment& segment, int32_t tile_of_segment, int part)
-      : segment(segment), row(segment.row), tile(tile_of_segment % segment.tiles), part(part),
-        of_policy(tile_of_segment / segment.tiles), policy(static_cast<Policy>(segment.policy)) {
+  GRAPHOPT_DEVICE Place(const CudaPlan& plan, const Segment& segment, int32_t of_segment)
+      : segment(segment), row(segment.row), tile(of_segment / segment.parts % segment.tiles),
+        part(of_segment % segment.parts), of_policy(of_segment / segment.parts / segment.tiles),
+        policy(static_cast<Policy>(segment.policy)) {
     head = plan.heads[plan.first_head[segment.policy] + of_policy];
   }
 };
@@ -56,32 +58,41 @@ GRAPHOPT_DEVICE void take_queries(const CudaCall& call, const TileQueries& queri
     GRAPHOPT_UNROLL
     for (int i = 0; i < 4; ++i) {
       const int c = Pages::channel(step, q, i);
-      four.number[i] = queries.used && c < size ? load_number(from, call.type, queries.at + c) * call.layout.scale : 0.0f;
+      const bool there = queries.used && c < size;
+      four.number[i] = there ? load_number(from, call.type, queries.at + c) * call.layout.scale : 0.0f;
     }
     store_four(to + (step * kWarp + lane()) * 4, four);
   }
 }
 
-// The scores of tokens below `sinks` come from queries of their own, where there are any.
-template <typename Pages>
-GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Desk& desk, const Tile& tile,
-                                float (&scores)[kLaneTokens]) {
-  const int64_t base = tile.page * static_cast<int64_t>(call.layout.page) + static_cast<int64_t>(tile.offset);
-  const int64_t left = call.sink_query ? call.layout.sinks - base : 0;
-  const bool some = left > 0, every = left >= tile.tokens;
-  if (!every) pages.score(desk, tile, false, scores);
-  if (!some) return;
-  float of_sinks[kLaneTokens];
-  pages.score(desk, tile, true, of_sinks);
-  GRAPHOPT_UNROLL
-  for (int i = 0; i < kLaneTokens; ++i) {
-    if (every || Pages::token(lane() % 4, i) < left) scores[i] = of_sinks[i];
-  }
+GRAPHOPT_DEVICE size_t list_of(const AttendRun& run, const Place& place, const TileQueries& queries) {
+  return static_cast<size_t>(place.row * run.plan.heads_of(static_cast<int>(Policy::kRetrieval)) + place.of_policy) *
+             static_cast<size_t>(run.plan.end - run.plan.first) +
+         static_cast<size_t>(queries.first - run.call.past[place.row] - run.plan.first);
 }
 
-GRAPHOPT_DEVICE bool covers(const Visible& seen, size_t first, int tokens) {
-  const int begin = static_cast<int>(first), end = begin + tokens;
-  return (seen.first[0] <= begin && seen.end[0] >= end) || (seen.first[1] <= begin && seen.end[1] >= end);
+GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const Place& place, const TileQueries& queries) {
+  const CudaCall& call = run.call;
+  const size_t row = call.first_row + static_cast<size_t>(place.row);
+  const size_t head = row * call.layout.kv_heads + static_cast<size_t>(place.head);
+  const int32_t* list = nullptr;
+  if (place.policy == Policy::kRetrieval) {
+    list = run.lists.entries + list_of(run, place, queries) * static_cast<size_t>(run.lists.longest);
+  }
+  return {PageRange(call.layout, place.policy, queries.first, queries.last), list, queries.first, queries.last,
+          call.newest_page(place.row), static_cast<uint32_t>(head), 0, 0, 0, false};
+}
+
+// The scores of tokens below `sinks` come from queries of their own, where there are any.
+template <typename Pages>
+GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Desk& desk, const Tile& tile) {
+  const int64_t base = tile.page * static_cast<int64_t>(call.layout.page) + tile.offset;
+  const int64_t left = call.sink_query ? call.layout.sinks - base : 0;
+  const int limit = left > kTileTokens ? kTileTokens : static_cast<int>(left);
+  GRAPHOPT_NO_UNROLL
+  for (int sinks = limit < tile.tokens ? 0 : 1; sinks < (limit > 0 ? 2 : 1); ++sinks) {
+    pages.score(desk, tile, sinks, sinks && limit < tile.tokens ? limit : kTileTokens);
+  }
 }
 
 // [query][size] and then the largest score and the sum of each query.
@@ -95,20 +106,23 @@ struct PartialResult {
 };
 
 template <typename Pages, int Spans>
-GRAPHOPT_DEVICE void write_results(const AttendRun& run, const Place& place, size_t partial, const Softmax& softmax,
-                                   const Pages& pages, float* values, const float (&sums)[8 * Spans][Pages::kSums]) {
+GRAPHOPT_DEVICE void write_results(const AttendRun& run, const Desk& desk, const Softmax& softmax, const Pages& pages,
+                                   const float (&sums)[8 * Spans][Pages::kSums]) {
   const CudaCall& call = run.call;
   const size_t size = call.layout.size;
   const int g = lane() / 4, q = lane() % 4;
   const float sum = sum_of_query(softmax.sum);
-  sync_warp();
+  float* const values = desk.queries;
   GRAPHOPT_UNROLL
   for (int i = 0; i < 16 * Spans; ++i) {
     const int c = Pages::summed(q, i / 2, i % 2);
     if (c < static_cast<int>(size)) values[g * size + c] = pages.result(sums[i / 2], i % 2);
   }
   sync_warp();
-  if (place.segment.parts > 1) {
+  const Segment& segment = run.plan.segment[desk.reading->segment];
+  const Place place(run.plan, segment, desk.reading->of_segment);
+  if (segment.parts > 1) {
+    const size_t partial = static_cast<size_t>(segment.first_partial + desk.reading->of_segment);
     const PartialResult result(run.partials, call.layout, partial);
     for (size_t i = static_cast<size_t>(lane()) * 4; i < kQueries * size; i += 4 * kWarp) {
       store16(result.values + i, load16(values + i));
@@ -132,68 +146,74 @@ GRAPHOPT_DEVICE void write_results(const AttendRun& run, const Place& place, siz
 }
 
 template <typename Pages, int Spans>
-GRAPHOPT_KERNEL(kAttendThreads, Spans == 2 ? 3 : 2)
+GRAPHOPT_KERNEL(kAttendThreads, Spans == 2 && !Pages::kCodes ? 3 : 2)
 void attend(AttendRun run) {
   const CudaCall& call = run.call;
   const CudaPlan& plan = run.plan;
   const Layout& layout = call.layout;
   const int32_t unit = static_cast<int32_t>(block_index().x * (kAttendThreads / kWarp)) + warp();
   if (unit >= plan.units) return;
-  const Segment& segment = plan.segment[plan.segment_of(&Segment::first_unit, unit)];
-  const int32_t of_segment = unit - segment.first_unit;
-  const Place place(plan, segment, of_segment / segment.parts, of_segment % segment.parts);
+  const int32_t which = plan.segment_of(&Segment::first_unit, unit);
+  const Segment& segment = plan.segment[which];
+  const Place place(plan, segment, unit - segment.first_unit);
   const TileQueries queries(run, place, lane() / 4);
 
   const bool sinks = call.sink_query != nullptr;
   const int steps = Pages::steps(layout);
-  const Desk desk(shared_memory() + static_cast<size_t>(warp()) * Desk::bytes(steps, sinks, Pages::kMultiplies), steps, sinks,
-                  Pages::kMultiplies);
+  const size_t of_warp = Desk::bytes(steps, sinks, Pages::kMultiplies);
+  const Desk desk(shared_memory() + static_cast<size_t>(warp()) * of_warp, steps, sinks, Pages::kMultiplies);
   take_queries<Pages>(call, queries, call.query, desk.queries);
-  if (sinks) take_queries<Pages>(call, queries, call.sink_query, desk.sink_queries);
+  if (sinks) take_queries<Pages>(call, queries, call.sink_query, desk.queries_of(true));
   sync_warp();
 
-  const HeadState state = call.head_state(place.row, place.head);
-  const int64_t newest = call.newest_page(place.row);
-  Pages pages(layout, state, desk, sinks);
+  if (lane() == 0) {
+    *desk.reading = reading_of(run, place, queries);
+    desk.reading->segment = which, desk.reading->of_segment = unit - segment.first_unit;
+    const int64_t pages = place.policy == Policy::kRetrieval ? run.lists.counts[list_of(run, place, queries)]
+                                                             : static_cast<int64_t>(desk.reading->range.pages);
+    const int64_t end = static_cast<int64_t>(place.part + 1) * plan.share;
+    desk.reading->end = static_cast<int32_t>(place.part + 1 == segment.parts || end > pages ? pages : end);
+    desk.reading->whole = place.policy == Policy::kDense;
+  }
+  sync_warp();
+  Pages pages(layout, call.state);
   Softmax softmax;
   float sums[8 * Spans][Pages::kSums] = {};
-
-  const PageRange range(layout, place.policy, queries.first, queries.last);
-  const int32_t* list = nullptr;
-  int64_t count = static_cast<int64_t>(range.pages);
-  if (place.policy == Policy::kRetrieval) {
-    const size_t index = static_cast<size_t>((place.row * plan.heads_of(2) + place.of_policy)) *
-                             static_cast<size_t>(plan.end - plan.first) +
-                         static_cast<size_t>(queries.first - call.past[place.row] - plan.first);
-    list = run.lists.entries + index * static_cast<size_t>(run.lists.longest);
-    count = run.lists.counts[index];
-  }
-  const int64_t begin = static_cast<int64_t>(place.part) * plan.share;
-  const int64_t end = place.part + 1 == segment.parts || begin + plan.share > count ? count : begin + plan.share;
-  const int most = layout.page < kTileTokens ? static_cast<int>(layout.page) : kTileTokens;
+  const int before_last = queries.used ? static_cast<int>(queries.last - queries.position) : -1;
   GRAPHOPT_NO_UNROLL
-  for (int64_t index = begin; index < end; ++index) {
-    const int64_t page = list ? list[index] >> 1 : range.page(static_cast<size_t>(index));
-    const bool whole = list ? list[index] & 1 : place.policy == Policy::kDense;
-    pages.open(state, page, newest);
-    const Visible first = visible(layout, queries.first, page, whole), last = visible(layout, queries.last, page, whole);
+  for (int index = place.part * plan.share; index < desk.reading->end; ++index) {
+    const Reading& reading = *desk.reading;
     Tile tile;
-    tile.page = page, tile.tokens = most, tile.alike = queries.first == queries.last;
-    tile.seen = queries.used ? visible(layout, queries.position, page, whole) : Visible();
+    bool whole = reading.whole;
+    if (reading.list) tile.page = reading.list[index] >> 1, whole = reading.list[index] & 1;
+    else tile.page = reading.range.page(static_cast<size_t>(index));
+    const int tokens = static_cast<int>(layout.page);
+    tile.tokens = tokens < kTileTokens ? tokens : kTileTokens;
+    pages.open(reading.head, tile.page, reading.newest);
     GRAPHOPT_NO_UNROLL
-    for (tile.offset = 0; tile.offset < layout.page; tile.offset += kTileTokens) {
-      // between two queries that read all of it there is none that does not
-      tile.all = covers(first, tile.offset, most) && covers(last, tile.offset, most);
-      tile.alike = tile.alike || tile.all;
-      float scores[kLaneTokens];
-      score_tile(pages, call, desk, tile, scores);
-      const float factor = softmax.weigh(layout, tile, [](int i) { return Pages::token(lane() % 4, i); }, scores);
-      pages.add(desk, tile, scores, factor, sums);
+    for (tile.offset = 0; tile.offset < tokens; tile.offset += kTileTokens) {
+      const auto seen_at = [&](int64_t position) {
+        return bits_of(visible(layout, position, tile.page, whole), tile.offset, tile.tokens);
+      };
+      const uint64_t every = ~uint64_t{0} >> (64 - tile.tokens);
+      tile.seen = seen_at(reading.last);
+      tile.alike = reading.first == reading.last;
+      tile.all = tile.seen == every;
+      if (!tile.alike) {
+        // between two queries that read all of it there is none that does not
+        tile.all = tile.alike = tile.all && seen_at(reading.first) == every;
+        tile.seen = seen_at(reading.last - before_last);
+      }
+      if (before_last < 0) tile.seen = 0;
+      score_tile(pages, call, desk, tile);
+      const float factor = softmax.weigh(layout, tile, [](int i) { return Pages::token(lane() % 4, i); }, desk);
+      sync_warp();
+      pages.add(desk, tile, factor, sums);
+      sync_warp();  // all have taken the weights
     }
   }
   pages.finish();
-  const size_t partial = static_cast<size_t>(segment.first_partial + of_segment);
-  write_results<Pages, Spans>(run, place, partial, softmax, pages, desk.queries, sums);
+  write_results<Pages, Spans>(run, desk, softmax, pages, sums);
 }
 
 // Merges the parts of 8 queries, each warp those of one.
@@ -202,7 +222,7 @@ void merge(AttendRun run) {
   const CudaCall& call = run.call;
   const int32_t tile = static_cast<int32_t>(block_index().x);
   const Segment& segment = run.plan.segment[run.plan.segment_of(&Segment::first_tile, tile)];
-  const Place place(run.plan, segment, tile - segment.first_tile, 0);
+  const Place place(run.plan, segment, (tile - segment.first_tile) * segment.parts);
   const int index = warp(), size = static_cast<int>(call.layout.size);
   const TileQueries query(run, place, index);
   if (!query.used) return;

@@ -6,8 +6,8 @@
 
 namespace graphopt {
 
-// Pages that retrieval chose: lists of `longest` entries, twice a page's index and 1 where the whole of it was chosen, and how
-// many there are: [row][retrieving head][new token].
+// Pages that retrieval chose: lists of `longest` entries, twice a page's index and 1 where the whole of it was chosen,
+// and how many there are: [row][retrieving head][new token].
 struct CudaLists {
   const int32_t* entries = nullptr;
   const int32_t* counts = nullptr;

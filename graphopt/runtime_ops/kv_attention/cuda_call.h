@@ -89,8 +89,17 @@ GRAPHOPT_DEVICE float exponential(float x) {
 // What is not finite must make the result so, also a score that would get no weight.
 GRAPHOPT_DEVICE float spoil(float score) { return score + (score - score); }
 
+// tanh; the absolute error is below 3e-7 (Cephes, tanhf, where |x| is small).
+GRAPHOPT_DEVICE float hyperbolic_tangent(float x) {
+  const float size = magnitude_of(x), z = x * x;
+  float p = -5.70498872745e-3f;
+  p = multiply_add(p, z, 2.06390887954e-2f), p = multiply_add(p, z, -5.37397155531e-2f);
+  p = multiply_add(p, z, 1.33314422036e-1f), p = multiply_add(p, z, -3.33332819422e-1f);
+  const float doubled = exponential(size * -2.0f), far = (1.0f - doubled) / (1.0f + doubled);
+  return size > 0.625f ? (x < 0 ? -far : far) : multiply_add(p * z, x, x);  // what is no number is itself again
+}
 GRAPHOPT_DEVICE float soften(const Layout& layout, float score) {
-  return layout.softcap != 0 ? tanhf(score / layout.softcap) * layout.softcap : score;
+  return layout.softcap != 0 ? hyperbolic_tangent(score / layout.softcap) * layout.softcap : score;
 }
 
 }  // namespace graphopt

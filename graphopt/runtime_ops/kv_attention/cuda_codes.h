@@ -1,8 +1,8 @@
 // Pages of 8-bit or 4-bit codes, multiplied by tensor cores, and the newest pages in their slots, as floats.
 //
-// key = low + step code, with a scale for each channel: q . key = sum q low + sum (q step) code. So for each page the queries
-// are multiplied with the steps, counted in a power of two, and split into two numbers of float16, in which codes are exact.
-// value = low + step code, with a scale for each token: the same with weights.
+// key = low + step code, with a scale for each channel: q . key = sum q low + sum (q step) code. So for each page the
+// queries are multiplied with the steps, counted in a power of two, and split into two numbers of float16, in which
+// codes are exact. value = low + step code, with a scale for each token: the same with weights.
 #pragma once
 
 #include "kv_attention/cuda_reader.h"
@@ -11,19 +11,19 @@ namespace graphopt {
 
 template <int Bits>
 struct CodePages {
-  static constexpr bool kMultiplies = true, kNarrow = Bits == 4;
+  static constexpr bool kCodes = true, kMultiplies = true, kNarrow = Bits == 4;
   static constexpr int kSums = 4;
 
   const Layout& layout;
-  const uint8_t *keys = nullptr, *values = nullptr;  // of the page
-  const float *scales = nullptr, *slot = nullptr;    // its slot, where it is read from that
-  int64_t folded = -1, sink_folded = -1;             // the page whose steps are in the products
-  float power = 1, sink_power = 1;                   // of this lane's query: what its products are counted in,
-  float lows = 0, sink_lows = 0;                     // the product with the lows of the page's keys,
-  float unit = 0, base = 0;                          // what the sums of values are counted in, and the sum of their lows
+  const State& state;
+  size_t place = 0;           // of the page, among those of all heads; of its slot, where it is read from that
+  bool in_slot = false;
+  int folded = -1;            // whether the products are of the page and queries for sinks, 1, or others, 0
+  float power = 1, lows = 0;  // of this lane's query: what its products are counted in, and that with the keys' lows
+  float unit = 0, base = 0;   // what the sums of values are counted in, and the sum of their lows
   int g = lane() / 4, q = lane() % 4;
 
-  GRAPHOPT_DEVICE CodePages(const Layout& layout, const HeadState&, const Desk&, bool) : layout(layout) {}
+  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state) : layout(layout), state(state) {}
 
   // Which four channels of a query a lane has in a step: those of a word of keys, or of its high halves.
   static GRAPHOPT_BOTH int steps(const Layout& layout) {
@@ -35,81 +35,69 @@ struct CodePages {
   static GRAPHOPT_DEVICE int token(int q, int i) { return i / 8 * 32 + 8 * q + i % 8; }
   static GRAPHOPT_DEVICE int summed(int q, int i, int second) { return i / 4 * 32 + 8 * q + 4 * second + i % 4; }
 
-  GRAPHOPT_DEVICE void open(const HeadState& state, int64_t page, int64_t newest) {
-    const size_t physical = layout.physical(page), bytes = layout.page_bytes();
-    slot = layout.in_slot(page, newest) ? state.recent + layout.slot(page) * layout.slot_floats() : nullptr;
-    keys = reinterpret_cast<const uint8_t*>(state.keys + physical * bytes);
-    values = reinterpret_cast<const uint8_t*>(state.values + physical * bytes);
-    scales = state.scales + physical * layout.scales();
+  GRAPHOPT_DEVICE void open(uint32_t head, int64_t page, int64_t newest) {
+    in_slot = layout.in_slot(page, newest);
+    folded = -1;
+    place = in_slot ? head * layout.slots() + layout.slot(page) : place_of(layout, head, page);
   }
-
-  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, float (&scores)[kLaneTokens]) {
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < kLaneTokens; ++i) scores[i] = 0;
-    const float* const queries = sinks ? desk.sink_queries : desk.queries;
-    if (slot) return score_slot(queries, tile, scores);
-    Word4* const products = sinks ? desk.sink_products : desk.products;
-    if ((sinks ? sink_folded : folded) != tile.page) {
-      fold(queries, products, sinks ? sink_power : power, sinks ? sink_lows : lows);
-      (sinks ? sink_folded : folded) = tile.page;
-    }
-    const float counted = sinks ? sink_power : power, of_lows = sinks ? sink_lows : lows;
-    GRAPHOPT_UNROLL
+  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
+    const float* const queries = desk.queries_of(sinks);
+    if (in_slot) return score_slot(desk, queries, tile, limit);
+    if (folded != sinks) fold(queries, desk.products), folded = sinks;
+    GRAPHOPT_NO_UNROLL
     for (int half = 0; half < 2; ++half) {
-      if (32 * half >= tile.tokens) break;
       float sums[4][4] = {};
-      score_codes(products + lane(), tile, half, sums);
+      score_codes(desk.products + lane(), tile, half, sums);
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        scores[8 * half + i] = multiply_add(sums[i][0] + sums[i][2] * (1 / kRest), counted, of_lows);
-        scores[8 * half + 4 + i] = multiply_add(sums[i][1] + sums[i][3] * (1 / kRest), counted, of_lows);
+        const int at = token(q, 8 * half + i);
+        desk.keep(at, limit, multiply_add(sums[i][0] + sums[i][2] * (1 / kRest), power, lows));
+        desk.keep(at + 4, limit, multiply_add(sums[i][1] + sums[i][3] * (1 / kRest), power, lows));
       }
     }
   }
 
   template <int Count>
-  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, const float (&weights)[kLaneTokens], float factor,
-                           float (&sums)[Count][kSums]) {
+  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, float factor, float (&sums)[Count][kSums]) {
     base *= factor;
-    if (slot) {
+    if (in_slot) {
       // weights are counted in the same unit, which must not be too small for them
       const float now = unit < 0x1p-40f ? 1.0f : unit;
       rescale(factor * (unit / now), sums);
       unit = now;
-      return add_slot(desk, tile, weights, sums);
+      return add_slot(desk, tile, sums);
     }
-    float counted[kLaneTokens], most = 0;
-    GRAPHOPT_UNROLL
+    float most = 0;
+    GRAPHOPT_NO_UNROLL
     for (int four = 0; four < 4; ++four) {
       const int at = token(q, 4 * four);
-      if (at >= tile.tokens) {
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) counted[4 * four + i] = 0;
-        continue;
-      }
-      const float* const of_values = scales + 2 * layout.size + tile.offset + at;
+      if (at >= tile.tokens) break;
+      const float* const of_values = scales() + 2 * layout.size + tile.offset + at;
       const Four low = load_four(of_values), step = load_four(of_values + layout.page);
+      Four weight = load_four(desk.weights_from(at));
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const float weight = weights[4 * four + i];  // 0 is not read, and may have any scale
-        base = weight == 0 ? base : multiply_add(weight, low.number[i], base);
-        const float product = counted[4 * four + i] = weight == 0 ? 0 : weight * step.number[i];
-        most = magnitude_of(product) > most ? magnitude_of(product) : most;
+        float& number = weight.number[i];
+        if (number == 0) continue;  // it is not read, and may have any scale
+        base = multiply_add(number, low.number[i], base);
+        number *= step.number[i];
+        most = magnitude_of(number) > most ? magnitude_of(number) : most;
       }
+      store_four(desk.weights_from(at), weight);
     }
     most = most_of_query(most);
     const float before = unit * factor;
     const float now = power_below(before > most ? before : most), inverse = inverse_of_power(now);
     rescale(before * inverse, sums);
     unit = now;
-    GRAPHOPT_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      if (32 * half >= tile.tokens) break;
+    GRAPHOPT_NO_UNROLL
+    for (int half = 0; 32 * half < tile.tokens; ++half) {
       Word4 rows[2];
       GRAPHOPT_UNROLL
       for (int i = 0; i < 2; ++i) {
-        const float* const four = counted + 8 * half + 4 * i;
-        rows[i] = rows_of(four[0] * inverse, four[1] * inverse, four[2] * inverse, four[3] * inverse);
+        const Four four = load_four(desk.weights_from(32 * half + 8 * q + 4 * i));
+        rows[i] = rows_of(four.number[0] * inverse, four.number[1] * inverse, four.number[2] * inverse,
+                          four.number[3] * inverse);
       }
       add_codes(rows, tile, half, sums);
     }
@@ -121,6 +109,12 @@ struct CodePages {
   }
 
  private:
+  GRAPHOPT_DEVICE const uint8_t* codes_at(const char* pages) const {
+    return reinterpret_cast<const uint8_t*>(pages + place * layout.page_bytes());
+  }
+  GRAPHOPT_DEVICE const float* scales() const { return state.scales + place * layout.scales(); }
+  GRAPHOPT_DEVICE const float* slot() const { return state.recent + place * layout.slot_floats(); }
+
   template <int Count>
   static GRAPHOPT_DEVICE void rescale(float factor, float (&sums)[Count][kSums]) {
     if (factor == 1) return;
@@ -152,14 +146,15 @@ struct CodePages {
   }
 
   // This lane's part of the queries times the steps of the page's keys.
-  GRAPHOPT_DEVICE void fold(const float* queries, Word4* products, float& counted, float& of_lows) const {
+  GRAPHOPT_DEVICE void fold(const float* queries, Word4* products) {
     float most = 0, sum = 0;
     GRAPHOPT_NO_UNROLL
     for (int step = 0; step < steps(layout); ++step) {
       const int c = channel(step, q, 0), at = step * kWarp + lane();
       Four product = {};
       if (c < static_cast<int>(layout.size)) {
-        const Four query = load_four(queries + 4 * at), low = load_four(scales + c), size = load_four(scales + layout.size + c);
+        const float* const of_keys = scales() + c;
+        const Four query = load_four(queries + 4 * at), low = load_four(of_keys), size = load_four(of_keys + layout.size);
         GRAPHOPT_UNROLL
         for (int i = 0; i < 4; ++i) {
           product.number[i] = query.number[i] * size.number[i];
@@ -169,9 +164,9 @@ struct CodePages {
       }
       store_four(reinterpret_cast<float*>(products + at), product);
     }
-    of_lows = sum_of_query(sum);
-    counted = power_below(most_of_query(most));
-    const float inverse = inverse_of_power(counted);
+    lows = sum_of_query(sum);
+    power = power_below(most_of_query(most));
+    const float inverse = inverse_of_power(power);
     GRAPHOPT_NO_UNROLL
     for (int step = 0; step < steps(layout); ++step) {
       Word4* const at = products + step * kWarp + lane();
@@ -184,39 +179,44 @@ struct CodePages {
   // Keys [page / 16, size / 4 (or 8), 16, 4]: 16 bytes are four tokens, lane group g has 4 g to 4 g + 3 of 32.
   GRAPHOPT_DEVICE void score_codes(const Word4* products, const Tile& tile, int half, float (&sums)[4][4]) const {
     const int words = static_cast<int>(layout.size) / (kNarrow ? 8 : 4);
-    const size_t block = tile.offset / 16 + static_cast<size_t>(2 * half + g / 4);
     const bool there = 32 * half + 4 * g < tile.tokens;
-    const uint8_t* const line = keys + (block * static_cast<size_t>(words) * 16 + static_cast<size_t>(4 * (g % 4))) * 4;
+    const int block = (tile.offset + 32 * half) / 16 + g / 4;
+    const uint8_t* const line = codes_at(state.keys) + (block * words * 16 + 4 * (g % 4)) * 4;
     GRAPHOPT_NO_UNROLL
-    for (int word = 0; word < words; word += 4) {
-      Word4 codes = {};
-      if (there && word + q < words) codes = load16(line + (word + q) * 64);
-      if constexpr (kNarrow) {
-        const Word4 low = products[word / 4 * 2 * kWarp], high = products[(word / 4 * 2 + 1) * kWarp];
+    for (int word = 0; word < words; word += 16) {
+      Word4 codes[4];
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        codes[i] = {};
+        if (there && word + 4 * i + q < words) codes[i] = load16(line + (word + 4 * i + q) * 64);
+      }
+      GRAPHOPT_UNROLL
+      for (int next = 0; next < 4; ++next) {
+        if (word + 4 * next >= words) break;
+        const Word4* const row = products + (word / 4 + next) * (kNarrow ? 2 : 1) * kWarp;
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) multiply(sums[i], low, codes.words[i]);
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) multiply(sums[i], high, codes.words[i] >> 4);
-      } else {
-        const Word4 rows = products[word / 4 * kWarp];
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) multiply(sums[i], rows, codes.words[i]);
+        for (int shift = 0; shift < (kNarrow ? 8 : 4); shift += 4) {
+          const Word4 rows = row[shift / 4 * kWarp];
+          GRAPHOPT_UNROLL
+          for (int i = 0; i < 4; ++i) multiply(sums[i], rows, codes[next].words[i] >> shift);
+        }
       }
     }
   }
 
   // Values [size / 16, page / 4 (or 8), 16, 4]: 16 bytes are four channels, lane group g has 4 g to 4 g + 3 of 32.
   template <int Count>
-  GRAPHOPT_DEVICE void add_codes(const Word4 (&rows)[2], const Tile& tile, int half, float (&sums)[Count][kSums]) const {
-    const size_t words = layout.page / (kNarrow ? 8 : 4);
-    const size_t word = tile.offset / (kNarrow ? 8 : 4) + static_cast<size_t>(kNarrow ? 4 * half + q : 8 * half + 2 * q);
+  GRAPHOPT_DEVICE void add_codes(const Word4 (&rows)[2], const Tile& tile, int half,
+                                 float (&sums)[Count][kSums]) const {
+    const int words = static_cast<int>(layout.page) / (kNarrow ? 8 : 4);
+    const int word = tile.offset / (kNarrow ? 8 : 4) + (kNarrow ? 4 * half + q : 8 * half + 2 * q);
     const bool there = 32 * half + 8 * q < tile.tokens;
-    const uint8_t* const line = values + (word * 16 + static_cast<size_t>(4 * (g % 4))) * 4;
+    const uint8_t* const line = codes_at(state.values) + (word * 16 + 4 * (g % 4)) * 4;
     GRAPHOPT_UNROLL
     for (int span = 0; span < Count / 4; ++span) {
       if (32 * span >= static_cast<int>(layout.size)) break;
       const bool loads = there && 32 * span + 4 * g < static_cast<int>(layout.size);
-      const uint8_t* const at = line + static_cast<size_t>(2 * span + g / 4) * words * 64;
+      const uint8_t* const at = line + (2 * span + g / 4) * words * 64;
       Word4 codes = {}, next = {};
       if (loads) codes = load16(at);
       if (loads && !kNarrow) next = load16(at + 64);
@@ -228,40 +228,39 @@ struct CodePages {
     }
   }
 
-  GRAPHOPT_DEVICE void score_slot(const float* queries, const Tile& tile, float (&scores)[kLaneTokens]) const {
-    const float* const first = slot + tile.offset * layout.size;
+  GRAPHOPT_DEVICE void score_slot(const Desk& desk, const float* queries, const Tile& tile, int limit) const {
+    const int size = static_cast<int>(layout.size);
     GRAPHOPT_NO_UNROLL
-    for (int step = 0; step < steps(layout); ++step) {
+    for (int four = 0; four < 4; ++four) {
+      const int first = token(q, 4 * four);
+      const float* const keys = slot() + static_cast<size_t>(tile.offset + first) * layout.size;
+      float sums[4] = {};
       GRAPHOPT_NO_UNROLL
-      for (int from = 0; from < 4; ++from) {
-        const int c = channel(step, from, 0);
-        if (c >= static_cast<int>(layout.size)) continue;
-        const Four query = load_four(queries + (step * kWarp + 4 * g + from) * 4);
+      for (int at = 0; first < tile.tokens && at < 4 * steps(layout); ++at) {
+        const int c = channel(at / 4, at % 4, 0);
+        if (c >= size) continue;
+        const Four query = load_four(queries + (at / 4 * kWarp + 4 * g + at % 4) * 4);
         GRAPHOPT_UNROLL
-        for (int i = 0; i < kLaneTokens; ++i) {
-          if (token(q, i) >= tile.tokens) continue;
-          const Four key = load_four(first + static_cast<size_t>(token(q, i)) * layout.size + c);
+        for (int i = 0; i < 4; ++i) {
+          const Four key = load_four(keys + i * size + c);
           GRAPHOPT_UNROLL
-          for (int k = 0; k < 4; ++k) scores[i] = multiply_add(query.number[k], key.number[k], scores[i]);
+          for (int k = 0; k < 4; ++k) sums[i] = multiply_add(query.number[k], key.number[k], sums[i]);
         }
       }
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) desk.keep(first + i, limit, sums[i]);
     }
   }
 
   template <int Count>
-  GRAPHOPT_DEVICE void add_slot(const Desk& desk, const Tile& tile, const float (&weights)[kLaneTokens],
-                                float (&sums)[Count][kSums]) const {
+  GRAPHOPT_DEVICE void add_slot(const Desk& desk, const Tile& tile, float (&sums)[Count][kSums]) const {
     const float inverse = inverse_of_power(unit);
-    float* const own = desk.weights + g * Desk::kStride;
-    sync_warp();
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < kLaneTokens; ++i) own[token(q, i)] = weights[i];
-    sync_warp();
+    const float* const own = desk.weights_from(0);
     GRAPHOPT_NO_UNROLL
     for (int t = 0; t < tile.tokens; ++t) {
       const float weight = own[t];
       if (weight == 0) continue;  // it is not read, and may be anything
-      const float* const value = slot + (layout.page + tile.offset + static_cast<size_t>(t)) * layout.size;
+      const float* const value = slot() + (layout.page + static_cast<size_t>(tile.offset + t)) * layout.size;
       GRAPHOPT_UNROLL
       for (int i = 0; i < Count / 2; ++i) {
         const int c = summed(q, i / 2 * 4, i % 2);

@@ -49,27 +49,26 @@ struct FloatPlaces {
 
 template <typename Stored>
 struct FloatPages : FloatPlaces {
-  static constexpr bool kMultiplies = false;
+  static constexpr bool kCodes = false, kMultiplies = false;
   static constexpr int kSums = 2;
 
   const Layout& layout;
-  const Stored *keys, *values;  // of the page
+  const State& state;
+  size_t place = 0;  // of the page, among those of all heads
   int g = lane() / 4, q = lane() % 4;
 
-  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const HeadState&, const Desk&, bool) : layout(layout) {}
-  GRAPHOPT_DEVICE void open(const HeadState& state, int64_t page, int64_t) {
-    const size_t at = layout.physical(page) * layout.page * layout.size;
-    keys = reinterpret_cast<const Stored*>(state.keys) + at, values = reinterpret_cast<const Stored*>(state.values) + at;
+  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state) : layout(layout), state(state) {}
+  GRAPHOPT_DEVICE void open(uint32_t head, int64_t page, int64_t) { place = place_of(layout, head, page); }
+  GRAPHOPT_DEVICE const Stored* page_of(const char* pages) const {
+    return reinterpret_cast<const Stored*>(pages) + place * layout.page * layout.size;
   }
 
-  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, float (&scores)[kLaneTokens]) {
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < kLaneTokens; ++i) scores[i] = 0;
-    if (16 * q >= tile.tokens) return;
-    const float* const queries = sinks ? desk.sink_queries : desk.queries;
-    const Stored* const block = keys + (tile.offset + static_cast<size_t>(16 * q)) * layout.size;
+  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
+    float scores[kLaneTokens] = {};
+    const float* const queries = desk.queries_of(sinks);
+    const Stored* const block = page_of(state.keys) + static_cast<size_t>(tile.offset + 16 * q) * layout.size;
     GRAPHOPT_NO_UNROLL
-    for (int step = 0; step < steps(layout); ++step) {
+    for (int step = 0; 16 * q < tile.tokens && step < steps(layout); ++step) {
       GRAPHOPT_NO_UNROLL
       for (int from = 0; from < 4; ++from) {
         const Four query = load_four(queries + (step * kWarp + 4 * g + from) * 4);
@@ -88,25 +87,22 @@ struct FloatPages : FloatPlaces {
         }
       }
     }
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kLaneTokens; ++i) desk.keep(token(q, i), limit, scores[i]);
   }
 
   template <int Count>
-  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, const float (&weights)[kLaneTokens], float factor,
-                           float (&sums)[Count][kSums]) {
+  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, float factor, float (&sums)[Count][kSums]) {
     if (factor != 1) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < Count; ++i) sums[i][0] *= factor, sums[i][1] *= factor;
     }
-    float* const own = desk.weights + g * Desk::kStride;
-    sync_warp();
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < kLaneTokens; ++i) own[token(q, i)] = weights[i];
-    sync_warp();
+    const float* const own = desk.weights_from(0);
     GRAPHOPT_NO_UNROLL
     for (int t = 0; t < tile.tokens; ++t) {
       const float weight = own[t];
       if (weight == 0) continue;  // it is not read, and may be anything
-      const Stored* const value = values + (tile.offset + static_cast<size_t>(t)) * layout.size;
+      const Stored* const value = page_of(state.values) + static_cast<size_t>(tile.offset + t) * layout.size;
       GRAPHOPT_UNROLL
       for (int span = 0; span < Count / 8; ++span) {
         GRAPHOPT_UNROLL
@@ -116,7 +112,10 @@ struct FloatPages : FloatPlaces {
           float number[8];
           load_eight(value + at, number);
           GRAPHOPT_UNROLL
-          for (int i = 0; i < 8; ++i) sums[8 * span + i][half] = multiply_add(weight, number[i], sums[8 * span + i][half]);
+          for (int i = 0; i < 8; ++i) {
+            float& sum = sums[8 * span + i][half];
+            sum = multiply_add(weight, number[i], sum);
+          }
         }
       }
     }

@@ -1,8 +1,8 @@
 // Pages of float16, multiplied by tensor cores: keys [page / 16, size, 16], values [page, size].
 //
-// A product has 16 rows: the high parts of 8 queries, or of their weights, and then the low ones, so that it has 22 bits of
-// them. The 8 numbers of 16 bytes that a lane loads are of 8 tokens, or of 8 channels; each goes to a product of its own, in
-// which all lanes of a query's number hold neighbours in the direction that is summed over.
+// A product has 16 rows: the high parts of 8 queries, or of their weights, and then the low ones, so that it has 22
+// bits of them. The 8 numbers of 16 bytes that a lane loads are of 8 tokens, or of 8 channels; each goes to a product
+// of its own, in which all lanes of a query's number hold neighbours in the direction that is summed over.
 #pragma once
 
 #include "kv_attention/cuda_floats.h"
@@ -10,18 +10,17 @@
 namespace graphopt {
 
 struct HalfPages : FloatPlaces {
-  static constexpr bool kMultiplies = true;
+  static constexpr bool kCodes = false, kMultiplies = true;
   static constexpr int kSums = 4;
 
   const Layout& layout;
-  const Half *keys = nullptr, *values = nullptr;  // of the page
-  float power = 1, sink_power = 1;                // in which this lane's query is counted
+  const State& state;
+  size_t place = 0;   // of the page, among those of all heads
+  float power = 1;    // in which this lane's query is counted
+  int prepared = -1;  // for tokens below the sinks, 1, or for others, 0
   int g = lane() / 4, q = lane() % 4;
 
-  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const HeadState&, const Desk& desk, bool sinks) : layout(layout) {
-    power = prepare(desk.queries, desk.products);
-    if (sinks) sink_power = prepare(desk.sink_queries, desk.sink_products);
-  }
+  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state) : layout(layout), state(state) {}
 
   // Splits this lane's part of a query; nobody else reads it.
   GRAPHOPT_DEVICE float prepare(const float* queries, Word4* products) const {
@@ -41,17 +40,19 @@ struct HalfPages : FloatPlaces {
     return unit;
   }
 
-  GRAPHOPT_DEVICE void open(const HeadState& state, int64_t page, int64_t) {
-    const size_t at = layout.physical(page) * layout.page * layout.size;
-    keys = reinterpret_cast<const Half*>(state.keys) + at, values = reinterpret_cast<const Half*>(state.values) + at;
+  GRAPHOPT_DEVICE void open(uint32_t head, int64_t page, int64_t) { place = place_of(layout, head, page); }
+  GRAPHOPT_DEVICE const Half* page_of(const char* pages) const {
+    return reinterpret_cast<const Half*>(pages) + place * layout.page * layout.size;
   }
 
-  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, float (&scores)[kLaneTokens]) {
+  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
     float sums[8][4] = {};
-    const Word4* const products = (sinks ? desk.sink_products : desk.products) + lane();
+    if (prepared != sinks) power = prepare(desk.queries_of(sinks), desk.products), prepared = sinks;
+    const Word4* const products = desk.products + lane();
     // lane group g has tokens 8 g to 8 g + 7
     const bool there = 8 * g < tile.tokens;
-    const Half* const block = keys + (tile.offset + static_cast<size_t>(16 * (g / 2))) * layout.size + 8 * (g % 2);
+    const size_t first = static_cast<size_t>(tile.offset + 16 * (g / 2));
+    const Half* const block = page_of(state.keys) + first * layout.size + 8 * (g % 2);
     GRAPHOPT_NO_UNROLL
     for (int step = 0; step < steps(layout); ++step) {
       Word4 key[4] = {};
@@ -62,11 +63,10 @@ struct HalfPages : FloatPlaces {
       const Word4 query = products[step * kWarp];
       multiply(query, key, sums);
     }
-    const float unit = sinks ? sink_power : power;
     GRAPHOPT_UNROLL
     for (int i = 0; i < 8; ++i) {
-      scores[i] = (sums[i][0] + sums[i][2] * (1 / kRest)) * unit;
-      scores[8 + i] = (sums[i][1] + sums[i][3] * (1 / kRest)) * unit;
+      desk.keep(token(q, i), limit, (sums[i][0] + sums[i][2] * (1 / kRest)) * power);
+      desk.keep(token(q, 8 + i), limit, (sums[i][1] + sums[i][3] * (1 / kRest)) * power);
     }
   }
 
@@ -92,8 +92,7 @@ struct HalfPages : FloatPlaces {
   }
 
   template <int Count>
-  GRAPHOPT_DEVICE void add(const Desk&, const Tile& tile, const float (&weights)[kLaneTokens], float factor,
-                           float (&sums)[Count][kSums]) {
+  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, float factor, float (&sums)[Count][kSums]) {
     if (factor != 1) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < Count; ++i) {
@@ -101,23 +100,23 @@ struct HalfPages : FloatPlaces {
         for (int j = 0; j < 4; ++j) sums[i][j] *= factor;
       }
     }
-    // which tokens any query reads; others may hold anything, and 0 times that is not always 0
-    uint32_t read = 0xffffu;
-    if (!tile.all) {
-      read = 0;
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < kLaneTokens; ++i) read |= static_cast<uint32_t>(weights[i] != 0) << i;
-      GRAPHOPT_UNROLL
-      for (int mask = 4; mask < kWarp; mask *= 2) read |= shuffle_xor(read, mask);
-    } else if (16 * q >= tile.tokens) {
-      read = 0;
-    }
     uint32_t bad = 0;
-    GRAPHOPT_UNROLL
+    GRAPHOPT_NO_UNROLL
     for (int four = 0; four < 4; ++four) {
-      const Split first(weights[4 * four], weights[4 * four + 1]), second(weights[4 * four + 2], weights[4 * four + 3]);
-      const Word4 rows = {{first.high, first.low, second.high, second.low}};
-      const Half* const token = values + (tile.offset + static_cast<size_t>(16 * q + 4 * four)) * layout.size + 8 * g;
+      const int first = 16 * q + 4 * four;
+      const Four weight = load_four(desk.weights_from(first));
+      // which tokens any query reads; others may hold anything, and 0 times that is not always 0
+      uint32_t read = first < tile.tokens ? 15u : 0u;
+      if (!tile.all) {
+        read = 0;
+        GRAPHOPT_UNROLL
+        for (int i = 0; i < 4; ++i) read |= static_cast<uint32_t>(weight.number[i] != 0) << i;
+        GRAPHOPT_UNROLL
+        for (int mask = 4; mask < kWarp; mask *= 2) read |= shuffle_xor(read, mask);
+      }
+      const Split even(weight.number[0], weight.number[1]), odd(weight.number[2], weight.number[3]);
+      const Word4 rows = {{even.high, even.low, odd.high, odd.low}};
+      const Half* const token = page_of(state.values) + static_cast<size_t>(tile.offset + first) * layout.size + 8 * g;
       GRAPHOPT_UNROLL
       for (int span = 0; span < Count / 8; ++span) {
         if (64 * span >= static_cast<int>(layout.size)) break;
@@ -125,7 +124,7 @@ struct HalfPages : FloatPlaces {
         if (64 * span + 8 * g < static_cast<int>(layout.size)) {
           GRAPHOPT_UNROLL
           for (int i = 0; i < 4; ++i) {
-            if (read >> (4 * four + i) & 1) value[i] = load16(token + static_cast<size_t>(i) * layout.size + 64 * span);
+            if (read >> i & 1) value[i] = load16(token + i * static_cast<int>(layout.size) + 64 * span);
           }
         }
         if (!tile.alike) {
@@ -135,20 +134,26 @@ struct HalfPages : FloatPlaces {
         multiply(rows, value, sums + 8 * span);
       }
     }
-    if (!tile.alike && ballot(bad != 0)) spoil_sums(tile, sums);
+    if (!tile.alike && ballot(bad != 0)) spoil_sums(desk, tile, sums);
   }
 
   // What is not finite makes the results of those that read it so, and of nobody else: there it was left out.
   template <int Count>
-  GRAPHOPT_DEVICE void spoil_sums(const Tile& tile, float (&sums)[Count][kSums]) const {
+  GRAPHOPT_DEVICE void spoil_sums(const Desk& desk, const Tile& tile, float (&sums)[Count][kSums]) const {
+    uint64_t bad = 0;  // a bit for each sum
+    GRAPHOPT_NO_UNROLL
     for (int t = 0; t < tile.tokens; ++t) {
-      if (!tile.sees(t)) continue;
-      const Half* const value = values + (tile.offset + static_cast<size_t>(t)) * layout.size;
-      GRAPHOPT_UNROLL
+      if (*desk.weights_from(t) == 0) continue;
+      const Half* const value = page_of(state.values) + static_cast<size_t>(tile.offset + t) * layout.size;
+      GRAPHOPT_NO_UNROLL
       for (int i = 0; i < 2 * Count; ++i) {
         const int c = summed(q, i / 2, i % 2);
-        if (c < static_cast<int>(layout.size)) sums[i / 2][i % 2] += to_float(value[c]) - to_float(value[c]);
+        if (c < static_cast<int>(layout.size) && (value[c].bits & 0x7c00) == 0x7c00) bad |= uint64_t{1} << i;
       }
+    }
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 2 * Count; ++i) {
+      if (bad >> i & 1) sums[i / 2][i % 2] = __builtin_nanf("");
     }
   }
 

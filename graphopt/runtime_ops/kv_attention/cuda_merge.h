@@ -8,8 +8,8 @@ namespace graphopt {
 // Numbers of a row of 256 channels at most, shared by the lanes of a warp: lane i has channels i, i + 32 and so on.
 constexpr int kLaneChannels = 8;
 
-// The token that stands for what a query dropped: its mean key and value, null where no page was dropped whole, and how many
-// tokens they are of.
+// The token that stands for what a query dropped: its mean key and value, null where no page was dropped whole, and
+// how many tokens they are of.
 struct DroppedTokens {
   const float* mean = nullptr;
   int64_t count = 0;
@@ -26,8 +26,8 @@ struct DroppedTokens {
   }
 };
 
-// Writes y of one query, all lanes together; `values` are weighted by exponentials of what scores are less than `largest`, and
-// `sum` is the sum of these, 0 where nothing is read.
+// Writes y of one query, all lanes together; `values` are weighted by exponentials of what scores are less than
+// `largest`, and `sum` is the sum of these, 0 where nothing is read.
 GRAPHOPT_DEVICE void write_row(const CudaCall& call, int row, int head, int64_t position, int query_head, float largest,
                                float sum, const float (&values)[kLaneChannels]) {
   const Layout& layout = call.layout;

@@ -9,10 +9,10 @@ constexpr int kTileQueries = 8;  // that a warp reads for
 constexpr int kPolicies = 3;
 constexpr int kMostSegments = kMostRows * kPolicies;
 
-// All heads of one policy in one row. Their queries are cut into tiles of 8, and the pages of a tile into parts; each part is
-// a unit, which one warp has.
+// All heads of one policy in one row. Their queries are cut into tiles of 8, and the pages of a tile into parts; each
+// part is a unit, which one warp has.
 struct Segment {
-  int32_t first_unit, first_partial, first_tile;  // of those before it; a partial result and a merge only where parts > 1
+  int32_t first_unit, first_partial, first_tile;  // how many there are before; the last two count where parts > 1
   int32_t tiles, parts;                           // of a head
   uint8_t row, policy;
 };

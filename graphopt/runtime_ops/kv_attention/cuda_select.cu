@@ -26,8 +26,8 @@ struct Asked {
   }
 };
 
-// The channels that count: those of the largest sums of |q| over the query heads, where no number counts as infinite; of
-// equal ones the lower. All threads of the block.
+// The channels that count: those of the largest sums of |q| over the query heads, where no number counts as infinite;
+// of equal ones the lower. All threads of the block.
 GRAPHOPT_DEVICE void choose_channels(const CudaCall& call, size_t queries, float* sums, float* used) {
   const Layout& layout = call.layout;
   const int size = static_cast<int>(layout.size), thread = static_cast<int>(thread_index().x);
@@ -52,7 +52,8 @@ GRAPHOPT_DEVICE float bound_product(float q, float low, float high) {
   return a != a || a > b ? a : b;
 }
 
-// Scores kScoredPages candidates of one query; the largest of its heads counts, and what is no number counts as infinite.
+// Scores kScoredPages candidates of one query; the largest of its heads counts, and what is no number counts as
+// infinite.
 GRAPHOPT_KERNEL(kScoreThreads, 4)
 void score_pages(SelectRun run) {
   const CudaCall& call = run.call;
@@ -184,8 +185,8 @@ struct Lister {
     return static_cast<int32_t>(low);
   }
 
-  // The sum of all weights that are `least` or more: a larger `least` has no larger sum, as the same numbers are added in the
-  // same order, with some left out.
+  // The sum of all weights that are `least` or more: a larger `least` has no larger sum, as the same numbers are added
+  // in the same order, with some left out.
   GRAPHOPT_DEVICE float weight_from(uint32_t least) const {
     return sum_of([&](int64_t i) { return bits_of_float(weights[i]) >= least ? weights[i] : 0.0f; });
   }
@@ -193,8 +194,8 @@ struct Lister {
     return sum_of([&](int64_t i) { return static_cast<int32_t>(bits_of_float(weights[i]) >= least); });
   }
 
-  // The fewest pages of the highest scores that have `mass` of all the weights: exp(scale (score - the highest)), 1 for those
-  // of the highest score.
+  // The fewest pages of the highest scores that have `mass` of all the weights: exp(scale (score - the highest)), 1
+  // for those of the highest score.
   GRAPHOPT_DEVICE int32_t with_mass() const {
     const float most = highest();
     for (int64_t i = thread_index().x; i < count; i += thread_count()) {
@@ -219,8 +220,8 @@ struct Lister {
   }
 };
 
-// Lists the pages that one query reads, in their order: those of the sinks, of the recent tokens, and of the candidates those
-// of the highest scores; of equal scores the lower page.
+// Lists the pages that one query reads, in their order: those of the sinks, of the recent tokens, and of the
+// candidates those of the highest scores; of equal scores the lower page.
 GRAPHOPT_KERNEL(kMostListThreads, 4)
 void list_pages(SelectRun run) {
   const Layout& layout = run.call.layout;
@@ -231,7 +232,8 @@ void list_pages(SelectRun run) {
   const int64_t fixed = layout.fixed_pages(), from = asked.position - layout.recent + 1;
   const int64_t recent = from > 0 ? layout.page_of(from) : 0;
   float* const scores = run.scores + asked.list * static_cast<size_t>(run.stride);
-  const Lister lister{layout, scores, scores + score_floats(static_cast<size_t>(count)), count, BlockSum(shared_memory())};
+  float* const weights = scores + score_floats(static_cast<size_t>(count));
+  const Lister lister{layout, scores, weights, count, BlockSum(shared_memory())};
   int32_t budget = static_cast<int32_t>(layout.budget < count ? layout.budget : count);
   if (layout.mass > 0 && budget) {
     const int32_t needed = lister.with_mass();
@@ -239,7 +241,8 @@ void list_pages(SelectRun run) {
   }
   const bool choosing = budget && budget < count;
   const int32_t least = choosing ? lister.threshold(budget) : INT32_MIN;
-  int32_t equal = choosing ? budget - lister.ranked(least + 1) : 0;  // how many of those that are equal to it are chosen
+  // how many of those that are equal to it are chosen
+  int32_t equal = choosing ? budget - lister.ranked(least + 1) : 0;
 
   int32_t* const entries = run.entries + asked.list * static_cast<size_t>(run.longest);
   int32_t listed = 0;
@@ -297,7 +300,8 @@ SelectRun::SelectRun(const CudaCall& call, const CudaPlan& plan) : call(call), f
 }
 
 size_t SelectRun::bytes() const {
-  return lists() * (static_cast<size_t>(stride) * sizeof(float)) + round_up(lists() * static_cast<size_t>(longest) * 4) +
+  return lists() * (static_cast<size_t>(stride) * sizeof(float)) +
+         round_up(lists() * static_cast<size_t>(longest) * 4) +
          round_up(lists() * 4);
 }
 

@@ -33,7 +33,8 @@ GRAPHOPT_INLINE size_t longest_list(const Layout& layout, int64_t position) {
   return static_cast<size_t>(least(fixed + recent + least(layout.budget)));
 }
 
-// The pages 0..`sinks`, then `begin` on, `pages` in all: what queries at positions `first` to `last` read without choosing.
+// The pages 0..`sinks`, then `begin` on, `pages` in all: what queries at positions `first` to `last` read without
+// choosing.
 struct PageRange {
   int64_t sinks, begin;
   size_t pages;

@@ -30,6 +30,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("mass", "scale", "softcap")),
         *((name, ctypes.c_int32) for name in ("mean", "compensate")),
         *((name, ctypes.c_void_p) for name in (*_POINTERS, *_STATE, "y", "scratch")),
+        ("list_bytes", ctypes.c_size_t),
     ]
 
 
@@ -40,10 +41,11 @@ class Interpreted:
         library: the C interface.
         seed: of the order in which threads run.
         type: of the query, key, value and y.
+        list_bytes: that lists of pages may take at a time; 0 for as many as the kernels choose.
     """
 
-    def __init__(self, library: ctypes.CDLL, seed: int = 0, type: str = "float32") -> None:
-        self.library, self.seed, self.type = library, seed, type
+    def __init__(self, library: ctypes.CDLL, seed: int = 0, type: str = "float32", list_bytes: int = 0) -> None:
+        self.library, self.seed, self.type, self.list_bytes = library, seed, type, list_bytes
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
         attrs = KVAttributes(**attributes)
@@ -66,6 +68,7 @@ class Interpreted:
         call.group, call.page, call.pages = query.shape[2] // max(width, 1), attrs.page, state[0].shape[2]
         for name in ("kv_heads", *_TOKENS, "mass", "scale", "softcap", "compensate"):
             setattr(call, name, min(getattr(attrs, name), 2**63 - 1))
+        call.list_bytes = self.list_bytes
         call.mean = attrs.summary == "mean"
         for name, tensor in (*kept.items(), *zip(_STATE, after, strict=True), ("y", y)):
             setattr(call, name, tensor.ctypes.data if tensor is not None else None)
