@@ -20,6 +20,30 @@ extern "C" {
 // Types of numbers, as ONNX counts them.
 enum GraphoptType { GRAPHOPT_FLOAT32 = 1, GRAPHOPT_FLOAT16 = 10, GRAPHOPT_BFLOAT16 = 16 };
 
+// A matrix S(outer) (x) C (x) S(inner) of +1 and -1, where S is Sylvester's matrix of that order. Where core is 1, C is the
+// matrix [sign]; sign is 1 elsewhere.
+struct GraphoptFactor {
+  int32_t outer, core, inner, sign;
+  const void* signs;  // of C, as ..._factor packs them; not read where core is 1
+};
+
+// Takes a matrix [order, order] of +1 and -1 apart, row by row, all in host memory. Returns the bytes of its packed signs,
+// and writes them where `signs` is not null; factor->signs is left alone. 0 and an error in `failure` where it cannot.
+GRAPHOPT_PUBLIC size_t graphopt_cuda_hadamard_factor(const int8_t* matrix, int32_t order, struct GraphoptFactor* factor,
+                                                     void* signs, const char** failure);
+
+// Every run of left x right numbers, seen as a matrix X [left, right], becomes left^T X right / sqrt(left x right).
+struct GraphoptHadamard {
+  const void* x;  // [runs, left x right], at any multiple of a number's size
+  void* y;        // the same; it may be x
+  int64_t runs;
+  int32_t type;  // of x and y; sums are of floats
+  struct GraphoptFactor left, right;
+  void* scratch;
+};
+GRAPHOPT_PUBLIC size_t graphopt_cuda_hadamard_scratch(const struct GraphoptHadamard* call);
+GRAPHOPT_PUBLIC const char* graphopt_cuda_hadamard(const struct GraphoptHadamard* call, void* stream);
+
 #ifdef __cplusplus
 }  // extern "C"
 #endif

@@ -37,18 +37,24 @@ Sum& entry_of_d(void* const* lanes, int row, int column) {
 // The sum of numbers as sm_80 makes it: each is cut to 25 bits below the exponent of the largest, they add up exactly, and
 // the sum is cut to a float (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021; sm_90 keeps a bit more).
 float cut_sum(const double* terms, int count) {
-  int exponent = -1022;
-  bool finite = true;
+  constexpr uint64_t kExponent = uint64_t{0x7ff} << 52;
+  constexpr uint64_t kBits = uint64_t{24} << 52;
+  uint64_t largest = uint64_t{30} << 52;  // of a power of two that is far below every product
   double plain = 0;
   for (int i = 0; i < count; ++i) {
+    uint64_t bits;
+    std::memcpy(&bits, terms + i, sizeof bits);
     plain += terms[i];
-    finite &= std::isfinite(terms[i]);
-    if (finite && terms[i] != 0) exponent = std::max(exponent, std::ilogb(terms[i]));
+    largest = std::max(largest, bits & kExponent);
   }
-  if (!finite) return static_cast<float>(plain);
-  double sum = 0;
-  for (int i = 0; i < count; ++i) sum += std::trunc(std::ldexp(terms[i], 24 - exponent));
-  sum = std::ldexp(sum, exponent - 24);
+  if (largest == kExponent) return static_cast<float>(plain);
+  double unit, units_in_one;  // the last place that stays, and its inverse
+  const uint64_t unit_bits = largest - kBits, inverse_bits = (uint64_t{2046} << 52) - unit_bits;
+  std::memcpy(&unit, &unit_bits, sizeof unit);
+  std::memcpy(&units_in_one, &inverse_bits, sizeof units_in_one);
+  int64_t units = 0;
+  for (int i = 0; i < count; ++i) units += static_cast<int64_t>(terms[i] * units_in_one);
+  const double sum = static_cast<double>(units) * unit;
   const float nearest = static_cast<float>(sum);
   return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? std::nextafterf(nearest, 0.0f) : nearest;
 }

@@ -10,6 +10,7 @@ import ctypes
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ def build(name: str, sources: Sequence[Path], compiler: str) -> Path:
         AssertionError: the compiler refuses a source, or warns of it.
     """
     flags = [*FLAGS, *WARNINGS, *(SANITIZERS if os.environ.get("GRAPHOPT_SANITIZE") else []), f"-I{OPERATORS}"]
+    flags.append("-DGRAPHOPT_INTERPRETED")
     known = hashlib.sha256(" ".join([compiler, *flags]).encode())
     for header in sorted(OPERATORS.rglob("*.h")):
         known.update(header.read_bytes())
@@ -72,8 +74,12 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 def sources() -> list[Path]:
-    """Return the sources of all kernels, and of what they need that is no part of onnxruntime's interface."""
-    return [*sorted(OPERATORS.rglob("*.cu"))]
+    """Return the sources of the library for GPUs, as its ``CMakeLists.txt`` lists them."""
+    listed = re.search(
+        r"add_library\(graphopt_ops_cuda MODULE\n(.+?)\)", (OPERATORS / "cuda/CMakeLists.txt").read_text(), re.S
+    )
+    assert listed
+    return [(OPERATORS / "cuda" / name).resolve() for name in listed[1].split()]
 
 
 def compiler() -> str | None:

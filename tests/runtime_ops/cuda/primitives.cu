@@ -122,6 +122,7 @@ GRAPHOPT_KERNEL(32, 1) void order(Words x) {
   if (thread_index().x == 0) x.d[atomic_add(x.d + block_count().x, 1u)] = block_index().x;
 }
 
+#if !defined(__CUDACC__)  // what a GPU would misread or never end
 GRAPHOPT_KERNEL(32, 1) void few_lanes(Words x) {
   if (lane() < 31) x.d[lane()] = ballot(true);
 }
@@ -138,6 +139,7 @@ GRAPHOPT_KERNEL(32, 1) void not_aligned(Words x) { store16(x.d, load16(x.a + 1))
 GRAPHOPT_KERNEL(32, 1) void beyond(Words x) { shared_memory()[512 + lane()] = static_cast<char>(x.a[0]); }
 GRAPHOPT_KERNEL(32, 1) void copy_beyond(Words x) { copy_async16(shared_memory() + 512, x.a, true); }
 GRAPHOPT_KERNEL(32, 1) void wrong_space(Words x) { store16(x.d, load16_once(shared_memory())); }
+#endif
 GRAPHOPT_KERNEL(32, 1) void nothing(Words) {}
 
 }  // namespace
@@ -160,6 +162,7 @@ RUN(run_copies, copies, 1, 32)
 RUN(run_exchange, exchange<true>, 3, 128)
 RUN(run_race, exchange<false>, 3, 128)
 RUN(run_order, order, 100, 32)
+#if !defined(__CUDACC__)
 RUN(run_few_lanes, few_lanes, 1, 32)
 RUN(run_two_places, two_places, 1, 32)
 RUN(run_no_barrier, no_barrier, 1, 64)
@@ -167,6 +170,7 @@ RUN(run_not_aligned, not_aligned, 1, 32)
 RUN(run_beyond, beyond, 1, 32)
 RUN(run_copy_beyond, copy_beyond, 1, 32)
 RUN(run_wrong_space, wrong_space, 1, 32)
+#endif
 RUN(run_odd_threads, nothing, 1, 33)
 RUN(run_no_threads, nothing, 1, 0)
 RUN(run_no_blocks, nothing, 0, 32)
