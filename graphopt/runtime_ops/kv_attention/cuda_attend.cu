@@ -260,7 +260,9 @@ const char* start(const AttendRun& run, void* stream) {
 
 template <typename Pages>
 const char* start(const AttendRun& run, void* stream) {
-  return run.call.layout.size <= 128 ? start<Pages, 2>(run, stream) : start<Pages, 4>(run, stream);
+  // fewer sums leave registers for more loads; where nothing is done about speed yet one kernel has to do for all
+  if constexpr (!Pages::kMultiplies) return start<Pages, 4>(run, stream);
+  else return run.call.layout.size <= 128 ? start<Pages, 2>(run, stream) : start<Pages, 4>(run, stream);
 }
 
 const char* start_attend(const AttendRun& run, void* stream) {

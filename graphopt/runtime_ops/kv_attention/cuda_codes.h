@@ -154,7 +154,8 @@ struct CodePages {
       Four product = {};
       if (c < static_cast<int>(layout.size)) {
         const float* const of_keys = scales() + c;
-        const Four query = load_four(queries + 4 * at), low = load_four(of_keys), size = load_four(of_keys + layout.size);
+        const Four low = load_four(of_keys), size = load_four(of_keys + layout.size);
+        const Four query = load_four(queries + 4 * at);
         GRAPHOPT_UNROLL
         for (int i = 0; i < 4; ++i) {
           product.number[i] = query.number[i] * size.number[i];
