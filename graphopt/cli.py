@@ -25,6 +25,7 @@ from rich.table import Column, Table
 from graphopt.errors import GraphoptError, InputError
 from graphopt.passes import Target
 from graphopt.progress import Progress
+from graphopt.runtime_ops import Device
 
 app = typer.Typer(
     name="graphopt",
@@ -39,6 +40,7 @@ Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead 
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
 NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
+OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 
 
@@ -101,7 +103,7 @@ def optimize(
     target: Annotated[
         Target | None,
         typer.Option(
-            help="what it is to run on: adds the step `lower`, or sets its target; ort-cpu also merges products"
+            help="what it is to run on: adds the step `lower`, or sets its target; ort-... also merges products"
         ),
     ] = None,
     last_logits: Annotated[
@@ -232,6 +234,7 @@ def run(
     top_p: Annotated[float, typer.Option(help="draw among the likeliest tokens that reach this probability")] = 1.0,
     seed: int = 0,
     threads: Threads = 0,
+    device: OnDevice = "cpu",
     as_json: Json = False,
 ) -> None:
     """Complete one or more prompts, streaming as the model goes."""
@@ -239,7 +242,7 @@ def run(
     from graphopt.generate import generate, stream
     from graphopt.session import load
 
-    session = load(folder, threads=threads)
+    session = load(folder, threads=threads, device=device)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if as_json:
         completions = generate(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)

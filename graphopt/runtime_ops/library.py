@@ -1,7 +1,7 @@
 """Where the native operators are: shared libraries beside this package, which onnxruntime loads by itself.
 
-A session takes one of them: the library for GPUs registers the operators of the one for the CPU too, as onnxruntime takes
-a domain from one library only.
+A session takes one of them: the library for GPUs registers the operators of the one for the CPU too, as onnxruntime
+takes a domain from one library only.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ size_t graphopt_cuda_hadamard_factor(const int8_t* matrix, int32_t order, Grapho
   factor->inner = static_cast<int32_t>(parts.inner);
   const int core = factor->core;
   factor->sign = core > 1 ? 1 : matrix[0];
-  if (!signs || core > kMaxCore) return hadamard_signs(core);
+  if (!signs || core == 1 || core > kMaxCore) return hadamard_signs(core);
   // Output 16 * tile + g + 8 * (r % 2) and input 16 * k + 2 * t + 8 * (r / 2) + half, of lane 4 * g + t: bit
   // 4 * (k % 4) + r + 16 * half of the lane's word k / 4, so that a shift brings both halves to the signs of a pair.
   auto* const words = static_cast<uint32_t*>(signs);

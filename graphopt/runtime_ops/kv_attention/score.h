@@ -47,24 +47,22 @@ template <bool Mean, size_t Rows, size_t Pages>
 inline void score_block(const float* queries, const Signed& parts, const float* summary, size_t stride, size_t size,
                         float* scores) {
   Floats sums[kColumns] = {};
-  for (size_t c = 0; c < size; c += kColumns) {
-#pragma GCC unroll 4
-    for (size_t p = 0; p < Pages; ++p) {
-      const float* const at = summary + p * stride + c;
-      const Floats low = load_line<Floats>(at), high = Mean ? low : load_line<Floats>(at + size);
-      prefetch_line(at, kAhead * kLine);
-      if (!Mean) prefetch_line(at + size, kAhead * kLine);
+  const auto add = [&](const float* factors, const float* numbers, size_t p) __attribute__((always_inline)) {
+    for (size_t c = 0; c < size; c += kColumns) {
+      const Floats line = load_line<Floats>(numbers + c);
+      prefetch_line(numbers + c, kAhead * kLine);
 #pragma GCC unroll 8
       for (size_t r = 0; r < Rows; ++r) {
-        Floats& sum = sums[r * Pages + p];
-        if constexpr (Mean) {
-          sum = fused(load_line<Floats>(queries + r * size + c), low, sum);
-        } else {
-          sum = fused(load_line<Floats>(parts.positive + r * size + c), high, sum);
-          sum = fused(load_line<Floats>(parts.negative + r * size + c), low, sum);
-        }
+        sums[r * Pages + p] = fused(load_line<Floats>(factors + r * size + c), line, sums[r * Pages + p]);
       }
     }
+  };
+  // Summaries go by as they lie in memory: a processor that sees several places read in turns foresees none of them.
+#pragma GCC unroll 4
+  for (size_t p = 0; p < Pages; ++p) {
+    const float* const at = summary + p * stride;
+    add(Mean ? queries : parts.negative, at, p);
+    if (!Mean) add(parts.positive, at + size, p);
   }
   if constexpr (Rows * Pages == kColumns) {
     store_line(scores, sums_of(sums));

@@ -69,7 +69,8 @@ def load(library: Path) -> ctypes.CDLL:
 
     loaded = ctypes.CDLL(str(library))
     loaded._FuncPtr = Function
-    loaded.graphopt_interpreter_seed.argtypes = [ctypes.c_uint64]
+    if hasattr(loaded, "graphopt_interpreter_seed"):  # a library for GPUs has no interpreter
+        loaded.graphopt_interpreter_seed.argtypes = [ctypes.c_uint64]
     return loaded
 
 
