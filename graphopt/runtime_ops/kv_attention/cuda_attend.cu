@@ -88,7 +88,7 @@ template <typename Pages>
 GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Desk& desk, const Tile& tile) {
   const int64_t base = tile.page * static_cast<int64_t>(call.layout.page) + tile.offset;
   const int64_t left = call.sink_query ? call.layout.sinks - base : 0;
-  const int limit = left > kTileTokens ? kTileTokens : static_cast<int>(left);
+  const int limit = left > kTileTokens ? kTileTokens : left > 0 ? static_cast<int>(left) : 0;
   GRAPHOPT_NO_UNROLL
   for (int sinks = limit < tile.tokens ? 0 : 1; sinks < (limit > 0 ? 2 : 1); ++sinks) {
     pages.score(desk, tile, sinks, sinks && limit < tile.tokens ? limit : kTileTokens);

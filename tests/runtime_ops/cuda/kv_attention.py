@@ -1,4 +1,4 @@
-"""KVAttention by its CUDA kernels through their C interface, in the host interpreter."""
+"""KVAttention by its CUDA kernels through their C interface, in the host interpreter or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
-
-TYPES = {"float32": (1, np.float32), "float16": (10, np.float16), "bfloat16": (16, ml_dtypes.bfloat16)}
-"""Of activations: what ONNX counts the type as, and NumPy's."""
+from tests.runtime_ops.cuda.interface import TYPES, Buffer, check
 
 _COUNTS = ("rows", "columns", "kv_heads", "group", "size", "page", "pages")
 _TOKENS = ("sink_pages", "recent_pages", "window", "sinks", "recent", "budget", "channels")
@@ -34,59 +31,47 @@ class Call(ctypes.Structure):
     ]
 
 
-class Interpreted:
+class Kernels:
     """Runs the operator by its CUDA kernels; call it as the reference.
 
     Args:
         library: the C interface.
-        seed: of the order in which threads run.
-        type: of the query, key, value and y.
+        seed: of the order in which the interpreter runs threads.
+        dtype: of query, key, value, `sink_query` and y, which is handed back as float32.
         list_bytes: that lists of pages may take at a time; 0 for as many as the kernels choose.
     """
 
-    def __init__(self, library: ctypes.CDLL, seed: int = 0, type: str = "float32", list_bytes: int = 0) -> None:
-        self.library, self.seed, self.type, self.list_bytes = library, seed, type, list_bytes
+    def __init__(self, library: ctypes.CDLL, seed: int = 0, dtype: Any = np.float32, list_bytes: int = 0) -> None:
+        self.library, self.seed, self.dtype, self.list_bytes = library, seed, np.dtype(dtype), list_bytes
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
         attrs = KVAttributes(**attributes)
         query, key, value, past, new, sink_logits, sink_query, *state = inputs
-        number, dtype = TYPES[self.type]
         rows, columns, width = key.shape
-        size = width // attrs.kv_heads
-        after = [aligned(tensor) for tensor in state]
-        y = aligned(np.full(query.shape, np.nan, dtype))
-        policies = np.array([attrs.policy(head) for head in range(attrs.kv_heads)], np.uint8)
-        kept = {
-            "policies": policies,
+        call = Call(type=TYPES[self.dtype], storage=STORAGES.index(attrs.storage), list_bytes=self.list_bytes)
+        call.rows, call.columns, call.group, call.size = rows, columns, query.shape[2] // width, width // attrs.kv_heads
+        call.page, call.pages, call.mean = attrs.page, state[0].shape[2], attrs.summary == "mean"
+        for name in ("kv_heads", *_TOKENS, "mass", "scale", "softcap", "compensate"):
+            setattr(call, name, getattr(attrs, name))
+        on_host: dict[str, np.ndarray] = {
+            "policies": np.array([attrs.policy(head) for head in range(attrs.kv_heads)], np.uint8),
             "past": np.ascontiguousarray(past, np.int64),
             "fresh": np.ascontiguousarray(new, np.int64),
-            **{name: aligned(x.astype(dtype)) for name, x in (("query", query), ("key", key), ("value", value))},
-            "sink_logits": aligned(sink_logits) if sink_logits.size else None,
-            "sink_query": aligned(sink_query.astype(dtype)) if sink_query.size else None,
         }
-        call = Call(type=number, storage=STORAGES.index(attrs.storage), rows=rows, columns=columns, size=size)
-        call.group, call.page, call.pages = query.shape[2] // max(width, 1), attrs.page, state[0].shape[2]
-        for name in ("kv_heads", *_TOKENS, "mass", "scale", "softcap", "compensate"):
-            setattr(call, name, min(getattr(attrs, name), 2**63 - 1))
-        call.list_bytes = self.list_bytes
-        call.mean = attrs.summary == "mean"
-        for name, tensor in (*kept.items(), *zip(_STATE, after, strict=True), ("y", y)):
-            setattr(call, name, tensor.ctypes.data if tensor is not None else None)
-        size_of = self.library.graphopt_cuda_kv_attention_scratch
-        size_of.restype = ctypes.c_size_t
-        scratch = aligned(np.full(size_of(ctypes.byref(call)), 0xFF, np.uint8))
-        call.scratch = scratch.ctypes.data
-        self.library.graphopt_interpreter_seed(self.seed)
-        failure = self.library.graphopt_cuda_kv_attention(ctypes.byref(call), None)
-        if failure is not None:
-            raise RuntimeError(failure.decode())
-        return [y.astype(np.float32), *after]
-
-
-def aligned(array: np.ndarray) -> np.ndarray:
-    """Return a copy at a multiple of 16 bytes that ends where its memory ends."""
-    memory = np.empty(array.nbytes + 16, np.uint8)
-    start = -memory.ctypes.data % 16
-    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+        for name, array in on_host.items():
+            setattr(call, name, array.ctypes.data)
+        activations = {"query": query, "key": key, "value": value, "sink_query": sink_query}
+        on_device = {name: array.astype(self.dtype) for name, array in activations.items()}
+        on_device |= {"sink_logits": sink_logits, **dict(zip(_STATE, state, strict=True))}
+        on_device["y"] = np.full(query.shape, np.nan, self.dtype)
+        buffers = {name: Buffer(self.library, array) for name, array in on_device.items()}
+        for name, buffer in buffers.items():
+            is_given = on_device[name].size or name not in ("sink_query", "sink_logits")
+            setattr(call, name, buffer.pointer if is_given else None)
+        size = self.library.graphopt_cuda_kv_attention_scratch(ctypes.byref(call))
+        scratch = Buffer(self.library, np.full(size, 0xFF, np.uint8))
+        call.scratch = scratch.pointer
+        if self.library.on_gpu is not True:
+            self.library.graphopt_interpreter_seed(self.seed)
+        check(self.library.graphopt_cuda_kv_attention(ctypes.byref(call), None))
+        return [buffers["y"].numpy().astype(np.float32), *(buffers[name].numpy() for name in _STATE)]
