@@ -14,7 +14,7 @@ from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
 from tests.native import needs_library
-from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, assert_same_state, attributes_of, tokens_of
+from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, Run, assert_same_state, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import NODE, Native
 
 pytestmark = needs_library
@@ -40,7 +40,7 @@ def compare(
     calls: Sequence[int],
     *,
     new: Sequence[Sequence[int]] | None = None,
-    run: Native | None = None,
+    run: Run | None = None,
 ) -> list[np.ndarray]:
     """Feed the reference and the kernel the same calls and compare what they return; return the kernel's y."""
     bounded = Bounded()

@@ -285,4 +285,41 @@ OrtStatus* KVInputs::check_lengths(const Node& node, const KVAttributes& attribu
   return nullptr;
 }
 
+OrtStatus* KVInputs::make_outputs(const Node& node, OrtKernelContext* context, size_t alignment, void** written) const {
+  for (size_t index = 0; index <= kStates; ++index) {
+    const Given& like = of_output(index);
+    OrtValue* output = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(node.api, context, index, like.shape, like.rank, &output));
+    if (!output) return node.error("all its outputs must have names, output %zu has none", index);
+    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &written[index]));
+    const size_t multiple = index && alignment > like.width() ? alignment : like.width();
+    if (reinterpret_cast<uintptr_t>(written[index]) % multiple && !like.empty()) {
+      return node.error("output %zu lies at no multiple of %zu bytes", index, multiple);
+    }
+  }
+  return check_memory(node, written);
+}
+
+OrtStatus* KVInputs::check_memory(const Node& node, void* const* outputs) const {
+  const auto meet = [](const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+    const auto one = reinterpret_cast<uintptr_t>(a), other = reinterpret_cast<uintptr_t>(b);
+    return a_bytes && b_bytes && one < other + b_bytes && other < one + a_bytes;
+  };
+  for (size_t output = 0; output <= kStates; ++output) {
+    const size_t bytes = of_output(output).bytes();
+    for (size_t input = 0; input < kKVInputs; ++input) {
+      const Given& tensor = tensors[input];
+      if (!meet(outputs[output], bytes, tensor.data, tensor.bytes())) continue;
+      if (output && &tensor == &of_output(output) && tensor.data == outputs[output]) continue;
+      return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output",
+                        output, kNames[input]);
+    }
+    for (size_t other = 0; other < output; ++other) {
+      if (!meet(outputs[output], bytes, outputs[other], of_output(other).bytes())) continue;
+      return node.error("outputs %zu and %zu lie in the same memory", other, output);
+    }
+  }
+  return nullptr;
+}
+
 }  // namespace graphopt

@@ -1,6 +1,7 @@
 // bfloat16 and float8 (E4M3FN): rounded from floats, and loaded as floats.
 #pragma once
 
+#include "kv_attention/float8.h"
 #include "matmul/vector.h"
 
 namespace graphopt {
@@ -9,28 +10,12 @@ namespace {
 struct BFloat16 {
   uint16_t bits;
 };
-// A sign, 4 bits of exponent, 3 of fraction, subnormal numbers, no infinity; 0x7f and 0xff are no numbers.
-struct Float8 {
-  uint8_t bits;
-};
 
 // To the nearest, to the even one of two that are equally near. Written such that a compiler makes vectors of it.
 inline BFloat16 to_bfloat16(float value) {
   const uint32_t bits = bits_of<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest)};
-}
-
-// The same; what is larger than the largest number becomes that, as in ONNX's Cast.
-inline Float8 to_float8(float value) {
-  const uint32_t bits = bits_of<uint32_t>(value), sign = bits >> 31 << 7, magnitude = bits & 0x7fffffff;
-  const uint32_t normal = (magnitude + 0x7ffff + (magnitude >> 20 & 1) - (120u << 23)) >> 20;
-  // The last place of subnormal numbers is 2^-9, as that of floats from 2^14 on: this addition rounds.
-  const uint32_t subnormal = bits_of<uint32_t>(bits_of<float>(magnitude) + 0x1p14f) - bits_of<uint32_t>(0x1p14f);
-  uint32_t code = magnitude < 0x3c800000 ? subnormal : normal;
-  code = magnitude > 0x43e00000 ? 0x7e : code;
-  code = magnitude > 0x7f800000 ? 0x7f : code;
-  return {static_cast<uint8_t>(code | sign)};
 }
 
 // The bits of the float that a code without its sign stands for.
