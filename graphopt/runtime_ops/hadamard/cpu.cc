@@ -6,6 +6,7 @@
 
 #include "abi/instructions.h"
 #include "hadamard/half.h"
+#include "hadamard/paley.h"
 #include "hadamard/vector.h"
 
 namespace graphopt {
@@ -206,16 +207,61 @@ void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ah
   }
 }
 
+// Takes rows of a strip to memory or, where they are whole lines, past the caches; and asks for as many lines ahead.
+template <typename V, typename T, bool past>
+struct Put {
+  T* to;
+  size_t stride;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    if constexpr (past) {
+      stream_line(to + row * stride, v);
+      ahead->fetch_line();
+    } else {
+      store(to + row * stride, v);
+    }
+  }
+};
+
+// to = from times I (x) C (x) I(stride), in place or not, for Paley's core over the integers modulo q.
+template <size_t q, typename T>
+void paley(const T* from, T* to, size_t size, size_t stride, void* room, bool past, Ahead& ahead) {
+  using V = typename Narrow<T>::type;
+  constexpr size_t core = 2 * (q + 1), L = lanes<V, T>;
+  for (size_t block = 0; block < size; block += core * stride) {
+    for (size_t column = block; column < block + stride; column += L) {
+      if constexpr (sizeof(V) == 64) {
+        if (past) {
+          paley_product<q, V>(from + column, stride, room, Put<V, T, true>{to + column, stride, &ahead});
+          continue;
+        }
+      }
+      for (size_t line = 0; line < core * sizeof(V) / 64; ++line) ahead.fetch_line();
+      paley_product<q, V>(from + column, stride, room, Put<V, T, false>{to + column, stride, &ahead});
+    }
+  }
+}
+
+// Whether columns fill a vector, whatever the instructions: another order of additions gives other bits.
+bool has_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
+
+template <typename T, size_t... q>
+void paley(const T* from, T* to, size_t size, size_t stride, const Factor& factor, void* room, bool past, Ahead& ahead,
+           std::index_sequence<q...>) {
+  ((factor.paley == q ? paley<q>(from, to, size, stride, room, past, ahead) : void()), ...);
+}
+
+// The result is in `to`, which only differs from `run` where Paley's core comes last.
 template <typename T>
-void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+void multiply(T* run, T* to, size_t size, size_t stride, const Factor& factor, void* room, bool past, Ahead& ahead) {
   using V = typename Wide<T>::type;
   sylvester(run, size, stride, factor.inner);
-  if (factor.codes) {
-    const size_t of_core = stride * factor.inner;
-    if (of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
-    else core<T>(run, size, of_core, factor, room, ahead);
-  }
-  sylvester(run, size, stride * factor.inner * factor.core, factor.outer);
+  const size_t of_core = stride * factor.inner;
+  if (has_paley(factor, of_core)) paley(run, to, size, of_core, factor, room, past, ahead, PaleyPrimes());
+  else if (factor.codes && of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
+  else if (factor.codes) core<T>(run, size, of_core, factor, room, ahead);
+  sylvester(run, size, of_core * factor.core, factor.outer);
 }
 
 template <typename Stored, typename T>
@@ -238,10 +284,18 @@ void transform(const HadamardWork& work) {
     for (size_t j = 0; j < size; j += in_part) {
       const size_t count = size - j < in_part ? size - j : in_part;
       for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;
-      multiply(run + j, count, 1, work.right, room, ahead);
+      multiply(run + j, run + j, count, 1, work.right, room, false, ahead);
     }
-    multiply(run, size, order, work.left, room, ahead);
     const size_t bytes = size * sizeof(T);
+    if constexpr (sizeof(Stored) == sizeof(T)) {
+      const bool lines = sizeof(typename Wide<T>::type) == 64 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
+      if (work.left.outer == 1 && has_paley(work.left, order * work.left.inner) && (!work.streaming || lines)) {
+        multiply(run, y, size, order, work.left, room, work.streaming, ahead);
+        if (work.streaming) fence();
+        continue;
+      }
+    }
+    multiply(run, run, size, order, work.left, room, false, ahead);
     if constexpr (sizeof(Stored) != sizeof(T)) {
       for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
     } else if (work.streaming) {
