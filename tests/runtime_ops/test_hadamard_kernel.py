@@ -22,7 +22,7 @@ INSTRUCTIONS = ("scalar", "avx2", "avx512")
 # What a sum of ab numbers may be off by, in parts of the norm of its run.
 TOLERANCE = {np.float16: 1e-3, np.float32: 1e-6, np.float64: 1e-14}
 # Both Sylvester's; one core; cores inside and beside Sylvester's; two cores; narrower than a vector; wide; the largest;
-# Paley's second construction over the primes that have a product of their own, and over the field of 25, which has none.
+# Paley's second construction over the primes with a product of their own, and over the field of 25, which has none.
 PAIRS = [
     (64, 64),
     (12, 8),
