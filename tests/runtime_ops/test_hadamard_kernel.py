@@ -37,6 +37,9 @@ PAIRS = [
     (148, 128),
     (160, 160),
     (36, 16),
+    (36, 32),
+    (36, 64),
+    (36, 128),
     (76, 16),
     (124, 48),
     (52, 16),
@@ -190,7 +193,7 @@ def test_threads_change_no_bit(kernel: Kernel, pair: tuple[int, int]) -> None:
     assert np.array_equal(one[[0, 350, 699]], alone)
 
 
-@pytest.mark.parametrize("pair", [(64, 64), (36, 64)])
+@pytest.mark.parametrize("pair", [(64, 64), (36, 64), (36, 128)])
 @pytest.mark.parametrize("shift", [0, 4, 16, 60])
 def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(kernel: Kernel, shift: int, pair: tuple[int, int]) -> None:
     order = pair[0] * pair[1]

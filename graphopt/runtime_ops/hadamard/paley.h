@@ -54,7 +54,6 @@ template <size_t q, typename V>
 struct PaleyStrip {
   static constexpr size_t n = (q - 1) / 2;
   V upper[2][n], lower[2][n], upper_border, lower_border, upper_zero, lower_zero;
-  V even[n];  // the even half of the outputs, until the odd one is there
 };
 
 // Input j of C: for S(2)'s first column the sum of the two rows, for its second one their difference.
@@ -104,9 +103,11 @@ template <size_t q, bool odd, bool second, size_t first, typename V, typename Ou
   (add_to_all<q, odd, second, first, pair>(totals, in, one, outputs), ...);
 }
 
-// `count` outputs of a half, from `first` on. The even half starts from what the border and row 0 give squares, or others.
+// `count` outputs of a half, from `first` on. The even half starts from what the border and row 0 give squares, or others;
+// `even` keeps it until the odd one is there.
 template <size_t q, bool odd, bool second, size_t first, size_t count, typename V, typename Put>
-[[gnu::always_inline]] inline void paley_outputs(PaleyStrip<q, V>& strip, V one, V squares, V others, Put& put) {
+[[gnu::always_inline]] inline void paley_outputs(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
+                                                 Put& put) {
   V totals[count];
 #pragma GCC unroll 32
   for (size_t k = 0; k < count; ++k) {
@@ -117,28 +118,27 @@ template <size_t q, bool odd, bool second, size_t first, size_t count, typename 
                                  std::make_index_sequence<strip.n / 2>());
 #pragma GCC unroll 32
   for (size_t k = 0; k < count; ++k) {
-    V& even = strip.even[first + k];
     if (odd) {
-      put(2 * (first + k + 2) + second, even + totals[k]);
-      put(2 * (q - first - k) + second, even - totals[k]);
+      put(2 * (first + k + 2) + second, even[first + k] + totals[k]);
+      put(2 * (q - first - k) + second, even[first + k] - totals[k]);
     } else {
-      even = totals[k];
+      even[first + k] = totals[k];
     }
   }
 }
 
 template <size_t q, bool odd, bool second, typename V, typename Put, size_t... block>
-[[gnu::always_inline]] inline void paley_blocks(PaleyStrip<q, V>& strip, V one, V squares, V others, Put& put,
-                                                std::index_sequence<block...>) {
+[[gnu::always_inline]] inline void paley_blocks(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
+                                                Put& put, std::index_sequence<block...>) {
   constexpr size_t n = (q - 1) / 2, all = kPaleyTotals<V>;
-  (paley_outputs<q, odd, second, block * all, (n - block * all < all ? n - block * all : all)>(strip, one, squares, others,
-                                                                                             put),
+  (paley_outputs<q, odd, second, block * all, (n - block * all < all ? n - block * all : all)>(strip, even, one, squares,
+                                                                                             others, put),
    ...);
 }
 
 // Every other row of the result: those of S(2)'s first column, or of its second.
 template <size_t q, bool second, typename V, typename Put>
-void paley_rows(PaleyStrip<q, V>& strip, V one, Put put) {
+void paley_rows(const PaleyStrip<q, V>& strip, V* even, V one, Put put) {
   constexpr size_t n = (q - 1) / 2, all = kPaleyTotals<V>;
   const V border = input<second>(strip.upper_border, strip.lower_border);
   const V zero = input<second>(strip.upper_zero, strip.lower_zero);
@@ -153,32 +153,43 @@ void paley_rows(PaleyStrip<q, V>& strip, V one, Put put) {
   put(0 + second, (second ? -own_border : own_border) + zero + (squares + others));
   put(2 + second, (second ? -own_zero : own_zero) + border + (squares - others));
   constexpr auto blocks = std::make_index_sequence<(n + all - 1) / all>();
-  paley_blocks<q, false, second>(strip, one, border + zero, border - zero, put, blocks);
-  paley_blocks<q, true, second>(strip, one, border, zero, put, blocks);
+  paley_blocks<q, false, second>(strip, even, one, border + zero, border - zero, put, blocks);
+  paley_blocks<q, true, second>(strip, even, one, border, zero, put, blocks);
 }
 
-// The product of lanes<V, T> columns, of which rows lie `stride` apart, with the core. `put(row, v)` takes the result, in
-// no order; a row is read before the first one is put. `room` is for a PaleyStrip, and aligned to a V.
-template <size_t q, typename V, typename T, typename Put>
-void paley_product(const T* from, size_t stride, void* room, Put put) {
-  constexpr size_t n = (q - 1) / 2;
-  auto& strip = *static_cast<PaleyStrip<q, V>*>(room);
-  const auto row = [&](size_t i) { return load<V>(from + i * stride); };
-  strip.upper_border = row(0);
-  strip.lower_border = row(1);
-  strip.upper_zero = row(2);
-  strip.lower_zero = row(3);
-  for (size_t j = 0; j < n; ++j) {
-    const V upper = row(4 + 2 * j), upper_mirrored = row(2 * q - 2 * j);
-    const V lower = row(5 + 2 * j), lower_mirrored = row(2 * q + 1 - 2 * j);
-    strip.upper[0][j] = upper + upper_mirrored;
-    strip.upper[1][j] = upper - upper_mirrored;
-    strip.lower[0][j] = lower + lower_mirrored;
-    strip.lower[1][j] = lower - lower_mirrored;
+// Fills strips that lie side by side: `row(i, v)` reads row i of the core, a vector for each.
+template <size_t q, size_t strips, typename V, typename Row>
+[[gnu::always_inline]] inline void paley_read(PaleyStrip<q, V>* strip, Row row) {
+  const auto alone = [&](size_t i, V PaleyStrip<q, V>::*where) {
+    V v[strips];
+    row(i, v);
+    for (size_t s = 0; s < strips; ++s) strip[s].*where = v[s];
+  };
+  alone(0, &PaleyStrip<q, V>::upper_border);
+  alone(1, &PaleyStrip<q, V>::lower_border);
+  alone(2, &PaleyStrip<q, V>::upper_zero);
+  alone(3, &PaleyStrip<q, V>::lower_zero);
+  const auto mirrored = [&](size_t i, size_t j, V (PaleyStrip<q, V>::*where)[2][(q - 1) / 2]) {
+    V v[strips], other[strips];
+    row(i, v);
+    row(2 * q + 4 + i % 2 * 2 - i, other);
+    for (size_t s = 0; s < strips; ++s) {
+      (strip[s].*where)[0][j] = v[s] + other[s];
+      (strip[s].*where)[1][j] = v[s] - other[s];
+    }
+  };
+  for (size_t j = 0; j < (q - 1) / 2; ++j) {
+    mirrored(4 + 2 * j, j, &PaleyStrip<q, V>::upper);
+    mirrored(5 + 2 * j, j, &PaleyStrip<q, V>::lower);
   }
+}
+
+// The product of a strip's columns with the core: `put(row, v)` takes the result, in no order. `even` is room for a half.
+template <size_t q, typename V, typename Put>
+void paley_product(const PaleyStrip<q, V>& strip, V* even, Put put) {
   const V one = ones<V>();
-  paley_rows<q, false>(strip, one, put);
-  paley_rows<q, true>(strip, one, put);
+  paley_rows<q, false>(strip, even, one, put);
+  paley_rows<q, true>(strip, even, one, put);
 }
 
 }  // namespace
