@@ -2,7 +2,8 @@
 #
 #   make demo       a real model exported, rotated, quantized, checked and run
 #   make test       the tests
-#   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models
+#   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models; where
+#                     nvcc is, also every CUDA kernel for sm_80 and sm_90 with warnings as errors, none of which may spill
 #   make lint       style and types
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too
@@ -57,13 +58,13 @@ test-native: $(SANITIZED_READY)
 	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0:malloc_context_size=4:quarantine_size_mb=64 UBSAN_OPTIONS=print_stacktrace=1 \
 	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
-	GRAPHOPT_HOSTILE_EXAMPLES=$(EXAMPLES) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
-	$(BIN)/pytest -n $(JOBS) --capture=sys tests/runtime_ops
+	GRAPHOPT_SANITIZE=1 GRAPHOPT_HOSTILE_EXAMPLES=$(EXAMPLES) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	$(BIN)/pytest -n $(JOBS) --capture=sys tests/runtime_ops tests/tools/test_cuda_resources.py
 
 $(SANITIZED_READY): $(READY) $(NATIVE)
 	@rm -rf $(SANITIZED)/graphopt
 	@$(PIP) install --no-deps --upgrade --target $(SANITIZED) --config-settings=build-dir=$(SANITIZED)/cmake \
-		--config-settings=cmake.define.GRAPHOPT_SANITIZE=ON .
+		--config-settings=cmake.define.GRAPHOPT_SANITIZE=ON --config-settings=cmake.define.GRAPHOPT_CUDA=OFF .
 	@touch $@
 
 lint: $(READY)

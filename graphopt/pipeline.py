@@ -43,7 +43,7 @@ def optimize(
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
-            none, for ``ort-cpu`` with ``merge_products`` behind it. ``None`` leaves the recipe as it is.
+            none, for any but ``portable`` with ``merge_products`` behind it. ``None`` leaves the recipe as it is.
         last_logits: add the step ``last_logits``: enough to generate, not to score a given text.
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes

@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
+from graphopt.runtime_ops import DOMAIN, OPERATORS, Device, library_path
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -25,6 +25,12 @@ NEWEST_OPSET = 26
 
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 """Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""
+
+PROVIDERS: dict[Device, tuple[str, ...]] = {
+    "cpu": ("CPUExecutionProvider",),
+    "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
+}
+"""onnxruntime's providers for a device, the first choice first: a node that a GPU has no kernel for runs on the CPU."""
 
 Array = npt.NDArray[Any]
 
@@ -56,8 +62,9 @@ def open_session(
     threads: int = 0,
     optimized_to: Path | None = None,
     native: bool = True,
+    device: Device = "cpu",
 ) -> onnxruntime.InferenceSession:
-    """Open an onnxruntime session on the CPU.
+    """Open an onnxruntime session.
 
     Args:
         path: the ``.onnx`` file; external data is looked for beside it.
@@ -66,12 +73,17 @@ def open_session(
         optimized_to: where onnxruntime writes the graph that it really runs.
         native: let graphopt's own kernels take the nodes of its operators, where they were built; else their bodies of
             standard operators run.
+        device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
 
     Raises:
-        InputError: onnxruntime refuses the file or the library of kernels; its own message is passed on.
-        MissingDependencyError: onnxruntime is not installed.
+        InputError: onnxruntime refuses the file or the library of kernels; its own message is passed on. For ``cuda``
+            also: the provider does not start, or the file has nodes of our operators, ``native``, and the library for
+            GPUs was not built.
+        MissingDependencyError: onnxruntime is not installed, or has no provider for the device.
     """
     ort = import_onnxruntime()
+    if device == "cuda":
+        _check_cuda(ort, path, native)
     options = ort.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     options.intra_op_num_threads = threads
@@ -79,16 +91,47 @@ def open_session(
         options.add_session_config_entry(key, value)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
-    library = library_path() if native else None
+    library = library_path(device) if native else None
     if library is not None:
         try:
             options.register_custom_ops_library(str(library))
         except Exception as error:
             raise InputError(f"onnxruntime cannot load graphopt's kernels: {error}", file=library) from error
     try:
-        return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        session = ort.InferenceSession(str(path), options, providers=list(PROVIDERS[device]))
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
+    # onnxruntime goes on without a provider that does not start, and says so in its log only.
+    if PROVIDERS[device][0] not in session.get_providers():
+        raise InputError(
+            f"onnxruntime cannot start its {PROVIDERS[device][0]}, and would run everything on the CPU",
+            file=path,
+            remedy="it says above what it misses: a driver, CUDA or cuDNN of the version that it was built with",
+        )
+    return session
+
+
+def _check_cuda(ort: Any, path: Path, native: bool) -> None:
+    """Refuse what would silently run on the CPU, or by bodies."""
+    provider = PROVIDERS["cuda"][0]
+    if provider not in ort.get_available_providers():
+        raise MissingDependencyError(
+            f"this onnxruntime {ort.__version__} has no {provider}",
+            remedy='remove onnxruntime and install the other build of it: pip install "graphopt[gpu]"',
+        )
+    if native and library_path("cuda") is None and _has_own_nodes(path):
+        raise InputError(
+            "the model has operators of graphopt, whose kernels for NVIDIA GPUs were not built",
+            file=path,
+            remedy="install graphopt from source where nvcc is found (CUDACXX says where), or ask for native=False",
+        )
+
+
+def _has_own_nodes(path: Path) -> bool:
+    try:
+        return any(node.domain == DOMAIN for node in ir.load(path).graph.all_nodes())
+    except Exception:
+        return False  # onnxruntime says what is wrong with it
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:

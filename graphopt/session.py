@@ -19,6 +19,7 @@ from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
 from graphopt.manifest import MANIFEST, Manifest, Source, facts_of_config, read_manifest
 from graphopt.runtime import native_operators, open_session, run
+from graphopt.runtime_ops import Device
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -39,6 +40,7 @@ class Session:
         manifest: how the artifact came to be; of a plain model, what its ``config.json`` says.
         tokenizer: text to tokens and back, or ``None`` where the folder has none.
         native: whether graphopt's own kernels take the nodes of its operators, where they were built.
+        device: what the session computes on.
     """
 
     file: Path
@@ -47,11 +49,15 @@ class Session:
     manifest: Manifest
     tokenizer: Tokenizer | None
     native: bool = True
+    device: Device = "cpu"
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not."""
-        return self.native and OPERATOR in native_operators()
+        """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not.
+
+        On a GPU they may not: they are kept in memory of the host, and onnxruntime copies them both ways.
+        """
+        return self.native and self.device == "cpu" and OPERATOR in native_operators()
 
     @cached_property
     def fingerprint(self) -> str:
@@ -182,17 +188,19 @@ class Session:
         return self.tokenizer
 
 
-def load(path: str | Path, *, threads: int = 0, native: bool = True) -> Session:
+def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu") -> Session:
     """Open an artifact folder, or a plain ``.onnx`` file or folder with the names of an artifact's interface.
 
     Args:
         path: the folder, or the file; ``tokenizer.json`` and ``config.json`` are looked for beside the model.
         threads: threads that one operator may use; 0 lets onnxruntime choose.
         native: use graphopt's own kernels where they were built.
+        device: what to compute on; ``cuda`` is an NVIDIA GPU.
 
     Raises:
-        InputError: a file is missing, has another size than its manifest says, or cannot be read.
-        MissingDependencyError: onnxruntime is not installed.
+        InputError: a file is missing, has another size than its manifest says, or cannot be read; or the device cannot
+            be had (see :func:`graphopt.runtime.open_session`).
+        MissingDependencyError: onnxruntime is not installed, or has no provider for the device.
     """
     path = Path(path)
     file = path / artifact.MODEL if path.is_dir() else path
@@ -205,24 +213,14 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True) -> Session:
     folder = file.parent
     if path.is_dir() and (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
-        _check_sizes(folder, manifest)
+        # Sizes cost nothing and catch what goes wrong in practice: a copy that was cut off.
+        artifact.check_sizes(folder, manifest, manifest.files)
     else:
         source = Source(kind="onnx", name=str(path))
         manifest = Manifest(source=source, model=facts_of_config(folder))
-    inference = open_session(file, entries=manifest.session, threads=threads, native=native)
-    return Session(
-        file, inference, Interface.of_session(inference), manifest, read_tokenizer(folder / TOKENIZER), native
-    )
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    # Sizes cost nothing and catch what goes wrong in practice, a cut-off copy; artifact.verify_files compares hashes.
-    for name, record in manifest.files.items():
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != record.bytes:
-            what = "is missing" if size is None else f"has {size} bytes where its manifest says {record.bytes}"
-            raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
+    inference = open_session(file, entries=manifest.session, threads=threads, native=native, device=device)
+    tokenizer = read_tokenizer(folder / TOKENIZER)
+    return Session(file, inference, Interface.of_session(inference), manifest, tokenizer, native, device)
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
 from graphopt.runtime import import_onnxruntime
+from graphopt.runtime_ops import Device
 from graphopt.session import Session
 
 if TYPE_CHECKING:
@@ -71,13 +72,15 @@ class GrowingCache:
     Args:
         interface: names and shapes of the graph's caches.
         batch: number of sequences.
+        device: where they are.
 
     Raises:
         InputError: the graph does not state the number of KV heads or the head size.
     """
 
-    def __init__(self, interface: Interface, batch: int) -> None:
+    def __init__(self, interface: Interface, batch: int, *, device: Device = "cpu") -> None:
         ort = import_onnxruntime()
+        self._device = device
         self._present = dict(zip(interface.past, interface.present, strict=True))
         self._values = {
             name: ort.OrtValue.ortvalue_from_numpy(empty) for name, empty in interface.empty_past(batch).items()
@@ -90,7 +93,7 @@ class GrowingCache:
         """See :class:`Cache`."""
         for name, value in self._values.items():
             binding.bind_ortvalue_input(name, value)
-            binding.bind_output(self._present[name], "cpu")
+            binding.bind_output(self._present[name], self._device)
 
     def advance(self, binding: onnxruntime.IOBinding) -> None:
         """See :class:`Cache`."""
@@ -128,7 +131,7 @@ class Decoder:
         if session.interface.paged:
             most = session.max_positions
             return PagedCache(session.interface, batch, in_place=session.in_place, max_tokens=most, expected=expected)
-        return GrowingCache(session.interface, batch)
+        return GrowingCache(session.interface, batch, device=session.device)
 
     @property
     def length(self) -> int:

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.hadamard.op import HADAMARD
 from graphopt.runtime_ops.kv_attention.op import KV_ATTENTION
-from graphopt.runtime_ops.library import library_path
+from graphopt.runtime_ops.library import Device, library_path
 from graphopt.runtime_ops.matmul_dynamic.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_table.op import MATMUL_TABLE
 from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
@@ -53,4 +53,4 @@ def declare(model: ir.Model) -> None:
     model.functions.update(sorted(bodies.items()))
 
 
-__all__ = ["DOMAIN", "OPERATORS", "Cost", "Operator", "declare", "library_path"]
+__all__ = ["DOMAIN", "OPERATORS", "Cost", "Device", "Operator", "declare", "library_path"]

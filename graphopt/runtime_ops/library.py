@@ -1,24 +1,35 @@
-"""Where the native operators are: one shared library beside this package, which onnxruntime loads by itself."""
+"""Where the native operators are: shared libraries beside this package, which onnxruntime loads by itself.
+
+A session takes one of them: the library for GPUs registers the operators of the one for the CPU too, as onnxruntime
+takes a domain from one library only.
+"""
 
 from __future__ import annotations
 
 import os
 from importlib.resources import files
 from pathlib import Path
+from typing import Literal
 
-NAME = "libgraphopt_ops.so"
+Device = Literal["cpu", "cuda"]
+"""What a session computes on: the CPU, or an NVIDIA GPU where it can."""
+
+NAMES: dict[Device, str] = {"cpu": "libgraphopt_ops.so", "cuda": "libgraphopt_ops_cuda.so"}
 
 PATH_VARIABLE = "GRAPHOPT_OPS_LIBRARY"
 """Environment variable that names another build of the library; empty, it says that there is none."""
 
+CUDA_PATH_VARIABLE = "GRAPHOPT_OPS_CUDA_LIBRARY"
+"""The same of the library for GPUs."""
 
-def library_path() -> Path | None:
-    """Return the file of the native operators, or ``None`` where they were not built: the bodies run then.
 
-    An editable install keeps the library in site-packages, not beside this file; the import system knows both places.
+def library_path(device: Device = "cpu") -> Path | None:
+    """Return the file of the native operators for a device, or ``None`` where they were not built.
+
+    An editable install keeps the libraries in site-packages, not beside this file; the import system knows both places.
     """
-    other = os.environ.get(PATH_VARIABLE)
+    other = os.environ.get(PATH_VARIABLE if device == "cpu" else CUDA_PATH_VARIABLE)
     if other is not None:
         return Path(other) if other else None
-    file = files("graphopt.runtime_ops").joinpath(NAME)
+    file = files("graphopt.runtime_ops").joinpath(NAMES[device])
     return Path(str(file)) if file.is_file() else None

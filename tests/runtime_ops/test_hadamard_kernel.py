@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
-from graphopt.runtime_ops import declare, library_path
+from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.hadamard.op import HADAMARD, reference
+from tests.native import ISA_VARIABLE, here, needs_library
 
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
+pytestmark = needs_library
 
-INSTRUCTIONS = ("scalar", "avx2", "avx512")
 # What a sum of ab numbers may be off by, in parts of the norm of its run.
 TOLERANCE = {np.float16: 1e-3, np.float32: 1e-6, np.float64: 1e-14}
 # Both Sylvester's; one core; cores inside and beside Sylvester's; two cores; narrower than a vector; wide; the largest;
@@ -76,7 +76,7 @@ class Kernel:
     def session(self, dtype: type, rank: int, isa: str = "", threads: int = 1) -> onnxruntime.InferenceSession:
         key = (dtype, rank, isa, threads)
         if key not in self.sessions:
-            self.monkeypatch.setenv("GRAPHOPT_OPS_ISA", isa)
+            self.monkeypatch.setenv(ISA_VARIABLE, isa)
             self.sessions[key] = open_session(self.file[dtype, rank], threads=threads)
         return self.sessions[key]
 
@@ -84,30 +84,11 @@ class Kernel:
         session = self.session(x.dtype.type, x.ndim, *key)
         return session.run(None, {"x": x, "left": left, "right": right})[0]
 
-    @property
-    def here(self) -> list[str]:
-        """The sets of instructions that this machine has."""
-        return [isa for isa in INSTRUCTIONS if self.has(isa)]
-
-    def has(self, isa: str) -> bool:
-        try:
-            self.session(np.float32, 1, isa)
-        except Exception:
-            return False
-        return True
-
 
 @pytest.fixture(scope="module")
 def kernel(file: dict[tuple[type, int], Path]) -> Kernel:
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield Kernel(file, monkeypatch)
-
-
-@pytest.mark.parametrize("isa", INSTRUCTIONS)
-def test_instructions_are_tested_where_the_machine_has_them(kernel: Kernel, isa: str) -> None:
-    if not kernel.has(isa):
-        assert isa != "scalar"
-        pytest.skip(f"this machine has no {isa}")
 
 
 def test_instructions_that_nobody_has_are_an_error(kernel: Kernel) -> None:
@@ -117,7 +98,7 @@ def test_instructions_that_nobody_has_are_an_error(kernel: Kernel) -> None:
 
 def check(kernel: Kernel, x: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
     """Each set of instructions gives the same bits, near the reference."""
-    first, *others = (kernel(x, left, right, isa) for isa in kernel.here)
+    first, *others = (kernel(x, left, right, isa) for isa in here())
     expected = reference(x.astype(np.float64), left, right)
     assert (first.shape, first.dtype) == (x.shape, x.dtype)
     order = len(left) * len(right)
@@ -227,7 +208,7 @@ def test_what_is_not_finite_stays_in_its_run(kernel: Kernel, bad: float, pair: t
     left, right = (hadamard(n) for n in pair)
     x = np.random.default_rng(0).standard_normal((3, 2 * order)).astype(np.float32)
     tame, x[1, 5] = x.copy(), bad
-    for isa in kernel.here:
+    for isa in here():
         y, expected = kernel(x, left, right, isa), kernel(tame, left, right, isa)
         assert not np.isfinite(y[1, :order]).any()
         y[1, :order] = expected[1, :order]
@@ -245,7 +226,7 @@ def test_large_numbers_do_not_overflow_and_small_ones_do_not_vanish(kernel: Kern
 def test_every_float16_number_comes_through(kernel: Kernel) -> None:
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     identity = np.ones((1, 1), np.int8)
-    for isa in kernel.here:
+    for isa in here():
         assert np.array_equal(kernel(every, identity, identity, isa), every, equal_nan=True)
     # sums of two, over sqrt(2): rounded once, to the nearest
     pairs = np.random.default_rng(0).permutation(every[np.isfinite(every)])

@@ -220,3 +220,23 @@ def test_padding_is_exact() -> None:
     limits = bound(*(inputs[name] for name in (*INPUTS, *STATE)), **attributes.for_node())
     assert not limits[0, :3].any()
     assert limits[0, 3].all()
+
+
+def test_the_sign_of_steps_does_not_matter() -> None:
+    # a state may come from anywhere: low and step negated are the negated number, so only the sign of y changes
+    attributes = attributes_of(storage="int4", policies=(1,), recent=70)
+    call = Last(reference)
+    Fed(attributes, tokens_of(attributes, 100, batch=1, head_size=32), 7, call).calls(96, 4)  # the last fills no page
+    inputs = dict(zip((*INPUTS, *STATE), call.inputs, strict=True))
+    limits = []
+    for of_keys, of_values in ((1, 1), (-1, 1), (1, -1)):
+        scales = inputs["scales"].copy()
+        scales[..., :64] *= of_keys
+        scales[..., 64:] *= of_values
+        signed = {**inputs, "scales": scales, "recent": np.zeros_like(inputs["recent"])}
+        for name, sign in (("query", of_keys), ("key", of_keys), ("value", of_values)):
+            signed[name] = inputs[name] * sign
+        limits.append(bound(*signed.values(), **attributes.for_node()))
+    assert limits[0].max() > 0
+    assert np.array_equal(limits[0], limits[1])
+    assert np.array_equal(limits[0], limits[2])

@@ -8,13 +8,13 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure import coded_nodes, dequantize_of
 from graphopt.passes.base import Effect, Ledger, Options, Pass
-from graphopt.passes.lower.costs import Costs, shipped_costs
+from graphopt.passes.lower.costs import Costs, estimate, shipped_costs
 from graphopt.passes.products import repack, replace
 from graphopt.passes.quantize_weights import Activations
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.weights import weight_of
 
-Target = Literal["portable", "ort-cpu"]
+Target = Literal["portable", "ort-cpu", "ort-cuda"]
 
 
 class LowerOptions(Options):
@@ -22,10 +22,10 @@ class LowerOptions(Options):
 
     Attributes:
         target: ``portable``: any onnxruntime; every product stays in the standard form where it has one. ``ort-cpu``:
-            onnxruntime on a CPU with graphopt's library registered.
+            onnxruntime on a CPU with graphopt's library registered. ``ort-cuda``: the same on an NVIDIA GPU.
         instructions: the instruction set of that CPU, of those that costs were measured with.
         activations: what the inputs of products that become ``MatMulTable`` are rounded to; ``None`` for what the
-            recipe says.
+            recipe says, on a GPU ``float32``.
     """
 
     step: Literal["lower"] = "lower"
@@ -35,13 +35,13 @@ class LowerOptions(Options):
 
 
 class Lower(Pass[LowerOptions]):
-    """Choose for each product with stored codes between onnxruntime's kernel and graphopt's, by measured cost.
+    """Choose for each product with stored codes between onnxruntime's kernel and graphopt's, by cost.
 
     before::
 
         y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
 
-    after, for the target ``ort-cpu`` and where graphopt's kernel was measured to be faster::
+    after, for the target ``ort-cpu`` where graphopt's kernel was measured to be faster, for ``ort-cuda`` where it can::
 
         y = ai.graphopt::MatMulTable(x, codes, scales, table, zero points, 0; group, activations)
 
@@ -49,7 +49,8 @@ class Lower(Pass[LowerOptions]):
     the rounding of x is said: onnxruntime fuses the first form into ``MatMulNBits``, which rounds x to int8 in groups
     unless a session entry forbids it; the second says in the graph what x is rounded to. The graph then means that
     rounding, where before it meant none: the pass counts as lossy, and is measured. For the target ``portable`` nothing
-    is rewritten.
+    is rewritten. Nothing was measured on a GPU yet: there the report states an estimate, from bytes and a nominal
+    bandwidth.
     """
 
     name: ClassVar[str] = "lower"
@@ -61,7 +62,7 @@ class Lower(Pass[LowerOptions]):
         self._costs = costs
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
-        """Rewrite the products whose measured cost says so, and give the reason for every other."""
+        """Rewrite the products whose cost says so, and give the reason for every other."""
         for node in coded_nodes(model.graph):
             if (dequantize := dequantize_of(node)) is None:
                 continue
@@ -73,9 +74,14 @@ class Lower(Pass[LowerOptions]):
 
     def _choose(self, graph: ir.Graph, node: ir.Node, dequantize: ir.Node, ledger: Ledger) -> None:
         codes, x = weight_of(dequantize, 0), node.inputs[0]
-        assert codes is not None and codes.dtype is not None and x is not None
-        costs = shipped_costs() if self._costs is None else self._costs
-        choice = costs.compare(int(codes.dtype.bitwidth), self.options.instructions)
+        assert codes is not None and codes.dtype is not None and codes.shape is not None and x is not None
+        on_gpu = self.options.target == "ort-cuda"
+        if on_gpu:
+            rows, columns = codes.shape.numpy()
+            choice = estimate(rows, columns, int(codes.dtype.bitwidth))
+        else:
+            costs = shipped_costs() if self._costs is None else self._costs
+            choice = costs.compare(int(codes.dtype.bitwidth), self.options.instructions)
         if not choice.ours:
             ledger.skipped(node, choice.reason)
             return
@@ -86,9 +92,10 @@ class Lower(Pass[LowerOptions]):
         if isinstance(packed, str):
             ledger.skipped(node, packed)
             return
-        activations = self.options.activations or "int8"
+        activations = "float32" if on_gpu else self.options.activations or "int8"
         new = packed.node(OPERATORS["MatMulTable"], x, (), {"activations": activations}, node.name or "")
-        what = f"MatMulTable, inputs rounded to {activations} in groups of {packed.group}: {choice.reason}"
+        rounding = "inputs as they are" if on_gpu else f"inputs rounded to {activations} in groups of {packed.group}"
+        what = f"MatMulTable, {rounding}: {choice.reason}"
         replace(graph, node, new, what, ledger)
 
 

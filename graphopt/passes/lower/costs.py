@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict
 
 FILE = "costs.json"
 
+NOMINAL_BANDWIDTH = 3.35e12
+"""Bytes per second of an H100's memory by its data sheet: what estimates of a product on a GPU are made with."""
+
 
 class Cost(BaseModel):
     """One product, measured in both kernels in turns; weights come from memory, not from a cache.
@@ -74,6 +77,19 @@ class Costs(BaseModel):
             f"({worst.rows_of_x} row(s) of x, {worst.shape[0]} x {worst.shape[1]}, group {worst.group}, {instructions})"
         )
         return Choice(worst.matmultable_us < worst.matmulnbits_us, figures)
+
+
+def estimate(rows: int, columns: int, bits: int) -> Choice:
+    """Return what a decode step's product takes on a GPU if only bytes of codes count: an estimate, nothing measured.
+
+    The other choice is float16 weights, as onnxruntime's CUDA provider multiplies what it has dequantized.
+    """
+    ours, theirs = (rows * columns * each / 8 / NOMINAL_BANDWIDTH * 1e6 for each in (bits, 16))
+    reason = (
+        f"an estimate, nothing was measured: {ours:.3g} us against {theirs:.3g} us of float16 weights, by the bytes of "
+        f"{rows} x {columns} codes of {bits} bits at a nominal {NOMINAL_BANDWIDTH / 1e12:g} TB/s"
+    )
+    return Choice(ours < theirs, reason)
 
 
 @cache

@@ -18,6 +18,8 @@ struct OrtSessionOptions;
 struct OrtCustomOpDomain;
 struct OrtTensorTypeAndShapeInfo;
 struct OrtShapeInferContext;
+struct OrtMemoryInfo;
+struct OrtAllocator;
 
 struct OrtApi {
   void* functions[1];  // and more: those of the version that was asked for
@@ -67,6 +69,7 @@ enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 constexpr int kRequired = 0;
 constexpr int kDefaultMemory = 0;
+constexpr int kHostInput = -2;  // in memory of the host, whatever device the kernel runs on
 
 // Position and type of each function of OrtApi that we call: call<CreateStatus>(api, code, message).
 template <size_t Position, typename Result, typename... Arguments>
@@ -89,15 +92,28 @@ using GetTensorTypeAndShape = Function<65, OrtStatus*, const OrtValue*, OrtTenso
 using KernelInfoGetAttributeFloat = Function<85, OrtStatus*, const OrtKernelInfo*, const char*, float*>;
 using KernelInfoGetAttributeInt = Function<86, OrtStatus*, const OrtKernelInfo*, const char*, int64_t*>;
 using KernelInfoGetAttributeString = Function<87, OrtStatus*, const OrtKernelInfo*, const char*, char*, size_t*>;
+using AllocatorAlloc = Function<75, OrtStatus*, OrtAllocator*, size_t, void**>;
+using AllocatorFree = Function<76, OrtStatus*, OrtAllocator*, void*>;
 using KernelContextGetInput = Function<90, OrtStatus*, const OrtKernelContext*, size_t, const OrtValue**>;
 using KernelContextGetOutput =
     Function<91, OrtStatus*, OrtKernelContext*, size_t, const int64_t*, size_t, OrtValue**>;
 using ReleaseStatus = Function<93, void, OrtStatus*>;
 using ReleaseTensorTypeAndShapeInfo = Function<99, void, OrtTensorTypeAndShapeInfo*>;
+using ReleaseAllocator = Function<132, void, OrtAllocator*>;
 using KernelInfoGetAttributeInts = Function<163, OrtStatus*, const OrtKernelInfo*, const char*, int64_t*, size_t*>;
+using KernelContextGetGPUComputeStream = Function<193, OrtStatus*, const OrtKernelContext*, void**>;
+using GetTensorMemoryInfo = Function<194, OrtStatus*, const OrtValue*, const OrtMemoryInfo**>;
 using KernelInfoGetNodeName = Function<244, OrtStatus*, const OrtKernelInfo*, char*, size_t*>;
 using KernelInfoGetConstantInput = Function<249, OrtStatus*, const OrtKernelInfo*, size_t, int*, const OrtValue**>;
+using KernelContextGetAllocator =
+    Function<253, OrtStatus*, const OrtKernelContext*, const OrtMemoryInfo*, OrtAllocator**>;
 using KernelContextParallelFor =
     Function<274, OrtStatus*, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
+
+// Since 1.18, for those who ask for that version.
+constexpr uint32_t kScratchVersion = 18;
+using KernelContextGetScratchBuffer =
+    Function<277, OrtStatus*, const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**>;
+using KernelInfoGetAllocator = Function<278, OrtStatus*, const OrtKernelInfo*, int, OrtAllocator**>;
 
 }  // namespace graphopt

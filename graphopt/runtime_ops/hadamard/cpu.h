@@ -1,13 +1,10 @@
 // Hadamard's kernels: raw pointers in, raw pointers out. cpu.cc is compiled once for each set of instructions.
 #pragma once
 
+#include "abi/half.h"
 #include "hadamard/factor.h"
 
 namespace graphopt {
-
-struct Half {
-  uint16_t bits;
-};
 
 // Work on `runs` runs of left.order() * right.order() numbers, of x's own type.
 struct HadamardWork {

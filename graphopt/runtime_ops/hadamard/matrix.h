@@ -22,4 +22,16 @@ inline OrtStatus* read_matrix(const Node& node, const OrtValue* value, const cha
   }
 }
 
+// How many runs of left x right numbers x has.
+inline OrtStatus* count_runs(const Node& node, const Tensor& x, size_t left, size_t right, size_t* runs) {
+  if (x.rank < 1) return node.error("x must have a rank of 1 or more");
+  // Neither product overflows: the matrices are in memory, and so is x, of which no axis is negative.
+  const size_t order = left * right, n = static_cast<size_t>(x.shape[x.rank - 1]);
+  if (n % order) return node.error("the last axis of x is %zu, which is no multiple of %zu x %zu", n, left, right);
+  size_t numbers = 1;
+  for (size_t axis = 0; axis < x.rank; ++axis) numbers *= static_cast<size_t>(x.shape[axis]);
+  *runs = numbers / order;
+  return nullptr;
+}
+
 }  // namespace graphopt

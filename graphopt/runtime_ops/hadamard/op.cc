@@ -88,7 +88,6 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
   }
   Tensor x, y;
   GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
-  if (x.rank < 1) return node.error("x must have a rank of 1 or more");
   OwnedFactor given[3];
   const Factor* factors[3];
   for (Input which : {kLeft, kRight}) {
@@ -96,18 +95,14 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
     if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[which], kNames[which], &given[which]));
   }
   const Factor &left = *factors[kLeft], &right = *factors[kRight];
-  // Neither product overflows: the matrices are in memory, and so is x, of which no axis is negative.
-  const size_t order = left.order() * right.order(), n = static_cast<size_t>(x.shape[x.rank - 1]);
-  if (n % order) {
-    return node.error("the last axis of x is %zu, which is no multiple of %zu x %zu", n, left.order(), right.order());
-  }
-  size_t numbers = 1;
-  for (size_t axis = 0; axis < x.rank; ++axis) numbers *= static_cast<size_t>(x.shape[axis]);
+  size_t runs = 0;
+  GRAPHOPT_RETURN_IF_ERROR(count_runs(node, x, left.order(), right.order(), &runs));
+  const size_t order = left.order() * right.order(), numbers = runs * order;
   OrtValue* output = nullptr;
   GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, 0, x.shape.get(), x.rank, &output));
   if (!numbers) return nullptr;
   GRAPHOPT_RETURN_IF_ERROR(y.read(api, output));
-  const size_t bytes = x.type == kFloat ? 4 : x.type == kDouble ? 8 : 2, runs = numbers / order;
+  const size_t bytes = x.type == kFloat ? 4 : x.type == kDouble ? 8 : 2;
   const double scale = 1 / std::sqrt(static_cast<double>(order));
   const bool streaming = numbers * bytes >= kStreaming;
   Call call{this, {x.data, y.data, runs, left, right, scale, nullptr, streaming}, (kTask + order - 1) / order,

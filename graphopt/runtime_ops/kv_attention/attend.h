@@ -197,8 +197,9 @@ struct Reader {
     }
     const size_t physical = layout.physical(logical), of_page = layout.page_bytes();
     const size_t bytes = layout.integers() ? of_page : of_page / layout.page * tokens;
-    ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
+    // in the order in which they are needed
     if (layout.integers()) ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
+    ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
   }
 
   // For a page that no page before it asks for.

@@ -45,9 +45,27 @@ class Ranks {
   }
 
   // The highest number that `wanted` are equal to or above, or any on the way to it of which exactly so many are: found by
-  // halving what is left.
+  // halving what is left between the lowest and the highest.
   int32_t threshold(size_t wanted) const {
-    int64_t low = kLowest, high = INT32_MAX;
+    Integers least = all_lanes(INT32_MAX), most = all_lanes(kLowest);
+    for (size_t i = 0; i < lines_; ++i) {
+      const Integers ranks = line(i);
+      most = by_parts<Integers>([&](size_t part) {
+        return ranks.part[part] > most.part[part] ? ranks.part[part] : most.part[part];
+      });
+      // what only fills the last line up is no rank
+      least = by_parts<Integers>([&](size_t part) {
+        const auto lower = ranks.part[part] < least.part[part] ? ranks.part[part] : least.part[part];
+        return ranks.part[part] == kLowest ? least.part[part] : lower;
+      });
+    }
+    int32_t lanes[2][kColumns];
+    store_line(lanes[0], least), store_line(lanes[1], most);
+    int64_t low = INT32_MAX, high = kLowest;
+    for (size_t i = 0; i < kColumns; ++i) {
+      low = lanes[0][i] < low ? lanes[0][i] : low;
+      high = lanes[1][i] > high ? lanes[1][i] : high;
+    }
     while (low < high) {
       const int64_t middle = low + (high - low + 1) / 2;
       const size_t found = count(static_cast<int32_t>(middle));
@@ -63,14 +81,15 @@ class Ranks {
   const float* ranks_;
 };
 
-inline bool any_at_least(const Integers& ranks, int32_t least) {
+// A bit for each lane that is `least` or more.
+inline uint32_t lanes_at_least(const Integers& ranks, int32_t least) {
 #if defined(__AVX512F__)
   return _mm512_cmpge_epi32_mask(reinterpret_cast<__m512i>(ranks.part[0]), _mm512_set1_epi32(least));
 #else
-  Integers::Part any = {};
-  for (const Integers::Part& part : ranks.part) any |= part >= least;
-  int32_t bits = 0;
-  for (size_t i = 0; i < kVectorBytes / 4; ++i) bits |= any[i];
+  int32_t lanes[kColumns];
+  store_line(lanes, ranks);
+  uint32_t bits = 0;
+  for (size_t i = 0; i < kColumns; ++i) bits |= static_cast<uint32_t>(lanes[i] >= least) << i;
   return bits;
 #endif
 }
@@ -102,12 +121,14 @@ size_t list_pages(const Layout& layout, int64_t position, float* scores, PageEnt
     size_t equal = budget - ranks.count(least + 1);  // how many of those that are equal to it are chosen
     for (size_t line = 0; line < ranks.lines(); ++line) {
       const Integers of_line = ranks.line(line);
-      if (!any_at_least(of_line, least)) continue;
+      uint32_t bits = lanes_at_least(of_line, least);
+      if (!bits) continue;
       int32_t lanes[kColumns];
       store_line(lanes, of_line);
-      const size_t lanes_end = count - line * kColumns < kColumns ? count - line * kColumns : kColumns;
-      for (size_t i = 0; i < lanes_end; ++i) {
-        if (lanes[i] < least || (lanes[i] == least && !equal)) continue;
+      if (count - line * kColumns < kColumns) bits &= (1u << (count - line * kColumns)) - 1;
+      for (; bits; bits &= bits - 1) {
+        const auto i = static_cast<size_t>(__builtin_ctz(bits));
+        if (lanes[i] == least && !equal) continue;
         equal -= lanes[i] == least;
         const int64_t page = candidates.first + static_cast<int64_t>(line * kColumns + i);
         list_others(next, page);

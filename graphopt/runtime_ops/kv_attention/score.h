@@ -1,4 +1,5 @@
-// Scores of pages from their summaries: a bound of the products with the keys of a page, or the product with their mean.
+// Scores of pages from their summaries: a bound of the products with the keys of a page, or the product with their
+// mean.
 #pragma once
 
 #include "kv_attention/channels.h"
@@ -25,7 +26,8 @@ struct Signed {
   }
 };
 
-// The score of one query as it is defined, where what is no number stays, and in the given channels alone where there are any.
+// The score of one query as it is defined, where what is no number stays, and in the given channels alone where there
+// are any.
 template <bool Mean>
 inline float exact_score(const float* query, const float* summary, size_t size, const Channels* channels) {
   Floats sum = all_lanes(0.f);
@@ -47,24 +49,22 @@ template <bool Mean, size_t Rows, size_t Pages>
 inline void score_block(const float* queries, const Signed& parts, const float* summary, size_t stride, size_t size,
                         float* scores) {
   Floats sums[kColumns] = {};
-  for (size_t c = 0; c < size; c += kColumns) {
-#pragma GCC unroll 4
-    for (size_t p = 0; p < Pages; ++p) {
-      const float* const at = summary + p * stride + c;
-      const Floats low = load_line<Floats>(at), high = Mean ? low : load_line<Floats>(at + size);
-      prefetch_line(at, kAhead * kLine);
-      if (!Mean) prefetch_line(at + size, kAhead * kLine);
+  const auto add = [&](const float* factors, const float* numbers, size_t p) __attribute__((always_inline)) {
+    for (size_t c = 0; c < size; c += kColumns) {
+      const Floats line = load_line<Floats>(numbers + c);
+      prefetch_line(numbers + c, kAhead * kLine);
 #pragma GCC unroll 8
       for (size_t r = 0; r < Rows; ++r) {
-        Floats& sum = sums[r * Pages + p];
-        if constexpr (Mean) {
-          sum = fused(load_line<Floats>(queries + r * size + c), low, sum);
-        } else {
-          sum = fused(load_line<Floats>(parts.positive + r * size + c), high, sum);
-          sum = fused(load_line<Floats>(parts.negative + r * size + c), low, sum);
-        }
+        sums[r * Pages + p] = fused(load_line<Floats>(factors + r * size + c), line, sums[r * Pages + p]);
       }
     }
+  };
+  // Summaries go by as they lie in memory: a processor that sees several places read in turns foresees none of them.
+#pragma GCC unroll 4
+  for (size_t p = 0; p < Pages; ++p) {
+    const float* const at = summary + p * stride;
+    add(Mean ? queries : parts.negative, at, p);
+    if (!Mean) add(parts.positive, at + size, p);
   }
   if constexpr (Rows * Pages == kColumns) {
     store_line(scores, sums_of(sums));
@@ -80,8 +80,8 @@ inline void keep_larger(float score, float* most) {
 }
 
 template <bool Mean>
-void score_pages(const Attention& call, const HeadState& state, const float* all, const Channels* channels, int64_t first,
-                 int64_t end, float* scores) {
+void score_pages(const Attention& call, const HeadState& state, const float* all, const Channels* channels,
+                 int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const size_t size = layout.size, pages = static_cast<size_t>(end - first), stride = layout.summary;
   const float* const summaries = state.summaries + static_cast<size_t>(first) * stride;
@@ -119,7 +119,8 @@ void score_pages(const Attention& call, const HeadState& state, const float* all
 void score(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const HeadState state(layout, call.state, row, head);
-  const float* const queries = call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * layout.size;
+  const size_t group = (row * call.columns + column) * layout.kv_heads + head;
+  const float* const queries = call.query + group * layout.group * layout.size;
   const auto run = [&](const Channels* channels) {
     if (layout.mean) return score_pages<true>(call, state, queries, channels, first, end, scores);
     score_pages<false>(call, state, queries, channels, first, end, scores);

@@ -89,6 +89,16 @@ def test_run_json_and_seeds(run, optimized: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_run_on_a_gpu_that_onnxruntime_does_not_know_exits_4(run, optimized: Path) -> None:
+    import onnxruntime
+
+    if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
+        pytest.skip("this onnxruntime has the provider")
+    code, _, error = run("run", optimized, "--prompt", "a", "--device", "cuda")
+    assert code == 4
+    assert "has no CUDAExecutionProvider" in error
+
+
 def test_eval_measures_a_file(run, optimized: Path, tmp_path: Path) -> None:
     (tmp_path / "text.py").write_text("import os\nprint(os.getcwd())\n" * 10)
     code, out, _ = run("eval", optimized, "--text", tmp_path / "text.py", "--json")

@@ -1,0 +1,47 @@
+#include "cuda/copy.h"
+
+#include "cuda/device.h"
+
+namespace graphopt {
+#if defined(__CUDACC__)
+namespace {
+
+const char* said(cudaError_t status) { return status == cudaSuccess ? nullptr : cudaGetErrorString(status); }
+
+}  // namespace
+
+const char* copy_to_device(void* device, const void* host, size_t bytes, void* stream) {
+  // Of memory that is not pinned, CUDA has taken its own copy when the call returns.
+  return said(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)));
+}
+
+const char* copy_to_host(void* host, const void* device, size_t bytes, void* stream) {
+  const auto status = cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, static_cast<cudaStream_t>(stream));
+  return status == cudaSuccess ? wait_for(stream) : said(status);
+}
+
+const char* copy_on_device(void* to, const void* from, size_t bytes, void* stream) {
+  return said(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+}
+
+const char* wait_for(void* stream) { return said(cudaStreamSynchronize(static_cast<cudaStream_t>(stream))); }
+#else
+const char* copy_to_device(void* device, const void* host, size_t bytes, void*) {
+  std::memcpy(device, host, bytes);
+  return nullptr;
+}
+
+const char* copy_to_host(void* host, const void* device, size_t bytes, void*) {
+  std::memcpy(host, device, bytes);
+  return nullptr;
+}
+
+const char* copy_on_device(void* to, const void* from, size_t bytes, void*) {
+  std::memcpy(to, from, bytes);
+  return nullptr;
+}
+
+const char* wait_for(void*) { return nullptr; }
+#endif
+
+}  // namespace graphopt

@@ -1,0 +1,186 @@
+// What kernels want of CUDA, and all they may use of it: the same kernel compiles with nvcc for a GPU, and as plain C++
+// for host.h, which interprets it thread by thread, so that tests run it on any machine.
+//
+// A kernel takes one struct by value, its blocks have one dimension and a multiple of 32 threads, and all shared memory
+// is dynamic. Whatever has "all lanes" in its comment must be reached by the 32 lanes of a warp together.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#include <cuda_runtime.h>
+#define GRAPHOPT_DEVICE __device__ __forceinline__
+#define GRAPHOPT_BOTH __host__ __device__ __forceinline__
+#define GRAPHOPT_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)
+#define GRAPHOPT_UNROLL _Pragma("unroll")
+#define GRAPHOPT_NO_UNROLL _Pragma("unroll 1")
+#else
+#include <cmath>
+
+#define GRAPHOPT_DEVICE inline
+#define GRAPHOPT_BOTH inline
+#define GRAPHOPT_KERNEL(threads, blocks_per_sm)
+#define GRAPHOPT_UNROLL
+#define GRAPHOPT_NO_UNROLL
+#endif
+
+namespace graphopt {
+
+constexpr int kWarp = 32;
+
+struct Index3 {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// 8 and 16 bytes that are loaded or stored at once.
+struct alignas(8) Word2 {
+  uint32_t words[2];
+};
+struct alignas(16) Word4 {
+  uint32_t words[4];
+};
+
+}  // namespace graphopt
+
+#if !defined(__CUDACC__)
+#include "cuda/host.h"
+#endif
+
+namespace graphopt {
+
+// Where this thread is. Blocks have one dimension: y and z of thread_index are 0.
+GRAPHOPT_DEVICE Index3 thread_index() {
+#if defined(__CUDACC__)
+  return {threadIdx.x, 0, 0};
+#else
+  return {host::thread_index(), 0, 0};
+#endif
+}
+GRAPHOPT_DEVICE Index3 block_index() {
+#if defined(__CUDACC__)
+  return {blockIdx.x, blockIdx.y, blockIdx.z};
+#else
+  return host::block_index();
+#endif
+}
+GRAPHOPT_DEVICE Index3 block_count() {
+#if defined(__CUDACC__)
+  return {gridDim.x, gridDim.y, gridDim.z};
+#else
+  return host::block_count();
+#endif
+}
+GRAPHOPT_DEVICE unsigned thread_count() {
+#if defined(__CUDACC__)
+  return blockDim.x;
+#else
+  return host::thread_count();
+#endif
+}
+GRAPHOPT_DEVICE int lane() { return static_cast<int>(thread_index().x % kWarp); }
+GRAPHOPT_DEVICE int warp() { return static_cast<int>(thread_index().x / kWarp); }
+
+// The block's dynamic shared memory, at a multiple of 128 bytes; it starts with anything in it.
+GRAPHOPT_DEVICE char* shared_memory() {
+#if defined(__CUDACC__)
+  extern __shared__ __align__(128) char graphopt_shared_memory[];
+  return graphopt_shared_memory;
+#else
+  return host::shared_memory();
+#endif
+}
+
+// All threads of the block, none of which may have returned.
+GRAPHOPT_DEVICE void sync_block() {
+#if defined(__CUDACC__)
+  __syncthreads();
+#else
+  host::sync_block();
+#endif
+}
+
+// All lanes; what they wrote to memory before is seen by the others behind it.
+GRAPHOPT_DEVICE void sync_warp() {
+#if defined(__CUDACC__)
+  __syncwarp();
+#else
+  host::sync_warp();
+#endif
+}
+
+// `value` of lane `from` (modulo 32), or of the lane whose number differs from this one's in the bits of `mask`; 4 or 8
+// bytes. All lanes.
+template <typename T>
+GRAPHOPT_DEVICE T shuffle(T value, int from) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "a shuffle moves 4 or 8 bytes");
+#if defined(__CUDACC__)
+  return __shfl_sync(0xffffffffu, value, from);
+#else
+  return host::shuffle(value, from % kWarp);
+#endif
+}
+template <typename T>
+GRAPHOPT_DEVICE T shuffle_xor(T value, int mask) {
+  static_assert(sizeof(T) == 4 || sizeof(T) == 8, "a shuffle moves 4 or 8 bytes");
+#if defined(__CUDACC__)
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+#else
+  return host::shuffle(value, (lane() ^ mask) % kWarp);
+#endif
+}
+
+// Bit i says what lane i gave. All lanes.
+GRAPHOPT_DEVICE uint32_t ballot(bool value) {
+#if defined(__CUDACC__)
+  return __ballot_sync(0xffffffffu, value);
+#else
+  return host::ballot(value);
+#endif
+}
+
+// Over groups of `Lanes` neighbouring lanes, a power of two; every lane has the result, with the same bits. All lanes.
+template <int Lanes = kWarp, typename T>
+GRAPHOPT_DEVICE T reduce_sum(T value) {
+  GRAPHOPT_UNROLL
+  for (int mask = Lanes / 2; mask > 0; mask /= 2) value = value + shuffle_xor(value, mask);
+  return value;
+}
+template <int Lanes = kWarp, typename T>
+GRAPHOPT_DEVICE T reduce_max(T value) {
+  GRAPHOPT_UNROLL
+  for (int mask = Lanes / 2; mask > 0; mask /= 2) {
+    const T other = shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+}
+
+// Adds in global or shared memory and returns what was there before; the order among threads is anyone's, so integers
+// only.
+GRAPHOPT_DEVICE int32_t atomic_add(int32_t* at, int32_t value) {
+#if defined(__CUDACC__)
+  return atomicAdd(at, value);
+#else
+  return host::atomic_add(at, value);
+#endif
+}
+GRAPHOPT_DEVICE uint32_t atomic_add(uint32_t* at, uint32_t value) {
+#if defined(__CUDACC__)
+  return atomicAdd(at, value);
+#else
+  return host::atomic_add(at, value);
+#endif
+}
+
+// What this thread wrote before is seen by every thread of the grid that sees what it writes behind.
+GRAPHOPT_DEVICE void fence() {
+#if defined(__CUDACC__)
+  __threadfence();
+#endif
+}
+
+}  // namespace graphopt
+
+#include "cuda/memory.h"
+#include "cuda/numbers.h"

@@ -1,0 +1,56 @@
+// Starting a kernel, on a GPU's stream or in the host interpreter.
+#pragma once
+
+#include "cuda/device.h"
+
+namespace graphopt {
+
+// What a block may have on every GPU from sm_80 on; a kernel that needs less lets more blocks share a processor.
+constexpr size_t kSharedBytes = 163 * 1024;
+constexpr unsigned kThreads = 1024;
+
+// Why a launch of this size cannot be; null where it can.
+inline const char* refusal(Index3 grid, unsigned threads, size_t shared_bytes) {
+  if (!threads || threads % kWarp || threads > kThreads) {
+    return "a block must have a multiple of 32 threads, at most 1024";
+  }
+  if (!grid.x || !grid.y || !grid.z) return "a grid must have blocks";
+  if (grid.x > 0x7fffffffu || grid.y > 0xffffu || grid.z > 0xffffu) return "a grid has more blocks than CUDA takes";
+  return shared_bytes > kSharedBytes ? "a block must have at most 163 KiB of shared memory" : nullptr;
+}
+
+// Starts kernel(arguments) on the stream; null, or what went wrong. A stream is a cudaStream_t, null for CUDA's own;
+// the interpreter has none, and is done when it returns.
+template <typename Arguments>
+const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
+                   Arguments arguments) {
+  if (const char* failure = refusal(grid, threads, shared_bytes)) return failure;
+#if defined(__CUDACC__)
+  constexpr size_t kWithoutAsking = 48 * 1024;
+  const void* const function = reinterpret_cast<const void*>(kernel);
+  cudaError_t status = cudaSuccess;
+  if (shared_bytes > kWithoutAsking) {
+    const int bytes = static_cast<int>(shared_bytes);
+    status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  }
+  if (status == cudaSuccess) {
+    void* values[] = {&arguments};
+    status = cudaLaunchKernel(function, dim3(grid.x, grid.y, grid.z), dim3(threads), values, shared_bytes,
+                              static_cast<cudaStream_t>(stream));
+  }
+  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+#else
+  (void)stream;
+  struct Call {
+    void (*kernel)(Arguments);
+    const Arguments& arguments;
+  } const call{kernel, arguments};
+  const auto body = [](const void* given) {
+    const Call& self = *static_cast<const Call*>(given);
+    self.kernel(self.arguments);
+  };
+  return host::run(body, &call, grid, threads, shared_bytes);
+#endif
+}
+
+}  // namespace graphopt

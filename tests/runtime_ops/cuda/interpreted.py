@@ -1,0 +1,88 @@
+"""Builds kernels for the host interpreter: .cu files as plain C++, with ``cuda/host.h`` in the place of CUDA.
+
+Each source is compiled once for its contents and those of all headers, into ``build/interpreted``; the sanitizers of
+``make test-native`` are used where ``GRAPHOPT_SANITIZE`` is set.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+OPERATORS = ROOT / "graphopt" / "runtime_ops"
+INTERPRETER = [OPERATORS / "cuda" / f"{name}.cc" for name in ("fiber", "host", "host_matrix")]
+FLAGS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
+WARNINGS = ["-Wall", "-Wextra", "-Werror"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
+
+
+def build(name: str, sources: Sequence[Path], compiler: str) -> Path:
+    """Return a library of ``sources`` and the interpreter; only what changed since the last time is compiled.
+
+    Raises:
+        AssertionError: the compiler refuses a source, or warns of it.
+    """
+    flags = [*FLAGS, *WARNINGS, *(SANITIZERS if os.environ.get("GRAPHOPT_SANITIZE") else []), f"-I{OPERATORS}"]
+    flags.append("-DGRAPHOPT_INTERPRETED")
+    known = hashlib.sha256(" ".join([compiler, *flags]).encode())
+    for header in sorted(OPERATORS.rglob("*.h")):
+        known.update(header.read_bytes())
+    folder = ROOT / "build" / "interpreted"
+    folder.mkdir(parents=True, exist_ok=True)
+    objects = []
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the same tests wait instead of compiling the same
+        for source in [*INTERPRETER, *sources]:
+            made = known.copy()
+            made.update(str(source).encode() + source.read_bytes())
+            objects.append(folder / f"{source.parent.name}-{source.stem}-{made.hexdigest()[:16]}.o")
+            if not objects[-1].exists():
+                _run([compiler, *flags, "-c", "-x", "c++", source], objects[-1])
+        library = folder / f"{name}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}.so"
+        if not library.exists():
+            _run([compiler, *flags, "-shared", "-Wl,--no-undefined", *objects], library)
+    return library
+
+
+def _run(command: Sequence[str | Path], output: Path) -> None:
+    """Run a compiler; its output appears whole, or not at all."""
+    unfinished = output.with_name(f"unfinished-{output.name}")
+    said = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
+    assert said.returncode == 0, said.stderr
+    unfinished.replace(output)
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Return the library, each of whose functions hands back nothing or what went wrong, unless told otherwise."""
+
+    class Function(ctypes._CFuncPtr):  # type: ignore[name-defined]
+        _flags_ = ctypes._FUNCFLAG_CDECL  # type: ignore[attr-defined]
+        _restype_ = ctypes.c_char_p
+
+    loaded = ctypes.CDLL(str(library))
+    loaded._FuncPtr = Function
+    if hasattr(loaded, "graphopt_interpreter_seed"):  # a library for GPUs has no interpreter
+        loaded.graphopt_interpreter_seed.argtypes = [ctypes.c_uint64]
+    return loaded
+
+
+def sources() -> list[Path]:
+    """Return the sources of the library for GPUs, as its ``CMakeLists.txt`` lists them."""
+    listed = re.search(
+        r"add_library\(graphopt_ops_cuda MODULE\n(.+?)\)", (OPERATORS / "cuda/CMakeLists.txt").read_text(), re.S
+    )
+    assert listed
+    return [(OPERATORS / "cuda" / name).resolve() for name in listed[1].split()]
+
+
+def compiler() -> str | None:
+    """Return a C++ compiler, or ``None`` where there is none."""
+    return shutil.which("c++")

@@ -1,0 +1,95 @@
+"""The benchmark of CUDA operators: what it needs, what it calls wrong, how it compares. Times need a GPU."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.runtime_ops.cuda import interface, interpreted
+from tools import bench_cuda
+from tools.bench import cuda_hadamard
+from tools.bench.cuda_case import Case
+
+TOOL = Path(bench_cuda.__file__)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so_and_exits_2() -> None:
+    said = subprocess.run([sys.executable, TOOL], capture_output=True, text=True)
+    assert said.returncode == 2
+    assert said.stderr == "nothing was run: torch finds no NVIDIA GPU\n"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A torch whose events tell of a clock that calls move on."""
+    state = SimpleNamespace(now=0.0)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = state.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    state.cuda = SimpleNamespace(Event=Event, synchronize=lambda: None)
+    return state
+
+
+def case(clock: SimpleNamespace, error: float) -> tuple[Case, list[str]]:
+    log: list[str] = []
+
+    def takes(name: str, milliseconds: float):
+        def call(copy: int) -> None:
+            log.append(f"{name} {copy}")
+            clock.now += milliseconds
+
+        return call
+
+    rivals = {"a": takes("a", 0.006)}
+    made = Case("a case", 4000, 3, takes("poison", 0), takes("run", 0.002), lambda _: error, 0.1, rivals)
+    return made, log
+
+
+def test_a_case_is_checked_poisoned_and_timed_beside_its_rivals(clock: SimpleNamespace) -> None:
+    made, log = case(clock, 0.01)
+    row = bench_cuda.measure(clock, made, 5)
+    assert log[:4] == ["poison 0", "run 0", "poison 2", "run 2"]
+    assert row["us"] == pytest.approx({"graphopt": 2, "a": 6})
+    assert row["times_as_fast_as"] == pytest.approx({"a": 3})
+    assert row["bandwidth"] == pytest.approx(2e9)
+    assert bench_cuda.show(row, 4e9).startswith("a case: graphopt 2.0 us, a 6.0 us; 3.00x a; 50% of copy bandwidth")
+
+
+@pytest.mark.parametrize("error", [0.2, float("nan")])
+def test_a_wrong_case_is_not_timed(clock: SimpleNamespace, error: float) -> None:
+    made, log = case(clock, error)
+    row = bench_cuda.measure(clock, made, 5)
+    assert row["wrong"]
+    assert len(log) == 4
+    assert "WRONG" in bench_cuda.show(row, 1.0)
+
+
+def test_cases_of_hadamard_compute_what_they_check() -> None:
+    """On tensors of the CPU, by the host interpreter; the same code runs on a GPU."""
+    compiler = interpreted.compiler() or pytest.skip("there is no C++ compiler")
+    library = interface.declare(interpreted.load(interpreted.build("operators", interpreted.sources(), compiler)))
+    for made in cuda_hadamard.cases(library, torch, "cpu", widths=(96, 1024), rows=(1, 3)):
+        made.poison(1)
+        assert not made.error(1) <= made.allowed
+        made.run(1)
+        assert made.error(1) <= made.allowed
+        assert made.moved == 4 * int(made.name.split()[1]) * int(made.name.split()[3])
+        for rival in made.rivals.values():
+            rival(0)
