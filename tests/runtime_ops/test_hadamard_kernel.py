@@ -174,26 +174,31 @@ def test_threads_change_no_bit(kernel: Kernel, pair: tuple[int, int]) -> None:
     assert np.array_equal(one[[0, 350, 699]], alone)
 
 
-@pytest.mark.parametrize("pair", [(64, 64), (36, 64), (36, 128)])
-@pytest.mark.parametrize("shift", [0, 4, 16, 60])
-def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(kernel: Kernel, shift: int, pair: tuple[int, int]) -> None:
-    order = pair[0] * pair[1]
-    rows = -(-(9 << 20) // (4 * order)) // 3 * 3
-    source, target = (np.zeros(4 * rows * order + 128, np.uint8) for _ in range(2))
+@pytest.mark.parametrize(
+    ("dtype", "pair"), [(np.float32, (64, 64)), (np.float32, (36, 64)), (np.float32, (36, 128)), (np.float64, (36, 64))]
+)
+@pytest.mark.parametrize("shift", [0, 8, 16, 56])
+def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(
+    kernel: Kernel, dtype: type, pair: tuple[int, int], shift: int
+) -> None:
+    size = np.dtype(dtype).itemsize * (order := pair[0] * pair[1])
+    rows = -(-(9 << 20) // size) // 3 * 3
+    source, target = (np.zeros(rows * size + 128, np.uint8) for _ in range(2))
     x, y = (
-        buffer[-buffer.ctypes.data % 64 + shift :][: 4 * rows * order].view(np.float32).reshape(rows, order)
+        buffer[-buffer.ctypes.data % 64 + shift :][: rows * size].view(dtype).reshape(rows, order)
         for buffer in (source, target)
     )
     x[:] = np.random.default_rng(0).standard_normal((rows, order))
     matrices = dict(zip(("left", "right"), map(hadamard, pair), strict=True))
-    binding = (session := kernel.session(np.float32, 2)).io_binding()
+    binding = (session := kernel.session(dtype, 2)).io_binding()
     for name, matrix in matrices.items():
         binding.bind_cpu_input(name, matrix)
-    binding.bind_input("x", "cpu", 0, np.float32, x.shape, x.ctypes.data)
-    binding.bind_output("y", "cpu", 0, np.float32, y.shape, y.ctypes.data)
+    binding.bind_input("x", "cpu", 0, dtype, x.shape, x.ctypes.data)
+    binding.bind_output("y", "cpu", 0, dtype, y.shape, y.ctypes.data)
     session.run_with_iobinding(binding)
     assert np.array_equal(y, np.concatenate([kernel(part, **matrices) for part in np.split(x.copy(), 3)]))
     assert np.abs(y[:3] - reference(x[:3], **matrices)).max() < 1e-5
+    assert not np.delete(target, np.s_[(begin := -target.ctypes.data % 64 + shift) : begin + rows * size]).any()
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tools.bench.engine import TOLERANCES, Engine, Prepared, optional
 from tools.bench.formats import Rounded, rounded
-from tools.bench.problem import Array, Problem
+from tools.bench.problem import Array, Problem, aligned_copy
 from tools.bench.unavailable import UnavailableError
 
 STOP_SPINNING = {"session.force_spinning_stop": "1"}
@@ -40,9 +40,9 @@ class Bound:
         ort = optional("onnxruntime")
         self.session = session
         self.binding = session.io_binding()
-        self.inputs = [ort.OrtValue.ortvalue_from_numpy(x.copy()) for _ in session.get_inputs()]
         room = np.zeros((*x.shape[:-1], columns), np.float32)
-        self.made = [ort.OrtValue.ortvalue_from_numpy(room.copy()) for _ in session.get_outputs()]
+        self.inputs = [ort.OrtValue.ortvalue_from_numpy(aligned_copy(x)) for _ in session.get_inputs()]
+        self.made = [ort.OrtValue.ortvalue_from_numpy(aligned_copy(room)) for _ in session.get_outputs()]
         for value, buffer in zip(session.get_inputs(), self.inputs, strict=True):
             self.binding.bind_ortvalue_input(value.name, buffer)
         for value, buffer in zip(session.get_outputs(), self.made, strict=True):

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from graphopt.rotations import HadamardRotation
 from tools.bench.engine import TOLERANCES, Engine, Prepared
 from tools.bench.graphopt_engines import hadamard_pair, open_copies, operator
-from tools.bench.problem import Problem
+from tools.bench.problem import Problem, aligned_copy
 
 _COPIES = 2
 
@@ -33,8 +33,8 @@ def _hadamard(problem: Problem) -> Prepared:
 
 
 def _copy(problem: Problem) -> Prepared:
-    sources = [problem.x.copy() for _ in range(_COPIES)]
-    targets = [np.zeros_like(problem.x) for _ in range(_COPIES)]
+    sources = [aligned_copy(problem.x) for _ in range(_COPIES)]
+    targets = [aligned_copy(np.zeros_like(problem.x)) for _ in range(_COPIES)]
 
     def run() -> None:
         for source, target in zip(sources, targets, strict=True):

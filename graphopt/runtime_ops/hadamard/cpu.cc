@@ -114,43 +114,29 @@ void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ah
   }
 }
 
-// Takes rows of a strip to memory or, where they are whole lines, past the caches; and asks for as many lines ahead.
-template <typename V, typename T, bool past>
+// Takes rows of a strip to memory, and asks for as many lines ahead.
+template <typename V, typename T>
 struct Put {
   T* to;
   size_t stride;
   Ahead* ahead;
 
   void operator()(size_t row, V v) const {
-    if constexpr (past) {
-      stream_line(to + row * stride, v);
-      ahead->fetch_line();
-    } else {
-      store(to + row * stride, v);
-    }
+    store(to + row * stride, v);
+    ahead->fetch_line();
   }
 };
 
-// A strip's product with Paley's core over the integers modulo q; `past` is for lines.
-template <size_t q, typename V, typename T>
-void paley_strip(const PaleyStrip<q, V>& strip, V* even, T* to, size_t stride, bool past, Ahead& ahead) {
-  if constexpr (sizeof(V) == 64) {
-    if (past) return paley_product<q>(strip, even, Put<V, T, true>{to, stride, &ahead});
-  }
-  for (size_t line = 0; line < sizeof strip / 64; ++line) ahead.fetch_line();
-  paley_product<q>(strip, even, Put<V, T, false>{to, stride, &ahead});
-}
-
-// to = from times I (x) C (x) I(stride), in place or not.
+// x times I (x) C (x) I(stride) for Paley's core over the integers modulo q, in place.
 template <size_t q, typename T>
-void paley(const T* from, T* to, size_t size, size_t stride, void* room, bool past, Ahead& ahead) {
+void paley(T* x, size_t size, size_t stride, void* room, Ahead& ahead) {
   using V = typename Narrow<T>::type;
   constexpr size_t core = 2 * (q + 1), L = lanes<V, T>;
   auto* const strip = static_cast<PaleyStrip<q, V>*>(room);
   for (size_t block = 0; block < size; block += core * stride) {
     for (size_t column = block; column < block + stride; column += L) {
-      paley_read<q, 1>(strip, [&](size_t i, V* v) { *v = load<V>(from + column + i * stride); });
-      paley_strip(*strip, reinterpret_cast<V*>(strip + 1), to + column, stride, past, ahead);
+      paley_read<q, 1>(strip, [&](size_t i, V* v) { *v = load<V>(x + column + i * stride); });
+      paley_product<q>(*strip, reinterpret_cast<V*>(strip + 1), Put<V, T>{x + column, stride, &ahead});
     }
   }
 }
@@ -159,18 +145,17 @@ void paley(const T* from, T* to, size_t size, size_t stride, void* room, bool pa
 bool has_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
 
 template <typename T, size_t... q>
-void paley(const T* from, T* to, size_t size, size_t stride, const Factor& factor, void* room, bool past, Ahead& ahead,
+void paley(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead,
            std::index_sequence<q...>) {
-  ((factor.paley == q ? paley<q>(from, to, size, stride, room, past, ahead) : void()), ...);
+  ((factor.paley == q ? paley<q>(x, size, stride, room, ahead) : void()), ...);
 }
 
-// The result is in `to`, which only differs from `run` where Paley's core comes last.
 template <typename T>
-void multiply(T* run, T* to, size_t size, size_t stride, const Factor& factor, void* room, bool past, Ahead& ahead) {
+void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
   using V = typename Wide<T>::type;
   sylvester(run, size, stride, factor.inner);
   const size_t of_core = stride * factor.inner;
-  if (has_paley(factor, of_core)) paley(run, to, size, of_core, factor, room, past, ahead, PaleyPrimes());
+  if (has_paley(factor, of_core)) paley(run, size, of_core, factor, room, ahead, PaleyPrimes());
   else if (factor.codes && of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
   else if (factor.codes) core<T>(run, size, of_core, factor, room, ahead);
   sylvester(run, size, of_core * factor.core, factor.outer);
@@ -179,21 +164,84 @@ void multiply(T* run, T* to, size_t size, size_t stride, const Factor& factor, v
 #if defined(GRAPHOPT_VECTOR_BYTES)
 constexpr size_t kStrips = 8;
 
+#if defined(__AVX512F__)
+// Takes rows of a strip, which are whole lines, past the caches.
+template <typename V, typename T>
+struct PutLine {
+  T* to;
+  size_t stride;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    stream_line(to + row * stride, v);
+    ahead->fetch_line();
+  }
+};
+
+// The same where a line is the end of a row of the strip before and the beginning of one of this strip, which is kept.
+template <typename V, typename T>
+struct PutParts {
+  T* to;  // a line
+  size_t stride, ends;
+  const V* before;
+  V* kept;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    stream_line(to + row * stride, end_and_begin(before[row], v, ends));
+    kept[row] = v;
+    ahead->fetch_line();
+  }
+};
+
+// The strips' products, past the caches while others are computed. The room behind `even` is for one strip more.
+template <size_t q, typename V, typename T>
+void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Ahead& ahead) {
+  constexpr size_t L = lanes<V, T>, stride = kStrips * L, core = 2 * (q + 1);
+  const size_t ends = reinterpret_cast<uintptr_t>(y) % 64 / sizeof(T);
+  if (!ends) {
+    for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, PutLine<V, T>{y + s * L, stride, &ahead});
+  } else {
+    // A strip's rows are kept where the strip before it was.
+    const V* made[kStrips];
+    V* free = even + (q - 1) / 2;
+    for (size_t s = 0; s < kStrips; ++s) {
+      T* const to = y + s * L - ends;
+      if (s) paley_product<q>(strips[s], even, PutParts<V, T>{to, stride, ends, made[s - 1], free, &ahead});
+      else paley_product<q>(strips[s], even, Put<V, T>{reinterpret_cast<T*>(free), L, &ahead});
+      made[s] = free;
+      free = reinterpret_cast<V*>(strips + s);
+    }
+    const V *const first = made[0], *const last = made[kStrips - 1];
+    __builtin_memcpy(y, first, (L - ends) * sizeof(T));
+    for (size_t row = 1; row < core; ++row) {
+      stream_line(y + row * stride - ends, end_and_begin(last[row - 1], first[row], ends));
+    }
+    const T* const end = reinterpret_cast<const T*>(last + core);
+    __builtin_memcpy(y + core * stride - ends, end - ends, ends * sizeof(T));
+  }
+  fence();
+}
+#endif
+
 // A whole run where Sylvester's matrix of kStrips vectors stands behind Paley's core: rows go into strips as they are
 // made, which saves a way to memory and back. What is added, and in which order, is what multiply() adds.
 template <size_t q, typename T>
-void paley_run(const T* x, T* y, T scale, void* scratch, void* room, bool past, Ahead& ahead) {
+void paley_run(const T* x, T* y, T scale, void* scratch, void* room, [[maybe_unused]] bool streaming,
+               Ahead& ahead) {
   using V = typename Wide<T>::type;
   constexpr size_t L = lanes<V, T>;
   auto* const strips = static_cast<PaleyStrip<q, V>*>(scratch);
+  V* const even = static_cast<V*>(room);
   paley_read<q, kStrips>(strips, [&](size_t i, V* v) {
 #pragma GCC unroll 8
     for (size_t s = 0; s < kStrips; ++s) v[s] = load<V>(x + (i * kStrips + s) * L) * scale;
     butterflies<T, kStrips>(v);
   });
-  for (size_t s = 0; s < kStrips; ++s) {
-    paley_strip(strips[s], static_cast<V*>(room), y + s * L, kStrips * L, past, ahead);
-  }
+#if defined(__AVX512F__)
+  if (streaming) return paley_lines<q>(strips, y, even, ahead);
+#endif
+  for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, Put<V, T>{y + s * L, kStrips * L, &ahead});
 }
 
 template <typename T, size_t... q>
@@ -201,15 +249,15 @@ void paley_run(const T* x, T* y, const HadamardWork& work, void* room, Ahead& ah
   const T scale = static_cast<T>(work.scale);
   ((work.left.paley == q ? paley_run<q>(x, y, scale, work.scratch, room, work.streaming, ahead) : void()), ...);
 }
-#endif
 
-// What can go where it belongs at once: to y, in whole lines if past the caches.
-template <typename Stored, typename T>
-bool goes_to_y(const HadamardWork& work, const Stored* y) {
-  const bool lines = sizeof(typename Wide<T>::type) == 64 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
-  return sizeof(Stored) == sizeof(T) && work.left.outer == 1 && (!work.streaming || lines) &&
-         has_paley(work.left, work.right.order() * work.left.inner);
+template <typename T>
+bool is_paley_run(const HadamardWork& work) {
+  using V = typename Wide<T>::type;
+  if (work.streaming && sizeof(V) != 64) return false;  // vectors are no lines, which stream() makes of them
+  return work.left.outer == 1 && work.left.inner == 1 && !work.right.codes &&
+         work.right.order() == kStrips * lanes<V, T> && has_paley(work.left, work.right.order());
 }
+#endif
 
 template <typename Stored, typename T>
 void transform(const HadamardWork& work) {
@@ -230,10 +278,8 @@ void transform(const HadamardWork& work) {
     }
 #if defined(GRAPHOPT_VECTOR_BYTES)
     if constexpr (sizeof(Stored) == sizeof(T)) {
-      constexpr size_t in_strips = kStrips * lanes<typename Wide<T>::type, T>;
-      if (goes_to_y<Stored, T>(work, y) && work.left.inner == 1 && !work.right.codes && order == in_strips) {
+      if (is_paley_run<T>(work)) {
         paley_run(x, y, work, room, ahead, PaleyPrimes());
-        if (work.streaming) fence();
         continue;
       }
     }
@@ -241,17 +287,10 @@ void transform(const HadamardWork& work) {
     for (size_t j = 0; j < size; j += in_part) {
       const size_t count = size - j < in_part ? size - j : in_part;
       for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;
-      multiply(run + j, run + j, count, 1, work.right, room, false, ahead);
+      multiply(run + j, count, 1, work.right, room, ahead);
     }
     const size_t bytes = size * sizeof(T);
-    if constexpr (sizeof(Stored) == sizeof(T)) {
-      if (goes_to_y<Stored, T>(work, y)) {
-        multiply(run, y, size, order, work.left, room, work.streaming, ahead);
-        if (work.streaming) fence();
-        continue;
-      }
-    }
-    multiply(run, run, size, order, work.left, room, false, ahead);
+    multiply(run, size, order, work.left, room, ahead);
     if constexpr (sizeof(Stored) != sizeof(T)) {
       for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
     } else if (work.streaming) {
@@ -264,6 +303,7 @@ void transform(const HadamardWork& work) {
 
 }  // namespace
 
-const HadamardKernels GRAPHOPT_NAME(kHadamard) = {transform<Half, float>, transform<float, float>, transform<double, double>};
+const HadamardKernels GRAPHOPT_NAME(kHadamard) = {transform<Half, float>, transform<float, float>,
+                                                  transform<double, double>};
 
 }  // namespace graphopt

@@ -4,8 +4,8 @@
 // and 0 on its diagonal. As -1 is a square, C takes what is even in j <-> -j to what is even and what is odd to what is
 // odd: two halves of (q - 1) / 2 rows, and where one of them has 1 or -1 the other has 0, which halves the additions.
 // Inputs in pairs have a sum and a difference that all outputs share, which saves a quarter of the rest. All this is
-// known when this is compiled, so that what is added up stays in registers: a table of sums that outputs look up, as for
-// any other core, takes longer to write and read than the additions do.
+// known when this is compiled, so that what is added up stays in registers: a table of sums that outputs look up, as
+// for any other core, takes longer to write and read than the additions do.
 #pragma once
 
 #include "hadamard/character.h"
@@ -48,8 +48,8 @@ struct PaleyHalf {
 template <size_t q, bool odd>
 constexpr PaleyHalf<q, odd> kPaleyHalf;
 
-// A strip's columns. Every row of C is an upper and a lower row here: S(2)'s. Rows j and -j are there as their sums, the
-// even half, and their differences, the odd one; the border and row 0 have no partner.
+// A strip's columns. Every row of C is an upper and a lower row here: S(2)'s. Rows j and -j are there as their sums,
+// the even half, and their differences, the odd one; the border and row 0 have no partner.
 template <size_t q, typename V>
 struct PaleyStrip {
   static constexpr size_t n = (q - 1) / 2;
@@ -103,8 +103,8 @@ template <size_t q, bool odd, bool second, size_t first, typename V, typename Ou
   (add_to_all<q, odd, second, first, pair>(totals, in, one, outputs), ...);
 }
 
-// `count` outputs of a half, from `first` on. The even half starts from what the border and row 0 give squares, or others;
-// `even` keeps it until the odd one is there.
+// `count` outputs of a half, from `first` on. The even half starts from what the border and row 0 give squares, or
+// others; `even` keeps it until the odd one is there.
 template <size_t q, bool odd, bool second, size_t first, size_t count, typename V, typename Put>
 [[gnu::always_inline]] inline void paley_outputs(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
                                                  Put& put) {
@@ -130,9 +130,9 @@ template <size_t q, bool odd, bool second, size_t first, size_t count, typename 
 template <size_t q, bool odd, bool second, typename V, typename Put, size_t... block>
 [[gnu::always_inline]] inline void paley_blocks(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
                                                 Put& put, std::index_sequence<block...>) {
-  constexpr size_t n = (q - 1) / 2, all = kPaleyTotals<V>;
-  (paley_outputs<q, odd, second, block * all, (n - block * all < all ? n - block * all : all)>(strip, even, one, squares,
-                                                                                             others, put),
+  constexpr size_t n = (q - 1) / 2, most = kPaleyTotals<V>;
+  (paley_outputs<q, odd, second, block * most, (n - block * most < most ? n - block * most : most)>(
+       strip, even, one, squares, others, put),
    ...);
 }
 
@@ -184,7 +184,8 @@ template <size_t q, size_t strips, typename V, typename Row>
   }
 }
 
-// The product of a strip's columns with the core: `put(row, v)` takes the result, in no order. `even` is room for a half.
+// The product of a strip's columns with the core: `put(row, v)` takes the result, in no order. `even` is room for half
+// of C's rows.
 template <size_t q, typename V, typename Put>
 void paley_product(const PaleyStrip<q, V>& strip, V* even, Put put) {
   const V one = ones<V>();

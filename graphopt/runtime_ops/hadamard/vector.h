@@ -26,7 +26,7 @@ struct Wide {
 #endif
 };
 
-// Vectors even where no instructions are asked for: any machine has some for 16 bytes, or the compiler takes them apart.
+// Vectors even where no instructions are asked for: of 16 bytes, which the compiler takes apart where it has to.
 template <typename T>
 struct Narrow {
 #if defined(GRAPHOPT_VECTOR_BYTES)
@@ -127,6 +127,23 @@ inline V minus_times(V total, V x, [[maybe_unused]] V one) {
 template <typename V>
 inline void stream_line(void* to, V v) {
   _mm512_stream_si512(static_cast<__m512i*>(to), reinterpret_cast<__m512i>(v));
+}
+#endif
+
+#if defined(__AVX512F__)
+// The last `ends` numbers of one vector and as many of the first ones of another as make a vector.
+template <typename V>
+inline V end_and_begin(V first, V second, size_t ends) {
+  constexpr int L = sizeof(V) / sizeof(first[0]);
+  if constexpr (L == 16) {
+    const __m512i from_0 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i from = _mm512_add_epi32(from_0, _mm512_set1_epi32(L - static_cast<int>(ends)));
+    return _mm512_permutex2var_ps(first, from, second);
+  } else {
+    const __m512i from_0 = _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m512i from = _mm512_add_epi64(from_0, _mm512_set1_epi64(L - static_cast<int>(ends)));
+    return _mm512_permutex2var_pd(first, from, second);
+  }
 }
 #endif
 
