@@ -44,10 +44,11 @@ class Native:
     Args:
         threads: of the session.
         in_place: the state's outputs are the state's inputs, which change.
+        activations: the type of query, key, value, `sink_query` and y; on a GPU it may be float16.
     """
 
-    def __init__(self, threads: int = 1, in_place: bool = False) -> None:
-        self.threads, self.in_place = threads, in_place
+    def __init__(self, threads: int = 1, in_place: bool = False, activations: type = np.float32) -> None:
+        self.threads, self.in_place, self.activations = threads, in_place, activations
         self.sessions: dict[str, onnxruntime.InferenceSession] = {}
 
     def session(self, attributes: dict[str, Any]) -> onnxruntime.InferenceSession:
@@ -58,7 +59,7 @@ class Native:
             options.intra_op_num_threads = self.threads
             options.log_severity_level = 4
             options.register_custom_ops_library(str(library_path()))
-            model = model_of(attributes).SerializeToString()
+            model = model_of(attributes, self.activations).SerializeToString()
             self.sessions[key] = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         return self.sessions[key]
 
@@ -85,9 +86,11 @@ def bind(session: onnxruntime.InferenceSession, feeds: dict[str, np.ndarray]) ->
     return binding, values
 
 
-def model_of(attributes: dict[str, Any]) -> Any:
+def model_of(attributes: dict[str, Any], activations: type = np.float32) -> Any:
     """Return a model of one node, all inputs of which are inputs of the graph."""
     types = dict.fromkeys(INPUTS, TensorProto.FLOAT)
+    of_activations = helper.np_dtype_to_tensor_dtype(np.dtype(activations))
+    types |= dict.fromkeys(("query", "key", "value", "sink_query"), of_activations)
     types["past"] = types["new"] = TensorProto.INT64
     types["keys"] = types["values"] = _TYPES.get(attributes["storage"], TensorProto.FLOAT)
     inputs = [
@@ -96,7 +99,7 @@ def model_of(attributes: dict[str, Any]) -> Any:
         )
         for name, rank in INPUTS.items()
     ]
-    outputs = [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)]
+    outputs = [helper.make_tensor_value_info("y", of_activations, None)]
     outputs += [helper.make_tensor_value_info(f"{name}_after", types[name], None) for name in STATE]
     node = helper.make_node(
         "KVAttention", list(INPUTS), [output.name for output in outputs], name=NODE, domain=DOMAIN, **attributes

@@ -15,8 +15,8 @@
 
 namespace graphopt {
 
-// Makes UTF-8 of what a file says or what was cut off, as those who catch the error take it for that: a byte that belongs
-// to no whole character becomes a question mark.
+// Makes UTF-8 of what a file says or what was cut off, as those who catch the error take it for that: a byte that
+// belongs to no whole character becomes a question mark.
 inline void make_utf8(char* text) {
   constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
   for (auto* at = reinterpret_cast<unsigned char*>(text); *at;) {
@@ -79,9 +79,11 @@ struct Node {
   }
   OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, char* text, size_t size) const {
     constexpr const char* kType = "a short string";
-    GRAPHOPT_RETURN_IF_ERROR(missing(KernelInfoGetAttributeString::call(api, info, attribute, text, &size), attribute, kType));
+    OrtStatus* read = KernelInfoGetAttributeString::call(api, info, attribute, text, &size);
+    GRAPHOPT_RETURN_IF_ERROR(missing(read, attribute, kType));
     // a string may go on behind a 0
-    return std::strlen(text) + 1 == size ? nullptr : error("its attribute %s must be there, and be %s", attribute, kType);
+    if (std::strlen(text) + 1 == size) return nullptr;
+    return error("its attribute %s must be there, and be %s", attribute, kType);
   }
   // The same of an attribute that a node need not have: then the value stays.
   template <typename Value>

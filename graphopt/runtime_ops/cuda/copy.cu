@@ -20,6 +20,10 @@ const char* copy_to_host(void* host, const void* device, size_t bytes, void* str
   return status == cudaSuccess ? wait_for(stream) : said(status);
 }
 
+const char* copy_on_device(void* to, const void* from, size_t bytes, void* stream) {
+  return said(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+}
+
 const char* wait_for(void* stream) { return said(cudaStreamSynchronize(static_cast<cudaStream_t>(stream))); }
 #else
 const char* copy_to_device(void* device, const void* host, size_t bytes, void*) {
@@ -29,6 +33,11 @@ const char* copy_to_device(void* device, const void* host, size_t bytes, void*) 
 
 const char* copy_to_host(void* host, const void* device, size_t bytes, void*) {
   std::memcpy(host, device, bytes);
+  return nullptr;
+}
+
+const char* copy_on_device(void* to, const void* from, size_t bytes, void*) {
+  std::memcpy(to, from, bytes);
   return nullptr;
 }
 

@@ -9,6 +9,8 @@ namespace graphopt {
 const char* copy_to_device(void* device, const void* host, size_t bytes, void* stream);
 // Waits until it is done.
 const char* copy_to_host(void* host, const void* device, size_t bytes, void* stream);
+// Of memory that does not overlap; it is done in the order of the stream.
+const char* copy_on_device(void* to, const void* from, size_t bytes, void* stream);
 // Waits for all that the stream was given.
 const char* wait_for(void* stream);
 

@@ -1,8 +1,8 @@
 // Hadamard on a GPU; see cuda.h for what a tile and a stage are.
 //
-// Butterflies are float additions in registers, between reads and writes of shared memory. A core is a product on tensor
-// cores: a float is cut into three bfloat16 numbers, exactly, and each of them times +-1 is exact too. What float16 and
-// bfloat16 results do not show is left out.
+// Butterflies are float additions in registers, between reads and writes of shared memory. A core is a product on
+// tensor cores: a float is cut into three bfloat16 numbers, exactly, and each of them times +-1 is exact too. What
+// float16 and bfloat16 results do not show is left out.
 #include "hadamard/cuda.h"
 
 #include "cuda/device.h"
@@ -119,7 +119,8 @@ GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, un
   }
 }
 template <bool Leaves>
-GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, const HadamardStage& stage, float* shared) {
+GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, const HadamardStage& stage,
+                                 float* shared) {
   if (stage.order == 32) butterflies<32, Leaves>(pass, tile, stage.stride, shared);
   else if (stage.order == 16) butterflies<16, Leaves>(pass, tile, stage.stride, shared);
   else if (stage.order == 8) butterflies<8, Leaves>(pass, tile, stage.stride, shared);

@@ -1,8 +1,8 @@
 // How a transform is done on a GPU: a block transforms one tile in shared memory, stage after stage.
 //
 // The factors of a Kronecker product commute, so stages are in any order. A tile is a matrix [rows, width] of numbers:
-// whole runs of x side by side in one row, or, where a run is larger than shared memory, some columns of what is left of a
-// run behind a pass over the right factor. A stage works along the stride that its factor has in the tile.
+// whole runs of x side by side in one row, or, where a run is larger than shared memory, some columns of what is left
+// of a run behind a pass over the right factor. A stage works along the stride that its factor has in the tile.
 #pragma once
 
 #include <cstddef>

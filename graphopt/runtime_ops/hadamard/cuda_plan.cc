@@ -34,7 +34,8 @@ struct Stages {
     }
   }
 
-  // Adds a factor along `stride`; returns the stride behind it. Neighbours in memory are transformed while they are loaded.
+  // Adds a factor along `stride`; returns the stride behind it. Neighbours in memory are transformed while they are
+  // loaded.
   unsigned add(const GraphoptFactor& factor, unsigned stride, int neighbours) {
     int log = log2_of(factor.inner);
     if (stride == 1) {
@@ -122,7 +123,8 @@ int take_apart(Core core, Core (&parts)[GRAPHOPT_CORE_PARTS]) {
       continue;
     }
     from_right[count++] = {core.matrix, core.width, core.step, inner, core.sign};
-    core = {core.matrix, core.width, core.step * static_cast<size_t>(inner), core.order / inner, core.sign * core(0, 0)};
+    const size_t step = core.step * static_cast<size_t>(inner);
+    core = {core.matrix, core.width, step, core.order / inner, core.sign * core(0, 0)};
     inner = 2;
   }
   from_right[count++] = core;
@@ -163,7 +165,8 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
   both.rows = 1;
   const auto aligned = [](const HadamardPass& pass) {
     const size_t bytes = static_cast<size_t>(bytes_of(pass.type_x));
-    return reinterpret_cast<uintptr_t>(pass.x) % 16 == 0 && pass.width * bytes % 16 == 0 && pass.pitch * bytes % 16 == 0;
+    const bool starts = reinterpret_cast<uintptr_t>(pass.x) % 16 == 0;
+    return starts && pass.width * bytes % 16 == 0 && pass.pitch * bytes % 16 == 0;
   };
   if (order <= kMaxTile) {
     both.width = static_cast<unsigned>(order < kRunsTile ? kRunsTile / order * order : order);
@@ -232,7 +235,8 @@ size_t graphopt_cuda_hadamard_factor(const int8_t* matrix, int32_t order, Grapho
   size_t bytes = 0;
   for (int i = 0; i < count; ++i) {
     factor->parts[i] = found[i].order;
-    if (signs && found[i].order <= kMaxCore) found[i].pack(reinterpret_cast<uint32_t*>(static_cast<char*>(signs) + bytes));
+    auto* const words = reinterpret_cast<uint32_t*>(static_cast<char*>(signs) + bytes);
+    if (signs && found[i].order <= kMaxCore) found[i].pack(words);
     bytes += hadamard_signs(found[i].order);
   }
   return bytes;

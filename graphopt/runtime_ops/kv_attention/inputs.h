@@ -39,10 +39,18 @@ struct KVInputs {
   static const char* const kNames[kKVInputs];
   Given tensors[kKVInputs];
 
+  // The input that is like an output: the query like y, and each state like itself.
+  const Given& of_output(size_t output) const {
+    return tensors[output ? kKeys + output - 1 : static_cast<size_t>(kQuery)];
+  }
+  // Makes the outputs and says where each lies, at multiples of `alignment` bytes at least where it is a state. A state
+  // may become that of the output in its own memory; nothing else may be written where something is still read.
+  OrtStatus* make_outputs(const Node& node, OrtKernelContext* context, size_t alignment, void** written) const;
   // Fills in everything of the call but y and the state.
   OrtStatus* read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context, Attention* call);
 
  private:
+  OrtStatus* check_memory(const Node& node, void* const* outputs) const;
   OrtStatus* check_state(const Node& node, const Attention& call) const;
   OrtStatus* check_lengths(const Node& node, const KVAttributes& attributes, const Attention& call) const;
 };

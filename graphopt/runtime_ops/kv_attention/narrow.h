@@ -1,6 +1,7 @@
 // bfloat16 and float8 (E4M3FN): rounded from floats, and loaded as floats.
 #pragma once
 
+#include "kv_attention/float8.h"
 #include "matmul/vector.h"
 
 namespace graphopt {
@@ -9,28 +10,12 @@ namespace {
 struct BFloat16 {
   uint16_t bits;
 };
-// A sign, 4 bits of exponent, 3 of fraction, subnormal numbers, no infinity; 0x7f and 0xff are no numbers.
-struct Float8 {
-  uint8_t bits;
-};
 
 // To the nearest, to the even one of two that are equally near. Written such that a compiler makes vectors of it.
 inline BFloat16 to_bfloat16(float value) {
   const uint32_t bits = bits_of<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest)};
-}
-
-// The same; what is larger than the largest number becomes that, as in ONNX's Cast.
-inline Float8 to_float8(float value) {
-  const uint32_t bits = bits_of<uint32_t>(value), sign = bits >> 31 << 7, magnitude = bits & 0x7fffffff;
-  const uint32_t normal = (magnitude + 0x7ffff + (magnitude >> 20 & 1) - (120u << 23)) >> 20;
-  // The last place of subnormal numbers is 2^-9, as that of floats from 2^14 on: this addition rounds.
-  const uint32_t subnormal = bits_of<uint32_t>(bits_of<float>(magnitude) + 0x1p14f) - bits_of<uint32_t>(0x1p14f);
-  uint32_t code = magnitude < 0x3c800000 ? subnormal : normal;
-  code = magnitude > 0x43e00000 ? 0x7e : code;
-  code = magnitude > 0x7f800000 ? 0x7f : code;
-  return {static_cast<uint8_t>(code | sign)};
 }
 
 // The bits of the float that a code without its sign stands for.
@@ -84,8 +69,9 @@ inline Floats load_numbers(const Float8* from) {
   const __m512i codes = _mm512_shuffle_epi8(
       _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), places);
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
-  __m512i bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.upper), codes, 0x8888888888888888, table(kFloat8.upper + kLine));
-  bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.lower), bits, 0x4444444444444444, table(kFloat8.lower + kLine));
+  constexpr __mmask64 kUpper = 0x8888888888888888, kLower = 0x4444444444444444;
+  __m512i bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.upper), codes, kUpper, table(kFloat8.upper + kLine));
+  bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.lower), bits, kLower, table(kFloat8.lower + kLine));
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000));
   return {{_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, codes, sign, 0xf8))}};  // bits | (codes & sign)
 #elif defined(__F16C__)
@@ -95,12 +81,14 @@ inline Floats load_numbers(const Float8* from) {
   const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff));
   const __m256i numbers = _mm256_or_si256(halves, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f << 7)));
   const __m256 scale = _mm256_set1_ps(256);
-  return {{_mm256_cvtph_ps(_mm256_castsi256_si128(numbers)) * scale, _mm256_cvtph_ps(_mm256_extracti128_si256(numbers, 1)) * scale}};
+  return {{_mm256_cvtph_ps(_mm256_castsi256_si128(numbers)) * scale,
+           _mm256_cvtph_ps(_mm256_extracti128_si256(numbers, 1)) * scale}};
 #else
   uint32_t numbers[kColumns];
   for (size_t i = 0; i < kColumns; ++i) {
     const uint32_t code = from[i].bits & 0x7f;
-    numbers[i] = static_cast<uint32_t>(kFloat8.upper[code] | (from[i].bits & 0x80)) << 24 | static_cast<uint32_t>(kFloat8.lower[code]) << 16;
+    numbers[i] = static_cast<uint32_t>(kFloat8.upper[code] | (from[i].bits & 0x80)) << 24 |
+                 static_cast<uint32_t>(kFloat8.lower[code]) << 16;
   }
   return load_line<Floats>(numbers);
 #endif

@@ -38,54 +38,16 @@ struct Kernel {
   }
 
   OrtStatus* compute(OrtKernelContext* context) const;
-  OrtStatus* check_memory(const KVInputs& inputs, void* const* outputs) const;
 };
 
-// A state may become that of the output in its own memory; nothing else may be written where something is still read.
-OrtStatus* Kernel::check_memory(const KVInputs& inputs, void* const* outputs) const {
-  const auto like = [&](size_t output) -> const Given& {
-    return inputs.tensors[output ? kKeys + output - 1 : static_cast<size_t>(kQuery)];
-  };
-  const auto meet = [](const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
-    const auto one = reinterpret_cast<uintptr_t>(a), other = reinterpret_cast<uintptr_t>(b);
-    return a_bytes && b_bytes && one < other + b_bytes && other < one + a_bytes;
-  };
-  for (size_t output = 0; output <= kStates; ++output) {
-    const size_t bytes = like(output).bytes();
-    for (size_t input = 0; input < kKVInputs; ++input) {
-      const Given& tensor = inputs.tensors[input];
-      if (!meet(outputs[output], bytes, tensor.data, tensor.bytes())) continue;
-      if (output && &tensor == &like(output) && tensor.data == outputs[output]) continue;
-      return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output", output,
-                        KVInputs::kNames[input]);
-    }
-    for (size_t other = 0; other < output; ++other) {
-      if (!meet(outputs[output], bytes, outputs[other], like(other).bytes())) continue;
-      return node.error("outputs %zu and %zu lie in the same memory", other, output);
-    }
-  }
-  return nullptr;
-}
-
 OrtStatus* Kernel::compute(OrtKernelContext* context) const {
-  const OrtApi* api = node.api;
   KVInputs inputs;
   Attention attention;
   GRAPHOPT_RETURN_IF_ERROR(inputs.read(node, attributes, context, &attention));
-  OrtValue* outputs[1 + kStates] = {};
   void* written[1 + kStates] = {};
-  for (size_t index = 0; index <= kStates; ++index) {
-    const Given& like = inputs.tensors[index ? kKeys + index - 1 : static_cast<size_t>(kQuery)];
-    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, index, like.shape, like.rank, &outputs[index]));
-    if (!outputs[index]) return node.error("all its outputs must have names, output %zu has none", index);
-    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, outputs[index], &written[index]));
-    if (reinterpret_cast<uintptr_t>(written[index]) % like.width()) {
-      return node.error("output %zu lies at no multiple of %zu bytes", index, like.width());
-    }
-  }
-  GRAPHOPT_RETURN_IF_ERROR(check_memory(inputs, written));
+  GRAPHOPT_RETURN_IF_ERROR(inputs.make_outputs(node, context, 1, written));
   for (size_t index = 1; index <= kStates; ++index) {
-    const Given& from = inputs.tensors[kKeys + index - 1];
+    const Given& from = inputs.of_output(index);
     if (from.empty()) continue;
     const size_t bytes = from.bytes();
     if (from.data == written[index]) {

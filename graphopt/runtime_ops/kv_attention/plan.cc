@@ -22,12 +22,8 @@ void find_pages(const Attention& call, Queries* queries) {
     queries->pages = longest_list(layout, last);
     return;
   }
-  int64_t begin = layout.window ? first - layout.window + 1 : 0;
-  if (policy == Policy::kStreaming && first - layout.recent + 1 > begin) begin = first - layout.recent + 1;
-  queries->begin = begin > 0 ? layout.page_of(begin) : 0;
-  const int64_t fixed = layout.fixed_pages();
-  queries->sinks = policy == Policy::kDense ? 0 : fixed < queries->begin ? fixed : queries->begin;
-  queries->pages = static_cast<size_t>(queries->sinks + layout.page_of(last) - queries->begin + 1);
+  const PageRange range(layout, policy, first, last);
+  queries->sinks = range.sinks, queries->begin = range.begin, queries->pages = range.pages;
 }
 
 Plan::Plan(const Attention& call) {

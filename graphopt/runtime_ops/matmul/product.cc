@@ -10,7 +10,8 @@ namespace {
 constexpr size_t kAlignment = 64;
 constexpr size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small weight.
+// A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small
+// weight.
 constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t{512} << 10;
 // The least numbers of x that are worth a task of their own.
 constexpr size_t kTaskNumbers = 16384;

@@ -55,7 +55,8 @@ struct Kernel : ProductTypes {
     return nullptr;
   }
 
-  OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name, OwnedFactor* factor) const {
+  OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name,
+                                  OwnedFactor* factor) const {
     const Node& node = product.node;
     int given = 0;
     const OrtValue* value = nullptr;
@@ -65,7 +66,8 @@ struct Kernel : ProductTypes {
 
   OrtStatus* compute(OrtKernelContext* context) const {
     // [[-1]] is a Hadamard matrix of order 1 too
-    const bool none = rotation.left.order() * rotation.right.order() == 1 && !rotation.left.codes && !rotation.right.codes;
+    const auto &left = rotation.left, &right = rotation.right;
+    const bool none = left.order() * right.order() == 1 && !left.codes && !right.codes;
     return product.run(context, how, none ? nullptr : &rotation);
   }
 };

@@ -71,7 +71,7 @@ def declare(library: ctypes.CDLL, *, on_gpu: bool = False) -> ctypes.CDLL:
     matrix = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_void_p, ctypes.POINTER(ctypes.c_char_p)]
     library.graphopt_cuda_hadamard_factor.argtypes = matrix
     library.graphopt_cuda_hadamard_factor.restype = ctypes.c_size_t
-    for name in ("hadamard",):
+    for name in ("hadamard", "kv_attention"):
         call, scratch = (getattr(library, f"graphopt_cuda_{name}{suffix}") for suffix in ("", "_scratch"))
         call.argtypes, call.restype = [ctypes.c_void_p, ctypes.c_void_p], ctypes.c_char_p
         scratch.argtypes, scratch.restype = [ctypes.c_void_p], ctypes.c_size_t

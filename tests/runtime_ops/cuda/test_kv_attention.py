@@ -1,0 +1,249 @@
+"""KVAttention's CUDA kernels against the frozen vectors, the reference and its bound."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from graphopt.runtime_ops.kv_attention.attributes import RETRIEVAL, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.bound import bound
+from graphopt.runtime_ops.kv_attention.reference import reference
+from tests.runtime_ops.cuda.kv_attention import Kernels
+from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, assert_same_state, attributes_of, tokens_of
+from tests.runtime_ops.test_kv_attention_kernel import POLICIES, SELECTIONS, SOME, Bounded, compare
+from tests.runtime_ops.test_kv_attention_vectors import fed, load, state_of
+
+
+@pytest.mark.parametrize("frozen", load(), ids=lambda frozen: frozen.get("name", frozen["attributes"]["storage"]))
+def test_frozen_vectors(kernels: ctypes.CDLL, frozen: dict[str, Any]) -> None:
+    cache, bounded = fed(frozen, Kernels(kernels)), Bounded()
+    for columns in frozen["calls"][:-1]:
+        cache.call(columns)
+    wanted = fed(frozen, bounded)
+    wanted.state, wanted.past, wanted.column = dict(cache.state), cache.past, cache.column
+    wanted.call(frozen["calls"][-1])
+    assert (np.abs(cache.call(frozen["calls"][-1]) - np.array(frozen["y"])[None]) <= bounded.most).all()
+    is_mean = cache.attributes.summary == "mean" or cache.attributes.compensate
+    for name, tensor in state_of(frozen, cache.state).items():
+        slack = 1e-6 if name == "summaries" and is_mean else 0  # the last bits of a running mean are free
+        stored, expected = (each.astype(np.float64) for each in (cache.state[name], tensor))
+        assert np.abs(stored - expected).max(initial=0) <= slack, name
+
+
+@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_kernels_are_the_reference(kernels: ctypes.CDLL, storage: str, policies: list[int]) -> None:
+    for group, size, page, calls in ((3, 32, 16, (33, 1, 1, 18)), (1, 80, 64, (70, 2))):
+        attributes = attributes_of(storage=storage, policies=policies, page=page, **SOME)
+        tokens = tokens_of(attributes, sum(calls), group=group, head_size=size, sink_logits=True, sink_query=group == 3)
+        compare(attributes, tokens, 5, calls, run=Kernels(kernels))
+
+
+@pytest.mark.parametrize(
+    ("others", "storage"), [(others, STORAGES[index % len(STORAGES)]) for index, others in enumerate(SELECTIONS)]
+)
+def test_what_is_chosen_and_what_stands_for_the_rest(
+    kernels: ctypes.CDLL, storage: str, others: dict[str, Any]
+) -> None:
+    attributes = attributes_of(storage=storage, **{"sinks": 5, "recent": 9, "recent_pages": 1, **others})
+    for group, size, calls in ((2, 16, (60, 1)), (9, 48, (50, 1))):
+        tokens = tokens_of(attributes, sum(calls), group=group, head_size=size, sink_logits=True)
+        compare(attributes, tokens, 4, calls, run=Kernels(kernels))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_cache_that_wraps(kernels: ctypes.CDLL, storage: str) -> None:
+    for sinks, compensate in ((20, 0), (20, 1), (0, 1)):
+        attributes = attributes_of(
+            storage=storage, policies=[1], sinks=sinks, recent=20, recent_pages=1, compensate=compensate
+        )
+        calls = (30, 30, 1, 1, 30, 16, 40)
+        compare(attributes, tokens_of(attributes, sum(calls)), 9, calls, run=Kernels(kernels))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_windows_softcaps_and_rows_of_different_lengths(kernels: ctypes.CDLL, storage: str) -> None:
+    attributes = attributes_of(
+        storage=storage, policies=[STORAGES.index(storage) % 3, 2], window=20, softcap=3.0, sinks=5, recent=30, budget=1
+    )
+    new = ((30, 7, 0), (0, 0, 0), (0, 2, 1), (1, 20, 2))
+    results = compare(attributes, tokens_of(attributes, 56, batch=3), 5, (30, 4, 2, 20), new=new, run=Kernels(kernels))
+    for y, of_rows in zip(results, new, strict=True):
+        for row, count in enumerate(of_rows):
+            assert not y[row, : y.shape[1] - count].any(), "padding is 0"
+
+
+def drawn(attributes: KVAttributes, past: list[int], columns: int, pages: int, **others: Any) -> list[np.ndarray]:
+    """Return the inputs of a call on a cache of ``past`` tokens in each row, whose state is drawn, not fed."""
+    random, tokens = np.random.default_rng(3), tokens_of(attributes, columns, batch=len(past), **others)
+    size = tokens["key"].shape[2] // attributes.kv_heads
+    state: Arrays = {}
+    for name, tensor in attributes.state(len(past), pages, size):
+        like = tensor.zeros()
+        numbers = random.integers(0, 256, like.shape) if like.dtype == np.uint8 else random.standard_normal(like.shape)
+        state[name] = numbers.astype(like.dtype)
+    if attributes.retrieves and attributes.summary == "bounds":
+        bounds = state["summaries"][..., : 2 * size]
+        bounds[...] = np.sort(bounds.reshape(*bounds.shape[:3], 2, size), axis=3).reshape(bounds.shape)
+    arrays = {**tokens, **state, "past": np.array(past), "new": np.full(len(past), columns)}
+    return [arrays[name] for name in (*INPUTS, *STATE)]
+
+
+def check(run: Kernels, inputs: list[np.ndarray], attributes: KVAttributes) -> np.ndarray:
+    """Compare with the reference, and return y."""
+    expected, limit = reference(*inputs, **attributes.for_node())[0], bound(*inputs, **attributes.for_node())
+    y: np.ndarray = run(*inputs, **attributes.for_node())[0]
+    assert (np.abs(y - expected) <= limit).all()
+    return y
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_pages_that_are_shared_out(kernels: ctypes.CDLL, storage: str) -> None:
+    # 256 tokens are the least that a part has: rows of 3 parts, of 1, and streaming heads of fewer pages
+    attributes = attributes_of(
+        storage=storage, policies=[0, 1, 2], kv_heads=3, sinks=17, recent=300, budget=30, page=16, recent_pages=1
+    )
+    inputs = drawn(attributes, [701, 20], 2, 50, group=9, sink_logits=True)
+    y = check(Kernels(kernels), inputs, attributes)
+    for seed in (1, 2):  # threads in any other order give the same bits
+        assert np.array_equal(Kernels(kernels, seed)(*inputs, **attributes.for_node())[0], y)
+    lists = Kernels(kernels, list_bytes=1)  # the pages of one token at a time
+    assert np.array_equal(lists(*inputs, **attributes.for_node())[0], y)
+
+
+@pytest.mark.parametrize("page", [64, 128])
+@pytest.mark.parametrize("storage", ["float16", "int8", "int4"])
+def test_the_pages_of_a_model(kernels: ctypes.CDLL, storage: str, page: int) -> None:
+    attributes = attributes_of(
+        storage=storage, policies=[0], kv_heads=1, page=page, sink_pages=1, scale=128**-0.5, sinks=70
+    )
+    for size, columns in ((128, 1), (256, 3)):
+        inputs = drawn(attributes, [400], columns, 7, group=4, head_size=size, sink_query=True)
+        check(Kernels(kernels), inputs, attributes)
+
+
+def test_more_rows_than_a_launch_takes(kernels: ctypes.CDLL) -> None:
+    attributes = attributes_of(policies=[1, 2], recent=9, budget=1, storage="int8")
+    inputs = drawn(attributes, [(7 * row) % 40 for row in range(35)], 1, 3, group=1)
+    check(Kernels(kernels), inputs, attributes)
+
+
+@pytest.mark.parametrize("far", [2**31, 2**53, 2**62 - 400])
+def test_positions_of_a_cache_that_has_run_for_years(kernels: ctypes.CDLL, far: int) -> None:
+    for storage in ("float32", "float16", "int4"):
+        attributes = attributes_of(storage=storage, policies=[1], sinks=5, recent=20, recent_pages=1, compensate=1)
+        inputs = drawn(attributes, [far, far + 7], 17, 9, sink_query=True)
+        check(Kernels(kernels), inputs, attributes)
+
+
+@pytest.mark.parametrize("mass", [0.0, 0.6])
+def test_what_is_chosen_of_many_pages(kernels: ctypes.CDLL, mass: float) -> None:
+    for summary, channels, scale in (("bounds", 0, 1.0), ("mean", 5, 0.25)):
+        attributes = attributes_of(
+            policies=[2], kv_heads=1, budget=20, mass=mass, summary=summary, channels=channels, recent=30, scale=scale
+        )
+        inputs = drawn(attributes, [16 * 300], 1, 310, group=9)
+        check(Kernels(kernels), inputs, attributes)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_call(kernels: ctypes.CDLL, data: st.DataObject) -> None:
+    draw = data.draw
+    heads, compensate = draw(st.integers(1, 3)), draw(st.integers(0, 1))
+    attributes = attributes_of(
+        storage=draw(st.sampled_from(STORAGES)),
+        kv_heads=heads,
+        page=draw(st.sampled_from([16, 16, 32, 64, 128])),
+        policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),
+        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 60])),
+        mass=draw(st.sampled_from([0.0, 0.0, 0.3, 0.95, 1.0])),
+        channels=draw(st.sampled_from([0, 0, 1, 9, 100])),
+        compensate=compensate,
+        summary=draw(st.sampled_from(["bounds", "mean"])),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        sinks=draw(st.integers(0, 40)),
+        recent=draw(st.integers(1, 40)),
+        budget=draw(st.integers(0, 3)),
+        sink_pages=draw(st.integers(0, 2)),
+        recent_pages=draw(st.integers(0, 2)),
+    )
+    batch, calls = draw(st.integers(1, 2)), draw(st.lists(st.integers(0, 30), min_size=1, max_size=3))
+    tokens = tokens_of(
+        attributes,
+        sum(calls),
+        batch=batch,
+        group=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 10])),
+        head_size=draw(st.sampled_from([16, 48, 144])),
+        sink_logits=draw(st.booleans()),
+        sink_query=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+    )
+    new = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in calls]
+    compare(attributes, tokens, 6, calls, new=new, run=Kernels(kernels, seed=draw(st.integers(0, 99))))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_activations_of_16_bits(kernels: ctypes.CDLL, dtype: type) -> None:
+    for storage in ("float16", "int4"):
+        attributes = attributes_of(storage=storage, policies=[0, 2], recent=9, budget=1, recent_pages=1, summary="mean")
+        tokens = {
+            name: tensor if name == "sink_logits" else tensor.astype(dtype).astype(np.float32)
+            for name, tensor in tokens_of(attributes, 50, sink_logits=True, sink_query=True).items()
+        }
+        bounded = Bounded()
+        wanted, found = (
+            Fed(attributes, tokens, 4, bounded),
+            Fed(attributes, tokens, 4, Kernels(kernels, dtype=dtype)),
+        )
+        for columns in (40, 1, 9):
+            expected, y = wanted.call(columns), found.call(columns)
+            assert (
+                np.abs(wanted.state["summaries"] - found.state["summaries"]).max() < 1e-6 * np.abs(tokens["key"]).max()
+            )
+            found.state["summaries"] = wanted.state["summaries"]
+            assert_same_state(wanted.state, found.state)
+            # y is rounded to nearest: by half of a unit in the last place of its 11 or 8 bits
+            assert (
+                np.abs(y - expected) <= bounded.most + 2.0 ** (-11 if dtype is np.float16 else -8) * np.abs(y)
+            ).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["key", "value"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_not_finite_reaches_those_that_read_it(
+    kernels: ctypes.CDLL, storage: str, name: str, bad: float
+) -> None:
+    for policies in ([0], [1]):
+        attributes = attributes_of(storage=storage, policies=policies, sinks=2, recent=4, kv_heads=1)
+        tokens = tokens_of(attributes, 45, head_size=32)
+        tokens[name][0, 20, 3] = bad
+        bounded = Bounded()
+        wanted = Fed(attributes, tokens, 4, bounded)
+        found = Fed(attributes, tokens, 4, Kernels(kernels))
+        for columns in (25, 5, 15):
+            expected, y = wanted.call(columns), found.call(columns)
+            assert_same_state(wanted.state, found.state)
+            assert np.array_equal(np.isfinite(expected), np.isfinite(y))
+            finite = np.isfinite(bounded.most)
+            assert (np.abs(expected - y)[finite] <= bounded.most[finite]).all()
+
+
+def test_no_rows_and_no_tokens(kernels: ctypes.CDLL) -> None:
+    attributes = attributes_of(policies=[1, RETRIEVAL], storage="int8")
+    compare(attributes, tokens_of(attributes, 3, batch=0), 2, (3, 0), run=Kernels(kernels))
+    compare(attributes, tokens_of(attributes, 0, batch=2), 0, (0,), run=Kernels(kernels))
+
+
+def test_what_a_gpu_does_not_take_is_refused(kernels: ctypes.CDLL) -> None:
+    attributes = attributes_of(kv_heads=257, policies=[0])
+    inputs = drawn(attributes, [3], 1, 1, group=1)
+    with pytest.raises(RuntimeError, match="kv_heads is 257, on a GPU it must be from 1 to 256"):
+        Kernels(kernels)(*inputs, **attributes.for_node())
