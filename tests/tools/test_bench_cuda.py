@@ -12,7 +12,7 @@ import torch
 
 from tests.runtime_ops.cuda import interface, interpreted
 from tools import bench_cuda
-from tools.bench import cuda_hadamard
+from tools.bench import cuda_hadamard, cuda_matmul
 from tools.bench.cuda_case import Case
 
 TOOL = Path(bench_cuda.__file__)
@@ -92,4 +92,18 @@ def test_cases_of_hadamard_compute_what_they_check() -> None:
         assert made.error(1) <= made.allowed
         assert made.moved == 4 * int(made.name.split()[1]) * int(made.name.split()[3])
         for rival in made.rivals.values():
+            rival(0)
+
+
+def test_products_of_the_benchmark_are_right() -> None:
+    compiler = interpreted.compiler() or pytest.skip("there is no C++ compiler")
+    library = interface.declare(interpreted.load(interpreted.build("operators", interpreted.sources(), compiler)))
+    made = list(cuda_matmul.cases(library, torch, "cpu", shapes=((256, 48),), rows=(3, 20)))
+    assert len(made) == 14
+    for case in made:
+        case.poison(1)
+        assert not case.error(1) <= case.allowed
+        case.run(1)
+        assert case.error(1) <= case.allowed
+        for rival in case.rivals.values():
             rival(0)

@@ -76,7 +76,8 @@ Plan::Plan(const GraphoptMatMul& call) {
   const int wanted = operands == Operands::kFloat32 ? GRAPHOPT_FLOAT32
                      : operands == Operands::kFloat16 ? GRAPHOPT_FLOAT16 : GRAPHOPT_BFLOAT16;
   const size_t bytes_of_x = call.rows * bytes_of_type(wanted);
-  const bool loads = operands == Operands::kFloat32 || bytes_of_x % 16 == 0;
+  p.aligned = bytes_of_x % 16 == 0 && reinterpret_cast<uintptr_t>(call.x) % 16 == 0;
+  const bool loads = operands == Operands::kFloat32 || p.aligned;
   converts = !rounds && (call.x_type != wanted || !loads);
   p.x = static_cast<const uint8_t*>(call.x);
   p.x_pitch = rounds ? pitch : converts ? pitch * bytes_of_type(wanted) : bytes_of_x;

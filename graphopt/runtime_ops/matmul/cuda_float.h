@@ -13,7 +13,7 @@ constexpr size_t kFloatShared = 1024 + sizeof(float) * kFloatWarps * kFloatRows 
 // Rows 4 t + k of a unit of the operand that are there.
 GRAPHOPT_DEVICE void load_four(const Product& p, unsigned row, unsigned at, float (&x)[4]) {
   const uint8_t* const from = p.x + row * p.x_pitch + at;
-  if (at + 16 <= p.x_bytes && p.x_pitch % 16 == 0) {
+  if (at + 16 <= p.x_bytes && p.aligned) {
     const Word4 word = load16(from);
     GRAPHOPT_UNROLL
     for (int k = 0; k < 4; ++k) x[k] = float_of_bits(word.words[k]);

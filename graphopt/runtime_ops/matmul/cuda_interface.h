@@ -38,7 +38,7 @@ struct GraphoptMatMulWeights {
 
 // y [m, N] = round(x [m, K]) W + bias, as graphopt/runtime_ops/matmul_table/op.py says it.
 struct GraphoptMatMul {
-  const void* x;   // x_type [m, K]
+  const void* x;   // x_type [m, K], at any multiple of a number's size
   void* y;         // x_type [m, N]
   uint64_t m, rows, columns, group;  // rows is K, columns N
   int32_t x_type;                    // GraphoptType

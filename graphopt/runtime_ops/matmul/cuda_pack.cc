@@ -169,53 +169,91 @@ size_t packed_bytes(const GraphoptMatMulCodec& codec, size_t rows, size_t column
 
 namespace {
 
-// The code at a position of a unit of a file, see matmul_table/packing.py.
-unsigned code_at(const uint8_t* unit, unsigned bits, unsigned position) {
-  unsigned code = 0;
-  for (unsigned width = 8; width; width /= 2) {
-    const unsigned start = bits / (2 * width) * 2 * width;
-    if (start + width > bits) continue;
-    const unsigned line = width > 1 ? 64 : 32, of_line = line * (8 / width);
-    const unsigned byte = position / of_line * line + position % line, shift = position % of_line / line * width;
-    code |= (unit[32 * start + byte] >> shift & ((1u << width) - 1)) << start;
+static_assert(kSlots * kWarp == 256, "the codes of a unit");
+
+// Bits of a slot that follow one another in a word.
+struct Field {
+  unsigned slot, bit, count, word, at;
+};
+struct Fields {
+  Field all[kSlots * 8];
+  unsigned count = 0;
+
+  void make(const GraphoptMatMulCodec& codec, unsigned unit) {
+    const unsigned bits = static_cast<unsigned>(codec.bits);
+    count = 0;
+    for (unsigned slot = 0; slot < kSlots; ++slot) {
+      for (unsigned bit = 0; bit < bits; ++bit) {
+        const Place place = place_of(decoder_of(codec), bits, unit, slot, bit);
+        Field* const last = bit ? &all[count - 1] : nullptr;
+        if (last && last->word == place.word && last->at + last->count == place.bit) {
+          ++last->count;
+        } else {
+          all[count++] = {slot, bit, 1, place.word, place.bit};
+        }
+      }
+    }
   }
-  return code;
+};
+
+// The codes of a unit of a file in the order of matmul_table/packing.py: plane by plane and line by line.
+void unpack_unit(const uint8_t* unit, unsigned bits, uint8_t* codes) {
+  std::memset(codes, 0, 256);
+  for (unsigned width = 8; width; width /= 2) {
+    const unsigned start = bits / (2 * width) * 2 * width, line = width > 1 ? 64 : 32;
+    if (start + width > bits) continue;
+    for (unsigned position = 0; position < 256; position += line) {
+      const unsigned of_line = line * (8 / width), shift = position % of_line / line * width;
+      const uint8_t* const from = unit + 32 * start + position / of_line * line;
+      const unsigned mask = (1u << width) - 1;
+      for (unsigned i = 0; i < line; ++i) {
+        codes[position + i] = static_cast<uint8_t>(codes[position + i] | (from[i] >> shift & mask) << start);
+      }
+    }
+  }
 }
 
 }  // namespace
 
 unsigned pack_codes(const GraphoptMatMulCodec& codec, const uint8_t* codes, const float* values, size_t entries,
                     size_t rows, size_t columns, uint8_t* to) {
-  unsigned largest = 0;
   const unsigned bits = static_cast<unsigned>(codec.bits);
   const size_t tiles = (columns + kTileColumns - 1) / kTileColumns, units = (rows + kUnitRows - 1) / kUnitRows;
   const size_t blocks = blocks_of(rows), of_block = block_bytes(bits);
-  // where a code's bits go, counted in bits of a block: [unit of the block][position of the unit][bit]
-  static_assert(kSlots * kWarp == 256, "the codes of a unit");
-  uint16_t targets[kBlockUnits * 256 * 8];
-  for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
-    for (unsigned position = 0; position < 256; ++position) {
-      const unsigned t = position / 64, column = position / 4 % 16, k = position % 4, lane = 4 * (column % 8) + t;
-      const unsigned slot = slot_of(static_cast<Order>(codec.order), column / 8, k);
-      for (unsigned bit = 0; bit < bits; ++bit) {
-        const Place place = place_of(decoder_of(codec), bits, unit, slot, bit);
-        targets[(unit * 256 + position) * bits + bit] =
-            static_cast<uint16_t>(8 * byte_of_word(bits, lane, place.word) + place.bit);
+  Fields fields[kBlockUnits];
+  for (unsigned unit = 0; unit < kBlockUnits; ++unit) fields[unit].make(codec, unit);
+  // which position of a unit a slot of a lane holds
+  uint8_t positions[kSlots][kWarp];
+  for (unsigned position = 0; position < 256; ++position) {
+    const unsigned t = position / 64, column = position / 4 % 16, lane = 4 * (column % 8) + t;
+    const unsigned slot = slot_of(static_cast<Order>(codec.order), column / 8, position % 4);
+    positions[slot][lane] = static_cast<uint8_t>(position);
+  }
+  unsigned largest = 0;
+  for (size_t block = 0; block < tiles * blocks; ++block) {
+    const size_t tile = block / blocks, first = block % blocks * kBlockUnits;
+    uint32_t words[16][kWarp] = {}, slots[kSlots][kWarp];
+    for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
+      uint8_t of_unit[256] = {};
+      if (first + unit < units) unpack_unit(codes + (tile * units + first + unit) * 32 * bits, bits, of_unit);
+      for (unsigned slot = 0; slot < kSlots; ++slot) {
+        for (unsigned lane = 0; lane < kWarp; ++lane) {
+          const unsigned code = of_unit[positions[slot][lane]];
+          largest = code > largest ? code : largest;
+          slots[slot][lane] = code ^ codec.flips;
+        }
+      }
+      for (unsigned i = 0; i < fields[unit].count; ++i) {
+        const Field& field = fields[unit].all[i];
+        const uint32_t mask = (1u << field.count) - 1;
+        for (unsigned lane = 0; lane < kWarp; ++lane) {
+          words[field.word][lane] |= (slots[field.slot][lane] >> field.bit & mask) << field.at;
+        }
       }
     }
-  }
-  std::memset(to, 0, tiles * blocks * of_block);
-  for (size_t tile = 0; tile < tiles; ++tile) {
-    for (size_t unit = 0; unit < blocks * kBlockUnits; ++unit) {
-      uint8_t* const block = to + (tile * blocks + unit / kBlockUnits) * of_block;
-      const uint8_t* const from = unit < units ? codes + (tile * units + unit) * 32 * bits : nullptr;
-      const uint16_t* target = targets + unit % kBlockUnits * 256 * bits;
-      for (unsigned position = 0; position < 256; ++position) {
-        const unsigned of_file = from ? code_at(from, bits, position) : 0, code = of_file ^ codec.flips;
-        largest = of_file > largest ? of_file : largest;
-        for (unsigned bit = 0; bit < bits; ++bit, ++target) {
-          block[*target / 8] = static_cast<uint8_t>(block[*target / 8] | (code >> bit & 1) << *target % 8);
-        }
+    for (unsigned word = 0; word < 2 * bits; ++word) {
+      for (unsigned lane = 0; lane < kWarp; ++lane) {
+        std::memcpy(to + block * of_block + byte_of_word(bits, lane, word), &words[word][lane], sizeof(uint32_t));
       }
     }
   }

@@ -28,6 +28,7 @@ struct Product {
   uint32_t lookup[8];
   float step, inverse_step;   // value = step (decoded + offset)
   bool half_scales, with_sums, two;  // two operand rows for each of y
+  bool aligned;                      // rows of the operand are at multiples of 16 bytes
 };
 
 // A segment, seen from one of its units.

@@ -10,12 +10,11 @@ import numpy as np
 
 from graphopt.runtime_ops.matmul_dynamic.op import LEVELS
 from graphopt.runtime_ops.matmul_table.activations import MODES
-from tests.runtime_ops.cuda.interface import TYPES, Factor, check, factor
+from tests.runtime_ops.cuda.interface import TYPES, Buffer, Factor, aligned, check, factor
 
 Case = dict[str, Any]
 OPERANDS = ("float32", "float16", "bfloat16", "int8")
 DECODERS = ("table", "wide", "table4", "int4", "int8", "e3m2", "e2m3")
-ALIGNMENT = 64
 
 
 class Codec(ctypes.Structure):
@@ -67,27 +66,12 @@ class MatMulDynamic(ctypes.Structure):
 TO_TOKEN = 4
 
 
-def aligned(array: np.ndarray) -> np.ndarray:
-    """Return a copy at a multiple of 64 bytes."""
-    return filled(array.shape, array.dtype, array)
-
-
-def filled(shape: tuple[int, ...], dtype: Any, values: Any = None) -> np.ndarray:
-    """Return an array at a multiple of 64 bytes: of ``values``, or of bytes that are all ones, which is NaN."""
-    count = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    memory = np.full(count + ALIGNMENT, 255, np.uint8)
-    array = memory[-memory.ctypes.data % ALIGNMENT :][:count].view(dtype).reshape(shape)
-    if values is not None:
-        array[...] = values
-    return array
-
-
-def pointer(array: np.ndarray | None) -> int | None:
-    return None if array is None else array.ctypes.data
+def pointer(buffer: Buffer | None) -> int | None:
+    return None if buffer is None else buffer.pointer
 
 
 class Products:
-    """The library's products, on NumPy arrays: the host interpreter's "device" is the host."""
+    """A library's products, of arrays: whose kernels the host interpreter runs, or a GPU."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -98,24 +82,28 @@ class Products:
 
     def pack(self, case: Case, operands: str) -> tuple[Codec, np.ndarray]:
         """Return the codec and the packed codes with their table."""
-        codes, table = aligned(case["codes"]), aligned(case["table"])
+        codes, table = (np.ascontiguousarray(case[name]) for name in ("codes", "table"))
         bits = codes.shape[2] // 32
-        weights = Weights(case["rows"], case["columns"], bits, len(table), pointer(codes), pointer(table))
+        weights = Weights(case["rows"], case["columns"], bits, len(table), codes.ctypes.data, table.ctypes.data)
         codec, place = Codec(), ctypes.byref
         size = self.library.graphopt_cuda_matmul_codec(place(weights), OPERANDS.index(operands), place(codec))
-        packed = filled((size,), np.uint8)
-        self.library.graphopt_cuda_matmul_pack(place(weights), place(codec), c_void_p(pointer(packed)))
+        packed = aligned(np.empty(size, np.uint8))
+        self.library.graphopt_cuda_matmul_pack(place(weights), place(codec), c_void_p(packed.ctypes.data))
         return codec, packed
 
     def operands(self, dtype: Any, activations: int) -> str:
         return OPERANDS[self.library.graphopt_cuda_matmul_operands(TYPES[np.dtype(dtype)], activations)]
 
-    def table(self, case: Case, seed: int = 0) -> np.ndarray:
-        """Return MatMulTable's y [..., N] of x's own type; ``seed`` draws the order of the interpreter's threads."""
-        call, y, kept = self.call(case, MODES.index(case["activations"]))
-        self.run("table", call, call, seed)
-        del kept
-        return y
+    def table(self, case: Case, seed: int = 0, shift: int = 0) -> np.ndarray:
+        """Return MatMulTable's y [..., N] of x's own type.
+
+        ``seed`` draws the order of the interpreter's threads; x lies ``shift`` numbers behind a multiple of 256 bytes.
+        """
+        call, y, kept = self.call(case, MODES.index(case["activations"]), shift)
+        scratch = self.run("table", call, call, seed)
+        result = y.numpy()
+        del kept, scratch
+        return result
 
     def dynamic(self, case: Case, seed: int = 0) -> np.ndarray:
         """Return MatMulDynamic's y [..., N], likewise."""
@@ -123,27 +111,29 @@ class Products:
         product.levels, product.clip = LEVELS[case["bits"]], case["clip"]
         factors, signs = zip(*(factor(self.library, case[side]) for side in ("left", "right")), strict=True)
         call = MatMulDynamic(product, *factors)
-        self.run("dynamic", call, call.product, seed)
-        del kept, signs
-        return y
+        scratch = self.run("dynamic", call, call.product, seed)
+        result = y.numpy()
+        del kept, scratch, signs
+        return result
 
-    def call(self, case: Case, activations: int) -> tuple[MatMul, np.ndarray, list[Any]]:
+    def call(self, case: Case, activations: int, shift: int = 0) -> tuple[MatMul, Buffer, list[Any]]:
         """Return a call without scratch, its y, and the memory that it points to."""
-        x = aligned(case["x"])
-        codec, packed = self.pack(case, self.operands(x.dtype, activations))
-        y = filled((*x.shape[:-1], case["columns"]), x.dtype)
-        scales = aligned(case["scales"])
-        zeros = aligned(case["zero_points"]) if case["zero_points"].any() else None
-        bias = aligned(case["bias"]) if len(case["bias"]) == case["columns"] else None
+        given = case["x"]
+        codec, packed_codes = self.pack(case, self.operands(given.dtype, activations))
+        x = Buffer(self.library, given, shift=shift)
+        packed, scales = (Buffer(self.library, array) for array in (packed_codes, case["scales"]))
+        y = Buffer(self.library, np.full((*given.shape[:-1], case["columns"]), np.nan, given.dtype))
+        zeros = Buffer(self.library, case["zero_points"]) if case["zero_points"].any() else None
+        bias = Buffer(self.library, case["bias"]) if len(case["bias"]) == case["columns"] else None
         call = MatMul(
             x=pointer(x),
             y=pointer(y),
-            m=int(np.prod(x.shape[:-1])),
+            m=int(np.prod(given.shape[:-1])),
             rows=case["rows"],
             columns=case["columns"],
             group=case["group"],
-            x_type=TYPES[x.dtype],
-            scale_type=TYPES[scales.dtype],
+            x_type=TYPES[given.dtype],
+            scale_type=TYPES[case["scales"].dtype],
             activations=activations,
             clip=1.0,
             packed=pointer(packed),
@@ -154,9 +144,12 @@ class Products:
         )
         return call, y, [x, packed, scales, zeros, bias]
 
-    def run(self, name: str, call: MatMul | MatMulDynamic, product: MatMul, seed: int) -> None:
+    def run(self, name: str, call: MatMul | MatMulDynamic, product: MatMul, seed: int) -> Buffer:
         function = f"graphopt_cuda_matmul_{name}"
-        scratch = filled((getattr(self.library, f"{function}_scratch")(ctypes.byref(call)),), np.uint8)
-        product.scratch = pointer(scratch)
-        self.library.graphopt_interpreter_seed(seed)
+        size = getattr(self.library, f"{function}_scratch")(ctypes.byref(call))
+        scratch = Buffer(self.library, np.full(size, 0xFF, np.uint8))
+        product.scratch = scratch.pointer
+        if not self.library.on_gpu:
+            self.library.graphopt_interpreter_seed(seed)
         check(getattr(self.library, function)(ctypes.byref(call), None))
+        return scratch

@@ -1,4 +1,4 @@
-"""MatMulDynamic's CUDA kernels, run by the host interpreter."""
+"""MatMulDynamic's CUDA kernels, run by the host interpreter and by a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ HALF_UNIT = {np.float32: 0.0, np.float16: 2.0**-11, ml_dtypes.bfloat16: 2.0**-8}
 
 
 @pytest.fixture(scope="module")
-def products(interpreted: ctypes.CDLL) -> Products:
-    return Products(interpreted)
+def products(kernels: ctypes.CDLL) -> Products:
+    return Products(kernels)
 
 
 @pytest.mark.parametrize("frozen", load("matmul_dynamic"), ids=lambda frozen: f"{frozen['activation_bits']} bits")

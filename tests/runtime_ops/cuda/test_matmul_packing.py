@@ -19,8 +19,8 @@ ROWS, COLUMNS = 128, 16  # of a block
 
 
 @pytest.fixture(scope="module")
-def products(interpreted: ctypes.CDLL) -> Products:
-    return Products(interpreted)
+def products(kernels: ctypes.CDLL) -> Products:
+    return Products(kernels)
 
 
 def bits_of(products: Products, codes: np.ndarray, table: np.ndarray, operands: str) -> np.ndarray:

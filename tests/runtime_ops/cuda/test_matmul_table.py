@@ -1,4 +1,4 @@
-"""MatMulTable's CUDA kernels, run by the host interpreter: frozen vectors, the reference within the derived bound."""
+"""MatMulTable's CUDA kernels, run by the host interpreter and by a GPU where there is one."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PRECISION = {np.float32: (24, 2.0**-150), np.float16: (11, 2.0**-25), BFLOAT16: 
 
 
 @pytest.fixture(scope="module")
-def products(interpreted: ctypes.CDLL) -> Products:
-    return Products(interpreted)
+def products(kernels: ctypes.CDLL) -> Products:
+    return Products(kernels)
 
 
 def limit_of(case: Case) -> np.ndarray:
@@ -170,6 +170,15 @@ def test_a_row_is_the_same_whatever_stands_beside_it(products: Products, activat
     for size in (1, 7, 17):
         parts = [products.table({**case, "x": case["x"][at : at + size]}) for at in range(0, 40, size)]
         assert np.array_equal(np.concatenate(parts), y)
+
+
+@EACH_TYPE
+@EACH_MODE
+@pytest.mark.parametrize("shift", [1, 4])
+def test_an_x_that_lies_anywhere(products: Products, activations: str, dtype: type, shift: int) -> None:
+    case = {**case_of(48, 20, 16, 4), "activations": activations}
+    case["x"] = case["x"].astype(dtype)
+    assert np.array_equal(products.table(case, shift=shift), products.table(case))
 
 
 @pytest.mark.parametrize("activations", MODES)
