@@ -1,5 +1,5 @@
-// The operators of libgraphopt_ops, which the library for GPUs hands to onnxruntime along with its own: onnxruntime takes a
-// domain from one library only.
+// The operators of libgraphopt_ops, which the library for GPUs hands to onnxruntime along with its own: onnxruntime
+// takes a domain from one library only.
 #pragma once
 
 #include "abi/register.h"

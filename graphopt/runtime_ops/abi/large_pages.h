@@ -27,7 +27,8 @@ inline void prefer_large_pages(const void* memory, size_t bytes) {
 #endif
 }
 
-// A copy of what lies in a file, in memory of large pages: a file that is mapped has small ones. It lives as long as this.
+// A copy of what lies in a file, in memory of large pages: a file that is mapped has small ones. It lives as long as
+// this.
 class LargeCopy {
  public:
   LargeCopy() = default;

@@ -15,8 +15,8 @@ constexpr Operators operators(const OrtCustomOp* const (&ops)[Count]) {
   return {ops, Count};
 }
 
-// Adds to `domain`, and makes it where it is null; false where onnxruntime does not take them. onnxruntime reads a domain
-// as long as a session lives whose options have it: one for the whole process, never released.
+// Adds to `domain`, and makes it where it is null; false where onnxruntime does not take them. onnxruntime reads a
+// domain as long as a session lives whose options have it: one for the whole process, never released.
 inline bool add(const OrtApi* api, const Operators* lists, size_t count, OrtCustomOpDomain** domain) {
   OrtStatus* failure = *domain ? nullptr : CreateCustomOpDomain::call(api, "ai.graphopt", domain);
   for (size_t list = 0; list < count; ++list) {

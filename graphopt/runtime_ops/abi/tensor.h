@@ -15,8 +15,8 @@
 
 namespace graphopt {
 
-// Makes UTF-8 of what a file says or what was cut off, as those who catch the error take it for that: a byte that belongs
-// to no whole character becomes a question mark.
+// Makes UTF-8 of what a file says or what was cut off, as those who catch the error take it for that: a byte that
+// belongs to no whole character becomes a question mark.
 inline void make_utf8(char* text) {
   constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
   for (auto* at = reinterpret_cast<unsigned char*>(text); *at;) {

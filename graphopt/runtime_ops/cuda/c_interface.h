@@ -1,9 +1,10 @@
 // The CUDA operators without onnxruntime: what tests, tools/bench_cuda.py and the operators for onnxruntime call alike.
 //
-// Each call starts kernels on a stream (a cudaStream_t; null for CUDA's own) and returns before they are done. It returns
-// null, or what went wrong, in words that live until the thread's next call. All pointers are to memory of the device, at
-// multiples of 16 bytes, unless the word "host" stands beside them; scratch holds as many bytes as ..._scratch says, and
-// may be null where that is 0. Nothing is allocated. Callers check shapes; codes are never trusted.
+// Each call starts kernels on a stream (a cudaStream_t; null for CUDA's own) and returns before they are done. It
+// returns null, or what went wrong, in words that live until the thread's next call. All pointers are to memory of the
+// device, at multiples of 16 bytes, unless the word "host" stands beside them; scratch holds as many bytes as
+// ..._scratch says, and may be null where that is 0. Nothing is allocated. Callers check shapes; codes are never
+// trusted.
 //
 // tests/runtime_ops/cuda/interface.py states the same structs for Python.
 #pragma once
@@ -20,15 +21,19 @@ extern "C" {
 // Types of numbers, as ONNX counts them.
 enum GraphoptType { GRAPHOPT_FLOAT32 = 1, GRAPHOPT_FLOAT16 = 10, GRAPHOPT_BFLOAT16 = 16 };
 
-// A matrix S(outer) (x) C (x) S(inner) of +1 and -1, where S is Sylvester's matrix of that order. Where core is 1, C is the
-// matrix [sign]; sign is 1 elsewhere.
+// A matrix S(outer) (x) C (x) S(inner) of +1 and -1, where S is Sylvester's matrix of that order. Where core, the order
+// of C, is 1, C is the matrix [sign]; sign is 1 elsewhere. C is a Kronecker product of matrices of the orders in
+// `parts`, 0 behind the last.
+#define GRAPHOPT_CORE_PARTS 4
 struct GraphoptFactor {
   int32_t outer, core, inner, sign;
-  const void* signs;  // of C, as ..._factor packs them; not read where core is 1
+  int32_t parts[GRAPHOPT_CORE_PARTS];
+  const void* signs;  // of the parts of C, as ..._factor packs them; not read where core is 1
 };
 
-// Takes a matrix [order, order] of +1 and -1 apart, row by row, all in host memory. Returns the bytes of its packed signs,
-// and writes them where `signs` is not null; factor->signs is left alone. 0 and an error in `failure` where it cannot.
+// Takes a matrix [order, order] of +1 and -1 apart, row by row, all in host memory. Returns the bytes of its packed
+// signs, and writes them where `signs` is not null; factor->signs is left alone. 0 and an error in `failure` where it
+// cannot.
 GRAPHOPT_PUBLIC size_t graphopt_cuda_hadamard_factor(const int8_t* matrix, int32_t order, struct GraphoptFactor* factor,
                                                      void* signs, const char** failure);
 

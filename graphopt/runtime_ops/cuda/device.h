@@ -1,8 +1,8 @@
-// What kernels want of CUDA, and all they may use of it: the same kernel compiles with nvcc for a GPU, and as plain C++ for
-// host.h, which interprets it thread by thread, so that tests run it on any machine.
+// What kernels want of CUDA, and all they may use of it: the same kernel compiles with nvcc for a GPU, and as plain C++
+// for host.h, which interprets it thread by thread, so that tests run it on any machine.
 //
-// A kernel takes one struct by value, its blocks have one dimension and a multiple of 32 threads, and all shared memory is
-// dynamic. Whatever has "all lanes" in its comment must be reached by the 32 lanes of a warp together.
+// A kernel takes one struct by value, its blocks have one dimension and a multiple of 32 threads, and all shared memory
+// is dynamic. Whatever has "all lanes" in its comment must be reached by the 32 lanes of a warp together.
 #pragma once
 
 #include <cstddef>
@@ -156,7 +156,8 @@ GRAPHOPT_DEVICE T reduce_max(T value) {
   return value;
 }
 
-// Adds in global or shared memory and returns what was there before; the order among threads is anyone's, so integers only.
+// Adds in global or shared memory and returns what was there before; the order among threads is anyone's, so integers
+// only.
 GRAPHOPT_DEVICE int32_t atomic_add(int32_t* at, int32_t value) {
 #if defined(__CUDACC__)
   return atomicAdd(at, value);

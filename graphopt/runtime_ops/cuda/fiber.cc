@@ -4,8 +4,8 @@
 #include <unistd.h>
 
 #if defined(__x86_64__)
-// Saves what the ABI says a function keeps, changes stacks and returns to where the other one was: some ten instructions,
-// where swapcontext asks the system about signals each time.
+// Saves what the ABI says a function keeps, changes stacks and returns to where the other one was: some ten
+// instructions, where swapcontext asks the system about signals each time.
 extern "C" void graphopt_change_stack(void** from, void* to);
 asm(R"(
 .text
@@ -71,7 +71,8 @@ void Fiber::start(unsigned stack, void (*main)()) {
   fake_stack_ = nullptr;
   unpoison_region(low, bytes_);
 #if defined(__x86_64__)
-  // What graphopt_change_stack takes off: six registers and the address to return to, which must lie at a multiple of 16.
+  // What graphopt_change_stack takes off: six registers and the address to return to, which must lie at a multiple of
+  // 16.
   void** const top = reinterpret_cast<void**>(low + bytes_ - 16);
   top[1] = nullptr;
   top[0] = reinterpret_cast<void*>(&Fiber::begin);

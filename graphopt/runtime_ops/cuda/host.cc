@@ -88,8 +88,8 @@ void Launch::report_those_who_wait() {
     else first = i, ++waiting;
   }
   std::snprintf(message, sizeof message,
-                "block (%u, %u, %u): thread %u waits at %s for ever; %u threads wait somewhere, %u have returned", block.x,
-                block.y, block.z, first, all[first].waits, waiting, gone);
+                "block (%u, %u, %u): thread %u waits at %s for ever; %u threads wait somewhere, %u have returned",
+                block.x, block.y, block.z, first, all[first].waits, waiting, gone);
   failed = true;
 }
 
@@ -139,8 +139,8 @@ void fail(const char* format, ...) {
   std::vsnprintf(what, sizeof what, format, arguments);
   va_end(arguments);
   const Index3 block = launch->block;
-  std::snprintf(message, sizeof message, "block (%u, %u, %u), thread %u: %s", block.x, block.y, block.z, launch->current,
-                what);
+  std::snprintf(message, sizeof message, "block (%u, %u, %u), thread %u: %s", block.x, block.y, block.z,
+                launch->current, what);
   launch->failed = true;
   Fiber::leave(launch->self().fiber, launch->scheduler);
 }

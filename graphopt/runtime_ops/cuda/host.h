@@ -1,10 +1,12 @@
-// The host interpreter: device.h without a GPU, so that tests run the kernels themselves. It proves results, never speed.
+// The host interpreter: device.h without a GPU, so that tests run the kernels themselves. It proves results, never
+// speed.
 //
-// Blocks run one after another, and the threads of a block as fibers: each runs until it has to wait for others, and which
-// one goes on is drawn from a seed, as is the order of the blocks. So a kernel that lacks a synchronization gives other
-// bits for another seed. Shared memory starts out as NaN; an asynchronous copy turns its destination to NaN until a wait
-// covers it. What a GPU would take amiss or misread ends the launch with an error: a lane that does not come to where its
-// warp meets, an address that is not aligned or beyond shared memory, more of a resource than every GPU from sm_80 on has.
+// Blocks run one after another, and the threads of a block as fibers: each runs until it has to wait for others, and
+// which one goes on is drawn from a seed, as is the order of the blocks. So a kernel that lacks a synchronization gives
+// other bits for another seed. Shared memory starts out as NaN; an asynchronous copy turns its destination to NaN until
+// a wait covers it. What a GPU would take amiss or misread ends the launch with an error: a lane that does not come to
+// where its warp meets, an address that is not aligned or beyond shared memory, more of a resource than every GPU from
+// sm_80 on has.
 #pragma once
 
 #include <cstddef>

@@ -34,8 +34,9 @@ Sum& entry_of_d(void* const* lanes, int row, int column) {
   return static_cast<Product<Sum>*>(lanes[row % 8 * 4 + column / 2])->d[row / 8 * 2 + column % 2];
 }
 
-// The sum of numbers as sm_80 makes it: each is cut to 25 bits below the exponent of the largest, they add up exactly, and
-// the sum is cut to a float (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021; sm_90 keeps a bit more).
+// The sum of numbers as sm_80 makes it: each is cut to 25 bits below the exponent of the largest, they add up exactly,
+// and the sum is cut to a float (M. Fasi et al., "Numerical behavior of NVIDIA tensor cores", 2021; sm_90 keeps a bit
+// more).
 float cut_sum(const double* terms, int count) {
   constexpr uint64_t kExponent = uint64_t{0x7ff} << 52;
   constexpr uint64_t kBits = uint64_t{24} << 52;
@@ -114,7 +115,8 @@ void load(void* const* lanes) {
   }
 }
 
-// a * b + c as a float that rounds to 16 bits as the exact number does: what a float has no place for sets its last bit.
+// a * b + c as a float that rounds to 16 bits as the exact number does: what a float has no place for sets its last
+// bit.
 float fma_to_odd(float a, float b, float c) {
   const double product = static_cast<double>(a) * b;  // exact: 22 bits at most
   const double sum = product + c, big = std::fabs(product) > std::fabs(c) ? product : c;

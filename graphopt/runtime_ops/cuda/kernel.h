@@ -18,8 +18,8 @@ constexpr const char* kProvider = "CUDAExecutionProvider";
 // onnxruntime's functions of version kScratchVersion; set before any kernel is made.
 extern const OrtApi* device_api;
 
-// Kernel: as for custom_op(), and host_input(index): whether an input stays in memory of the host. Such are those that the
-// host must read, like lengths; a constant that is copied to the device in another order costs no memory there.
+// Kernel: as for custom_op(), and host_input(index): whether an input stays in memory of the host. Such are those that
+// the host must read, like lengths; a constant that is copied to the device in another order costs no memory there.
 template <typename Kernel, int Type>
 OrtCustomOp cuda_op() {
   OrtCustomOp op = custom_op<Kernel, Type>();

@@ -11,14 +11,16 @@ constexpr unsigned kThreads = 1024;
 
 // Why a launch of this size cannot be; null where it can.
 inline const char* refusal(Index3 grid, unsigned threads, size_t shared_bytes) {
-  if (!threads || threads % kWarp || threads > kThreads) return "a block must have a multiple of 32 threads, at most 1024";
+  if (!threads || threads % kWarp || threads > kThreads) {
+    return "a block must have a multiple of 32 threads, at most 1024";
+  }
   if (!grid.x || !grid.y || !grid.z) return "a grid must have blocks";
   if (grid.x > 0x7fffffffu || grid.y > 0xffffu || grid.z > 0xffffu) return "a grid has more blocks than CUDA takes";
   return shared_bytes > kSharedBytes ? "a block must have at most 163 KiB of shared memory" : nullptr;
 }
 
-// Starts kernel(arguments) on the stream; null, or what went wrong. A stream is a cudaStream_t, null for CUDA's own; the
-// interpreter has none, and is done when it returns.
+// Starts kernel(arguments) on the stream; null, or what went wrong. A stream is a cudaStream_t, null for CUDA's own;
+// the interpreter has none, and is done when it returns.
 template <typename Arguments>
 const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
                    Arguments arguments) {
@@ -28,7 +30,8 @@ const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, siz
   const void* const function = reinterpret_cast<const void*>(kernel);
   cudaError_t status = cudaSuccess;
   if (shared_bytes > kWithoutAsking) {
-    status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    const int bytes = static_cast<int>(shared_bytes);
+    status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
   if (status == cudaSuccess) {
     void* values[] = {&arguments};

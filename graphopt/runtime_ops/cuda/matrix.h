@@ -1,12 +1,12 @@
-// Products of small matrices by a warp, and loads of their fragments. All lanes take part in each; who holds what is in the
-// PTX ISA: with g = lane / 4 and t = lane % 4,
+// Products of small matrices by a warp, and loads of their fragments. All lanes take part in each; who holds what is in
+// the PTX ISA: with g = lane / 4 and t = lane % 4,
 //
-//   m16n8k16: a[i] is the pair A[g + 8 (i % 2)][2 t + 8 (i / 2), and the next], b[i] the pair B[2 t + 8 i, and the next][g]
-//   m16n8k32: a[i] are the four bytes A[g + 8 (i % 2)][4 t + 16 (i / 2), and on], b[i] those of B[4 t + 16 i, and on][g]
+//   m16n8k16: a[i] is the pair A[g + 8 (i % 2)][2 t + 8 (i / 2), and the next], b[i] the pair B[2 t + 8 i, and next][g]
+//   m16n8k32: a[i] are four bytes A[g + 8 (i % 2)][4 t + 16 (i / 2), and on], b[i] those of B[4 t + 16 i, and on][g]
 //   both:     d[i] is D[g + 8 (i / 2)][2 t + i % 2]
 //
-// where A is [16, k], B [k, 8] and D [16, 8]. A float sum is not what IEEE addition gives: a GPU cuts what it adds to about
-// the precision of the largest one, eight products at a time or more. The host does the same as sm_80.
+// where A is [16, k], B [k, 8] and D [16, 8]. A float sum is not what IEEE addition gives: a GPU cuts what it adds to
+// about the precision of the largest one, eight products at a time or more. The host does the same as sm_80.
 #pragma once
 
 #include "cuda/device.h"
@@ -16,7 +16,8 @@ namespace graphopt {
 // d += a b, of float16 or bfloat16.
 GRAPHOPT_DEVICE void multiply_f16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #if defined(__CUDACC__)
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
@@ -45,9 +46,9 @@ GRAPHOPT_DEVICE void multiply_s8(int32_t (&d)[4], const uint32_t (&a)[4], const 
 #endif
 }
 
-// Count (1, 2 or 4) matrices [8, 8] of 16-bit numbers from shared memory: lanes 8 i to 8 i + 7 say where the rows of matrix
-// i are, 16 bytes each at multiples of 16. r[i] is the pair [g][2 t, 2 t + 1] of matrix i, or [2 t, 2 t + 1][g] of it
-// where transposed. Each lane must give an address that can be read, used or not.
+// Count (1, 2 or 4) matrices [8, 8] of 16-bit numbers from shared memory: lanes 8 i to 8 i + 7 say where the rows of
+// matrix i are, 16 bytes each at multiples of 16. r[i] is the pair [g][2 t, 2 t + 1] of matrix i, or [2 t, 2 t + 1][g]
+// of it where transposed. Each lane must give an address that can be read, used or not.
 template <int Count>
 GRAPHOPT_DEVICE void load_matrices(uint32_t (&r)[Count], const void* row) {
   static_assert(Count == 1 || Count == 2 || Count == 4, "1, 2 or 4 matrices");

@@ -60,9 +60,9 @@ GRAPHOPT_DEVICE void store16(void* to, const Word4& word) {
 #endif
 }
 
-// Starts a copy of 16 bytes to shared memory: zeros where not `valid`, and then `global` may be any address. The bytes are
-// there for this thread once a wait covers the group that the next commit_copies() closes, and for others once they have
-// synchronized with it behind that.
+// Starts a copy of 16 bytes to shared memory: zeros where not `valid`, and then `global` may be any address. The bytes
+// are there for this thread once a wait covers the group that the next commit_copies() closes, and for others once they
+// have synchronized with it behind that.
 GRAPHOPT_DEVICE void copy_async16(void* shared, const void* global, bool valid) {
 #if defined(__CUDACC__)
   const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));

@@ -1,4 +1,5 @@
-// float16, bfloat16 and arithmetic on packed numbers, with the same bits on a GPU and on the host; device.h includes this.
+// float16, bfloat16 and arithmetic on packed numbers, with the same bits on a GPU and on the host; device.h includes
+// this.
 //
 // The compiler contracts nothing (-fmad=false, -ffp-contract=off): what must be rounded once says multiply_add.
 #pragma once
@@ -48,8 +49,8 @@ GRAPHOPT_BOTH float to_float(Half half) {
 }
 GRAPHOPT_BOTH float to_float(BFloat16 value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
 
-// To the nearest float16 or bfloat16, to the even one of two that are equally near; a NaN becomes the one with all bits set
-// but the sign, as on a GPU.
+// To the nearest float16 or bfloat16, to the even one of two that are equally near; a NaN becomes the one with all bits
+// set but the sign, as on a GPU.
 GRAPHOPT_BOTH Half half_of(float value) {
 #if defined(__CUDA_ARCH__)
   Half half;
@@ -147,8 +148,8 @@ GRAPHOPT_DEVICE uint32_t bfloat162_of(float low, float high) {
 #endif
 }
 
-// a * b + c of each half of a pair, rounded once. A product is one with -0 added, and a sum one with 1 as a factor, which
-// changes no bit: sm_80 has no other arithmetic on pairs of bfloat16.
+// a * b + c of each half of a pair, rounded once. A product is one with -0 added, and a sum one with 1 as a factor,
+// which changes no bit: sm_80 has no other arithmetic on pairs of bfloat16.
 GRAPHOPT_DEVICE uint32_t half2_fma(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDACC__)
   uint32_t d;
@@ -190,8 +191,8 @@ GRAPHOPT_DEVICE uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
 #endif
 }
 
-// Byte i is byte s of b:a (a has bytes 0 to 3), where s are the low 3 bits of digit i of the selector; its bit 3 asks for
-// eight copies of that byte's sign.
+// Byte i is byte s of b:a (a has bytes 0 to 3), where s are the low 3 bits of digit i of the selector; its bit 3 asks
+// for eight copies of that byte's sign.
 GRAPHOPT_DEVICE uint32_t byte_permute(uint32_t a, uint32_t b, uint32_t selector) {
 #if defined(__CUDACC__)
   uint32_t d;
@@ -224,7 +225,9 @@ GRAPHOPT_DEVICE int32_t dot4(int32_t a, int32_t b, int32_t c) {
   return __dp4a(a, b, c);
 #else
   uint32_t sum = static_cast<uint32_t>(c);
-  for (int i = 0; i < 32; i += 8) sum += static_cast<uint32_t>(static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i));
+  for (int i = 0; i < 32; i += 8) {
+    sum += static_cast<uint32_t>(static_cast<int8_t>(a >> i) * static_cast<int8_t>(b >> i));
+  }
   return static_cast<int32_t>(sum);
 #endif
 }

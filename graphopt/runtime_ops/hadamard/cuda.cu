@@ -1,8 +1,8 @@
 // Hadamard on a GPU; see cuda.h for what a tile and a stage are.
 //
-// Butterflies are float additions in registers, between reads and writes of shared memory. A core is a product on tensor
-// cores: a float is cut into three bfloat16 numbers, exactly, and each of them times +-1 is exact too. What float16 and
-// bfloat16 results do not show is left out.
+// Butterflies are float additions in registers, between reads and writes of shared memory. A core is a product on
+// tensor cores: a float is cut into three bfloat16 numbers, exactly, and each of them times +-1 is exact too. What
+// float16 and bfloat16 results do not show is left out.
 #include "hadamard/cuda.h"
 
 #include "cuda/device.h"
@@ -119,7 +119,8 @@ GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, un
   }
 }
 template <bool Leaves>
-GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, const HadamardStage& stage, float* shared) {
+GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, const HadamardStage& stage,
+                                 float* shared) {
   if (stage.order == 32) butterflies<32, Leaves>(pass, tile, stage.stride, shared);
   else if (stage.order == 16) butterflies<16, Leaves>(pass, tile, stage.stride, shared);
   else if (stage.order == 8) butterflies<8, Leaves>(pass, tile, stage.stride, shared);
@@ -192,7 +193,7 @@ GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool al
   }
 }
 
-// Tiles: of 16 inputs, at most, that a core has; 0 where there is none.
+// Tiles: of 16 inputs, at most, that a part of a core has; 0 where there is none.
 template <int Tiles>
 GRAPHOPT_KERNEL(kHadamardThreads, Tiles > 10 ? 1 : 2) void hadamard(HadamardPass pass) {
   auto* const shared = reinterpret_cast<float*>(shared_memory());
@@ -227,9 +228,9 @@ const char* graphopt_cuda_hadamard(const GraphoptHadamard* call, void* stream) {
   if (const char* failure = plan.make(*call)) return failure;
   for (int i = 0; i < plan.passes && call->runs; ++i) {
     const HadamardPass& pass = plan.pass[i];
-    const auto kernel = plan.largest_core > 160  ? hadamard<16>
-                        : plan.largest_core > 64 ? hadamard<10>
-                        : plan.largest_core > 1  ? hadamard<4>
+    const auto kernel = plan.largest_part > 160  ? hadamard<16>
+                        : plan.largest_part > 64 ? hadamard<10>
+                        : plan.largest_part > 1  ? hadamard<4>
                                                  : hadamard<0>;
     if (pass.tiles() > 0x7fffffff) return "Hadamard takes at most 2^31 - 1 tiles";
     const Index3 grid{static_cast<unsigned>(pass.tiles()), 1, 1};

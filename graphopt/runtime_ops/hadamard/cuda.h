@@ -1,8 +1,8 @@
 // How a transform is done on a GPU: a block transforms one tile in shared memory, stage after stage.
 //
 // The factors of a Kronecker product commute, so stages are in any order. A tile is a matrix [rows, width] of numbers:
-// whole runs of x side by side in one row, or, where a run is larger than shared memory, some columns of what is left of a
-// run behind a pass over the right factor. A stage works along the stride that its factor has in the tile.
+// whole runs of x side by side in one row, or, where a run is larger than shared memory, some columns of what is left
+// of a run behind a pass over the right factor. A stage works along the stride that its factor has in the tile.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace graphopt {
 
 constexpr int kHadamardThreads = 256;
 constexpr int kMaxStages = 24;
-constexpr int kMaxCore = 256;
+constexpr int kMaxCore = 256;  // of a part of one
 constexpr int kMaxLog = 5;  // butterflies of up to 2^5 numbers, in registers
 
 // One word in 33 is empty, so that lanes that read along a stride of a power of two do not meet in a bank.
@@ -23,8 +23,8 @@ constexpr size_t padded(size_t index) { return index + index / 32; }
 constexpr size_t kMaxTile = 40448;
 
 struct HadamardStage {
-  const uint8_t* signs;  // of a core, packed; null: butterflies
-  int order;             // of the core, or 2 to 2^kMaxLog
+  const uint8_t* signs;  // of a part of a core, packed; null: butterflies
+  int order;             // of that part, or 2 to 2^kMaxLog
   unsigned stride;
 };
 
@@ -50,7 +50,7 @@ struct HadamardPass {
 // Passes over memory: one, or two with floats between them.
 struct HadamardPlan {
   int passes = 0;
-  int largest_core = 0;  // 0: none
+  int largest_part = 0;  // of a core; 0: there is none
   size_t scratch = 0;    // bytes
   HadamardPass pass[2];
 
@@ -58,7 +58,7 @@ struct HadamardPlan {
   const char* make(const GraphoptHadamard& call);
 };
 
-// Bytes of a packed core, which are what its products read: for 16 outputs, each lane's signs of all inputs.
-constexpr size_t hadamard_signs(int core) { return core > 1 ? (core + 15) / 16 * size_t{512} : 0; }
+// Bytes of a packed part of a core, which are what its products read: for 16 outputs, each lane's signs of all inputs.
+constexpr size_t hadamard_signs(int part) { return part > 1 ? (part + 15) / 16 * size_t{512} : 0; }
 
 }  // namespace graphopt

@@ -34,7 +34,8 @@ struct Stages {
     }
   }
 
-  // Adds a factor along `stride`; returns the stride behind it. Neighbours in memory are transformed while they are loaded.
+  // Adds a factor along `stride`; returns the stride behind it. Neighbours in memory are transformed while they are
+  // loaded.
   unsigned add(const GraphoptFactor& factor, unsigned stride, int neighbours) {
     int log = log2_of(factor.inner);
     if (stride == 1) {
@@ -44,9 +45,15 @@ struct Stages {
     }
     butterflies(log, stride);
     stride <<= log;
-    if (factor.core > 1) {
-      pass->stage[pass->stages++] = {static_cast<const uint8_t*>(factor.signs), factor.core, stride};
-      stride *= static_cast<unsigned>(factor.core);
+    // The last part is the innermost; its signs are the last.
+    auto* signs = static_cast<const uint8_t*>(factor.signs);
+    for (const int32_t part : factor.parts) signs += hadamard_signs(part);
+    for (int i = GRAPHOPT_CORE_PARTS; i-- > 0;) {
+      const int part = factor.parts[i];
+      if (part <= 1) continue;
+      signs -= hadamard_signs(part);
+      pass->stage[pass->stages++] = {signs, part, stride};
+      stride *= static_cast<unsigned>(part);
     }
     butterflies(log2_of(factor.outer), stride);
     return stride * static_cast<unsigned>(factor.outer);
@@ -69,6 +76,62 @@ size_t order_of(const GraphoptFactor& factor) {
   return static_cast<size_t>(factor.outer) * static_cast<size_t>(factor.core) * static_cast<size_t>(factor.inner);
 }
 
+// Every `step`-th row and column of a matrix of signs, times a sign.
+struct Core {
+  const int8_t* matrix;
+  size_t width;  // of that matrix
+  size_t step;
+  int order, sign;
+
+  int operator()(int i, int j) const {
+    return matrix[static_cast<size_t>(i) * step * width + static_cast<size_t>(j) * step] * sign;
+  }
+
+  // Output 16 * tile + g + 8 * (r % 2) and input 16 * k + 2 * t + 8 * (r / 2) + half, of lane 4 * g + t: bit
+  // 4 * (k % 4) + r + 16 * half of the lane's word k / 4, so that a shift brings both halves to the signs of a pair.
+  void pack(uint32_t* words) const {
+    std::memset(words, 0, hadamard_signs(order));
+    for (int out = 0; out < order; ++out) {
+      for (int in = 0; in < order; ++in) {
+        if ((*this)(in, out) > 0) continue;
+        const int lane = out % 8 * 4 + in % 8 / 2, r = out % 16 / 8 + 2 * (in % 16 / 8), k = in / 16;
+        words[(out / 16 * 32 + lane) * 4 + k / 4] |= uint32_t{1} << (4 * (k % 4) + r + 16 * (in % 2));
+      }
+    }
+  }
+
+  // Is it the Kronecker product of some matrix and its own first `inner` rows and columns?
+  bool comes_apart(int inner) const {
+    for (int i = 0; i < order; ++i) {
+      const int row = i / inner * inner;
+      for (int j = 0; j < order; ++j) {
+        const int column = j / inner * inner;
+        if ((*this)(i, j) != (*this)(row, column) * (*this)(0, 0) * (*this)(i - row, j - column)) return false;
+      }
+    }
+    return true;
+  }
+};
+
+// Takes a core apart into the parts of a Kronecker product, from the left; returns how many there are.
+int take_apart(Core core, Core (&parts)[GRAPHOPT_CORE_PARTS]) {
+  Core from_right[GRAPHOPT_CORE_PARTS];
+  int count = 0;
+  for (int inner = 2; inner * 2 <= core.order && count + 1 < GRAPHOPT_CORE_PARTS;) {
+    if (core.order % inner || !core.comes_apart(inner)) {
+      ++inner;
+      continue;
+    }
+    from_right[count++] = {core.matrix, core.width, core.step, inner, core.sign};
+    const size_t step = core.step * static_cast<size_t>(inner);
+    core = {core.matrix, core.width, step, core.order / inner, core.sign * core(0, 0)};
+    inner = 2;
+  }
+  from_right[count++] = core;
+  for (int i = 0; i < count; ++i) parts[i] = from_right[count - 1 - i];
+  return count;
+}
+
 bool is_power(int32_t n) { return n > 0 && (n & (n - 1)) == 0; }
 
 }  // namespace
@@ -80,8 +143,13 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
   for (const GraphoptFactor* factor : {&call.left, &call.right}) {
     if (!is_power(factor->outer) || !is_power(factor->inner) || factor->core < 1) return "a factor has no such orders";
     if (factor->sign != 1 && factor->sign != -1) return "a factor has no such sign";
-    if (factor->core > kMaxCore) return "Hadamard takes matrices whose core is of an order of at most 256 on a GPU";
-    if (factor->core > largest_core && factor->core > 1) largest_core = factor->core;
+    int64_t product = 1;
+    for (const int32_t part : factor->parts) {
+      if (part > kMaxCore) return "Hadamard takes matrices whose core is of an order of at most 256 on a GPU";
+      if (part > 1) product *= part;
+      if (part > 1 && part > largest_part) largest_part = part;
+    }
+    if (product != factor->core) return "a factor has no such parts";
   }
   const size_t left = order_of(call.left), right = order_of(call.right), order = left * right;
   const size_t numbers = static_cast<size_t>(call.runs) * order;
@@ -97,7 +165,8 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
   both.rows = 1;
   const auto aligned = [](const HadamardPass& pass) {
     const size_t bytes = static_cast<size_t>(bytes_of(pass.type_x));
-    return reinterpret_cast<uintptr_t>(pass.x) % 16 == 0 && pass.width * bytes % 16 == 0 && pass.pitch * bytes % 16 == 0;
+    const bool starts = reinterpret_cast<uintptr_t>(pass.x) % 16 == 0;
+    return starts && pass.width * bytes % 16 == 0 && pass.pitch * bytes % 16 == 0;
   };
   if (order <= kMaxTile) {
     both.width = static_cast<unsigned>(order < kRunsTile ? kRunsTile / order * order : order);
@@ -158,20 +227,17 @@ size_t graphopt_cuda_hadamard_factor(const int8_t* matrix, int32_t order, Grapho
   factor->outer = static_cast<int32_t>(parts.outer);
   factor->core = static_cast<int32_t>(parts.core);
   factor->inner = static_cast<int32_t>(parts.inner);
-  const int core = factor->core;
-  factor->sign = core > 1 ? 1 : matrix[0];
-  if (!signs || core == 1 || core > kMaxCore) return hadamard_signs(core);
-  // Output 16 * tile + g + 8 * (r % 2) and input 16 * k + 2 * t + 8 * (r / 2) + half, of lane 4 * g + t: bit
-  // 4 * (k % 4) + r + 16 * half of the lane's word k / 4, so that a shift brings both halves to the signs of a pair.
-  auto* const words = static_cast<uint32_t*>(signs);
-  std::memset(words, 0, hadamard_signs(core));
-  for (int out = 0; out < core; ++out) {
-    for (int in = 0; in < core; ++in) {
-      const size_t row = static_cast<size_t>(in) * parts.inner, column = static_cast<size_t>(out) * parts.inner;
-      if (matrix[row * n + column] > 0) continue;
-      const int lane = out % 8 * 4 + in % 8 / 2, r = out % 16 / 8 + 2 * (in % 16 / 8), k = in / 16;
-      words[(out / 16 * 32 + lane) * 4 + k / 4] |= uint32_t{1} << (4 * (k % 4) + r + 16 * (in % 2));
-    }
+  const Core core{matrix, n, parts.inner, factor->core, 1};
+  factor->sign = core.order > 1 ? 1 : matrix[0];
+  std::memset(factor->parts, 0, sizeof factor->parts);
+  Core found[GRAPHOPT_CORE_PARTS];
+  const int count = core.order > 1 ? take_apart(core, found) : 0;
+  size_t bytes = 0;
+  for (int i = 0; i < count; ++i) {
+    factor->parts[i] = found[i].order;
+    auto* const words = reinterpret_cast<uint32_t*>(static_cast<char*>(signs) + bytes);
+    if (signs && found[i].order <= kMaxCore) found[i].pack(words);
+    bytes += hadamard_signs(found[i].order);
   }
-  return hadamard_signs(core);
+  return bytes;
 }

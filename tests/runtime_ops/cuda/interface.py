@@ -18,6 +18,7 @@ class Factor(ctypes.Structure):
         ("core", ctypes.c_int32),
         ("inner", ctypes.c_int32),
         ("sign", ctypes.c_int32),
+        ("parts", ctypes.c_int32 * 4),
         ("signs", ctypes.c_void_p),
     ]
 

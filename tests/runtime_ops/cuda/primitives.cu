@@ -87,8 +87,8 @@ GRAPHOPT_KERNEL(32, 1) void packed(Words x) {
   d[17] = lop3<0x1b>(a, b, c);
 }
 
-// d[4 i]: what the copy's destination holds at once, and behind a wait that does not cover it; d[4 i + 2]: behind one that
-// does; d[4 i + 3]: of a copy that is not valid. A second group goes unwaited.
+// d[4 i]: what the copy's destination holds at once, and behind a wait that does not cover it; d[4 i + 2]: behind one
+// that does; d[4 i + 3]: of a copy that is not valid. A second group goes unwaited.
 GRAPHOPT_KERNEL(32, 1) void copies(Words x) {
   char* const shared = shared_memory() + 48 * thread_index().x;
   const auto word = [&](int i) { return *reinterpret_cast<volatile uint32_t*>(shared + 16 * i); };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from functools import reduce
 
 import ml_dtypes
 import numpy as np
@@ -125,3 +126,20 @@ def test_what_it_cannot_do_is_an_error(kernels: ctypes.CDLL) -> None:
     call.type, call.left.inner = 1, 6
     with pytest.raises(RuntimeError, match="a factor has no such orders"):
         interface.check(kernels.graphopt_cuda_hadamard(ctypes.byref(call), None))
+    call.left.inner, call.left.parts[1] = 8, 3
+    with pytest.raises(RuntimeError, match="a factor has no such parts"):
+        interface.check(kernels.graphopt_cuda_hadamard(ctypes.byref(call), None))
+
+
+@pytest.mark.parametrize("orders", [(12, 28), (12, 12), (20, 12, 12), (3, 5, 7, 3, 2), (28, 3), (1, 13)])
+def test_a_core_that_is_a_kronecker_product_is_done_part_by_part(kernels: ctypes.CDLL, orders: tuple[int, ...]) -> None:
+    """As of 29568 = (12 x 28) (44 x 2), the width of a model of 72 billion parameters."""
+    random = np.random.default_rng(0)
+    parts = [random.choice(np.array([-1, 1], np.int8), (order, order)) for order in orders]
+    core = reduce(np.kron, parts)
+    made, _ = interface.factor(kernels, core)
+    assert made.core == len(core)
+    found = [part for part in made.parts if part]
+    assert np.prod(found) == len(core)
+    assert max(found) <= max(15, *orders)  # there is room for four parts
+    check(kernels, normal(0, (2, 2 * len(core)), np.float32), core, hadamard(2))
