@@ -12,7 +12,7 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,7 +75,8 @@ def read(path: str | Path) -> Artifact:
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
-        _check_sizes(manifest, folder)
+        # A file cut between two parts of the protocol still parses.
+        check_sizes(folder, manifest, {MODEL, DATA})
     else:
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder), notes=notes)
     return Artifact(model, manifest, companions)
@@ -168,6 +169,25 @@ def origin_of(artifact: Artifact) -> str:
     return digest.hexdigest()
 
 
+def check_sizes(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Refuse files that have another size than the manifest says; hashes take as long as reading: :func:`verify_files`.
+
+    Args:
+        folder: the artifact.
+        manifest: its manifest.
+        names: which files; those that the manifest does not list are left out.
+
+    Raises:
+        InputError: a file is missing, or has another size.
+    """
+    for name in sorted(manifest.files.keys() & names):
+        file, listed = folder / name, manifest.files[name].bytes
+        size = file.stat().st_size if file.is_file() else None
+        if size != listed:
+            what = "is missing" if size is None else f"has {size} bytes where its manifest says {listed}: cut off?"
+            raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
+
+
 def verify_files(folder: Path) -> None:
     """Confirm that every file of an artifact has the size and hash its manifest says.
 
@@ -209,15 +229,3 @@ def _write_genai_config(artifact: Artifact, folder: Path) -> list[str]:
 def _record_of(file: Path) -> FileRecord:
     with file.open("rb") as stream:
         return FileRecord(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())
-
-
-def _check_sizes(manifest: Manifest, folder: Path) -> None:
-    # A file cut between two parts of the protocol still parses. Hashes take as long as reading: see verify_files.
-    for name in manifest.files.keys() & {MODEL, DATA}:
-        file = folder / name
-        if file.is_file() and file.stat().st_size != manifest.files[name].bytes:
-            raise InputError(
-                f"the file has {file.stat().st_size} bytes, its manifest says {manifest.files[name].bytes}",
-                file=file,
-                remedy="is it truncated? make the artifact again",
-            )

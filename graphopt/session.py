@@ -213,23 +213,14 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Dev
     folder = file.parent
     if path.is_dir() and (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
-        _check_sizes(folder, manifest)
+        # Sizes cost nothing and catch what goes wrong in practice: a copy that was cut off.
+        artifact.check_sizes(folder, manifest, manifest.files)
     else:
         source = Source(kind="onnx", name=str(path))
         manifest = Manifest(source=source, model=facts_of_config(folder))
     inference = open_session(file, entries=manifest.session, threads=threads, native=native, device=device)
     tokenizer = read_tokenizer(folder / TOKENIZER)
     return Session(file, inference, Interface.of_session(inference), manifest, tokenizer, native, device)
-
-
-def _check_sizes(folder: Path, manifest: Manifest) -> None:
-    # Sizes cost nothing and catch what goes wrong in practice, a cut-off copy; artifact.verify_files compares hashes.
-    for name, record in manifest.files.items():
-        file = folder / name
-        size = file.stat().st_size if file.is_file() else None
-        if size != record.bytes:
-            what = "is missing" if size is None else f"has {size} bytes where its manifest says {record.bytes}"
-            raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -73,7 +73,8 @@ def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
     def make(family: str, precision: str = "fp32") -> Path:
         if (family, precision) not in made:
-            builder = pytest.importorskip("onnxruntime_genai.models.builder")
+            from onnxruntime_genai.models import builder
+
             source, folder = tmp_path_factory.mktemp("sources") / family, tmp_path_factory.mktemp("built") / family
             shutil.copytree(make_folder(family), source)
             if not (source / "tokenizer.json").is_file():
@@ -126,10 +127,8 @@ def save_tokenizer(folder: Path) -> None:
 @pytest.fixture
 def llama_canonical(llama_artifact: Path) -> Any:
     """The exported Llama after canonicalize and fold_norms, in memory; a new one for each test."""
-    from graphopt import artifact
-    from graphopt.passes import PASSES
+    from tests.graphs import canonical, run_pass
 
-    model = artifact.read(llama_artifact).model
-    for name in ("canonicalize", "fold_norms"):
-        PASSES[name](PASSES[name].options_type())(model)
+    model = canonical(llama_artifact)
+    run_pass(model, "fold_norms")
     return model

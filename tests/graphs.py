@@ -1,14 +1,19 @@
-"""Small graphs with a residual stream, built by hand: what a rewrite must keep, without an export."""
+"""Small graphs with a residual stream, built by hand: what a rewrite must keep, without an export. And how tests run
+passes and models."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
+from graphopt import artifact
+from graphopt.passes import PASSES
+from graphopt.passes.base import PassReport
 from graphopt.runtime import open_session
 
 VOCABULARY = 24
@@ -111,6 +116,20 @@ def residual_model(
         [ids], outputs, nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="small"
     )
     return ir.Model(graph, ir_version=10)
+
+
+def run_pass(model: ir.Model, name: str, **options: Any) -> PassReport:
+    """Run one pass on ``model``, in place, and return its report."""
+    step = PASSES[name]
+    report: PassReport = step(step.options_type(**options))(model).report
+    return report
+
+
+def canonical(folder: Path) -> ir.Model:
+    """Read the graph of an artifact, canonicalized."""
+    model = artifact.read(folder).model
+    run_pass(model, "canonicalize")
+    return model
 
 
 def save(model: ir.Model, folder: Path, name: str = "model.onnx") -> Path:

@@ -13,9 +13,9 @@ from graphopt.analysis.interface import Interface, Port
 from graphopt.artifact import MODEL
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.generate import generate
-from graphopt.passes import PASSES
 from graphopt.pipeline import optimize
 from graphopt.session import load
+from tests.graphs import canonical, run_pass
 
 FACTS = {"max_positions": 128, "bos_token_id": 0, "eos_token_ids": [0], "session": {}}
 
@@ -77,9 +77,8 @@ def interface_of(folder: Path) -> Interface:
 
 
 def test_caches_in_pages_are_not_for_it(llama_artifact: Path) -> None:
-    model = artifact.read(llama_artifact).model
-    for name in ("canonicalize", "page_kv"):
-        PASSES[name](PASSES[name].options_type())(model)
+    model = canonical(llama_artifact)
+    run_pass(model, "page_kv")
     reason = genai_config(Interface.of_graph(model.graph), MODEL, **FACTS)  # type: ignore[arg-type]
     assert reason == "its caches lie in pages that the caller allocates"
 

@@ -14,6 +14,7 @@ from graphopt.runtime import ACCURACY_LEVEL, native_operators, open_session
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from graphopt.verify import Verifier
 from tests.graphs import residual_model, save
+from tests.native import needs_library
 
 
 @pytest.fixture
@@ -71,9 +72,8 @@ def packed(**given: object) -> ir.Model:
     return model
 
 
+@needs_library
 def test_products_of_ours_are_there_still_and_say_what_they_round_to(tmp_path: Path) -> None:
-    if "MatMulTable" not in native_operators():
-        pytest.skip("the library of kernels is not built here")
     entries = {ACCURACY_LEVEL: "4"}
     report = check_kernels(packed(activations="int16"), Verifier(tmp_path, entries), entries)
     assert report.activations == ("int16", "int8")

@@ -51,6 +51,7 @@ def test_the_manifest_holds_the_certificate(rotated: Path) -> None:
     # 14 matrices of two layers, head and embedding; q and k are read by the residual's rotation as well
     assert check.figures["fused_weights"] == 16
     assert check.figures["largest_share_of_rounding"] <= 1
+    assert check.findings
     assert all(finding.status == "proved" for finding in check.findings)
     assert manifest.passes[-1].claims is not None
 

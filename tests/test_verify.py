@@ -47,9 +47,9 @@ def test_a_lossy_pass_is_measured_step_by_step_and_from_the_start(tmp_path: Path
     for step in (1, 2):
         scale_weight(model, "head", 1.1)
         figures = verifier.check(model, f"step {step}", "lossy").figures
-        # all logits scale alike; float32 rounding of 1.1 w is 6e-8
-        assert figures["largest_change"] == pytest.approx(0.1, abs=1e-5)
-        assert figures["largest_change_from_start"] == pytest.approx(1.1**step - 1, abs=1e-5)
+        # all logits scale alike; float32 rounding of 1.1 w is 6e-8, and of a sum of 16 such products 16 times that
+        assert figures["largest_change"] == pytest.approx(0.1, abs=1e-6)
+        assert figures["largest_change_from_start"] == pytest.approx(1.1**step - 1, abs=1e-6)
         assert figures["divergence_from_start_nats"] > 0
 
 

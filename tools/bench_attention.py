@@ -29,9 +29,7 @@ each query head.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -44,13 +42,23 @@ from tools.bench import attention_ggml, attention_graphopt, attention_onnxruntim
 from tools.bench.attention_graphopt import Choice
 from tools.bench.attention_problem import AttentionCase, AttentionProblem, Sequence
 from tools.bench.comparisons import ATTENTION
-from tools.bench.contest import Contest, choose
-from tools.bench.machine import Memory, last_level_cache
-from tools.bench.problem import Settings
+from tools.bench.contest import Contest
+from tools.bench.engine import AnyEngine
+from tools.bench.options import (
+    Cache,
+    Engines,
+    Ggml,
+    JsonFile,
+    Plot,
+    Rounds,
+    Threads,
+    contest,
+    token_count,
+    token_counts,
+)
 from tools.bench.report import Curve
 
 _MODULES = (attention_graphopt, attention_onnxruntime, attention_torch, attention_ggml)
-_UNITS = {"k": 1 << 10, "M": 1 << 20}
 _CURVE = "graphopt-int8"
 
 
@@ -65,37 +73,39 @@ def main(
     curve: Annotated[bool, typer.Option(help="also int8 by tokens and budgets")] = False,
     curve_past: Annotated[str, typer.Option(help="tokens along the curve")] = "4k,16k,64k,256k,1M",
     curve_budgets: Annotated[str, typer.Option(help="a curve for each")] = "1k,2k,4k,8k,16k",
-    engines: Annotated[str, typer.Option(help="names, with * for anything; what is named may be off by default")] = "",
-    rounds: Annotated[int, typer.Option(min=1)] = 15,
-    threads: Annotated[int, typer.Option(min=1, help="of each engine")] = 2,
-    cache: Annotated[float, typer.Option(help="MiB that caches must exceed; 0 asks for the last-level cache")] = 0,
-    ggml: Annotated[Path | None, typer.Option(envvar="GRAPHOPT_BENCH_GGML", help="llama.cpp's build folder")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the rows on this HTML page")] = None,
+    engines: Engines = "",
+    rounds: Rounds = 15,
+    threads: Threads = 2,
+    cache: Cache = 0,
+    ggml: Ggml = None,
+    json_file: JsonFile = None,
+    plot: Plot = None,
 ) -> None:
     """Compare every engine with float64, time those that are right, print medians and ratios."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # torch reads it when it is imported
     if heads % kv_heads or size % 16 or page not in PAGES:
         raise typer.BadParameter(
             f"{heads} heads for {kv_heads} KV heads of {size}, pages of {page}: whole groups, heads of a multiple of "
             f"16, and pages of {', '.join(map(str, PAGES))} tokens, please"
         )
-    cases = [AttentionCase(count, tokens, heads, kv_heads, size, page, _number(budget)) for count in _numbers(past)]
-    points = [AttentionCase(count, 1, heads, kv_heads, size, page, 0, "curve") for count in _numbers(curve_past)]
+    cases = [
+        AttentionCase(count, tokens, heads, kv_heads, size, page, token_count(budget)) for count in token_counts(past)
+    ]
+    points = [AttentionCase(count, 1, heads, kv_heads, size, page, 0, "curve") for count in token_counts(curve_past)]
     if too_short := [case.context for case in (*cases, *points) if case.context <= case.tokens]:
         raise typer.BadParameter(f"{too_short[0]} tokens leave no past before the {tokens} new ones")
-    chosen = choose(engines, [engine for module in _MODULES for engine in module.engines()])
-    with tempfile.TemporaryDirectory(prefix="graphopt-bench-") as work:
-        memory = Memory(Path(work), threads, round(cache * (1 << 20)) or last_level_cache())
-        contest = Contest(memory, rounds, ATTENTION)
-        settings = Settings(memory, Path(work), ggml)
+    curves: dict[str, Curve] = {}
+    asked = contest(ATTENTION, _engines, engines, rounds=rounds, threads=threads, cache=cache, ggml=ggml)
+    with asked as (found, settings, chosen):
         sequence = Sequence(kv_heads, size)
         for case in cases:
-            contest.run(AttentionProblem(case, sequence, settings), chosen)
-        curves: dict[str, Curve] = {}
+            found.run(AttentionProblem(case, sequence, settings), chosen)
         for case in points if curve else []:
-            _point(contest, AttentionProblem(case, sequence, settings), _numbers(curve_budgets), curves)
-    contest.close(json_file, plot, list(curves.values()))
+            _point(found, AttentionProblem(case, sequence, settings), token_counts(curve_budgets), curves)
+    found.close(json_file, plot, list(curves.values()))
+
+
+def _engines() -> list[AnyEngine[AttentionProblem]]:
+    return [engine for module in _MODULES for engine in module.engines()]
 
 
 def _point(contest: Contest, problem: AttentionProblem, budgets: list[int], curves: dict[str, Curve]) -> None:
@@ -112,22 +122,6 @@ def _point(contest: Contest, problem: AttentionProblem, budgets: list[int], curv
         of_engine = curves.setdefault(name, Curve(name, [], []))
         of_engine.x.append(context)
         of_engine.median_us.append(row.median_us)
-
-
-def _numbers(text: str) -> list[int]:
-    return [_number(part) for part in filter(None, text.split(","))]
-
-
-def _number(text: str) -> int:
-    """Return what, say, 16k means.
-
-    Raises:
-        typer.BadParameter: it is no number.
-    """
-    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-    if not digits.isdecimal():
-        raise typer.BadParameter(f"{text!r} is no number of tokens, such as 4096, 16k or 1M")
-    return int(digits) * unit
 
 
 if __name__ == "__main__":

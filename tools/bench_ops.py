@@ -24,9 +24,7 @@ timed; "error" is that distance.
 
 from __future__ import annotations
 
-import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
@@ -44,8 +42,8 @@ from tools.bench import (
     transform_engines,
 )
 from tools.bench.comparisons import PRODUCTS
-from tools.bench.contest import Contest, choose
-from tools.bench.machine import Memory, last_level_cache
+from tools.bench.engine import Engine
+from tools.bench.options import Cache, Engines, Ggml, JsonFile, Plot, Rounds, Threads, contest
 from tools.bench.problem import LANES, Case, Problem, Settings, Weights
 
 _MODULES = (
@@ -63,24 +61,24 @@ def main(
     shapes: Annotated[str, typer.Option(help="inner x outer sizes of the weights")] = "4096x4096,4096x11008",
     transforms: Annotated[str, typer.Option(help="orders of Hadamard; empty for none")] = "4096,18944",
     group: Annotated[int, typer.Option(help="weights that share a scale, where an engine can choose")] = 128,
-    engines: Annotated[str, typer.Option(help="names, with * for anything; what is named may be off by default")] = "",
-    rounds: Annotated[int, typer.Option(min=1)] = 15,
-    threads: Annotated[int, typer.Option(min=1, help="of each engine")] = 2,
-    cache: Annotated[float, typer.Option(help="MiB that weights must exceed; 0 asks for the last-level cache")] = 0,
-    ggml: Annotated[Path | None, typer.Option(envvar="GRAPHOPT_BENCH_GGML", help="llama.cpp's build folder")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the rows on this HTML page")] = None,
+    engines: Engines = "",
+    rounds: Rounds = 15,
+    threads: Threads = 2,
+    cache: Cache = 0,
+    ggml: Ggml = None,
+    json_file: JsonFile = None,
+    plot: Plot = None,
 ) -> None:
     """Compare every engine with float64, time those that are right, print medians and ratios."""
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # torch reads it when it is imported
-    chosen = choose(engines, [engine for module in _MODULES for engine in module.engines()])
-    with tempfile.TemporaryDirectory(prefix="graphopt-bench-") as work:
-        memory = Memory(Path(work), threads, round(cache * (1 << 20)) or last_level_cache())
-        contest = Contest(memory, rounds, PRODUCTS)
-        settings = Settings(memory, Path(work), ggml)
+    asked = contest(PRODUCTS, _engines, engines, rounds=rounds, threads=threads, cache=cache, ggml=ggml)
+    with asked as (found, settings, chosen):
         for problem in _problems(settings, rows, shapes, transforms, group):
-            contest.run(problem, [engine for engine in chosen if engine.kind == problem.case.kind])
-    contest.close(json_file, plot)
+            found.run(problem, [engine for engine in chosen if engine.kind == problem.case.kind])
+    found.close(json_file, plot)
+
+
+def _engines() -> list[Engine]:
+    return [engine for module in _MODULES for engine in module.engines()]
 
 
 def _problems(settings: Settings, rows: str, shapes: str, transforms: str, group: int) -> Iterator[Problem]:

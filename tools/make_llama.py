@@ -7,6 +7,7 @@ The tokenizer is the shipped model's, whose vocabulary is a part of this one, so
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -20,7 +21,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
 def make_llama(
-    folder: Path,
+    folder: Annotated[Path, typer.Argument(help="where to write")],
     *,
     layers: int = 16,
     hidden: int = 1024,
@@ -53,26 +54,9 @@ def make_llama(
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def main(
-    folder: Annotated[Path, typer.Argument(help="where to write")],
-    layers: int = 16,
-    hidden: int = 1024,
-    inner: int = 2816,
-    heads: int = 16,
-    key_value_heads: int = 8,
-    vocabulary: int = 32000,
-) -> None:
-    """Write the checkpoint, and print how large it is."""
-    parameters = make_llama(
-        folder,
-        layers=layers,
-        hidden=hidden,
-        inner=inner,
-        heads=heads,
-        key_value_heads=key_value_heads,
-        vocabulary=vocabulary,
-    )
-    print(json.dumps({"folder": str(folder), "parameters": parameters}))
+@functools.wraps(make_llama)
+def main(folder: Path, **options: int) -> None:
+    print(json.dumps({"folder": str(folder), "parameters": make_llama(folder, **options)}))
 
 
 if __name__ == "__main__":

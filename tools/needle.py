@@ -42,8 +42,8 @@ from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.selection import page_scores
-from tools.bench import attention_state
-from tools.bench.haystack import Haystack, Needle
+from tools.bench.haystack import Haystack, Needle, question, summaries
+from tools.bench.options import JsonFile, token_counts
 
 Array = npt.NDArray[Any]
 
@@ -61,7 +61,6 @@ _STATE = ("keys", "values", "scales", "recent", "summaries")
 _SHARE, _DRAWN, _CONTEXT = 0.99, 200, 1 << 15
 _MARGINS = np.arange(1.0, 61.0)
 _CHANNELS = (4, 16, 64)
-_UNITS = {"k": 1 << 10, "M": 1 << 20}
 
 
 def main(
@@ -78,12 +77,14 @@ def main(
     channels: Annotated[int, typer.Option(min=1, help="that a query uses")] = 16,
     common: Annotated[float, typer.Option(min=0, max=0.99, help="share of a key that all keys have")] = 0.75,
     margins: Annotated[bool, typer.Option(help="also the margins from which on needles are found")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Plant needles, ask for each, print how many of them each policy finds."""
     if storage not in STORAGES or page not in PAGES or size % 16:
         raise typer.BadParameter(f"storage is one of {STORAGES}, page one of {PAGES}, size a multiple of 16")
-    needle, counts = Needle(cosine, channels, common), [_number(part) for part in filter(None, contexts.split(","))]
+    needle, counts = Needle(cosine, channels, common), token_counts(contexts)
+    if 0 in counts:
+        raise typer.BadParameter("a context of no tokens has no room for a needle")
     rounded = int(storage.startswith("int"))
     attrs = KVAttributes(
         kv_heads=_KV_HEADS,
@@ -143,34 +144,13 @@ def answers(attrs: KVAttributes, haystack: Haystack, context: int) -> dict[str, 
 
     The cache of ``context`` tokens is the same for all of them; only its summaries are of the policy.
     """
-    tokens = len(haystack.positions)
-    pages = -(-(context + tokens) // attrs.page)
-    state = attention_state.fill(attrs, haystack, context, pages, threads=2)
-    new = [np.stack(each, axis=1) for each in zip(*_read_new(haystack, context, tokens), strict=True)]
-    none = np.zeros(0, np.float32)
-    feeds = {
-        "query": haystack.query[None],
-        "key": new[0].reshape(1, tokens, -1),
-        "value": new[1].reshape(1, tokens, -1),
-        "past": np.array([context]),
-        "new": np.array([tokens]),
-        "sink_logits": none,
-        "sink_query": none,
-    }
+    feeds = question(attrs, haystack, context, threads=2)
     made: dict[str, Array] = {}
     for name, policy in POLICIES.items():
         asked = replace(attrs, **policy)
-        of_policy = dict(state, summaries=np.zeros((1, haystack.kv_heads, pages, 0), np.float32))
-        if asked.retrieves:
-            summarized = attention_state.summarize(asked.summary, asked.page, haystack, context, pages, threads=2)
-            of_policy["summaries"] = summarized
-        (y,) = _run(asked, feeds | of_policy)
-        made[name] = y.reshape(tokens, haystack.kv_heads, haystack.size)
+        (y,) = _run(asked, feeds | {"summaries": summaries(asked, haystack, context, threads=2)})
+        made[name] = y.reshape(len(haystack.positions), haystack.kv_heads, haystack.size)
     return made
-
-
-def _read_new(haystack: Haystack, context: int, tokens: int) -> list[tuple[Array, Array]]:
-    return [haystack.read(head, context, context + tokens) for head in range(haystack.kv_heads)]
 
 
 def _run(attrs: KVAttributes, feeds: Mapping[str, Array]) -> Sequence[Array]:
@@ -235,18 +215,6 @@ def _margins(size: int, context: int, budget: int, console: Console) -> list[dic
         found.append({"page": page, "mean": of_mean, "bounds": dict(zip(channels, of_bounds, strict=True))})
     console.print(table)
     return found
-
-
-def _number(text: str) -> int:
-    """Return what, say, 16k means.
-
-    Raises:
-        typer.BadParameter: it is no number.
-    """
-    digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
-    if not digits.isdecimal() or not int(digits):
-        raise typer.BadParameter(f"{text!r} is no number of tokens, such as 4096, 16k or 1M")
-    return int(digits) * unit
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ every 16th token that is scored in the first windows: all layers and KV heads co
 from __future__ import annotations
 
 import json
-import math
+import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -24,18 +24,18 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-import graphopt
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from graphopt import artifact
 from graphopt.analysis.interface import IntArray
 from graphopt.analysis.paged import kv_nodes
-from graphopt.evaluate import negative_log_likelihood
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.passes import CanonicalizeOptions, SparseKVOptions
-from graphopt.recipe import Recipe
 from graphopt.runtime import open_session
 from graphopt.runtime_ops.kv_attention.attributes import RETRIEVAL
 from graphopt.runtime_ops.kv_attention.selection import candidate_pages, chosen_pages, page_scores
 from graphopt.session import Session
+from tools.bench.held_out import nats_in_windows, optimized, shipped, windows
+from tools.bench.options import JsonFile
 
 COUNTED_WINDOWS, COUNTED_STRIDE = 4, 16
 
@@ -61,50 +61,31 @@ def variants() -> list[tuple[str, SparseKVOptions]]:
 
 def main(
     tokens: Annotated[int, typer.Option(min=2048, help="of held-out text, at most")] = 20000,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Export the shipped model, make each variant, score each, count the pages that it reads."""
     table = Table("", "bits per byte", "pages chosen", "tokens read of 1024, at most")
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary) / "float32"
-        graphopt.export("stdlib_lm", source)
-        plain = graphopt.load(source)
-        ids = np.array(plain.encode(held_out_text())[:tokens], np.int64)
-        of_token = len(plain.decode(ids.tolist()).encode()) / len(ids)
-        window = plain.max_positions or len(ids)
+        plain, text = shipped(source, tokens)
+        ids, window = text.ids, plain.max_positions or len(text.ids)
         every: list[tuple[str, SparseKVOptions | None]] = [("dense", None), *variants()]
         for index, (name, step) in enumerate(every):
             session, chosen, read = plain, None, window
             if step is not None:
                 made = Path(temporary) / str(index)
-                recipe = Recipe(name=step.policy, steps=(CanonicalizeOptions(), step))
-                graphopt.optimize(source, recipe, made, run=False)
-                session = graphopt.load(made)
+                session = optimized(source, made, CanonicalizeOptions(), step, run=False)
                 read = step.sinks + step.recent
                 if step.policy == "retrieval":
                     chosen = pages_chosen(made, session, ids, window)
                     read += round(chosen * (step.page or 0))
-            bits = nats_in_windows(session, ids, window) / math.log(2) / of_token
+            bits = text.bits_per_byte(nats_in_windows(session, ids, window))
             table.add_row(name, f"{bits:.4f}", "" if chosen is None else f"{chosen:.1f}", str(read))
             rows.append({"what": name, "bits_per_byte": bits, "pages": chosen, "read": read, "tokens": len(ids)})
             if json_file is not None:
                 json_file.write_text(json.dumps(rows, indent=2) + "\n")
     Console().print(table)
-
-
-def windows(ids: IntArray, window: int) -> list[IntArray]:
-    """Return the text in windows of half a window's distance, each with the token behind it."""
-    return [ids[start : start + window + 1] for start in range(0, max(1, len(ids) - window // 2 - 1), window // 2)]
-
-
-def nats_in_windows(session: Session, ids: IntArray, window: int) -> float:
-    """Return the nats per token."""
-    nats = [np.empty(0)]
-    for index, part in enumerate(windows(ids, window)):
-        scored = negative_log_likelihood(session.logits(part[None, :-1])[0], part[1:])
-        nats.append(scored if index == 0 else scored[window - window // 2 :])
-    return float(np.concatenate(nats).mean())
 
 
 def pages_chosen(folder: Path, session: Session, ids: IntArray, window: int) -> float:

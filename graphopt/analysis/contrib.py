@@ -8,7 +8,9 @@ MICROSOFT = "com.microsoft"
 PADDING = "graphopt.padding"
 """Metadata of a model that takes ``attention_mask`` and yet cannot have padding in front of a row's tokens: "none"."""
 
-_QUERY, _KEY, _PAST = 0, 1, (3, 4)
+_GROUPED, _MULTI = "GroupQueryAttention", "MultiHeadAttention"
+_QUERY, _KEY = 0, 1
+_PAST = {_GROUPED: (3, 4), _MULTI: (6, 7)}
 
 
 def contrib_nodes(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
@@ -17,9 +19,13 @@ def contrib_nodes(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
 
 
 def head_sizes(node: ir.Node) -> tuple[int, int, int] | None:
-    """Return query heads, KV heads and head size of a ``GroupQueryAttention``, or ``None`` if the graph lacks one."""
-    query = node.inputs[_QUERY]
-    heads, groups = (node.attributes.get_int(name, 0) for name in ("num_heads", "kv_num_heads"))
+    """Return query heads, KV heads and head size of a fused attention, or ``None`` if the graph lacks one.
+
+    Args:
+        node: a ``GroupQueryAttention``, or a ``MultiHeadAttention`` whose queries, keys and values are apart.
+    """
+    query, heads = node.inputs[_QUERY], node.attributes.get_int("num_heads", 0)
+    groups = node.attributes.get_int("kv_num_heads", 0) if node.op_type == _GROUPED else heads
     width = None if query is None or query.shape is None or len(query.shape) != 3 else query.shape[2]
     if not isinstance(width, int) or heads < 1 or groups < 1 or heads % groups:
         return None
@@ -29,15 +35,17 @@ def head_sizes(node: ir.Node) -> tuple[int, int, int] | None:
 
 
 def settle_caches(model: ir.Model) -> list[str]:
-    """State in the graph how its caches are fed, where only ``GroupQueryAttention`` says so; return notes on it.
+    """State in the graph how its caches are fed, where only fused attention says so; return notes on it.
 
-    The heads and head size of caches get into the shapes of inputs and outputs. A cache that the operator itself cuts
-    to its window (``sliding_window_cache``) becomes one that grows: what the window hides, the window still hides.
+    The heads and head size of caches get into the shapes of inputs and outputs. A cache that ``GroupQueryAttention``
+    itself cuts to its window (``sliding_window_cache``) becomes one that grows: what the window hides, the window still
+    hides.
     """
     grown = []
-    for node in contrib_nodes(model.graph, "GroupQueryAttention"):
-        # The operator counts a row's tokens from its first column.
-        model.metadata_props[PADDING] = "none"
+    for node in contrib_nodes(model.graph, *_PAST):
+        if node.op_type == _GROUPED:
+            # The operator counts a row's tokens from its first column.
+            model.metadata_props[PADDING] = "none"
         if node.attributes.get_int("sliding_window_cache", 0):
             del node.attributes["sliding_window_cache"]
             grown.append(node.name or "")
@@ -45,7 +53,8 @@ def settle_caches(model: ir.Model) -> list[str]:
         if sizes is None:
             continue
         _, groups, size = sizes
-        for value in (*(node.inputs[index] for index in _PAST if index < len(node.inputs)), *node.outputs[1:3]):
+        pasts = [node.inputs[index] for index in _PAST[node.op_type] if index < len(node.inputs)]
+        for value in (*pasts, *node.outputs[1:3]):
             if value is not None and value.shape is not None and len(value.shape) == 4:
                 value.shape = ir.Shape([value.shape[0], groups, value.shape[2], size])
     if not grown:
@@ -55,4 +64,4 @@ def settle_caches(model: ir.Model) -> list[str]:
 
 def counts_from_first_column(graph: ir.Graph) -> bool:
     """Return whether an operator of ``graph`` takes the first columns of each row for its tokens."""
-    return bool(contrib_nodes(graph, "GroupQueryAttention"))
+    return bool(contrib_nodes(graph, _GROUPED))

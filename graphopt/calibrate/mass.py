@@ -63,8 +63,8 @@ def attention(heads: Heads, head: int, asked: Integers) -> tuple[Doubles, npt.ND
     positions, q = np.arange(len(keys)), heads.queries[head, asked].astype(np.float64)
     visible = read_mask(attrs, head, np.zeros((attrs.kv_heads, 0, 0), np.float32), q, asked, positions)
     scores = attrs.scale * (q @ keys.T)
-    if softcap := float(np.float32(attrs.softcap)):
-        scores = softcap * np.tanh(scores / softcap)
+    if attrs.softcap:
+        scores = attrs.softcap * np.tanh(scores / attrs.softcap)
     scores = np.where(visible[:, None], scores, -np.inf)
     largest, group = scores.max(axis=-1, keepdims=True), q.shape[1]
     sinks = heads.tapped.sink_logits

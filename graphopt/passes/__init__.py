@@ -1,4 +1,4 @@
-"""The passes: one file, one rewrite. A new pass is one line in :data:`PASSES`."""
+"""The passes: one file or folder, one rewrite. A new pass is one line in :data:`PASSES`."""
 
 from __future__ import annotations
 

@@ -8,19 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt import artifact
 from graphopt.analysis.interface import Interface
 from graphopt.analysis.paged import METADATA, PagedLayer, described, from_json, layers_of, to_json
 from graphopt.errors import InputError
-from graphopt.passes import PASSES
 from graphopt.runtime import session_of
 from graphopt.runtime_ops.kv_attention.attributes import FLOATS, KVAttributes
+from tests.graphs import canonical, run_pass
 
 
 def quantized(llama: Path, **options: str) -> ir.Model:
-    model = artifact.read(llama).model
-    PASSES["canonicalize"](PASSES["canonicalize"].options_type())(model)
-    PASSES["quantize_kv"](PASSES["quantize_kv"].options_type(**options))(model)
+    model = canonical(llama)
+    run_pass(model, "quantize_kv", **options)
     return model
 
 

@@ -22,12 +22,12 @@ from graphopt.calibrate.razor import REPEATS, Repeated, echo_and_induction
 from graphopt.calibrate.tap import Heads, TappedLayer, tap
 from graphopt.errors import InputError
 from graphopt.models.stdlib_text import held_out_text
-from graphopt.passes import PASSES, SparseKVOptions
+from graphopt.passes import SparseKVOptions
 from graphopt.passes.page_kv.states import change
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
-from tests.graphs import residual_model
+from tests.graphs import residual_model, run_pass
 
 TEXT = held_out_text()[:3000]
 READ: dict[str, Any] = {"sinks": 4, "recent": 20, "budget": 1, "page": 16}
@@ -76,7 +76,7 @@ def windowed(llama_artifact: Path, *numbers: int) -> Artifact:
     """The model in pages, some of its layers with a window of their own."""
     made = artifact.read(llama_artifact)
     for name in ("canonicalize", "page_kv"):
-        PASSES[name](PASSES[name].options_type())(made.model)
+        run_pass(made.model, name)
     for node in kv_nodes(made.model.graph):
         if layer_of(node).number in numbers:
             change(made.model.graph, node, {"window": 6, "policies": (STREAMING,), "recent": 6})
@@ -100,7 +100,7 @@ def test_a_model_without_attention_over_a_cache_is_refused_with_the_reason(llama
 def test_a_sparse_model_is_refused(llama_artifact: Path) -> None:
     sparse = artifact.read(llama_artifact)
     for name, options in (("canonicalize", {}), ("sparse_kv", {"policy": "streaming"})):
-        PASSES[name](PASSES[name].options_type(**options))(sparse.model)
+        run_pass(sparse.model, name, **options)
     with pytest.raises(InputError, match=r"have policies already.*before the step sparse_kv"):
         calibrate(sparse, TEXT)
 
@@ -250,6 +250,7 @@ def test_what_passes_did_before_does_not_matter(calibration: Calibration, llama_
     assert origin_of(artifact.read(tmp_path / "rotated")) == origin_of(artifact.read(llama_artifact))
     step = {"step": "sparse_kv", "heads": calibration.scores, **READ}
     made = optimize(tmp_path / "rotated", recipe(step), run=False)
+    assert made.manifest.passes[-1].changes
     assert not [skip for skip in made.manifest.passes[-1].skips if skip.where == "heads"]
 
 
@@ -272,9 +273,9 @@ def test_a_graph_that_does_not_say_what_it_was_made_from_is_compared_by_its_head
 ) -> None:
     model = artifact.read(llama_artifact).model
     assert ORIGIN not in model.metadata_props
-    PASSES["canonicalize"](PASSES["canonicalize"].options_type())(model)
+    run_pass(model, "canonicalize")
     # the heads that stream are those that compensate
-    report = PASSES["sparse_kv"](SparseKVOptions(heads=calibration.scores, compensate=True, **READ))(model).report
+    report = run_pass(model, "sparse_kv", heads=calibration.scores, compensate=True, **READ)
     assert all(layer.attributes.compensate for layer in layers_of(model.graph))
     assert [skip.reason for skip in report.skips if skip.where == "heads"] == [
         "the graph does not say what it was made from: only its heads were compared"

@@ -81,6 +81,7 @@ def test_int4_takes_the_nominal_bits_of_the_whole_folder(exported: Path, tmp_pat
     width, mlp, kv, vocabulary = 256, 640, 128, 4096
     matrices = 6 * width * (2 * width + 2 * kv + 3 * mlp)
     nominal = (4.5 * matrices + vocabulary * width * (8.25 + 8.125) + 32 * 13 * width) / 8
-    stored = sum((tmp_path / "int4" / name).stat().st_size for name in (MODEL, DATA))
-    assert stored == pytest.approx(nominal, rel=0.05)
+    assert (tmp_path / "int4" / DATA).stat().st_size == nominal
+    # the graph itself; seen 2.3% of it
+    assert (tmp_path / "int4" / MODEL).stat().st_size < 0.03 * nominal
     assert made.manifest.checks[-1].figures == {"quantized_products": 43, "fused_kernels": 43}

@@ -144,6 +144,7 @@ def concat_model(order: str) -> ir.Model:
 def test_every_change_says_that_it_is_emulated_and_where_it_came_from(llama_canonical: ir.Model) -> None:
     report = emulate(llama_canonical, cache=8)
     assert report.effect == "lossy"
+    assert report.changes
     assert all(change.what.startswith("emulated: ") for change in report.changes)
     for node in trips(llama_canonical):
         passes, sources = provenance.history(node)

@@ -21,7 +21,9 @@ def fold(model: ir.Model) -> object:
 
 
 def gains(model: ir.Model) -> list[np.ndarray]:
-    return [node.inputs[1].const_value.numpy() for node in model.graph if node.op_type == "RMSNormalization"]
+    found = [node.inputs[1].const_value.numpy() for node in model.graph if node.op_type == "RMSNormalization"]
+    assert found
+    return found
 
 
 @given(
@@ -270,9 +272,9 @@ def test_layer_norms_become_root_mean_square_norms_of_gain_one(
     assert not [node for node in model.graph if node.op_type == "LayerNormalization"]
     assert len(gains(model)) == layers + 1
     assert all((gain == 1).all() for gain in gains(model))
-    # whatever writes the stream has mean zero along it
+    # whatever writes the stream has mean zero along it: numbers of up to 4 rounded to float32 once, seen 9e-9
     table = model.graph.initializers["table"].const_value.numpy()
-    assert np.abs(table.mean(1)).max() < 1e-6
+    assert np.abs(table.mean(1)).max() < 1e-7
 
 
 def test_the_bias_of_a_norm_reaches_a_head_without_one_and_logits_keep_their_name(tmp_path: Path) -> None:

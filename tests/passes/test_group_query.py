@@ -12,38 +12,9 @@ from hypothesis import strategies as st
 from graphopt.analysis.contrib import settle_caches
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
-from graphopt.passes.base import PassReport
-from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
 from graphopt.runtime import session_of
-from tests.contrib_graphs import POSITIONS, VOCABULARY, Layer, group_query_model, tables
-from tests.graphs import relative
-
-# The same sums in another order, and angles by another library's cosine. Seen up to 7e-7.
-FLOAT32 = 5e-6
-
-
-def canonicalize(model: ir.Model) -> PassReport:
-    return Canonicalize(CanonicalizeOptions())(model).report
-
-
-def run(model: ir.Model, calls: list[np.ndarray], masks: list[np.ndarray]) -> list[np.ndarray]:
-    """Return the logits of each call, and at the end the caches; one after the other onto the caches."""
-    found = []
-    with session_of(model) as session:
-        interface = Interface.of_session(session)
-        past = interface.empty_past(len(calls[0]))
-        for ids, mask in zip(calls, masks, strict=True):
-            feeds = interface.feeds(ids, mask, past, padded=False)
-            logits, *present = session.run(["logits", *interface.present], feeds)
-            past = dict(zip(interface.past, present, strict=True))
-            found.append(logits)
-    return [*found, *past.values()]
-
-
-def tokens(rows: int, *lengths: int, seed: int = 1) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    random, ends = np.random.default_rng(seed), np.cumsum(lengths)
-    return [random.integers(0, VOCABULARY, (rows, n)) for n in lengths], [np.ones((rows, n), np.int64) for n in ends]
-
+from tests.contrib_graphs import FLOAT32, POSITIONS, Layer, group_query_model, run, tables, tokens
+from tests.graphs import relative, run_pass
 
 LAYERS = st.builds(
     Layer,
@@ -70,7 +41,7 @@ def test_the_standard_ops_say_what_the_operator_computes(layer: Layer) -> None:
     # Several tokens onto a cache: the operator takes them in one row only.
     several, one = tokens(1, 5, 4, 1), tokens(2, 6, 1, 1)
     before = [run(model, *several), run(model, *one)]
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert not report.skips
     kinds = Counter(node.op_type for node in model.graph)
     assert kinds["Attention"] == 1
@@ -84,7 +55,7 @@ def test_the_standard_ops_say_what_the_operator_computes(layer: Layer) -> None:
 def test_norms_of_queries_and_keys_come_before_they_are_turned() -> None:
     # onnxruntime has no kernel for these inputs on a CPU, so there is nothing to compare with but the definition.
     model = group_query_model(Layer(normed=True), qk_norm_epsilon=0.5)
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     nodes = [node for node in model.graph if node.op_type == "RotaryEmbedding"]
     norms = [node.inputs[0].producer().inputs[0].producer() for node in nodes]
     assert [norm.op_type for norm in norms] == ["RMSNormalization"] * 2
@@ -102,7 +73,7 @@ def test_padding_behind_tokens_is_what_it_was_and_padding_in_front_is_obeyed() -
     mask[0, 5:] = 0
     before = run(model, [ids], [mask])[0]
     assert not Interface.of_graph(model.graph).takes_padding
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     assert Interface.of_graph(model.graph).takes_padding
     real = mask.astype(bool)
     assert relative(before[real], run(model, [ids], [mask])[0][real]) < FLOAT32
@@ -136,7 +107,7 @@ def test_caches_state_heads_and_size_and_grow() -> None:
     assert [cache.shape for cache in Interface.of_graph(model.graph).empty_past(1).values()] == [(1, 2, 0, 16)] * 2
     calls = tokens(1, 7, 2)
     before = run(model, *calls)
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
 
 
@@ -163,7 +134,7 @@ def test_what_attention_cannot_say_stays(
         model.graph.initializers["extra"] = extra
         extra.const_value = ir.tensor(np.ones([n if isinstance(n, int) else 1 for n in dims], np.float32), name="extra")
         node.replace_input_with(index, extra)
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert any(reason in skip.reason for skip in report.skips if skip.where == "attention")
     assert any(node.op_type == "GroupQueryAttention" for node in model.graph)
     assert model.metadata_props["graphopt.padding"] == "none"
@@ -179,7 +150,7 @@ def test_lengths_that_mean_something_else_are_not_lifted() -> None:
     tape.nodes[0].name = less.name = "one_less"
     model.graph.insert_before(again, tape.nodes)
     again.replace_input_with(0, less)
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert any("is not the number of a row's tokens less 1" in skip.reason for skip in report.skips)
 
 
@@ -189,7 +160,7 @@ def test_frequencies_are_read_off_a_table(theta: float, positions: int) -> None:
     for name, table in zip(("cos_cache", "sin_cache"), tables(8, positions, theta), strict=True):
         model.graph.initializers[name].const_value = ir.tensor(table, name=name)
         model.graph.initializers[name].shape = ir.Shape(table.shape)
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     assert "cos_cache" not in model.graph.initializers
     found = model.graph.initializers["cos_cache.frequencies"].const_value.numpy()
     expected = (1.0 / theta ** (np.arange(8, dtype=np.float32) / np.float32(8))).astype(np.float32)
@@ -206,7 +177,7 @@ def test_a_table_that_is_no_turning_is_looked_up() -> None:
         value.const_value = ir.tensor(value.const_value.numpy() * np.float32(1.1), name=name)
     calls = tokens(2, 6, 1)
     before = run(model, *calls)
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert any("a table of angles that positions look up" in change.what for change in report.changes)
     assert "cos_cache" in model.graph.initializers
     assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32

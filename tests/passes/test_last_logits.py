@@ -42,6 +42,7 @@ def test_a_head_of_codes_is_cut_too(name: str, tmp_path: Path) -> None:
     QuantizeWeights(QuantizeWeightsOptions(linear=None, head=LinearFormat(format=name, group=16)))(model)
     before = logits(model, tmp_path / "before")
     last(model)
+    # as above, and onnxruntime may take another kernel for one row
     assert np.abs(logits(model, tmp_path / "after")[:, 0] - before[:, -1]).max() < 1e-5 * np.abs(before).max()
 
 
@@ -69,6 +70,7 @@ def test_before_and_after_are_compared_where_both_have_logits(llama_artifact: Pa
     optimize(llama_artifact, "rotate", tmp_path / "last", last_logits=True)
     checks = verify(llama_artifact, tmp_path / "last").checks
     assert [check.status for check in checks] == ["proved", "proved", "measured"]
+    # each weight is rounded once more by the rotation; seen 1.2e-6
     assert checks[-1].figures["largest_change"] < 1e-5
 
 

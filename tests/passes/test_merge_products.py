@@ -19,9 +19,10 @@ from graphopt.passes.products import shared
 from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.pipeline import optimize
-from graphopt.runtime import native_operators, open_session
+from graphopt.runtime import open_session
 from graphopt.weights import lazy
 from tests.graphs import Builder, save
+from tests.native import needs_library
 
 ROWS = 64
 
@@ -64,7 +65,7 @@ def assert_equal(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> N
         assert np.array_equal(a, b)
 
 
-@pytest.mark.skipif("MatMulTable" not in native_operators(), reason="graphopt's kernels were not built")
+@needs_library
 @settings(max_examples=15, deadline=None)
 @given(
     widths=st.lists(st.integers(1, 5).map(lambda tiles: 16 * tiles), min_size=2, max_size=4),

@@ -13,13 +13,11 @@ import pytest
 from graphopt import artifact
 from graphopt.analysis.interface import Interface
 from graphopt.analysis.paged import kv_nodes, layer_of, layers_of
-from graphopt.passes import PASSES
-from graphopt.passes.base import PassReport
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
 from graphopt.weights import new_weight
 from tests.families import VOCABULARY
-from tests.graphs import relative, session
+from tests.graphs import canonical, relative, run_pass, session
 
 MakeArtifact = Callable[[str], Path]
 
@@ -30,18 +28,6 @@ FLOAT32 = 1e-5
 # Families that canonicalize leaves with standard Attention, and the windows of their two layers.
 WINDOWS = dict.fromkeys(("llama", "qwen2", "qwen3", "gpt2", "gpt_neox", "phi3", "falcon_new", "mixtral"), (0, 0))
 WINDOWS |= {"gemma3": (6, 0), "mistral_window": (6, 6)}
-
-
-def run_pass(model: ir.Model, name: str, **options: Any) -> PassReport:
-    step = PASSES[name]
-    report: PassReport = step(step.options_type(**options))(model).report
-    return report
-
-
-def canonical(path: Path) -> ir.Model:
-    model = artifact.read(path).model
-    run_pass(model, "canonicalize")
-    return model
 
 
 def logits_by_calls(opened: onnxruntime.InferenceSession, calls: list[int], paddings: list[int]) -> np.ndarray:

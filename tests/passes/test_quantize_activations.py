@@ -10,14 +10,12 @@ import onnx_ir as ir
 import pytest
 from pydantic import ValidationError
 
-from graphopt import artifact
-from graphopt.passes import PASSES
 from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.rotate import Rotate, RotateOptions
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import OPERATORS
-from tests.graphs import residual_model, save
+from tests.graphs import canonical, residual_model, save
 
 
 def quantized(linear: LinearFormat | None = None, **given: Any) -> ir.Model:
@@ -138,8 +136,7 @@ def test_groups_that_no_kernel_of_ours_takes_are_left_alone() -> None:
 
 
 def test_a_router_is_left_alone(make_artifact: Callable[[str], Path]) -> None:
-    model = artifact.read(make_artifact("mixtral")).model
-    PASSES["canonicalize"](PASSES["canonicalize"].options_type())(model)
+    model = canonical(make_artifact("mixtral"))
     QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), head=LinearFormat(group=16)))(model)
     report = run(model)
     assert [skip.reason for skip in report.skips if "gate.Gemm" in skip.where] == ["its weights are not quantized"] * 2

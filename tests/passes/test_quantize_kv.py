@@ -8,34 +8,21 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
 from graphopt.analysis.paged import layers_of
 from graphopt.evaluate import evaluate
 from graphopt.generate import generate
 from graphopt.models.stdlib_text import held_out_text
-from graphopt.passes import PASSES
 from graphopt.pipeline import optimize
 from graphopt.proof import verify
 from graphopt.recipe import Recipe
 from graphopt.session import load
+from tests.graphs import canonical, run_pass
 
 MakeArtifact = Callable[[str], Path]
 
 
 def recipe(*steps: dict[str, Any]) -> Recipe:
     return Recipe.model_validate({"name": "mine", "steps": [{"step": "canonicalize"}, *steps]})
-
-
-def run_pass(model: ir.Model, name: str, **options: Any) -> Any:
-    step = PASSES[name]
-    return step(step.options_type(**options))(model).report
-
-
-@pytest.fixture
-def llama(llama_artifact: Path) -> ir.Model:
-    model = artifact.read(llama_artifact).model
-    run_pass(model, "canonicalize")
-    return model
 
 
 @pytest.mark.parametrize(
@@ -70,8 +57,7 @@ def test_ports_follow_the_storage(
 def test_it_comes_before_or_behind_sparse_kv(llama_artifact: Path) -> None:
     layers = []
     for order in (("quantize_kv", "sparse_kv"), ("sparse_kv", "quantize_kv")):
-        model = artifact.read(llama_artifact).model
-        run_pass(model, "canonicalize")
+        model = canonical(llama_artifact)
         options: dict[str, dict[str, Any]] = {"quantize_kv": {"storage": "int4"}, "sparse_kv": {"budget": 3}}
         for name in order:
             run_pass(model, name, **options[name])

@@ -105,6 +105,7 @@ def test_a_width_without_a_hadamard_matrix_is_rotated_in_blocks_and_said(tmp_pat
     model = residual_model(width=10, gains=False)
     before = logits(model, tmp_path / "before")
     report = rotate(model)
+    assert report.changes
     assert all("Hadamard in 5 blocks of 2" in change.what for change in report.changes)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import strategies as st
 
 from graphopt.analysis.contrib import settle_caches
 from graphopt.passes.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.canonicalize.mask_input import one_mask
 from graphopt.passes.products import shared
-from tests.contrib_graphs import Layer, group_query_model
-from tests.graphs import relative
-from tests.passes.test_group_query import FLOAT32, canonicalize, run, tokens
+from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
+from tests.graphs import relative, run_pass
 
 FLOAT, BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
 
@@ -30,7 +31,7 @@ def spelled_out(
     """Return a model whose attention is products and a softmax on caches that are concatenated, and the softmax."""
     model = group_query_model(Layer(groups=2 if repeated else 4, window=50, softcap=softcap))
     settle_caches(model)
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     graph = model.graph
     node = next(node for node in graph if node.op_type == "Attention")
     query, key, value, near, past_key, past_value = node.inputs
@@ -137,7 +138,7 @@ def test_products_and_a_softmax_become_attention(
     model, _ = spelled_out(factor=factor, mask=mask, keys=keys, softcap=softcap, guard=guard, repeated=repeated)
     calls = tokens(2, 5, 3, 1)
     before = run(model, *calls)
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     kinds = Counter(node.op_type for node in model.graph)
     assert (kinds["Attention"], kinds["Softmax"], kinds["Tanh"]) == (1, 0, 0)
     (node,) = (node for node in model.graph if node.op_type == "Attention")
@@ -162,7 +163,7 @@ def test_padding_of_one_row_is_broadcast_over_queries_that_onnxruntime_wants_spe
     added.outputs[0].shape = shown.shape
     calls = tokens(2, 5, 1)
     before = run(model, *calls)
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert any("neither causal nor causal with padding" in skip.reason for skip in report.skips)
     assert Counter(node.op_type for node in model.graph)["Attention"] == 1
     assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
@@ -174,7 +175,7 @@ def test_probabilities_that_something_else_reads_stay() -> None:
     extra.outputs[0].name, extra.outputs[0].dtype = "sum", FLOAT
     model.graph.append(extra)
     model.graph.outputs.append(extra.outputs[0])
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert [s.reason for s in report.skips if s.where == "by_hand.softmax"] == [
         "its probabilities are read elsewhere too"
     ]
@@ -184,7 +185,7 @@ def test_probabilities_that_something_else_reads_stay() -> None:
 def test_a_softmax_over_something_else_than_keys_stays() -> None:
     model, softmax = spelled_out()
     softmax.attributes["axis"] = ir.AttrInt64("axis", 2)
-    report = canonicalize(model)
+    report = run_pass(model, "canonicalize")
     assert any("the softmax is not over keys" in skip.reason for skip in report.skips)
 
 
@@ -195,5 +196,16 @@ def test_scores_that_are_multiplied_behind_their_mask_stay() -> None:
     softmax.replace_input_with(
         0, insert.op("Mul", [scores, shared(model.graph, "half", np.array(0.5, np.float32))], list(scores.shape), FLOAT)
     )
-    canonicalize(model)
+    run_pass(model, "canonicalize")
     assert Counter(node.op_type for node in model.graph)["Softmax"] == 1
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_what_is_hidden_gets_the_lowest_number_of_the_type_that_is_added(dtype: ir.DataType) -> None:
+    model = group_query_model(Layer())
+    visible, added = (ir.val(name, kind, [2, 1, 3, 3]) for name, kind in (("visible", BOOL), ("added", dtype)))
+    mask = one_mask(Inserter(model.graph, model.graph[-1], "one"), [(visible, False), (added, False)])
+    assert mask is not None
+    lowest = mask.producer().inputs[2].const_value.numpy()
+    assert (mask.dtype, lowest.dtype) == (dtype, dtype.numpy())
+    assert lowest == ml_dtypes.finfo(lowest.dtype).min

@@ -14,11 +14,12 @@ import pytest
 from graphopt.pipeline import optimize
 from graphopt.runtime_ops import library_path
 from graphopt.session import load
+from tests.native import needs_library
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
 
 
-@pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
+@needs_library
 def test_one_step_in_cpp_is_one_step_in_python(llama_artifact: Path, tmp_path: Path) -> None:
     compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
     source = (EXAMPLE / "main.cc").read_text()

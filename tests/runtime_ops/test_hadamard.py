@@ -145,7 +145,10 @@ def test_the_body_is_standard_onnx(opset: int) -> None:
     assert {node.domain for node in function} == {""}
     assert function.opset_imports[""] == opset
     x = normal((2, 96), np.float32)
-    assert np.allclose(session(made).run(None, {"x": x})[0], reference(x, hadamard(12), hadamard(8)), atol=1e-6)
+    expected = reference(x.astype(np.float64), hadamard(12), hadamard(8))
+    # sums of 12 and of 8 numbers, and a product: a rounding of 2^-24 of all magnitudes at most for each
+    limit = 21 * 2.0**-24 * np.abs(x).sum(axis=1, keepdims=True) / np.sqrt(96)
+    assert (np.abs(session(made).run(None, {"x": x})[0] - expected) <= limit).all()
 
 
 def test_what_hangs_on_the_matrices_alone_is_folded(tmp_path: object) -> None:

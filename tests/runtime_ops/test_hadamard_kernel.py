@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 
 from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
-from graphopt.runtime_ops import declare, library_path
+from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.hadamard.op import HADAMARD, reference
+from tests.native import ISA_VARIABLE, here, needs_library
 
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
+pytestmark = needs_library
 
-INSTRUCTIONS = ("scalar", "avx2", "avx512")
 # What a sum of ab numbers may be off by, in parts of the norm of its run.
 TOLERANCE = {np.float16: 1e-3, np.float32: 1e-6, np.float64: 1e-14}
-# Both Sylvester's; one core; cores inside and beside Sylvester's; two cores; narrower than a vector; wide; the largest.
+# Both Sylvester's; one core; cores inside and beside Sylvester's; two cores; narrower than a vector; wide; the largest;
+# Paley's second construction over the primes with a product of their own, and over the field of 25, which has none.
 PAIRS = [
     (64, 64),
     (12, 8),
@@ -35,6 +36,13 @@ PAIRS = [
     (4, 4),
     (148, 128),
     (160, 160),
+    (36, 16),
+    (36, 32),
+    (36, 64),
+    (36, 128),
+    (76, 16),
+    (124, 48),
+    (52, 16),
 ]
 
 
@@ -68,7 +76,7 @@ class Kernel:
     def session(self, dtype: type, rank: int, isa: str = "", threads: int = 1) -> onnxruntime.InferenceSession:
         key = (dtype, rank, isa, threads)
         if key not in self.sessions:
-            self.monkeypatch.setenv("GRAPHOPT_OPS_ISA", isa)
+            self.monkeypatch.setenv(ISA_VARIABLE, isa)
             self.sessions[key] = open_session(self.file[dtype, rank], threads=threads)
         return self.sessions[key]
 
@@ -76,30 +84,11 @@ class Kernel:
         session = self.session(x.dtype.type, x.ndim, *key)
         return session.run(None, {"x": x, "left": left, "right": right})[0]
 
-    @property
-    def here(self) -> list[str]:
-        """The sets of instructions that this machine has."""
-        return [isa for isa in INSTRUCTIONS if self.has(isa)]
-
-    def has(self, isa: str) -> bool:
-        try:
-            self.session(np.float32, 1, isa)
-        except Exception:
-            return False
-        return True
-
 
 @pytest.fixture(scope="module")
 def kernel(file: dict[tuple[type, int], Path]) -> Kernel:
     with pytest.MonkeyPatch.context() as monkeypatch:
         yield Kernel(file, monkeypatch)
-
-
-@pytest.mark.parametrize("isa", INSTRUCTIONS)
-def test_instructions_are_tested_where_the_machine_has_them(kernel: Kernel, isa: str) -> None:
-    if not kernel.has(isa):
-        assert isa != "scalar"
-        pytest.skip(f"this machine has no {isa}")
 
 
 def test_instructions_that_nobody_has_are_an_error(kernel: Kernel) -> None:
@@ -109,7 +98,7 @@ def test_instructions_that_nobody_has_are_an_error(kernel: Kernel) -> None:
 
 def check(kernel: Kernel, x: np.ndarray, left: np.ndarray, right: np.ndarray) -> None:
     """Each set of instructions gives the same bits, near the reference."""
-    first, *others = (kernel(x, left, right, isa) for isa in kernel.here)
+    first, *others = (kernel(x, left, right, isa) for isa in here())
     expected = reference(x.astype(np.float64), left, right)
     assert (first.shape, first.dtype) == (x.shape, x.dtype)
     order = len(left) * len(right)
@@ -148,7 +137,34 @@ def test_matrices_that_come_apart_but_for_their_diagonal(kernel: Kernel, n: int,
     check(kernel, random.standard_normal((2, 2 * len(left) * b)).astype(np.float32), left, right)
 
 
-@pytest.mark.parametrize("pair", [(64, 64), (88, 64), (12, 8)])
+SYLVESTER = hadamard(16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("outer", [1, 2])
+@pytest.mark.parametrize("leading", [1, 3])
+def test_paley_inside_the_right_matrix(kernel: Kernel, dtype: type, outer: int, leading: int) -> None:
+    """Columns of its core lie side by side there too, and what comes behind it stays in place."""
+    right = np.kron(np.kron(hadamard(outer), hadamard(36)), SYLVESTER).astype(np.int8)
+    x = np.random.default_rng(0).standard_normal((3, leading * len(right))).astype(dtype)
+    check(kernel, x, np.ones((1, 1), np.int8), right)
+    left = np.kron(hadamard(36), hadamard(4)).astype(np.int8)
+    check(kernel, x[:, : 144 * 4], left, hadamard(4))
+    check(kernel, x[:, : 144 * 3], left, np.ones((3, 3), np.int8))  # 12 columns are no whole vector
+
+
+@given(st.integers(0, 35), st.integers(0, 35), st.sampled_from([1, 2]))
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_almost_paley(kernel: Kernel, row: int, column: int, both: int) -> None:
+    """One entry that differs, or two that lie as symmetry wants it: it is another matrix, whatever its order."""
+    left = hadamard(36).copy()
+    left[row, column] *= -1
+    if both == 2 and row != column:
+        left[column, row] *= -1
+    check(kernel, np.random.default_rng(0).standard_normal((2, 36 * 16)).astype(np.float32), left, SYLVESTER)
+
+
+@pytest.mark.parametrize("pair", [(64, 64), (88, 64), (12, 8), (36, 64)])
 def test_threads_change_no_bit(kernel: Kernel, pair: tuple[int, int]) -> None:
     x = np.random.default_rng(0).standard_normal((700, pair[0] * pair[1])).astype(np.float32)
     one, two = (kernel(x, *(hadamard(n) for n in pair), "", threads) for threads in (1, 2))
@@ -158,16 +174,18 @@ def test_threads_change_no_bit(kernel: Kernel, pair: tuple[int, int]) -> None:
     assert np.array_equal(one[[0, 350, 699]], alone)
 
 
+@pytest.mark.parametrize("pair", [(64, 64), (36, 64), (36, 128)])
 @pytest.mark.parametrize("shift", [0, 4, 16, 60])
-def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(kernel: Kernel, shift: int) -> None:
-    rows, order = 600, 4096
+def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(kernel: Kernel, shift: int, pair: tuple[int, int]) -> None:
+    order = pair[0] * pair[1]
+    rows = -(-(9 << 20) // (4 * order)) // 3 * 3
     source, target = (np.zeros(4 * rows * order + 128, np.uint8) for _ in range(2))
     x, y = (
         buffer[-buffer.ctypes.data % 64 + shift :][: 4 * rows * order].view(np.float32).reshape(rows, order)
         for buffer in (source, target)
     )
     x[:] = np.random.default_rng(0).standard_normal((rows, order))
-    matrices = {"left": hadamard(64), "right": hadamard(64)}
+    matrices = dict(zip(("left", "right"), map(hadamard, pair), strict=True))
     binding = (session := kernel.session(np.float32, 2)).io_binding()
     for name, matrix in matrices.items():
         binding.bind_cpu_input(name, matrix)
@@ -179,13 +197,13 @@ def test_tensors_that_lie_anywhere_and_do_not_fit_the_caches(kernel: Kernel, shi
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
-@pytest.mark.parametrize("pair", [(8, 8), (12, 8), (4, 12)])
+@pytest.mark.parametrize("pair", [(8, 8), (12, 8), (4, 12), (36, 16)])
 def test_what_is_not_finite_stays_in_its_run(kernel: Kernel, bad: float, pair: tuple[int, int]) -> None:
     order = pair[0] * pair[1]
     left, right = (hadamard(n) for n in pair)
     x = np.random.default_rng(0).standard_normal((3, 2 * order)).astype(np.float32)
     tame, x[1, 5] = x.copy(), bad
-    for isa in kernel.here:
+    for isa in here():
         y, expected = kernel(x, left, right, isa), kernel(tame, left, right, isa)
         assert not np.isfinite(y[1, :order]).any()
         y[1, :order] = expected[1, :order]
@@ -203,7 +221,7 @@ def test_large_numbers_do_not_overflow_and_small_ones_do_not_vanish(kernel: Kern
 def test_every_float16_number_comes_through(kernel: Kernel) -> None:
     every = np.arange(2**16, dtype=np.uint16).view(np.float16)
     identity = np.ones((1, 1), np.int8)
-    for isa in kernel.here:
+    for isa in here():
         assert np.array_equal(kernel(every, identity, identity, isa), every, equal_nan=True)
     # sums of two, over sqrt(2): rounded once, to the nearest
     pairs = np.random.default_rng(0).permutation(every[np.isfinite(every)])

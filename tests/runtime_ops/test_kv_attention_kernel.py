@@ -10,14 +10,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
+from tests.native import needs_library
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, Run, assert_same_state, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import NODE, Native
 
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
+pytestmark = needs_library
 
 POLICIES = ([0], [1], [2], [0, 2], [1, 2])
 SOME = {"sinks": 5, "recent": 9, "budget": 2, "sink_pages": 1, "recent_pages": 1}

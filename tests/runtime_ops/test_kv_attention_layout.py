@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.kv_attention.attributes import FLOATS, LEVELS, PAGES, STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.layout import (
     TINY,
@@ -200,6 +202,8 @@ def test_dimensions_may_be_names() -> None:
         ({"window": -1}, "window is at least 0, not -1"),
         ({"softcap": float("nan")}, "softcap is at least 0, not nan"),
         ({"scale": float("inf")}, "must be finite"),
+        ({"scale": 1e39}, "scale inf and softcap 0.0 must be finite"),
+        ({"mass": 1 + 1e-6}, "mass is a share from 0 to 1"),
         ({"page": 48}, "page is one of .*, not 48"),
         ({"storage": "int5"}, "storage is one of .*, not 'int5'"),
         ({"summary": "median"}, "summary is one of .*, not 'median'"),
@@ -223,3 +227,12 @@ def test_attributes_as_a_node_takes_them() -> None:
     attrs = attributes(policies=(0, 2), softcap=3.0)
     assert attrs.for_node()["policies"] == [0, 2]
     assert KVAttributes(**attrs.for_node()) == attrs
+
+
+def test_floats_are_those_that_a_node_holds() -> None:
+    attrs = attributes(scale=0.1, softcap=1 / 3, mass=1 + 1e-9)
+    floats = (attrs.scale, attrs.softcap, attrs.mass)
+    assert floats == (float(np.float32(0.1)), float(np.float32(1 / 3)), 1.0)
+    node = ir.node("KVAttention", [], attrs.for_node(), domain=DOMAIN)
+    read = ir.from_proto(ir.to_proto(node)).attributes
+    assert floats == tuple(read[name].value for name in ("scale", "softcap", "mass"))

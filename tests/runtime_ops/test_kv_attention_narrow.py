@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.kv_attention.attributes import FLOATS, LARGEST_FLOAT8
 from graphopt.runtime_ops.kv_attention.layout import pack_keys, pack_values, to_storage
 from graphopt.runtime_ops.kv_attention.reference import reference
+from tests.native import needs_library
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Body, Fed, Run, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import Native
 
 NARROW = ("bfloat16", "float8")
 EACH_STORAGE = pytest.mark.parametrize("storage", NARROW)
-needs_library = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
 
 
 @pytest.fixture
@@ -119,14 +118,14 @@ def test_the_body_rounds_to_the_same_bits(storage: str) -> None:
 BODY, KERNEL = Body(), Native()
 
 
+@needs_library
 @given(st.sampled_from(NARROW), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=300), st.integers(0, 31))
 @settings(max_examples=25, deadline=None)
 def test_any_bits_are_rounded_alike(storage: str, words: list[int], cut: int) -> None:
     # words that end in zeros are the ties
     numbers = (np.array(words, np.uint32) >> np.uint32(cut) << np.uint32(cut)).view(np.float32)
     check_same_bits(BODY, storage, numbers)
-    if library_path() is not None:
-        check_same_bits(KERNEL, storage, numbers)
+    check_same_bits(KERNEL, storage, numbers)
 
 
 @needs_library
@@ -169,7 +168,8 @@ def test_the_kernel_reads_every_key_as_what_its_bits_say(native: Native, storage
         arrays["value"] = np.eye(16, dtype=np.float32)[None, 15:]
         y = native(*(arrays[name] for name in (*INPUTS, *STATE)), **attributes.for_node())[0].reshape(16, 16)
         weights = np.exp((page * np.diag(query)).T)
-        assert np.abs(y - weights / weights.sum(axis=1, keepdims=True)).max() < 1e-6
+        # weights of at most 1, rounded to float32 a few times: 2^-24 each; seen 1.2e-8
+        assert np.abs(y - weights / weights.sum(axis=1, keepdims=True)).max() < 1e-7
 
 
 @needs_library

@@ -11,8 +11,7 @@ import pytest
 from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from tests.runtime_ops.kv_cases import Body, Fed
 from tests.runtime_ops.kv_native import Native
-from tools.bench import attention_state
-from tools.bench.haystack import GAP, Haystack, Needle
+from tools.bench.haystack import GAP, Haystack, Needle, question
 
 HEADS, SIZE, PAGE = 2, 64, 16
 DEPTHS = 11
@@ -68,18 +67,9 @@ def bound(haystack: Haystack, storage: str, context: int) -> float:
 
 def ask(attrs: KVAttributes, haystack: Haystack, context: int, run: object) -> np.ndarray:
     """Return y of a call of one query for each needle, float32 [needles, Hk, D]."""
-    tokens = len(haystack.positions)
-    pages = -(-(context + tokens) // PAGE)
-    state = attention_state.fill(attrs, haystack, context, pages, threads=1)
-    state["summaries"] = np.zeros((1, HEADS, pages, 0), np.float32)
-    if attrs.retrieves:
-        state["summaries"] = attention_state.summarize(attrs.summary, PAGE, haystack, context, pages, threads=1)
-    new = [haystack.read(head, context, context + tokens) for head in range(HEADS)]
-    key, value = (np.stack(each, axis=1).reshape(1, tokens, -1) for each in zip(*new, strict=True))
-    none = np.zeros(0, np.float32)
-    feeds = [haystack.query[None], key, value, np.array([context]), np.array([tokens]), none, none, *state.values()]
-    y = run(*feeds, **attrs.for_node())[0]  # type: ignore[operator]
-    return y.reshape(tokens, HEADS, SIZE)
+    feeds = question(attrs, haystack, context, threads=1)
+    y = run(*feeds.values(), **attrs.for_node())[0]  # type: ignore[operator]
+    return y.reshape(len(haystack.positions), HEADS, SIZE)
 
 
 @pytest.fixture(scope="module", params=[8192, 32768])

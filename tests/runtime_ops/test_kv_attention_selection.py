@@ -42,8 +42,8 @@ def test_the_fewest_best_pages_with_the_mass(scores: np.ndarray, mass: float, bu
     if budget and len(chosen) == budget:
         chosen = chosen[:-1]  # the budget may end it sooner, but not later
     elif chosen or len(scores):
-        assert by_hand[chosen].sum() >= float(np.float32(mass)) - SAME
-    assert by_hand[chosen[:-1]].sum() < mass + SAME
+        assert by_hand[chosen].sum() >= attributes.mass - SAME
+    assert by_hand[chosen[:-1]].sum() < attributes.mass + SAME
 
 
 @given(SCORES, st.integers(0, 5))

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
-from tests.runtime_ops.kv_cases import Arrays, Body, Fed
+from tests.native import needs_library
+from tests.runtime_ops.kv_cases import Arrays, Body, Fed, Run
 from tests.runtime_ops.kv_native import Native
 
 HEAD_SIZE = 16
@@ -68,27 +68,32 @@ def state_of(frozen: dict[str, Any], like: Arrays) -> Arrays:
     }
 
 
+BODY, KERNEL = Body(), Native()
+
+
 @pytest.mark.parametrize("frozen", load(), ids=lambda frozen: frozen.get("name", frozen["attributes"]["storage"]))
-def test_kv_attention(frozen: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "run", [reference, BODY, pytest.param(KERNEL, marks=needs_library)], ids=["reference", "body", "kernel"]
+)
+def test_kv_attention(frozen: dict[str, Any], run: Run) -> None:
     y = np.array(frozen["y"])[None]
-    for run in (reference, Body(), *([Native()] if library_path() else [])):
-        cache, limits = fed(frozen, run), np.full(1, 1e-9)
-        for columns in frozen["calls"][:-1]:
-            cache.call(columns)
-        if run is not reference:
-            end = slice(cache.column, cache.column + frozen["calls"][-1])
-            inputs = {name: each[:, end] if each.ndim == 3 else each for name, each in cache.tokens.items()}
-            numbers = (cache.past, np.array([frozen["calls"][-1]]))
-            order = [inputs["query"], inputs["key"], inputs["value"], *numbers]
-            order += [inputs["sink_logits"], inputs["sink_query"], *cache.state.values()]
-            limits = bound(*order, **cache.attributes.for_node())
-        assert (np.abs(cache.call(frozen["calls"][-1]) - y) <= limits).all()
-        for name, tensor in state_of(frozen, cache.state).items():
-            # the last bits of a running mean are free
-            is_mean = cache.attributes.summary == "mean" or cache.attributes.compensate
-            slack = 1e-6 if name == "summaries" and is_mean else 0
-            stored, wanted = (each.astype(np.float64) for each in (cache.state[name], tensor))
-            assert np.abs(stored - wanted).max(initial=0) <= slack, name
+    cache, limits = fed(frozen, run), np.full(1, 1e-9)
+    for columns in frozen["calls"][:-1]:
+        cache.call(columns)
+    if run is not reference:
+        end = slice(cache.column, cache.column + frozen["calls"][-1])
+        inputs = {name: each[:, end] if each.ndim == 3 else each for name, each in cache.tokens.items()}
+        numbers = (cache.past, np.array([frozen["calls"][-1]]))
+        order = [inputs["query"], inputs["key"], inputs["value"], *numbers]
+        order += [inputs["sink_logits"], inputs["sink_query"], *cache.state.values()]
+        limits = bound(*order, **cache.attributes.for_node())
+    assert (np.abs(cache.call(frozen["calls"][-1]) - y) <= limits).all()
+    for name, tensor in state_of(frozen, cache.state).items():
+        # the last bits of a running mean are free
+        is_mean = cache.attributes.summary == "mean" or cache.attributes.compensate
+        slack = 1e-6 if name == "summaries" and is_mean else 0
+        stored, wanted = (each.astype(np.float64) for each in (cache.state[name], tensor))
+        assert np.abs(stored - wanted).max(initial=0) <= slack, name
 
 
 def test_every_storage_is_there() -> None:

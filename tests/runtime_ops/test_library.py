@@ -20,8 +20,7 @@ from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.op import HADAMARD, reference
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
-
-built = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
+from tests.native import INSTRUCTIONS, here, needs_library, skip_without
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ def what_runs(file: Path, native: bool) -> set[str]:
     return {node.op_type for node in ir.load(optimized).graph}
 
 
-@built
+@needs_library
 def test_the_kernel_takes_its_node_and_other_nodes_run_their_body(both: Path) -> None:
     assert what_runs(both, native=True) >= {"Hadamard", "Round"}
     assert what_runs(both, native=True).isdisjoint({"MatMul", "RoundTrip"})
@@ -58,6 +57,20 @@ def test_the_kernel_takes_its_node_and_other_nodes_run_their_body(both: Path) ->
         turned, y = open_session(both, native=native).run(None, {"x": x})
         assert np.abs(turned - expected).max() < 1e-6 * np.abs(expected).max() * np.sqrt(96)
         assert np.array_equal(y, ROUND_TRIP.reference(turned, 8, 1, 1.0))
+
+
+@needs_library
+def test_an_installation_has_it() -> None:
+    path = library_path()
+    assert path is not None
+    assert path.is_file()
+
+
+@needs_library
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_instructions_are_tested_where_the_machine_has_them(instructions: str) -> None:
+    skip_without(instructions)
+    assert instructions in here()
 
 
 def test_without_the_library_the_body_runs(both: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +89,7 @@ def test_a_library_that_is_none_is_an_error_that_names_it(both: Path, monkeypatc
     assert error.value.file == other
 
 
-@built
+@needs_library
 def test_it_needs_nothing_but_the_c_and_cpp_libraries() -> None:
     try:
         said = subprocess.run(["readelf", "--dynamic", str(library_path())], capture_output=True, text=True, check=True)
@@ -88,7 +101,7 @@ def test_it_needs_nothing_but_the_c_and_cpp_libraries() -> None:
     assert needed <= {"libc", "libm", "libstdc++", "libgcc_s", "ld-linux-x86-64", "ld-linux-aarch64"}
 
 
-@built
+@needs_library
 def test_many_sessions_share_one_domain(both: Path) -> None:
     x = np.ones((1, 96), np.float32)
     sessions = [open_session(both) for _ in range(3)]

@@ -19,13 +19,13 @@ from graphopt.runtime_ops.matmul_dynamic.op import reference as dynamic_referenc
 from graphopt.runtime_ops.matmul_table.activations import MODES
 from graphopt.runtime_ops.matmul_table.bound import bound
 from graphopt.runtime_ops.matmul_table.op import MATMUL_TABLE, dequantize, reference
+from tests.native import ISA_VARIABLE, here, needs_library
 from tests.runtime_ops.products import Case, case_of, model_of, run_body
 from tests.runtime_ops.test_matmul_table import of_float32
 from tests.runtime_ops.test_matmul_vectors import inputs_of, load
 
-pytestmark = pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built")
+pytestmark = needs_library
 
-INSTRUCTIONS = ("scalar", "avx2", "avx512")
 INTEGERS = ("int8", "int16")
 TABLES = {
     "int4": [float(code if code < 8 else code - 16) for code in range(16)],
@@ -41,10 +41,9 @@ class Kernel:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
-        self.here = [isa for isa in INSTRUCTIONS if self.has(isa)]
 
     def session(self, name: str, case: Case, isa: str = "", threads: int = 2) -> onnxruntime.InferenceSession:
-        self.monkeypatch.setenv("GRAPHOPT_OPS_ISA", isa)
+        self.monkeypatch.setenv(ISA_VARIABLE, isa)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = threads
@@ -54,13 +53,6 @@ class Kernel:
 
     def __call__(self, name: str, case: Case, isa: str = "", threads: int = 2) -> np.ndarray:
         return self.session(name, case, isa, threads).run(None, {"x": case["x"]})[0]
-
-    def has(self, isa: str) -> bool:
-        try:
-            self.session(MATMUL_TABLE.name, {**case_of(16, 16, 16, 4), "activations": "int8"}, isa)
-        except Exception:
-            return False
-        return True
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +67,13 @@ def check(kernel: Kernel, case: Case) -> None:
         **{k: case[k] for k in ("codes", "scales", "table", "zero_points", "rows", "columns", "group")}
     )
     exact += case["bias"]
-    results = [kernel(MATMUL_TABLE.name, case, isa) for isa in kernel.here]
+    results = [kernel(MATMUL_TABLE.name, case, isa) for isa in here()]
     limit = bound(**case)
     for y in results:
         assert (y.shape, y.dtype) == (exact.shape, np.float32)
         assert (np.abs(y - exact) <= limit).all()
     if case["activations"] in INTEGERS:
         assert all(np.array_equal(y, results[0]) for y in results)
-
-
-@pytest.mark.parametrize("isa", INSTRUCTIONS)
-def test_instructions_are_tested_where_the_machine_has_them(kernel: Kernel, isa: str) -> None:
-    if isa not in kernel.here:
-        assert isa != "scalar"
-        pytest.skip(f"this machine has no {isa}")
 
 
 @pytest.mark.parametrize("activations", MODES)
@@ -165,7 +150,7 @@ def test_float32_is_within_two_millionths(kernel: Kernel) -> None:
     """The issue's figure: of the largest product, for sums of 11008 numbers."""
     case = {**case_of(11008, 64, 128, 6, leading=(4,)), "activations": "float32"}
     expected = reference(**case)
-    for isa in kernel.here:
+    for isa in here():
         assert np.abs(kernel(MATMUL_TABLE.name, case, isa) - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
@@ -175,7 +160,7 @@ def test_float32_is_within_two_millionths(kernel: Kernel) -> None:
 def test_what_is_not_finite_stays_in_its_row(kernel: Kernel, activations: str, bad: float, count: int) -> None:
     case = {**case_of(64, 32, 32, 4, leading=(count,)), "activations": activations}
     case["x"][count // 2, 40] = bad
-    for isa in kernel.here:
+    for isa in here():
         y = kernel(MATMUL_TABLE.name, case, isa)
         assert not np.isfinite(y[count // 2]).any()
         assert np.isfinite(np.delete(y, count // 2, axis=0)).all()
@@ -193,7 +178,7 @@ def test_huge_tiny_and_zero(kernel: Kernel, activations: str, size: float) -> No
 def test_frozen_vectors(kernel: Kernel, frozen: dict) -> None:
     case, _ = inputs_of(frozen)
     for activations in MODES:
-        for isa in kernel.here:
+        for isa in here():
             assert kernel(MATMUL_TABLE.name, {**case, "activations": activations}, isa).tolist() == frozen["y"]
 
 
@@ -207,7 +192,7 @@ def test_dynamic(kernel: Kernel, bits: int, clip: float, weight_bits: int, order
         case = {**case_of(96, 40, 96, weight_bits, leading=(count,)), "left": left, "right": right}
         case |= {"bits": bits, "clip": clip, "table": np.arange(2**weight_bits, dtype=np.float32) - 8}
         expected, limit = dynamic_reference(**case), dynamic_bound(**case)
-        results = [kernel(MATMUL_DYNAMIC.name, case, isa) for isa in kernel.here]
+        results = [kernel(MATMUL_DYNAMIC.name, case, isa) for isa in here()]
         for y in results:
             assert np.array_equal(y, results[0])
             # both are within the bound of the exact product, so of each other within twice that

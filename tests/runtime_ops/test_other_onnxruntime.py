@@ -22,11 +22,12 @@ from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.op import HADAMARD
 from graphopt.runtime_ops.matmul_table.op import MATMUL_TABLE
 from graphopt.runtime_ops.matmul_table.packing import pack, tile
+from tests.native import needs_library
 
 OTHER = os.environ.get("GRAPHOPT_OTHER_ONNXRUNTIME")
 
 pytestmark = [
-    pytest.mark.skipif(library_path() is None, reason="the library of native operators is not built"),
+    needs_library,
     pytest.mark.skipif(OTHER is None, reason="GRAPHOPT_OTHER_ONNXRUNTIME names no Python with another onnxruntime"),
 ]
 

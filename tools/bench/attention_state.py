@@ -117,7 +117,7 @@ def expected(
             K, V = _decode(attrs, state, head, case.context, logical, case.size)
             yield K[: end - first], V[: end - first], read[head][:, first:end]
 
-    return attend(problem.query, case.kv_heads, float(np.float32(attrs.scale)), chunks)
+    return attend(problem.query, case.kv_heads, attrs.scale, chunks)
 
 
 def bytes_read(attrs: KVAttributes, state: State, problem: AttentionProblem, read: list[npt.NDArray[np.bool_]]) -> int:

@@ -9,7 +9,10 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from tools.bench import attention_state
 from tools.bench.attention_problem import Sequence, Singles
+from tools.bench.problem import Array
 
 GAP = 24.0
 """Nats by which a needle's score exceeds the mean of the distractors': of dense attention over N of them, whose scores
@@ -86,3 +89,40 @@ class Haystack(Sequence):
             keys[at] = math.sqrt(self.size) * (self.needle.cosine * direction + rest)
             values[at] = self.planted[head, index]
         return keys, values
+
+
+def question(attrs: KVAttributes, haystack: Haystack, context: int, threads: int) -> dict[str, Array]:
+    """Return the inputs of ``KVAttention``, by name and in order, for a call of one query for each needle.
+
+    Args:
+        attrs: of the node.
+        haystack: keys, values and queries.
+        context: tokens that the cache holds.
+        threads: to write it with.
+    """
+    tokens, none = len(haystack.positions), np.zeros(0, np.float32)
+    new = [haystack.read(head, context, context + tokens) for head in range(haystack.kv_heads)]
+    key, value = (np.stack(each, axis=1).reshape(1, tokens, -1) for each in zip(*new, strict=True))
+    return {
+        "query": haystack.query[None],
+        "key": key,
+        "value": value,
+        "past": np.array([context]),
+        "new": np.array([tokens]),
+        "sink_logits": none,
+        "sink_query": none,
+        **attention_state.fill(attrs, haystack, context, _pages(attrs, haystack, context), threads),
+        "summaries": summaries(attrs, haystack, context, threads),
+    }
+
+
+def summaries(attrs: KVAttributes, haystack: Haystack, context: int, threads: int) -> Singles:
+    """Return the summaries of a cache of ``context`` tokens, all that a policy changes in it: float32 [1, Hk, P, Z]."""
+    pages = _pages(attrs, haystack, context)
+    if not attrs.retrieves:
+        return np.zeros((1, haystack.kv_heads, pages, 0), np.float32)
+    return attention_state.summarize(attrs.summary, attrs.page, haystack, context, pages, threads)
+
+
+def _pages(attrs: KVAttributes, haystack: Haystack, context: int) -> int:
+    return -(-(context + len(haystack.positions)) // attrs.page)

@@ -13,10 +13,12 @@ from graphopt.passes.base import CANONICAL_OPSETS, Effect, Ledger, Options, Pass
 from graphopt.passes.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.canonicalize.cleanup import merge_and_prune, split_gemm
 from graphopt.passes.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
+from graphopt.passes.canonicalize.fused_activations import lift_fused_activations
 from graphopt.passes.canonicalize.fused_norms import lift_fused_norms
 from graphopt.passes.canonicalize.group_query import lift_group_query
 from graphopt.passes.canonicalize.layouts import store_layouts
 from graphopt.passes.canonicalize.masks import lift_masks
+from graphopt.passes.canonicalize.multi_head import lift_multi_head
 from graphopt.passes.canonicalize.norms import lift_norms
 from graphopt.passes.canonicalize.rotary import lift_rotary
 from graphopt.passes.canonicalize.rotary_tables import Angles, lift_rotary_tables
@@ -50,9 +52,10 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         r = RotaryEmbedding(x, Cos(f), Sin(f))
         e = MatMul(a, stack.i)
 
-    Also: constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without reshapes around it, every
-    weight is stored in the layout it is read in, repeated computations are merged. SiLU stays ``Mul(x, Sigmoid(x))``:
-    onnxruntime fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
+    Also: onnxruntime's own fused ops (``GroupQueryAttention``, ``MultiHeadAttention``, norms with a sum in front,
+    ``FastGelu``) become what they fuse, constants become initializers, ``Gemm`` becomes ``MatMul`` and ``Add`` without
+    reshapes around it, every weight is stored in the layout it is read in, repeated computations are merged. SiLU stays
+    ``Mul(x, Sigmoid(x))``: onnxruntime fuses that into one kernel, and has none for the standard ``Swish`` of opset 24.
     """
 
     name: ClassVar[str] = "canonicalize"
@@ -73,11 +76,13 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         drop_idle_casts(model, ledger)
         unflatten_products(model, ledger)
         lift_fused_norms(model, ledger)
+        lift_fused_activations(model, ledger)
         lift_norms(model, ledger)
         lift_rotary(model, ledger)
         angles = Angles(model, ledger)
         lift_rotary_tables(model, angles, ledger)
         lift_group_query(model, angles, ledger)
+        lift_multi_head(model, ledger)
         lift_scores(model, ledger)
         group_heads(model, ledger)
         take_cache(model, ledger)

@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-import numpy as np
 import onnx_ir as ir
 
 from graphopt.passes.base import Ledger
 from graphopt.passes.canonicalize.cleanup import scalar
 from graphopt.passes.canonicalize.inserting import Inserter, take_place
-from graphopt.passes.products import shared
+from graphopt.passes.canonicalize.mask_input import one_mask, with_queries
 from graphopt.weights import weight_of
 
 # Any score set to this or less is hidden: exporters write the lowest float, -inf, or -10000 as GPT-2 did.
@@ -145,8 +144,8 @@ def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, 
     scale *= factor
     key, factor = _upright(insert, keys)
     attributes = {"scale": scale * factor, **({"softcap": softcap} if softcap else {})}
-    mask = _mask(insert, scores.masks)
-    inputs = [query, key, product.inputs[1], None if mask is None else _with_queries(insert, mask, query)]
+    mask = one_mask(insert, scores.masks)
+    inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
     made = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
     made.metadata_props.update(softmax.metadata_props)
     made.outputs[0].type, made.outputs[0].shape = product.outputs[0].type, product.outputs[0].shape
@@ -189,55 +188,6 @@ def _upright(insert: Inserter, keys: ir.Value) -> tuple[ir.Value, float]:
 
 _TURNS: dict[tuple[int, ...], tuple[int, ...] | None] = {(0, 1, 3, 2): None, (0, 2, 3, 1): (0, 2, 1, 3)}
 """How keys are transposed for the product, and what they need instead: nothing where they lie as they are read."""
-
-
-def _mask(insert: Inserter, masks: tuple[tuple[ir.Value, bool], ...]) -> ir.Value | None:
-    """Return one mask for several; a boolean one where all are."""
-    boolean: ir.Value | None = None
-    added: ir.Value | None = None
-    for number, (mask, hidden) in enumerate(masks):
-        if mask.dtype is not None and mask.dtype != ir.DataType.BOOL:
-            added = (
-                mask
-                if added is None
-                else insert.op("Add", [added, mask], _wide(added, mask), mask.dtype, f"mask{number}")
-            )
-            continue
-        seen = insert.op("Not", [mask], list(mask.shape or [None] * 4), mask.dtype, f"not{number}") if hidden else mask
-        boolean = (
-            seen
-            if boolean is None
-            else insert.op("And", [boolean, seen], _wide(boolean, seen), seen.dtype, f"and{number}")
-        )
-    if boolean is None or added is None:
-        return added if boolean is None else boolean
-    lowest = shared(insert.graph, "lowest", np.array(np.finfo(np.float32).min, np.float32))
-    return insert.op("Where", [boolean, added, lowest], _wide(boolean, added), added.dtype, "mask")
-
-
-def _with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
-    """Return ``mask`` with its query axis spelled out: onnxruntime's Attention does not broadcast it."""
-    dims: list[int | str | ir.SymbolicDim | None] = [None] * 4 if mask.shape is None else list(mask.shape)
-    if len(dims) < 2 or dims[-2] not in (1, None):
-        return mask
-    source, axis = query, 2
-    for tokens in insert.graph.inputs:
-        same = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:] == [query.shape[2]]
-        if tokens.name == "input_ids" and same:
-            # So that what the mask means can be found out without running what makes the queries.
-            source, axis = tokens, 1
-    length = insert.op("Shape", [source], [1], ir.DataType.INT64, "length", start=axis, end=axis + 1)
-    shape = [insert.integers([1] * (len(dims) - 2)), length, insert.integers([1])]
-    target = insert.op("Concat", shape[len(dims) == 2 :], [len(dims)], ir.DataType.INT64, "mask_shape", axis=0)
-    dims[-2] = None if query.shape is None else query.shape[2]
-    return insert.op("Expand", [mask, target], dims, mask.dtype, "mask_of_queries")
-
-
-def _wide(left: ir.Value, right: ir.Value) -> list[int | str | ir.SymbolicDim | None]:
-    """Return the shape of two masks together, as far as both say it."""
-    if left.shape is None or right.shape is None or len(left.shape) != len(right.shape):
-        return [None] * 4
-    return [a if b == 1 else b if a in (1, b) else None for a, b in zip(left.shape, right.shape, strict=True)]
 
 
 def _is_float(value: ir.Value | None) -> bool:

@@ -31,7 +31,8 @@ struct LargeCopy::Block {
 
   static Block* make(size_t bytes) {
     const size_t size = round_up(bytes, kPage), mapped_size = size + kPage;
-    void* mapped = mmap(nullptr, mapped_size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void* mapped = mmap(nullptr, mapped_size, PROT_READ | PROT_WRITE, flags, -1, 0);
     if (mapped == MAP_FAILED) return nullptr;
     Block* block = new (std::nothrow) Block{static_cast<char*>(mapped), mapped_size, size};
     if (!block || madvise(block->begin(), size, MADV_HUGEPAGE)) {

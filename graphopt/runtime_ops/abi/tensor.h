@@ -79,9 +79,11 @@ struct Node {
   }
   OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, char* text, size_t size) const {
     constexpr const char* kType = "a short string";
-    GRAPHOPT_RETURN_IF_ERROR(missing(KernelInfoGetAttributeString::call(api, info, attribute, text, &size), attribute, kType));
+    OrtStatus* read = KernelInfoGetAttributeString::call(api, info, attribute, text, &size);
+    GRAPHOPT_RETURN_IF_ERROR(missing(read, attribute, kType));
     // a string may go on behind a 0
-    return std::strlen(text) + 1 == size ? nullptr : error("its attribute %s must be there, and be %s", attribute, kType);
+    if (std::strlen(text) + 1 == size) return nullptr;
+    return error("its attribute %s must be there, and be %s", attribute, kType);
   }
   // The same of an attribute that a node need not have: then the value stays.
   template <typename Value>

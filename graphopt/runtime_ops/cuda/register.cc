@@ -3,11 +3,13 @@
 #include "cuda/kernel.h"
 #include "hadamard/cuda_op.h"
 #include "kv_attention/cuda_op.h"
+#include "matmul/cuda_op.h"
 
 namespace graphopt {
 namespace {
 
-const Operators kLists[] = {operators(kCudaHadamardOps), operators(kCudaKVAttentionOps)};
+const Operators kLists[] = {operators(kCudaHadamardOps), operators(kCudaKVAttentionOps), operators(kCudaMatMulTableOps),
+                            operators(kCudaMatMulDynamicOps)};
 
 OrtCustomOpDomain* make_domain(const OrtApi* api) {
   device_api = api;

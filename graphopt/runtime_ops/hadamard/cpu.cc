@@ -1,110 +1,18 @@
 // The transform of one run after the other; GRAPHOPT_KERNELS is the name of the table that this compilation fills.
 //
 // A run is y = x (left (x) right) / sqrt(a b), and a Kronecker product of matrices is one product after the other: each
-// factor works along its own stride. What is Sylvester's is done by butterflies, the cores by adding.
+// factor works along its own stride. What is Sylvester's is done by butterflies, Paley's cores as in paley.h, others by
+// sums that are looked up.
 #include "hadamard/cpu.h"
 
 #include "abi/instructions.h"
 #include "hadamard/half.h"
+#include "hadamard/paley.h"
+#include "hadamard/sylvester.h"
 #include "hadamard/vector.h"
 
 namespace graphopt {
 namespace {
-
-// v times S(Radix).
-template <size_t Radix, typename V>
-inline void butterfly(V* v) {
-#pragma GCC unroll 4
-  for (size_t half = 1; half < Radix; half *= 2) {
-#pragma GCC unroll 16
-    for (size_t i = 0; i < Radix; ++i) {
-      if (i & half) continue;
-      const V sum = v[i] + v[i + half], difference = v[i] - v[i + half];
-      v[i] = sum;
-      v[i + half] = difference;
-    }
-  }
-}
-
-// Radix vectors that lie `stride` apart are one butterfly, at each column of each block; in place.
-template <typename V, size_t Radix, typename T>
-void butterfly_across(T* x, size_t size, size_t stride) {
-  for (size_t block = 0; block < size; block += Radix * stride) {
-    for (size_t column = 0; column < stride; column += lanes<V, T>) {
-      T* const at = x + block + column;
-      V v[Radix];
-#pragma GCC unroll 16
-      for (size_t i = 0; i < Radix; ++i) v[i] = load<V>(at + i * stride);
-      butterfly<Radix>(v);
-#pragma GCC unroll 16
-      for (size_t i = 0; i < Radix; ++i) store(at + i * stride, v[i]);
-    }
-  }
-}
-
-template <typename V, typename T>
-void sylvester_across(T* x, size_t size, size_t stride, size_t order) {
-  for (; order >= 16 && sizeof(V) == 64; order /= 16, stride *= 16) butterfly_across<V, 16>(x, size, stride);
-  for (; order >= 8; order /= 8, stride *= 8) butterfly_across<V, 8>(x, size, stride);
-  if (order == 4) butterfly_across<V, 4>(x, size, stride);
-  if (order == 2) butterfly_across<V, 2>(x, size, stride);
-}
-
-#if defined(GRAPHOPT_VECTOR_BYTES)
-template <size_t Distance, typename T>
-void butterfly_within(T* x, size_t size) {
-  using V = typename Wide<T>::type;
-  for (size_t at = 0; at < size; at += lanes<V, T>) store(x + at, butterfly_inside<Distance>(load<V>(x + at)));
-}
-
-// All the distances inside a vector at once, and then Radix of these vectors are one butterfly: S(Radix * lanes).
-template <size_t Radix, typename T>
-void butterflies_within(T* x, size_t size) {
-  using V = typename Wide<T>::type;
-  constexpr size_t L = lanes<V, T>;
-  for (size_t at = 0; at < size; at += Radix * L) {
-    V v[Radix];
-#pragma GCC unroll 8
-    for (size_t i = 0; i < Radix; ++i) {
-      v[i] = butterfly_inside<2>(butterfly_inside<1>(load<V>(x + at + i * L)));
-      if constexpr (L >= 8) v[i] = butterfly_inside<4>(v[i]);
-      if constexpr (L >= 16) v[i] = butterfly_inside<8>(v[i]);
-    }
-    butterfly<Radix>(v);
-#pragma GCC unroll 8
-    for (size_t i = 0; i < Radix; ++i) store(x + at + i * L, v[i]);
-  }
-}
-#endif
-
-// x times I (x) S(order) (x) I(stride), in place.
-template <typename T>
-void sylvester(T* x, size_t size, size_t stride, size_t order) {
-  using V = typename Wide<T>::type;
-  constexpr size_t L = lanes<V, T>;
-#if defined(GRAPHOPT_VECTOR_BYTES)
-  if (size % L == 0 && stride == 1 && order >= L) {
-    const size_t radix = order / L < 8 ? order / L : 8;
-    if (radix == 8) butterflies_within<8>(x, size);
-    if (radix == 4) butterflies_within<4>(x, size);
-    if (radix == 2) butterflies_within<2>(x, size);
-    if (radix == 1) butterflies_within<1>(x, size);
-    stride = radix * L;
-    order /= stride;
-  }
-  for (; size % L == 0 && L % (2 * stride) == 0 && order > 1; stride *= 2, order /= 2) {
-    if (stride == 1) butterfly_within<1>(x, size);
-    if (stride == 2) butterfly_within<2>(x, size);
-    if constexpr (L >= 8) {
-      if (stride == 4) butterfly_within<4>(x, size);
-    }
-    if constexpr (L >= 16) {
-      if (stride == 8) butterfly_within<8>(x, size);
-    }
-  }
-#endif
-  stride % L == 0 ? sylvester_across<V>(x, size, stride, order) : sylvester_across<T>(x, size, stride, order);
-}
 
 // What the next run will read, on its way into L2 a line at a time while this one is added up.
 struct Ahead {
@@ -206,16 +114,101 @@ void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ah
   }
 }
 
+// Takes rows of a strip to memory or, where they are whole lines, past the caches; and asks for as many lines ahead.
+template <typename V, typename T, bool past>
+struct Put {
+  T* to;
+  size_t stride;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    if constexpr (past) {
+      stream_line(to + row * stride, v);
+      ahead->fetch_line();
+    } else {
+      store(to + row * stride, v);
+    }
+  }
+};
+
+// A strip's product with Paley's core over the integers modulo q; `past` is for lines.
+template <size_t q, typename V, typename T>
+void paley_strip(const PaleyStrip<q, V>& strip, V* even, T* to, size_t stride, bool past, Ahead& ahead) {
+  if constexpr (sizeof(V) == 64) {
+    if (past) return paley_product<q>(strip, even, Put<V, T, true>{to, stride, &ahead});
+  }
+  for (size_t line = 0; line < sizeof strip / 64; ++line) ahead.fetch_line();
+  paley_product<q>(strip, even, Put<V, T, false>{to, stride, &ahead});
+}
+
+// to = from times I (x) C (x) I(stride), in place or not.
+template <size_t q, typename T>
+void paley(const T* from, T* to, size_t size, size_t stride, void* room, bool past, Ahead& ahead) {
+  using V = typename Narrow<T>::type;
+  constexpr size_t core = 2 * (q + 1), L = lanes<V, T>;
+  auto* const strip = static_cast<PaleyStrip<q, V>*>(room);
+  for (size_t block = 0; block < size; block += core * stride) {
+    for (size_t column = block; column < block + stride; column += L) {
+      paley_read<q, 1>(strip, [&](size_t i, V* v) { *v = load<V>(from + column + i * stride); });
+      paley_strip(*strip, reinterpret_cast<V*>(strip + 1), to + column, stride, past, ahead);
+    }
+  }
+}
+
+// Whether columns fill a vector, whatever the instructions: another order of additions gives other bits.
+bool has_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
+
+template <typename T, size_t... q>
+void paley(const T* from, T* to, size_t size, size_t stride, const Factor& factor, void* room, bool past, Ahead& ahead,
+           std::index_sequence<q...>) {
+  ((factor.paley == q ? paley<q>(from, to, size, stride, room, past, ahead) : void()), ...);
+}
+
+// The result is in `to`, which only differs from `run` where Paley's core comes last.
 template <typename T>
-void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+void multiply(T* run, T* to, size_t size, size_t stride, const Factor& factor, void* room, bool past, Ahead& ahead) {
   using V = typename Wide<T>::type;
   sylvester(run, size, stride, factor.inner);
-  if (factor.codes) {
-    const size_t of_core = stride * factor.inner;
-    if (of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
-    else core<T>(run, size, of_core, factor, room, ahead);
+  const size_t of_core = stride * factor.inner;
+  if (has_paley(factor, of_core)) paley(run, to, size, of_core, factor, room, past, ahead, PaleyPrimes());
+  else if (factor.codes && of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
+  else if (factor.codes) core<T>(run, size, of_core, factor, room, ahead);
+  sylvester(run, size, of_core * factor.core, factor.outer);
+}
+
+#if defined(GRAPHOPT_VECTOR_BYTES)
+constexpr size_t kStrips = 8;
+
+// A whole run where Sylvester's matrix of kStrips vectors stands behind Paley's core: rows go into strips as they are
+// made, which saves a way to memory and back. What is added, and in which order, is what multiply() adds.
+template <size_t q, typename T>
+void paley_run(const T* x, T* y, T scale, void* scratch, void* room, bool past, Ahead& ahead) {
+  using V = typename Wide<T>::type;
+  constexpr size_t L = lanes<V, T>;
+  auto* const strips = static_cast<PaleyStrip<q, V>*>(scratch);
+  paley_read<q, kStrips>(strips, [&](size_t i, V* v) {
+#pragma GCC unroll 8
+    for (size_t s = 0; s < kStrips; ++s) v[s] = load<V>(x + (i * kStrips + s) * L) * scale;
+    butterflies<T, kStrips>(v);
+  });
+  for (size_t s = 0; s < kStrips; ++s) {
+    paley_strip(strips[s], static_cast<V*>(room), y + s * L, kStrips * L, past, ahead);
   }
-  sylvester(run, size, stride * factor.inner * factor.core, factor.outer);
+}
+
+template <typename T, size_t... q>
+void paley_run(const T* x, T* y, const HadamardWork& work, void* room, Ahead& ahead, std::index_sequence<q...>) {
+  const T scale = static_cast<T>(work.scale);
+  ((work.left.paley == q ? paley_run<q>(x, y, scale, work.scratch, room, work.streaming, ahead) : void()), ...);
+}
+#endif
+
+// What can go where it belongs at once: to y, in whole lines if past the caches.
+template <typename Stored, typename T>
+bool goes_to_y(const HadamardWork& work, const Stored* y) {
+  const bool lines = sizeof(typename Wide<T>::type) == 64 && reinterpret_cast<uintptr_t>(y) % 64 == 0;
+  return sizeof(Stored) == sizeof(T) && work.left.outer == 1 && (!work.streaming || lines) &&
+         has_paley(work.left, work.right.order() * work.left.inner);
 }
 
 template <typename Stored, typename T>
@@ -235,13 +228,30 @@ void transform(const HadamardWork& work) {
       ahead.at = reinterpret_cast<uintptr_t>(x) + size * sizeof(Stored);
       ahead.end = ahead.at + size * sizeof(Stored);
     }
+#if defined(GRAPHOPT_VECTOR_BYTES)
+    if constexpr (sizeof(Stored) == sizeof(T)) {
+      constexpr size_t in_strips = kStrips * lanes<typename Wide<T>::type, T>;
+      if (goes_to_y<Stored, T>(work, y) && work.left.inner == 1 && !work.right.codes && order == in_strips) {
+        paley_run(x, y, work, room, ahead, PaleyPrimes());
+        if (work.streaming) fence();
+        continue;
+      }
+    }
+#endif
     for (size_t j = 0; j < size; j += in_part) {
       const size_t count = size - j < in_part ? size - j : in_part;
       for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;
-      multiply(run + j, count, 1, work.right, room, ahead);
+      multiply(run + j, run + j, count, 1, work.right, room, false, ahead);
     }
-    multiply(run, size, order, work.left, room, ahead);
     const size_t bytes = size * sizeof(T);
+    if constexpr (sizeof(Stored) == sizeof(T)) {
+      if (goes_to_y<Stored, T>(work, y)) {
+        multiply(run, y, size, order, work.left, room, work.streaming, ahead);
+        if (work.streaming) fence();
+        continue;
+      }
+    }
+    multiply(run, run, size, order, work.left, room, false, ahead);
     if constexpr (sizeof(Stored) != sizeof(T)) {
       for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
     } else if (work.streaming) {

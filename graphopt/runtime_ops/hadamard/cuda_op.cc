@@ -2,43 +2,13 @@
 
 #include <initializer_list>
 
-#include "cuda/c_interface.h"
 #include "cuda/kernel.h"
-#include "hadamard/matrix.h"
 
 namespace graphopt {
 namespace {
 
 enum Input : size_t { kX, kLeft, kRight };
 constexpr const char* kNames[] = {"x", "left", "right"};
-
-// A matrix as the kernel takes it, but for where its signs are on the device.
-struct Packed {
-  GraphoptFactor factor = {};
-  std::unique_ptr<uint8_t[]> signs;
-  size_t bytes = 0;
-
-  OrtStatus* read(const Node& node, const OrtValue* value, const char* name) {
-    Tensor matrix;
-    OwnedFactor checked;
-    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, name, &checked));
-    GRAPHOPT_RETURN_IF_ERROR(matrix.read(node.api, value));
-    const auto* const entries = static_cast<const int8_t*>(matrix.data);
-    const int32_t order = static_cast<int32_t>(matrix.shape[0]);
-    const char* failure = nullptr;
-    bytes = graphopt_cuda_hadamard_factor(entries, order, &factor, nullptr, &failure);
-    GRAPHOPT_RETURN_IF_SAID(node, failure);
-    signs.reset(new (std::nothrow) uint8_t[bytes + 1]);
-    if (!signs) return node.error("no memory for %s", name);
-    graphopt_cuda_hadamard_factor(entries, order, &factor, signs.get(), &failure);
-    GRAPHOPT_RETURN_IF_SAID(node, failure);
-    return nullptr;
-  }
-
-  size_t order() const {
-    return static_cast<size_t>(factor.outer) * static_cast<size_t>(factor.core) * static_cast<size_t>(factor.inner);
-  }
-};
 
 struct Kernel {
   static constexpr const char* kName = "Hadamard";
@@ -48,7 +18,7 @@ struct Kernel {
   static bool host_input(size_t index) { return index != kX; }  // the host takes the matrices apart
 
   Node node;
-  Packed constant[3];  // at kLeft and kRight, where the graph holds the matrix
+  PackedFactor constant[3];  // at kLeft and kRight, where the graph holds the matrix
   DeviceMemory signs[3];
   bool is_constant[3] = {};
 
@@ -60,7 +30,7 @@ struct Kernel {
       GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
       is_constant[which] = given;
       if (!given) continue;
-      Packed& packed = constant[which];
+      PackedFactor& packed = constant[which];
       GRAPHOPT_RETURN_IF_ERROR(packed.read(node, value, kNames[which]));
       if (!packed.bytes) continue;
       GRAPHOPT_RETURN_IF_ERROR(signs[which].copy_of(node, info, packed.signs.get(), packed.bytes));
@@ -77,13 +47,13 @@ struct Kernel {
     }
     Tensor x, y;
     GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
-    Packed given[3];
+    PackedFactor given[3];
     GraphoptHadamard call = {};
     GraphoptFactor* const factors[3] = {nullptr, &call.left, &call.right};
     size_t orders[3] = {}, sign_bytes = 0;
     for (Input which : {kLeft, kRight}) {
       if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(given[which].read(node, values[which], kNames[which]));
-      const Packed& packed = is_constant[which] ? constant[which] : given[which];
+      const PackedFactor& packed = is_constant[which] ? constant[which] : given[which];
       *factors[which] = packed.factor;
       orders[which] = packed.order();
       sign_bytes += given[which].bytes;
@@ -102,7 +72,7 @@ struct Kernel {
     GRAPHOPT_RETURN_IF_ERROR(device.begin(context, values[kX], sign_bytes + graphopt_cuda_hadamard_scratch(&call)));
     auto* scratch = static_cast<char*>(device.scratch());
     for (Input which : {kLeft, kRight}) {
-      const Packed& packed = given[which];
+      const PackedFactor& packed = given[which];
       if (!packed.bytes) continue;
       GRAPHOPT_RETURN_IF_SAID(node, copy_to_device(scratch, packed.signs.get(), packed.bytes, device.stream()));
       factors[which]->signs = scratch;

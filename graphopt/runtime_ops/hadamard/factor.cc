@@ -2,6 +2,8 @@
 
 #include <new>
 
+#include "hadamard/character.h"
+
 namespace graphopt {
 namespace {
 
@@ -48,6 +50,32 @@ bool doubles_inside_but_for_the_diagonal(const View& m) {
   return true;
 }
 
+// Is it C (x) S(2) + I (x) [[1, -1], [-1, -1]] for the C of paley.h, entry by entry?
+template <size_t q>
+bool is_paley(const View& m) {
+  if (m.order != 2 * (q + 1)) return false;
+  for (size_t i = 0; i <= q; ++i) {
+    for (size_t j = 0; j <= q; ++j) {
+      const bool diagonal = i == j;
+      const int entry = !i || !j ? 1 : kCharacter<q>.of[(i + q - j) % q];
+      const int first = diagonal ? 1 : entry, others = diagonal ? -1 : entry;
+      if (m(2 * i, 2 * j) != first || m(2 * i, 2 * j + 1) != others || m(2 * i + 1, 2 * j) != others ||
+          m(2 * i + 1, 2 * j + 1) != (diagonal ? -1 : -entry)) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
+// The prime for which it is, or 0.
+template <size_t... q>
+size_t paley_prime(const View& m, std::index_sequence<q...>) {
+  size_t found = 0;
+  ((found = is_paley<q>(m) ? q : found), ...);
+  return found;
+}
+
 }  // namespace
 
 OwnedFactor::Outcome OwnedFactor::read(const int8_t* matrix, size_t order) {
@@ -60,6 +88,7 @@ OwnedFactor::Outcome OwnedFactor::read(const int8_t* matrix, size_t order) {
   core = m.order;
   codes = nullptr;
   diagonal = nullptr;
+  paley = paley_prime(m, PaleyPrimes());
   if (core == 1 && m(0, 0) == 1) return Outcome::kDone;
   if (core % 2 == 0 && doubles_inside_but_for_the_diagonal(m)) {
     diagonal_memory.reset(new (std::nothrow) int8_t[core]);

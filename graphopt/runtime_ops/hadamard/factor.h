@@ -17,6 +17,8 @@ struct Factor {
   // codes[k * groups + g] is set where entry [4 g + r][k] is -1. Null where the core is the 1 x 1 matrix [1].
   const uint8_t* codes = nullptr;
   const int8_t* diagonal = nullptr;  // of D; null where there is none
+  // q where C is what Paley's second construction makes of the integers modulo q, and q is one of PaleyPrimes; else 0.
+  size_t paley = 0;
 
   size_t order() const { return outer * core * inner; }
   size_t coded() const { return diagonal ? core / 2 : core; }  // the order of B, or else of C

@@ -26,6 +26,16 @@ struct Wide {
 #endif
 };
 
+// Vectors even where no instructions are asked for: any machine has some for 16 bytes, or the compiler takes them apart.
+template <typename T>
+struct Narrow {
+#if defined(GRAPHOPT_VECTOR_BYTES)
+  using type = typename Wide<T>::type;
+#else
+  typedef T type __attribute__((vector_size(16)));
+#endif
+};
+
 template <typename V, typename T>
 constexpr size_t lanes = sizeof(V) / sizeof(T);
 
@@ -75,6 +85,57 @@ inline Wide<double>::type butterfly_inside(Wide<double>::type v) {
 }
 #endif
 
+// Ones that the compiler does not know to be ones.
+template <typename V>
+inline V ones() {
+  V one = V{} + 1;
+#if defined(__AVX2__)
+  __asm__("" : "+x"(one));
+#endif
+  return one;
+}
+
+// total + x and total - x where `one` is ones, on the units for multiplications where there are some.
+template <typename V>
+inline V plus_times(V total, V x, [[maybe_unused]] V one) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(x[0]) == 4) return _mm512_fmadd_ps(x, one, total);
+  else return _mm512_fmadd_pd(x, one, total);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(x[0]) == 4) return _mm256_fmadd_ps(x, one, total);
+  else return _mm256_fmadd_pd(x, one, total);
+#else
+  return total + x;
+#endif
+}
+
+template <typename V>
+inline V minus_times(V total, V x, [[maybe_unused]] V one) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(x[0]) == 4) return _mm512_fnmadd_ps(x, one, total);
+  else return _mm512_fnmadd_pd(x, one, total);
+#elif defined(__AVX2__)
+  if constexpr (sizeof(x[0]) == 4) return _mm256_fnmadd_ps(x, one, total);
+  else return _mm256_fnmadd_pd(x, one, total);
+#else
+  return total - x;
+#endif
+}
+
+#if defined(__AVX512F__)
+// A line past the caches; fence() has to follow the last one.
+template <typename V>
+inline void stream_line(void* to, V v) {
+  _mm512_stream_si512(static_cast<__m512i*>(to), reinterpret_cast<__m512i>(v));
+}
+#endif
+
+inline void fence() {
+#if defined(__AVX2__)
+  _mm_sfence();
+#endif
+}
+
 // A copy past the caches, for what nobody reads soon.
 inline void stream(void* to, const void* from, size_t bytes) {
   char* t = static_cast<char*>(to);
@@ -92,8 +153,8 @@ inline void stream(void* to, const void* from, size_t bytes) {
     _mm256_stream_si256(reinterpret_cast<__m256i*>(t + 32), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f + 32)));
 #endif
   }
-  _mm_sfence();
 #endif
+  fence();
   __builtin_memcpy(t, f, bytes);
 }
 

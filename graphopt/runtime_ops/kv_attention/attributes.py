@@ -43,6 +43,8 @@ Dimension = int | str
 class KVAttributes:
     """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.op`.
 
+    ``scale``, ``softcap`` and ``mass`` are rounded to float32, as a node holds them.
+
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
     """
@@ -66,6 +68,9 @@ class KVAttributes:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
+        with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
+            for name in ("scale", "softcap", "mass"):
+                object.__setattr__(self, name, float(np.float32(getattr(self, name))))
         for name, least in (("kv_heads", 1), ("recent", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"KVAttention: {name} is at least {least}, not {getattr(self, name)}")

@@ -121,7 +121,7 @@ def _products(attrs: KVAttributes, reading: Reading, numbers: Doubles) -> Double
     """Return scale |q| . numbers for all stored tokens, [n, G, m], for numbers [m, D] that are not negative."""
     of_rest, of_sinks = (np.abs(query) @ numbers.T for query in (reading.q, reading.first_q))
     products: Doubles = np.where(reading.positions < attrs.sinks, of_sinks, of_rest)
-    return products * abs(float(np.float32(attrs.scale)))
+    return products * abs(attrs.scale)
 
 
 def _shares(reading: Reading, p: Doubles, e: Doubles, e_sink: Doubles) -> Doubles:
@@ -180,7 +180,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     e = _gamma(channels + 8) * magnitude
     codes = keys.codes.sum(axis=-1)
     of_rest, of_sinks = (_largest_factor(query, key_step) for query in (reading.q, reading.first_q))
-    largest = np.where(reading.positions < attrs.sinks, of_sinks, of_rest) * abs(float(np.float32(attrs.scale)))
+    largest = np.where(reading.positions < attrs.sinks, of_sinks, of_rest) * abs(attrs.scale)
     e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
     read = np.where(reading.is_read[:, None], exact, -np.inf)
     top = read.max(axis=-1, keepdims=True, initial=-np.inf)

@@ -13,7 +13,8 @@ namespace graphopt {
 
 class Call {
  public:
-  Call(const Node& node, const KVAttentionKernels& kernels, Pool& pool, OrtKernelContext* context, const Attention& attention)
+  Call(const Node& node, const KVAttentionKernels& kernels, Pool& pool, OrtKernelContext* context,
+       const Attention& attention)
       : node_(node), kernels_(kernels), pool_(pool), context_(context), attention_(attention), plan_(attention) {}
 
   // Appends the new tokens, then attends.

@@ -1,5 +1,5 @@
-// What stands for the tokens that streaming dropped: their mean key and value, kept as a running mean in the summaries of
-// their pages, which is one token more with log N added to its score.
+// What stands for the tokens that streaming dropped: their mean key and value, kept as a running mean in the summaries
+// of their pages, which is one token more with log N added to its score.
 #pragma once
 
 #include "kv_attention/cpu.h"
@@ -11,7 +11,9 @@ namespace {
 // Brings the mean up to date by the token at `position`; `summaries` are those of its head.
 inline void follow(const Layout& layout, const float* key, const float* value, int64_t position, float* summaries) {
   const int64_t page = layout.page_of(position), count = position - layout.sinks + 1;
-  const auto mean_of = [&](int64_t logical) { return summaries + layout.physical(logical) * layout.summary + layout.known; };
+  const auto mean_of = [&](int64_t logical) {
+    return summaries + layout.physical(logical) * layout.summary + layout.known;
+  };
   // a page begins with the mean of the one before
   const int64_t before = page * static_cast<int64_t>(layout.page) == position ? page - 1 : page;
   float* const to = mean_of(page);

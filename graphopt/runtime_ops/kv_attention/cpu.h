@@ -47,8 +47,8 @@ struct Queries {
   }
 };
 
-// The softmax of rows over some of the pages: for each row the largest score, the sum of the exponentials of what is less
-// by, and the values weighted by them. Where the sum is 0 the row has read nothing.
+// The softmax of rows over some of the pages: for each row the largest score, the sum of the exponentials of what is
+// less by, and the values weighted by them. Where the sum is 0 the row has read nothing.
 struct Partial {
   float *values, *largest, *sums;  // [rows, size], [rows], [rows]
 
@@ -66,15 +66,17 @@ struct KVAttentionKernels {
   void (*attend)(const Attention&, const Queries&, size_t first, size_t end, void* scratch, const Partial&);
   // Scores of pages first..end of one column, over the query heads of a KV head; no number is infinite.
   void (*score)(const Attention&, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores);
-  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten, with as many
-  // floats as list_floats says; returns how many there are.
+  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten, with as
+  // many floats as list_floats says; returns how many there are.
   size_t (*list)(const Layout&, int64_t position, float* scores, PageEntry* list);
   // Merges partial results, in their order, and writes y.
   void (*merge)(const Attention&, const Queries&, const float* partials, size_t count);
 };
 
 // Floats of scratch that `append` needs.
-GRAPHOPT_INLINE size_t append_scratch(const Layout& layout) { return layout.integers() ? 4 * layout.size + 2 * layout.page : 0; }
+GRAPHOPT_INLINE size_t append_scratch(const Layout& layout) {
+  return layout.integers() ? 4 * layout.size + 2 * layout.page : 0;
+}
 
 extern const KVAttentionKernels kKVAttentionScalar, kKVAttentionAvx2, kKVAttentionAvx512;
 

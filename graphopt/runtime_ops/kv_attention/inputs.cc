@@ -18,8 +18,8 @@ struct Text {
   explicit Text(const Given& tensor) {
     int length = std::snprintf(characters, sizeof characters, "[");
     for (size_t axis = 0; axis < tensor.rank && axis < 4; ++axis) {
-      length += std::snprintf(characters + length, sizeof characters - static_cast<size_t>(length), axis ? ", %lld" : "%lld",
-                              print(tensor.shape[axis]));
+      length += std::snprintf(characters + length, sizeof characters - static_cast<size_t>(length),
+                              axis ? ", %lld" : "%lld", print(tensor.shape[axis]));
     }
     std::snprintf(characters + length, sizeof characters - static_cast<size_t>(length), "]");
   }
@@ -70,7 +70,8 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (layout.mass == 1) layout.mass = 0;  // of all, their number alone counts
   layout.compensate = compensates;
   if (layout.compensate && layout.window) {
-    return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate must be 0",
+    return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate "
+                      "must be 0",
                       print(layout.window));
   }
   if (heads < 1 || heads > kMostHeads) {
@@ -87,7 +88,8 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   int which = 0;
   while (which < kKnown && std::strcmp(storage, kStorages[which])) ++which;
   if (which == kKnown) {
-    return node.error("its attribute storage must be float32, float16, bfloat16, float8, int8 or int4, not '%s'", storage);
+    return node.error("its attribute storage must be float32, float16, bfloat16, float8, int8 or int4, not '%s'",
+                      storage);
   }
   if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
   layout.storage = static_cast<Storage>(which);
@@ -108,8 +110,8 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   std::unique_ptr<int64_t[]> numbers(new (std::nothrow) int64_t[given]);
   policies.reset(new (std::nothrow) Policy[layout.kv_heads]);
   if (!numbers || !policies) return node.error("no memory for %lld policies", print(heads));
-  GRAPHOPT_RETURN_IF_ERROR(
-      node.missing(KernelInfoGetAttributeInts::call(node.api, info, "policies", numbers.get(), &given), "policies", "integers"));
+  OrtStatus* read = KernelInfoGetAttributeInts::call(node.api, info, "policies", numbers.get(), &given);
+  GRAPHOPT_RETURN_IF_ERROR(node.missing(read, "policies", "integers"));
   wraps = true;
   for (size_t head = 0; head < layout.kv_heads; ++head) {
     const int64_t policy = numbers[given == 1 ? 0 : head];
@@ -135,10 +137,13 @@ OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name
   GRAPHOPT_RETURN_IF_ERROR(status);
   if (rank > 4) return node.error("%s has %zu axes", name, rank);
   if (reinterpret_cast<uintptr_t>(data) % width() == 0) return nullptr;
-  return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name, width());
+  return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name,
+                    width());
 }
 
-size_t Given::width() const { return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1; }
+size_t Given::width() const {
+  return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1;
+}
 
 size_t Given::bytes() const {
   size_t bytes = width();
@@ -153,7 +158,8 @@ bool Given::empty() const {
   return false;
 }
 
-OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context, Attention* call) {
+OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context,
+                          Attention* call) {
   for (size_t index = 0; index < kKVInputs; ++index) {
     const OrtValue* value = nullptr;
     GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, index, &value));
@@ -167,7 +173,8 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   const int64_t heads = static_cast<int64_t>(layout.kv_heads);
   if (key.rank != 3 || key.shape[2] % heads || (key.shape[2] / heads) % 16 || key.shape[2] / heads < 16 ||
       key.shape[2] / heads > 256) {
-    return node.error("key must have the shape [batch, tokens, %lld heads x size], size a multiple of 16 up to 256; it is %s",
+    return node.error("key must have the shape [batch, tokens, %lld heads x size], size a multiple of 16 up to 256; "
+                      "it is %s",
                       print(heads), Text(key).characters);
   }
   const int64_t size = key.shape[2] / heads, batch = key.shape[0], columns = key.shape[1];
@@ -176,8 +183,8 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   }
   if (query.rank != 3 || query.shape[0] != batch || query.shape[1] != columns || query.shape[2] < 1 ||
       query.shape[2] % (heads * size) || query.shape[2] / (heads * size) > kMostHeads) {
-    return node.error("query must have the shape [%lld, %lld, a multiple of %lld]; it is %s", print(batch), print(columns),
-                      print(heads * size), Text(query).characters);
+    return node.error("query must have the shape [%lld, %lld, a multiple of %lld]; it is %s", print(batch),
+                      print(columns), print(heads * size), Text(query).characters);
   }
   layout.size = static_cast<size_t>(size);
   layout.group = static_cast<size_t>(query.shape[2] / (heads * size));
@@ -188,7 +195,8 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   call->value = static_cast<const float*>(value.data);
   for (KVInput index : {kPast, kNew}) {
     if (tensors[index].rank != 1 || tensors[index].shape[0] != batch) {
-      return node.error("%s must have the shape [%lld]; it is %s", kNames[index], print(batch), Text(tensors[index]).characters);
+      return node.error("%s must have the shape [%lld]; it is %s", kNames[index], print(batch),
+                        Text(tensors[index]).characters);
     }
   }
   call->past = static_cast<const int64_t*>(tensors[kPast].data);
@@ -254,7 +262,8 @@ OrtStatus* KVInputs::check_lengths(const Node& node, const KVAttributes& attribu
   for (size_t row = 0; row < call.rows; ++row) {
     const int64_t past = call.past[row], fresh = call.fresh[row];
     if (past < 0 || fresh < 0 || fresh > columns || past > kMostTokens - fresh) {
-      return node.error("row %lld has %lld tokens and gets %lld: past must be 0 or more, new from 0 to %lld, their sum at most 2^62",
+      return node.error("row %lld has %lld tokens and gets %lld: past must be 0 or more, new from 0 to %lld, their sum "
+                        "at most 2^62",
                         print(row), print(past), print(fresh), print(columns));
     }
     // keys are in memory, so their pages are few enough to count tokens
@@ -265,10 +274,11 @@ OrtStatus* KVInputs::check_lengths(const Node& node, const KVAttributes& attribu
                         print(row), print(past), print(fresh), print(pages), print(capacity));
     }
     const int64_t fixed = layout.fixed_pages();
-    const int64_t least = (layout.window > layout.recent ? layout.window : layout.recent) + columns + (layout.compensate + 1) * page;
+    const int64_t read = layout.window > layout.recent ? layout.window : layout.recent;
+    const int64_t least = read + columns + (layout.compensate + 1) * page;
     if (pages <= fixed || (pages - fixed) * page < least) {
-      return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld, and to be used again they must "
-                        "hold the sinks, and besides them %lld tokens: give it more pages",
+      return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld, and to be used again "
+                        "they must hold the sinks, and besides them %lld tokens: give it more pages",
                         print(row), print(past), print(fresh), print(pages), print(capacity), print(least));
     }
   }

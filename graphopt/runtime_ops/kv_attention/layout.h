@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
-// These functions are compiled for every set of instructions: without this the linker could keep the copy that was compiled
-// for wide vectors for a machine that has none.
+// These functions are compiled for every set of instructions: without this the linker could keep the copy that was
+// compiled for wide vectors for a machine that has none.
 #if defined(__CUDACC__)
 #define GRAPHOPT_INLINE __host__ __device__ __forceinline__
 #else
@@ -17,13 +17,13 @@ namespace graphopt {
 enum class Storage { kFloat32, kFloat16, kBFloat16, kFloat8, kInt8, kInt4 };
 enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
 
-// What a page is, and what the policies read. Every attribute that counts tokens is 2^62 at most, as positions are: sums
-// of two do not overflow.
+// What a page is, and what the policies read. Every attribute that counts tokens is 2^62 at most, as positions are:
+// sums of two do not overflow.
 struct Layout {
   Storage storage = Storage::kFloat32;
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
-  size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by, which come first, and all
+  size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by, which are first, and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1, budget = 0;
   int64_t channels = 0;     // of the queries, that scores of pages use; all for 0
@@ -51,14 +51,17 @@ struct Layout {
 
   GRAPHOPT_INLINE int64_t page_of(int64_t position) const { return position / static_cast<int64_t>(page); }
   // Pages of tokens that are read for ever: they are not overwritten when a cache wraps.
-  GRAPHOPT_INLINE int64_t fixed_pages() const { return (sinks + static_cast<int64_t>(page) - 1) / static_cast<int64_t>(page); }
+  GRAPHOPT_INLINE int64_t fixed_pages() const {
+    return (sinks + static_cast<int64_t>(page) - 1) / static_cast<int64_t>(page);
+  }
   GRAPHOPT_INLINE size_t physical(int64_t logical) const {
     const int64_t fixed = fixed_pages();
     if (logical < static_cast<int64_t>(pages)) return static_cast<size_t>(logical);
     return static_cast<size_t>(fixed + (logical - fixed) % (static_cast<int64_t>(pages) - fixed));
   }
   GRAPHOPT_INLINE size_t slot(int64_t logical) const {
-    return static_cast<size_t>(logical < sink_pages ? logical : sink_pages + (logical - sink_pages) % (recent_pages + 1));
+    const int64_t behind = logical - sink_pages;
+    return static_cast<size_t>(behind < 0 ? logical : sink_pages + behind % (recent_pages + 1));
   }
   // Whether a page is read from its slot, where `newest` is the last page that has a token.
   GRAPHOPT_INLINE bool in_slot(int64_t logical, int64_t newest) const {
@@ -95,10 +98,13 @@ struct Visible {
   GRAPHOPT_INLINE bool all(size_t page) const { return first[0] == 0 && end[0] == static_cast<int>(page); }
 };
 
-// What the query at `position` reads of page `logical`; `whole` says that the page was chosen, or that the policy is dense.
+// What the query at `position` reads of page `logical`; `whole` says that the page was chosen, or that the policy is
+// dense.
 GRAPHOPT_INLINE Visible visible(const Layout& layout, int64_t position, int64_t logical, bool whole) {
   const int64_t page = static_cast<int64_t>(layout.page), base = logical * page;
-  const auto offset = [&](int64_t token) __attribute__((always_inline)) { return static_cast<int>(token < base ? 0 : token > base + page ? page : token - base); };
+  const auto offset = [&](int64_t token) __attribute__((always_inline)) {
+    return static_cast<int>(token < base ? 0 : token > base + page ? page : token - base);
+  };
   const int begin = layout.window ? offset(position - layout.window + 1) : 0, end = offset(position + 1);
   Visible seen;
   if (begin >= end) return seen;

@@ -7,8 +7,8 @@
 namespace graphopt {
 namespace {
 
-// exp(scale (score - the highest)) of some pages, in whole lines; 1 for those of the highest score, 0 for what only fills the
-// last line up.
+// exp(scale (score - the highest)) of some pages, in whole lines; 1 for those of the highest score, 0 for what only
+// fills the last line up.
 class Weights {
  public:
   Weights(const Layout& layout, const float* scores, size_t count, float* weights)
@@ -33,8 +33,8 @@ class Weights {
     for (size_t i = count; i < lines_ * kColumns; ++i) weights[i] = 0;
   }
 
-  // The sum of all that are `least` or more, and how many they are. A larger `least` has no larger sum: the same numbers are
-  // added in the same order, with some left out.
+  // The sum of all that are `least` or more, and how many they are. A larger `least` has no larger sum: the same
+  // numbers are added in the same order, with some left out.
   float sum(float least, size_t* count) const {
     Floats sums = all_lanes(0.f);
     Integers counts = all_lanes(0);
@@ -56,8 +56,8 @@ class Weights {
   const float* weights_;
 };
 
-// The fewest pages of the highest scores that have `layout.mass` of all the weights. `scores` are not changed, in whole lines;
-// `weights` has as much room.
+// The fewest pages of the highest scores that have `layout.mass` of all the weights. `scores` are not changed, in whole
+// lines; `weights` has as much room.
 inline size_t pages_with_mass(const Layout& layout, const float* scores, size_t count, float* weights) {
   const Weights all(layout, scores, count, weights);
   // what fills the last line up weighs nothing, and is no page

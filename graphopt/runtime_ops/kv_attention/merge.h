@@ -1,4 +1,5 @@
-// Partial results of the same queries become one, and with what stands for dropped tokens and the logit of the sink the result.
+// Partial results of the same queries become one, and with what stands for dropped tokens and the logit of the sink the
+// result.
 #pragma once
 
 #include "kv_attention/compensate.h"

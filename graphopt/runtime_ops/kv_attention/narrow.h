@@ -69,8 +69,9 @@ inline Floats load_numbers(const Float8* from) {
   const __m512i codes = _mm512_shuffle_epi8(
       _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), places);
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
-  __m512i bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.upper), codes, 0x8888888888888888, table(kFloat8.upper + kLine));
-  bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.lower), bits, 0x4444444444444444, table(kFloat8.lower + kLine));
+  constexpr __mmask64 kUpper = 0x8888888888888888, kLower = 0x4444444444444444;
+  __m512i bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.upper), codes, kUpper, table(kFloat8.upper + kLine));
+  bits = _mm512_mask2_permutex2var_epi8(table(kFloat8.lower), bits, kLower, table(kFloat8.lower + kLine));
   const __m512i sign = _mm512_set1_epi32(static_cast<int>(0x80000000));
   return {{_mm512_castsi512_ps(_mm512_ternarylogic_epi32(bits, codes, sign, 0xf8))}};  // bits | (codes & sign)
 #elif defined(__F16C__)
@@ -80,12 +81,14 @@ inline Floats load_numbers(const Float8* from) {
   const __m256i magnitude = _mm256_and_si256(halves, _mm256_set1_epi16(0x7fff));
   const __m256i numbers = _mm256_or_si256(halves, _mm256_cmpeq_epi16(magnitude, _mm256_set1_epi16(0x7f << 7)));
   const __m256 scale = _mm256_set1_ps(256);
-  return {{_mm256_cvtph_ps(_mm256_castsi256_si128(numbers)) * scale, _mm256_cvtph_ps(_mm256_extracti128_si256(numbers, 1)) * scale}};
+  return {{_mm256_cvtph_ps(_mm256_castsi256_si128(numbers)) * scale,
+           _mm256_cvtph_ps(_mm256_extracti128_si256(numbers, 1)) * scale}};
 #else
   uint32_t numbers[kColumns];
   for (size_t i = 0; i < kColumns; ++i) {
     const uint32_t code = from[i].bits & 0x7f;
-    numbers[i] = static_cast<uint32_t>(kFloat8.upper[code] | (from[i].bits & 0x80)) << 24 | static_cast<uint32_t>(kFloat8.lower[code]) << 16;
+    numbers[i] = static_cast<uint32_t>(kFloat8.upper[code] | (from[i].bits & 0x80)) << 24 |
+                 static_cast<uint32_t>(kFloat8.lower[code]) << 16;
   }
   return load_line<Floats>(numbers);
 #endif

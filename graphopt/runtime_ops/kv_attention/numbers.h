@@ -162,7 +162,9 @@ inline Floats hyperbolic_tangent(const Floats& x) {
   const Floats size = magnitude(x);
   const Floats z = x * x;
   Floats p = all_lanes(-5.70498872745e-3f);
-  for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) p = fused(p, z, all_lanes(c));
+  for (float c : {2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f, -3.33332819422e-1f}) {
+    p = fused(p, z, all_lanes(c));
+  }
   const Floats near = fused(p * z, x, x);
   const Floats doubled = exponential(smaller(all_lanes(20.f), size) * -2.f);  // of what is no number, something
   const Floats far = (all_lanes(1.f) - doubled) / (all_lanes(1.f) + doubled);

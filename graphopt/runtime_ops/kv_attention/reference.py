@@ -60,9 +60,9 @@ def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
     K = reading.keys.numbers
     turned = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
     products = np.where(reading.positions < attrs.sinks, reading.first_q @ turned, reading.q @ turned)
-    scaled: Doubles = products * float(np.float32(attrs.scale))
-    if softcap := float(np.float32(attrs.softcap)):
-        scaled = softcap * np.tanh(scaled / softcap)
+    scaled: Doubles = products * attrs.scale
+    if attrs.softcap:
+        scaled = attrs.softcap * np.tanh(scaled / attrs.softcap)
     return scaled + np.log(reading.counts)
 
 

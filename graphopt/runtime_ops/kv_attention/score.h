@@ -1,4 +1,5 @@
-// Scores of pages from their summaries: a bound of the products with the keys of a page, or the product with their mean.
+// Scores of pages from their summaries: a bound of the products with the keys of a page, or the product with their
+// mean.
 #pragma once
 
 #include "kv_attention/channels.h"
@@ -25,7 +26,8 @@ struct Signed {
   }
 };
 
-// The score of one query as it is defined, where what is no number stays, and in the given channels alone where there are any.
+// The score of one query as it is defined, where what is no number stays, and in the given channels alone where there
+// are any.
 template <bool Mean>
 inline float exact_score(const float* query, const float* summary, size_t size, const Channels* channels) {
   Floats sum = all_lanes(0.f);
@@ -78,8 +80,8 @@ inline void keep_larger(float score, float* most) {
 }
 
 template <bool Mean>
-void score_pages(const Attention& call, const HeadState& state, const float* all, const Channels* channels, int64_t first,
-                 int64_t end, float* scores) {
+void score_pages(const Attention& call, const HeadState& state, const float* all, const Channels* channels,
+                 int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const size_t size = layout.size, pages = static_cast<size_t>(end - first), stride = layout.summary;
   const float* const summaries = state.summaries + static_cast<size_t>(first) * stride;
@@ -117,7 +119,8 @@ void score_pages(const Attention& call, const HeadState& state, const float* all
 void score(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const HeadState state(layout, call.state, row, head);
-  const float* const queries = call.query + ((row * call.columns + column) * layout.kv_heads + head) * layout.group * layout.size;
+  const size_t group = (row * call.columns + column) * layout.kv_heads + head;
+  const float* const queries = call.query + group * layout.group * layout.size;
   const auto run = [&](const Channels* channels) {
     if (layout.mean) return score_pages<true>(call, state, queries, channels, first, end, scores);
     score_pages<false>(call, state, queries, channels, first, end, scores);

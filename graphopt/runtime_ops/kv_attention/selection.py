@@ -72,7 +72,7 @@ def chosen_pages(attrs: KVAttributes, scores: Singles) -> Integers:
     if 0 < attrs.mass < 1:
         # as many as have the mass together: those before which it is not there yet
         weights = page_weights(attrs, scores)[order]
-        order = order[np.cumsum(weights) - weights < float(np.float32(attrs.mass)) * weights.sum()]
+        order = order[np.cumsum(weights) - weights < attrs.mass * weights.sum()]
     return order[: attrs.budget] if attrs.budget or not attrs.mass else order
 
 
@@ -84,7 +84,7 @@ def page_weights(attrs: KVAttributes, scores: Singles) -> Doubles:
     if not len(scores):
         return np.zeros(0)
     with np.errstate(invalid="ignore", over="ignore"):
-        below = float(np.float32(attrs.scale)) * (scores.astype(np.float64) - float(scores.max()))
+        below = attrs.scale * (scores.astype(np.float64) - float(scores.max()))
         weights = np.exp(np.minimum(below, 0))
     weights = np.where(np.isnan(weights), 0.0, weights)
     return np.where(scores == scores.max(), 1.0, weights)
@@ -102,10 +102,10 @@ def is_open(attrs: KVAttributes, summaries: Array, queries: Doubles, scores: Sin
     low, high = _known(attrs, summaries, channels)
     with np.errstate(invalid="ignore", over="ignore"):
         magnitude = float((np.abs(queries) @ np.maximum(np.abs(low), np.abs(high)).T).max())
-    share = 2 * abs(float(np.float32(attrs.scale))) * (channels + 8) * UNIT * magnitude + (len(scores) + 8) * UNIT
+    share = 2 * abs(attrs.scale) * (channels + 8) * UNIT * magnitude + (len(scores) + 8) * UNIT
     weights = np.sort(page_weights(attrs, scores))[::-1]
     sums = np.cumsum(weights)[: attrs.budget or None]
-    return not (np.abs(sums - float(np.float32(attrs.mass)) * weights.sum()) > 4 * share * weights.sum()).all()
+    return not (np.abs(sums - attrs.mass * weights.sum()) > 4 * share * weights.sum()).all()
 
 
 def _known(attrs: KVAttributes, summaries: Array, channels: int) -> tuple[Doubles, Doubles]:

@@ -10,7 +10,8 @@ namespace {
 // What is not finite must make the result so, also a score that would get no weight.
 inline Floats spoil(const Floats& scores) { return scores + (scores - scores); }
 
-// Turns a row of scores of the first 16 * `lines` tokens of a page into weights; what is not visible weighs 0. Returns the factor of what came before.
+// Turns a row of scores of the first 16 * `lines` tokens of a page into weights; what is not visible weighs 0. Returns
+// the factor of what came before.
 inline float weigh(const Layout& layout, const Visible& seen, size_t lines, float* scores, float* largest, float* sum) {
   const bool all = seen.all(layout.page);
   const auto mask = [&](size_t i) {

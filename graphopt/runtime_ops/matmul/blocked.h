@@ -23,7 +23,8 @@ struct Float {
   static constexpr size_t kLines = 16;
   using Sum = Floats;
   static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) {
-    return dot_float(sum, by_parts<Floats>([&](size_t i) { return reinterpret_cast<Floats::Part>(line.part[i]); }), word);
+    const auto part = [&](size_t i) { return reinterpret_cast<Floats::Part>(line.part[i]); };
+    return dot_float(sum, by_parts<Floats>(part), word);
   }
 };
 

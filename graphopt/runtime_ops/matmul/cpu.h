@@ -8,9 +8,9 @@ namespace graphopt {
 
 // Rows of x, rounded and laid out for the products.
 //
-// A row is cut into words of 32 bits: 4 numbers of 8 bits, 2 bfloat16 or 1 float. Rows stand together in panels, so that
-// a product reads from one end to the other: [segment][panel][word of the segment][row of the panel]. What is rounded to
-// 16 bits is 128 * upper + lower, two rows of 8 bits.
+// A row is cut into words of 32 bits: 4 numbers of 8 bits, 2 bfloat16 or 1 float. Rows stand together in panels, so
+// that a product reads from one end to the other: [segment][panel][word of the segment][row of the panel]. What is
+// rounded to 16 bits is 128 * upper + lower, two rows of 8 bits.
 struct Rounded {
   Activations kind = Activations::kFloat;
   int levels = 127;        // the largest magnitude of a rounded number, upper half by itself where there are two
@@ -23,7 +23,7 @@ struct Rounded {
   // For each segment and row, [segment][row]:
   float* scales = nullptr;      // of the rounded numbers, times the step of the table where they are integers
   float* sums = nullptr;        // of the rounded numbers before they are scaled
-  int32_t* starts[2] = {};      // what a sum of products begins with, of low and of high bytes: their offset is taken off
+  int32_t* starts[2] = {};      // what a sum of products begins with, of low and high bytes: their offset is taken off
 
   size_t rows() const { return kind == Activations::kInt16 ? 2 * rows_of_x : rows_of_x; }
   size_t panels() const { return (rows() + panel - 1) / panel; }

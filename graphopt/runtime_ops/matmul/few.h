@@ -50,11 +50,15 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
           const Bytes codes = codes_of_line<Bits, !(ignores_upper_bits(Bits) && !ByXor), J>(unit);
           const Bytes below = integers_of<Bits, ByXor>(table.low, codes);
 #pragma GCC unroll 8
-          for (size_t row = 0; row < Width; ++row) low[row][J % kSums] = dot<Small>(low[row][J % kSums], below, word[J * Width + row]);
+          for (size_t row = 0; row < Width; ++row) {
+            low[row][J % kSums] = dot<Small>(low[row][J % kSums], below, word[J * Width + row]);
+          }
           if constexpr (Wide) {
             const Bytes above = integers_of<Bits, false>(table.high, codes);
 #pragma GCC unroll 8
-            for (size_t row = 0; row < Width; ++row) high[row][J % kSums] = dot<false>(high[row][J % kSums], above, word[J * Width + row]);
+            for (size_t row = 0; row < Width; ++row) {
+              high[row][J % kSums] = dot<false>(high[row][J % kSums], above, word[J * Width + row]);
+            }
           }
         });
       }

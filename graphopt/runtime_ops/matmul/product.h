@@ -7,11 +7,9 @@
 #include "abi/large_pages.h"
 #include "abi/tensor.h"
 #include "matmul/cpu.h"
+#include "matmul/inputs.h"
 
 namespace graphopt {
-
-// Positions of the inputs that both operators have.
-enum MatMulInput : size_t { kX, kCodes, kScales, kTable, kZeroPoints, kBias, kMatMulInputs };
 
 // Memory that one call leaves for the next; calls that run side by side each have their own.
 class Scratch {
@@ -59,10 +57,6 @@ struct Product {
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
   // Multiplies the first input; `before` may be null.
   OrtStatus* run(OrtKernelContext* context, Rounded how, const Before* before) const;
-
- private:
-  OrtStatus* read_sizes(const OrtKernelInfo* info);
-  OrtStatus* read_table(const OrtKernelInfo* info);
 };
 
 }  // namespace graphopt

@@ -134,7 +134,9 @@ inline void round_to_floats(const Row& row, const Segment& segment) {
     for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
     // nobody else reads the sums
     const bool with_zero_points = row.weights->zero_points || row.weights->half_zero_points;
-    for (size_t i = 0; with_zero_points && i < count; ++i) sum += bits_of<float>(static_cast<uint32_t>(halves[i]) << 16);
+    for (size_t i = 0; with_zero_points && i < count; ++i) {
+      sum += bits_of<float>(static_cast<uint32_t>(halves[i]) << 16);
+    }
   } else {
     __builtin_memcpy(words, from, count * sizeof(float));
   }

@@ -1,4 +1,5 @@
-// What is done with the sum of a segment, the same in every product: so a row gives the same bits whatever stands beside it.
+// What is done with the sum of a segment, the same in every product: so a row gives the same bits whatever stands
+// beside it.
 #pragma once
 
 #include "matmul/cpu.h"
@@ -51,7 +52,9 @@ inline void finish(const Weights& weights, Floats line, size_t tile, float* row_
   }
   float numbers[kColumns];
   store_line(numbers, line);
-  for (size_t i = 0; i < count; ++i) row_of_y[column + i] = weights.bias ? numbers[i] + weights.bias[column + i] : numbers[i];
+  for (size_t i = 0; i < count; ++i) {
+    row_of_y[column + i] = weights.bias ? numbers[i] + weights.bias[column + i] : numbers[i];
+  }
 }
 
 }  // namespace

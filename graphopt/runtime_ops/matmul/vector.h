@@ -1,7 +1,7 @@
 // Vectors of 64 bytes, one cache line: whole registers of the width that GRAPHOPT_VECTOR_BYTES says, side by side.
 //
-// A line holds one value for each of the 16 columns of a tile. No function of the standard library is called: the linker
-// could keep the copy that was compiled for wide vectors for a machine that has none.
+// A line holds one value for each of the 16 columns of a tile. No function of the standard library is called: the
+// linker could keep the copy that was compiled for wide vectors for a machine that has none.
 #pragma once
 
 #include <cstddef>
@@ -103,8 +103,8 @@ constexpr bool kSmallIsFaster = true;
 constexpr bool kSmallIsFaster = false;
 #endif
 
-// sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them -128;
-// exact. `Small` promises bytes of 128 at most.
+// sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them
+// -128; exact. `Small` promises bytes of 128 at most.
 template <bool Small>
 inline Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t word) {
 #if defined(__AVX512VNNI__)

@@ -21,7 +21,8 @@ struct IntegerPlane {
 struct Table {
   // Bytes of each value as a float and as a bfloat16, lowest byte first; repeated to 64 entries where there are fewer.
   uint8_t floats[4][256], bfloat16s[2][256];
-  // value = step * integer, or the nearest there is; integer = low + 256 * high, and high is there where `wide` says so.
+  // value = step * integer, or the nearest there is; integer = low + 256 * high, and high is there where `wide` says
+  // so.
   double step = 1;
   // `small`: low is all there is, and no byte of it exceeds 128.
   bool wide = false, by_xor = false, small = false;

@@ -39,22 +39,13 @@ struct Kernel : ProductTypes {
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
     const Node& node = product.node;
-    int64_t bits = 0;
-    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "bits", &bits));
-    if (bits != 8 && bits != 4) return node.error("bits must be 8 or 4, not %lld", static_cast<long long>(bits));
-    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "clip", &how.clip));
-    if (!(how.clip > 0 && how.clip <= 1)) return node.error("clip must be above 0 and at most 1, it is %g", how.clip);
+    GRAPHOPT_RETURN_IF_ERROR(read_token_rounding(node, info, &how.levels, &how.clip));
     how.kind = Activations::kInt8;
-    how.levels = bits == 8 ? 127 : 7;
     how.whole_row = true;
     GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kLeft, "left", &rotation.left));
     GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kRight, "right", &rotation.right));
-    const size_t order = rotation.left.order() * rotation.right.order();
     rotation.width = product.weights.rows;
-    if (rotation.width % order) {
-      return node.error("the %zu rows of the weights are no multiple of %zu x %zu", rotation.width,
-                        rotation.left.order(), rotation.right.order());
-    }
+    GRAPHOPT_RETURN_IF_ERROR(check_rotation(node, product.weights, rotation.left.order(), rotation.right.order()));
     const HadamardKernels* kernels = &kHadamardScalar;
 #if defined(__x86_64__)
     if (product.instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
@@ -64,7 +55,8 @@ struct Kernel : ProductTypes {
     return nullptr;
   }
 
-  OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name, OwnedFactor* factor) const {
+  OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name,
+                                  OwnedFactor* factor) const {
     const Node& node = product.node;
     int given = 0;
     const OrtValue* value = nullptr;
@@ -74,7 +66,8 @@ struct Kernel : ProductTypes {
 
   OrtStatus* compute(OrtKernelContext* context) const {
     // [[-1]] is a Hadamard matrix of order 1 too
-    const bool none = rotation.left.order() * rotation.right.order() == 1 && !rotation.left.codes && !rotation.right.codes;
+    const auto &left = rotation.left, &right = rotation.right;
+    const bool none = left.order() * right.order() == 1 && !left.codes && !right.codes;
     return product.run(context, how, none ? nullptr : &rotation);
   }
 };

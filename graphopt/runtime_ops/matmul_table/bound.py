@@ -42,6 +42,13 @@ Doubles = npt.NDArray[np.float64]
 UNIT = 2.0**-24
 """Half of the distance between 1 and the next float32."""
 
+TENSOR_CORE_UNIT = 2.0**-23
+"""What an addition costs on a GPU's tensor cores, as a share of the terms' magnitudes.
+
+They add 8 products or more to a sum at once (sm_80: 8), cut each of the numbers below 2^-24 of the largest and the
+result to a float (Fasi et al. 2021, Numerical behavior of NVIDIA tensor cores). That is 9 times 2^-24 and once 2^-23
+for 8 additions, less than 8 times 2^-23; with more at once it is less."""
+
 _SMALLEST = 2.0**-126
 _TABLE_LEVELS = 2**15 - 1
 
@@ -57,6 +64,7 @@ def bound(
     columns: int,
     group: int,
     activations: str,
+    unit: float = UNIT,
 ) -> Doubles:
     """Return the largest |y - (x W + bias)| that the definition allows, with x as it was before rounding.
 
@@ -67,7 +75,7 @@ def bound(
     table_off = table_error(table, activations)
     levels = LEVELS.get(activations, 0)
     return product_bound(
-        x, error, codes, scales, table, table_off, zero_points, bias, rows, columns, group, levels=levels
+        x, error, codes, scales, table, table_off, zero_points, bias, rows, columns, group, levels=levels, unit=unit
     )
 
 
@@ -115,14 +123,18 @@ def product_bound(
     group: int,
     *,
     levels: int,
+    unit: float = UNIT,
 ) -> Doubles:
-    """Return the bound of :func:`bound` for an x' that is within ``error`` [..., K] of x and a table within its own."""
+    """Return the bound of :func:`bound` for an x' that is within ``error`` [..., K] of x and a table within its own.
+
+    An addition errs by a share of ``unit`` at most: :data:`UNIT`, or :data:`TENSOR_CORE_UNIT`.
+    """
     shape, size = (rows, columns, group), np.abs(scales.astype(np.float64))
     weight = np.abs(dequantize(codes, scales, table, zero_points, *shape))
     weight_off = dequantize(codes, size, table_off, np.zeros((1, 1, 1)), *shape)
     terms = dequantize(codes, size, np.abs(table) + table_off, -np.abs(zero_points), *shape)
     n = rows + len(range(0, rows, group)) + 8
-    gamma = n * UNIT / (1 - n * UNIT)
+    gamma = n * unit / (1 - n * unit)
     largest = np.abs(x.astype(np.float64)) + error
     with np.errstate(invalid="ignore", over="ignore"):
         magnitude = largest @ terms + np.abs(bias.astype(np.float64))

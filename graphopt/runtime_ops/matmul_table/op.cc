@@ -1,7 +1,5 @@
 #include "matmul_table/op.h"
 
-#include <cstring>
-
 #include "abi/custom_op.h"
 #include "matmul/product.h"
 
@@ -17,14 +15,7 @@ struct Kernel : ProductTypes {
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
-    char text[16] = {};
-    GRAPHOPT_RETURN_IF_ERROR(product.node.read_attribute(info, "activations", text, sizeof text));
-    constexpr const char* kKinds[] = {"float32", "bfloat16", "int8", "int16"};
-    for (int kind = 0; kind < 4; ++kind) {
-      how.kind = static_cast<Activations>(kind);
-      if (!std::strcmp(text, kKinds[kind])) return nullptr;
-    }
-    return product.node.error("activations must be float32, bfloat16, int8 or int16, not '%s'", text);
+    return read_activations(product.node, info, &how.kind);
   }
 
   OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, how, nullptr); }

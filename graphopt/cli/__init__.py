@@ -1,0 +1,50 @@
+"""The ``graphopt`` command.
+
+Exit codes: 0 done, 1 something unforeseen, 2 the input cannot be used, 3 a check failed and nothing was written,
+4 an optional package is missing. Results go to standard output, progress and errors to standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import typer
+from rich.markup import escape
+
+from graphopt.cli import make, show, use
+from graphopt.cli.console import err
+from graphopt.errors import GraphoptError
+
+app = typer.Typer(
+    name="graphopt",
+    help="Make a language model small and fast in onnxruntime.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+# In the order in which `graphopt --help` lists them; Python has a function `eval` of its own.
+_COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": make.demo,
+    "export": make.export,
+    "optimize": make.optimize,
+    "verify": make.verify,
+    "bases": show.bases,
+    "heads": use.heads,
+    "run": use.run,
+    "eval": use.evaluate,
+    "passes": show.passes,
+    "recipes": show.recipes,
+}
+for _name, _command in _COMMANDS.items():
+    app.command(_name)(_command)
+
+
+def main() -> None:
+    """Run the command; an error that graphopt foresees becomes a line on standard error and an exit code."""
+    try:
+        app()
+    except GraphoptError as error:
+        err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise SystemExit(error.exit_code) from error
+    except KeyboardInterrupt as interrupt:
+        raise SystemExit(130) from interrupt

@@ -1,0 +1,89 @@
+"""What all commands share: options, streams, progress, reports, texts."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from graphopt.errors import InputError
+from graphopt.progress import Progress
+from graphopt.runtime_ops import Device
+
+out, err = Console(), Console(stderr=True)
+
+Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead of tables")]
+Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
+NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
+OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
+Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Progress]:
+    """Show a bar with a word on what happens, on standard error and only on a terminal."""
+    columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Bar(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def say(stage: str, done: int = 0, total: int | None = None) -> None:
+            bar.update(task, description=escape(stage), completed=done, total=total)
+
+        yield say
+
+
+def print_json(value: BaseModel | Sequence[Any]) -> None:
+    """Print a report as JSON on standard output."""
+    values = [value] if isinstance(value, BaseModel) else value
+    dumped = [each.model_dump(mode="json") if isinstance(each, BaseModel) else each for each in values]
+    content = dumped[0] if isinstance(value, BaseModel) else dumped
+    print(json.dumps(content, indent=2))
+
+
+def chosen_text(text: Path | None, held_out: bool, usage: str) -> str:
+    """Return the text of a file, or the held-out modules.
+
+    Raises:
+        InputError: neither or both are asked for, or the file cannot be read.
+    """
+    from graphopt.models.stdlib_text import held_out_text
+
+    if (text is None) == (not held_out):
+        raise InputError("give either a text or --held-out", remedy=usage)
+    return held_out_text() if text is None else read_text(text)
+
+
+def read_text(file: Path) -> str:
+    """Read a UTF-8 file.
+
+    Raises:
+        InputError: it is not there, or not UTF-8.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the text cannot be read: {error.strerror}", file=file) from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"the text is not UTF-8: {error}", file=file) from error
+
+
+def write_text(file: Path, content: str) -> None:
+    """Write a UTF-8 file.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    try:
+        file.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the file cannot be written: {error.strerror}", file=file) from error

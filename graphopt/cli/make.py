@@ -1,0 +1,131 @@
+"""Commands that make an artifact or prove one: ``demo``, ``export``, ``optimize``, ``verify``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Column, Table
+
+from graphopt.cli.console import Json, NoRun, Output, Overwrite, out, print_json, progress
+from graphopt.passes import Target
+
+
+def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
+    """Export, rotate, quantize, check and run the model that ships with graphopt."""
+    from graphopt.demo import PROMPT, run_demo
+    from graphopt.view.tables import megabytes
+
+    with progress() as say:
+        result = run_demo(output, say)
+    if as_json:
+        return print_json(result)
+    names = ("size", "bits per\nweight", "bits per\nbyte", "logit\nchange", "product\ninputs", "seconds")
+    table = Table(*(Column(name, no_wrap=True) for name in ("stage", *names)))
+    for stage in result.stages:
+        table.add_row(
+            stage.name,
+            megabytes(stage.bytes),
+            f"{stage.bits_per_weight:.2f}",
+            f"{stage.bits_per_byte:.4f}",
+            f"{stage.largest_logit_change:.1e}",
+            stage.activations,
+            f"{stage.seconds:.1f}",
+        )
+    out.print(table)
+    out.print(
+        f"bits per byte: on {result.held_out_bytes:,} bytes of standard-library source that training never saw; "
+        f"xz -9e needs {result.xz_bits_per_byte:.4f}"
+    )
+    proved = next(stage for stage in result.stages if stage.proof is not None)
+    out.print(f"\n{proved.name} is proved: {proved.proof}", highlight=False)
+    for stage in (result.stages[0], result.stages[-1]):
+        out.print(f"\n[bold]{stage.name}[/bold] completes:")
+        out.print(PROMPT + stage.completion, markup=False, highlight=False)
+    last = result.stages[-1].folder
+    out.print(f'\nwritten: {last}. Try: graphopt run {last} --prompt "class Stack:"', soft_wrap=True)
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="a shipped model, a Hugging Face folder or hub id, or an .onnx file")],
+    output: Output,
+    overwrite: Overwrite = False,
+    as_json: Json = False,
+) -> None:
+    """Bring a model in as ONNX: one graph for prefill and decode, with its tokenizer."""
+    from graphopt.models.export import export as run_export
+
+    with progress() as say:
+        manifest = run_export(model, output, overwrite=overwrite, on_stage=say)
+    report_artifact(output, manifest, as_json)
+
+
+def optimize(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
+    output: Output,
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
+    target: Annotated[
+        Target | None,
+        typer.Option(
+            help="what it is to run on: adds the step `lower`, or sets its target; ort-... also merges products"
+        ),
+    ] = None,
+    last_logits: Annotated[
+        bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")
+    ] = False,
+    overwrite: Overwrite = False,
+    no_run: NoRun = False,
+    as_json: Json = False,
+) -> None:
+    """Apply a recipe, check every pass, and write the folder that an app deploys."""
+    from graphopt.pipeline import optimize as run_optimize
+
+    with progress() as say:
+        made = run_optimize(
+            model,
+            recipe,
+            output,
+            target=target,
+            last_logits=last_logits,
+            overwrite=overwrite,
+            run=not no_run,
+            on_stage=say,
+        )
+    report_artifact(output, made.manifest, as_json)
+
+
+def verify(
+    before: Annotated[Path, typer.Argument(help="the artifact that AFTER was made from")],
+    after: Annotated[Path, typer.Argument(help="an artifact that `graphopt optimize` wrote")],
+    no_run: NoRun = False,
+    as_json: Json = False,
+) -> None:
+    """Prove again, from the two folders alone, that AFTER computes what BEFORE computes; --json has every finding."""
+    from graphopt.proof import verify as run_verify
+    from graphopt.view.tables import checks_table
+
+    with progress() as say:
+        proof = run_verify(before, after, run=not no_run, on_stage=say)
+    if as_json:
+        return print_json(proof)
+    out.print(checks_table(proof.checks))
+    return None
+
+
+def report_artifact(folder: Path, manifest: Any, as_json: bool) -> None:
+    """Print what an artifact is and how it came to be."""
+    from graphopt.view.tables import passes_table, skips_table, summary
+
+    if as_json:
+        return print_json(manifest)
+    if manifest.passes:
+        out.print(passes_table(manifest))
+        skips = skips_table(manifest.passes)
+        if skips is not None:
+            out.print(skips)
+    for line in summary(manifest):
+        out.print(escape(line), highlight=False)
+    out.print(f"written: {folder}", soft_wrap=True)
+    return None

@@ -1,0 +1,67 @@
+"""Commands that change nothing and run nothing: ``bases``, ``passes``, ``recipes``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from graphopt.cli.console import Json, out, print_json
+
+
+def bases(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
+    as_it_is: Annotated[bool, typer.Option(help="leave out the passes canonicalize and fold_norms")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what could be rotated: every basis with what writes and reads it, or what keeps it from being rotated."""
+    from graphopt.analysis.bases import find_bases
+    from graphopt.artifact import read
+    from graphopt.passes import PASSES
+    from graphopt.view.bases import describe, lines
+
+    graph = read(model).model
+    for name in () if as_it_is else ("canonicalize", "fold_norms"):
+        PASSES[name](PASSES[name].options_type())(graph)
+    found = [describe(basis) for basis in find_bases(graph.graph)]
+    if as_json:
+        return print_json(found)
+    for line in lines(found):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    return None
+
+
+def passes(as_json: Json = False) -> None:
+    """List the passes: what each does to a graph, and whether it is exact."""
+    from graphopt.passes import PASSES
+
+    found = [{"name": p.name, "effect": p.effect, "doc": inspect.getdoc(p) or ""} for p in PASSES.values()]
+    if as_json:
+        return print_json(found)
+    for entry in found:
+        out.print(f"[bold]{entry['name']}[/bold] ({entry['effect']})")
+        out.print(entry["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
+    return None
+
+
+def recipes(
+    name: Annotated[str | None, typer.Argument(help="print this one as YAML, every option spelled out")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the recipes that ship with graphopt, or print one to start your own from."""
+    from graphopt.recipe import load_recipe, presets
+
+    if name is not None:
+        recipe = load_recipe(name)
+        return print_json(recipe) if as_json else print(recipe.to_yaml(), end="")
+    found = presets()
+    if as_json:
+        return print_json([recipe.model_dump(mode="json") for recipe in found.values()])
+    table = Table("recipe", "steps", "what it does")
+    for recipe in found.values():
+        table.add_row(recipe.name, ", ".join(step.step for step in recipe.steps), recipe.description)
+    out.print(table)
+    return None

@@ -1,0 +1,16 @@
+// How the products' kernels are cut into blocks of threads.
+#pragma once
+
+namespace graphopt {
+
+// Few rows: two tiles of columns, for which an operand is read once.
+constexpr unsigned kFewWarps = 4, kFewTiles = 2, kFewRows = 16;
+
+// Tiles: 64 rows and 256 columns, two tiles of columns for each warp.
+constexpr unsigned kTileWarps = 8, kTilesOfWarp = 2, kTileRows = 64;
+constexpr unsigned kTileWidth = kTileWarps * kTilesOfWarp;
+
+// Floats: a tile of columns.
+constexpr unsigned kFloatWarps = 8, kFloatRows = 8;
+
+}  // namespace graphopt

@@ -1,0 +1,33 @@
+// What the products with packed weights are given: read and checked, the same for every device. Inputs that are
+// constant must be in memory of the host.
+#pragma once
+
+#include "abi/tensor.h"
+#include "matmul/weights.h"
+
+namespace graphopt {
+
+// Positions of the inputs that both operators have.
+enum MatMulInput : size_t { kX, kCodes, kScales, kTable, kZeroPoints, kBias, kMatMulInputs };
+
+// Sizes, and every input but x and the table.
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights);
+
+struct TableInput {
+  const float* values;
+  size_t entries;
+};
+OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights& weights, TableInput* table);
+// largest: of all codes.
+OrtStatus* check_codes(const Node& node, const TableInput& table, int largest);
+
+// MatMulTable's attribute.
+OrtStatus* read_activations(const Node& node, const OrtKernelInfo* info, Activations* activations);
+// MatMulDynamic's attributes, and whether its matrices fit the weights.
+OrtStatus* read_token_rounding(const Node& node, const OrtKernelInfo* info, int* levels, float* clip);
+OrtStatus* check_rotation(const Node& node, const Weights& weights, size_t left, size_t right);
+
+// Rows of x, whose last axis is K.
+OrtStatus* count_rows(const Node& node, const Weights& weights, const Tensor& x, size_t* rows);
+
+}  // namespace graphopt
