@@ -112,9 +112,9 @@ struct HalfPages : FloatPlaces {
       // which tokens any query reads; others may hold anything, and 0 times that is not always 0
       uint32_t read = first < tile.tokens ? 15u : 0u;
       if (!tile.all) {
-        read = 0;
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) read |= static_cast<uint32_t>(weight.number[i] != 0) << i;
+        const float(&number)[4] = weight.number;
+        read = (number[0] != 0 ? 1u : 0u) | (number[1] != 0 ? 2u : 0u) | (number[2] != 0 ? 4u : 0u) |
+               (number[3] != 0 ? 8u : 0u);
         GRAPHOPT_UNROLL
         for (int mask = 4; mask < kWarp; mask *= 2) read |= shuffle_xor(read, mask);
       }
@@ -133,7 +133,10 @@ struct HalfPages : FloatPlaces {
         }
         if (!tile.alike) {
           GRAPHOPT_UNROLL
-          for (int i = 0; i < 16; ++i) bad |= clear_bad(value[i / 4].words[i % 4]);
+          for (int i = 0; i < 4; ++i) {
+            uint32_t(&words)[4] = value[i].words;
+            bad |= clear_bad(words[0]) | clear_bad(words[1]) | clear_bad(words[2]) | clear_bad(words[3]);
+          }
         }
         multiply(rows, value, sums + 8 * span);
       }
