@@ -34,7 +34,7 @@ from graphopt.runtime_ops import library_path
 from tests.runtime_ops.cuda import interface, interpreted
 from tools.bench.cuda_case import Case
 
-MODULES = ("cuda_hadamard", "cuda_matmul")
+MODULES = ("cuda_hadamard", "cuda_kv_attention", "cuda_matmul")
 """Modules of tools/bench whose ``cases(library, torch, device)`` yields cases."""
 
 COPY_BYTES = 1 << 30

@@ -12,7 +12,7 @@ import torch
 
 from tests.runtime_ops.cuda import interface, interpreted
 from tools import bench_cuda
-from tools.bench import cuda_hadamard, cuda_matmul
+from tools.bench import cuda_hadamard, cuda_kv_attention, cuda_matmul
 from tools.bench.cuda_case import Case
 
 TOOL = Path(bench_cuda.__file__)
@@ -107,3 +107,13 @@ def test_products_of_the_benchmark_are_right() -> None:
         assert case.error(1) <= case.allowed
         for rival in case.rivals.values():
             rival(0)
+
+
+def test_cases_of_kv_attention_compute_what_they_check() -> None:
+    compiler = interpreted.compiler() or pytest.skip("there is no C++ compiler")
+    library = interface.declare(interpreted.load(interpreted.build("operators", interpreted.sources(), compiler)))
+    for made in cuda_kv_attention.cases(library, torch, "cpu", sizes=((2, 192), (1, 640)), heads=(6, 2), size=32):
+        made.poison(1)
+        assert not made.error(1) <= made.allowed
+        made.run(1)
+        assert made.error(1) <= made.allowed

@@ -80,7 +80,7 @@ GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const Place& place, con
     list = run.lists.entries + list_of(run, place, queries) * static_cast<size_t>(run.lists.longest);
   }
   return {PageRange(call.layout, place.policy, queries.first, queries.last), list, queries.first, queries.last,
-          call.newest_page(place.row), static_cast<uint32_t>(head), 0, 0, 0, false};
+          call.newest_page(place.row), static_cast<uint32_t>(head), 0, 0, 0, -1, false};
 }
 
 // The scores of tokens below `sinks` come from queries of their own, where there are any.

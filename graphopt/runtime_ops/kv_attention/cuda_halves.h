@@ -15,14 +15,12 @@ struct HalfPages : FloatPlaces {
 
   const Layout& layout;
   const State& state;
-  size_t place = 0;   // of the page, among those of all heads
-  float power = 1;    // in which this lane's query is counted
-  int prepared = -1;  // for tokens below the sinks, 1, or for others, 0
+  size_t place = 0;  // of the page, among those of all heads
   int g = lane() / 4, q = lane() % 4;
 
   GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state) : layout(layout), state(state) {}
 
-  // Splits this lane's part of a query; nobody else reads it.
+  // Splits this lane's part of a query, which nobody else reads; returns what the query is counted in.
   GRAPHOPT_DEVICE float prepare(const float* queries, Word4* products) const {
     float most = 0;
     for (int step = 0; step < steps(layout); ++step) {
@@ -47,7 +45,12 @@ struct HalfPages : FloatPlaces {
 
   GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
     float sums[8][4] = {};
-    if (prepared != sinks) power = prepare(desk.queries_of(sinks), desk.products), prepared = sinks;
+    if (desk.reading->prepared != sinks) {
+      *desk.note() = prepare(desk.queries_of(sinks), desk.products);
+      sync_warp();
+      if (lane() == 0) desk.reading->prepared = sinks;
+      sync_warp();
+    }
     const Word4* const products = desk.products + lane();
     // lane group g has tokens 8 g to 8 g + 7
     const bool there = 8 * g < tile.tokens;
@@ -63,6 +66,7 @@ struct HalfPages : FloatPlaces {
       const Word4 query = products[step * kWarp];
       multiply(query, key, sums);
     }
+    const float power = *desk.note();
     GRAPHOPT_UNROLL
     for (int i = 0; i < 8; ++i) {
       desk.keep(token(q, i), limit, (sums[i][0] + sums[i][2] * (1 / kRest)) * power);
@@ -108,9 +112,9 @@ struct HalfPages : FloatPlaces {
       // which tokens any query reads; others may hold anything, and 0 times that is not always 0
       uint32_t read = first < tile.tokens ? 15u : 0u;
       if (!tile.all) {
-        read = 0;
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) read |= static_cast<uint32_t>(weight.number[i] != 0) << i;
+        const float(&number)[4] = weight.number;
+        read = (number[0] != 0 ? 1u : 0u) | (number[1] != 0 ? 2u : 0u) | (number[2] != 0 ? 4u : 0u) |
+               (number[3] != 0 ? 8u : 0u);
         GRAPHOPT_UNROLL
         for (int mask = 4; mask < kWarp; mask *= 2) read |= shuffle_xor(read, mask);
       }
@@ -129,7 +133,10 @@ struct HalfPages : FloatPlaces {
         }
         if (!tile.alike) {
           GRAPHOPT_UNROLL
-          for (int i = 0; i < 16; ++i) bad |= clear_bad(value[i / 4].words[i % 4]);
+          for (int i = 0; i < 4; ++i) {
+            uint32_t(&words)[4] = value[i].words;
+            bad |= clear_bad(words[0]) | clear_bad(words[1]) | clear_bad(words[2]) | clear_bad(words[3]);
+          }
         }
         multiply(rows, value, sums + 8 * span);
       }

@@ -1,5 +1,5 @@
-// ai.graphopt::KVAttention for onnxruntime's CUDA provider: one operator per type of activations, float and float16, and
-// of keys and values.
+// ai.graphopt::KVAttention for onnxruntime's CUDA provider: one operator per type of activations, float and float16,
+// and of keys and values.
 #pragma once
 
 #include "abi/onnxruntime.h"

@@ -66,6 +66,7 @@ struct alignas(16) Reading {
   uint32_t head;                // among those of all rows
   int32_t segment, of_segment;  // of the plan, and which unit of that
   int32_t end;                  // of the pages that this warp has
+  int32_t prepared;             // whether products are of queries for tokens below the sinks, 1, others, 0, or none
   bool whole;                   // all of them are read whole, but for a window
 };
 
@@ -91,6 +92,8 @@ struct Desk {
   }
   // Weights of this lane's query, of tokens from `token` on.
   GRAPHOPT_DEVICE float* weights_from(int token) const { return weights + lane() / 4 * kStride + token; }
+  // A number of this lane's own.
+  GRAPHOPT_DEVICE float* note() const { return weights_from(kTileTokens + lane() % 4); }
   // Keeps the score of one of them, if it is below `limit`.
   GRAPHOPT_DEVICE void keep(int token, int limit, float score) const {
     if (token < limit) *weights_from(token) = score;

@@ -71,7 +71,7 @@ class Kernels:
         size = self.library.graphopt_cuda_kv_attention_scratch(ctypes.byref(call))
         scratch = Buffer(self.library, np.full(size, 0xFF, np.uint8))
         call.scratch = scratch.pointer
-        if self.library.on_gpu is not True:
+        if not self.library.on_gpu:
             self.library.graphopt_interpreter_seed(self.seed)
         check(self.library.graphopt_cuda_kv_attention(ctypes.byref(call), None))
         return [buffers["y"].numpy().astype(np.float32), *(buffers[name].numpy() for name in _STATE)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ from tests.runtime_ops.test_kv_attention_kernel import REFUSED, SOME, compare, i
 
 
 @pytest.fixture(autouse=True)
-def on_device(interpreted_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sessions take the interpreted library."""
+def on_device(interpreted: ctypes.CDLL, interpreted_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions take the interpreted library, which stays loaded between them: the interpreter keeps its stacks."""
     monkeypatch.setenv(PATH_VARIABLE, str(interpreted_library))
 
 
