@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from hypothesis import strategies as st
 
 from graphopt.runtime import run
 from graphopt.runtime_ops import DOMAIN, declare
-from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
 from graphopt.runtime_ops.kv_attention.reference import reference
 
 INPUTS = ("query", "key", "value", "past", "new", "sink_logits", "sink_query")
@@ -46,6 +47,48 @@ def tokens_of(
         "sink_logits": normal(attributes.kv_heads * group if sink_logits else 0).astype(np.float32),
         "sink_query": normal((batch, columns, group * width) if sink_query else 0).astype(np.float32),
     }
+
+
+@st.composite
+def any_calls(
+    draw: st.DrawFn, *, most: int, tokens: int, groups: Sequence[int], head_sizes: Sequence[int]
+) -> tuple[KVAttributes, Arrays, list[int], list[list[int]]]:
+    """Draw attributes, and tokens for up to ``most`` calls of up to ``tokens`` columns each.
+
+    Returns:
+        attributes, what ``tokens_of`` returns for all columns, columns by call, and new tokens by call and row.
+    """
+    heads, compensate = draw(st.integers(1, 3)), draw(st.integers(0, 1))
+    attributes = attributes_of(
+        storage=draw(st.sampled_from(STORAGES)),
+        kv_heads=heads,
+        page=draw(st.sampled_from(PAGES)),
+        policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),
+        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 60])),
+        mass=draw(st.sampled_from([0.0, 0.0, 0.3, 0.95, 1.0])),
+        channels=draw(st.sampled_from([0, 0, 1, 9, 100])),
+        compensate=compensate,
+        summary=draw(st.sampled_from(SUMMARIES)),
+        softcap=draw(st.sampled_from([0.0, 2.0])),
+        sinks=draw(st.integers(0, 40)),
+        recent=draw(st.integers(1, 40)),
+        budget=draw(st.integers(0, 3)),
+        sink_pages=draw(st.integers(0, 2)),
+        recent_pages=draw(st.integers(0, 2)),
+    )
+    batch, calls = draw(st.integers(1, 2)), draw(st.lists(st.integers(0, tokens), min_size=1, max_size=most))
+    drawn = tokens_of(
+        attributes,
+        sum(calls),
+        batch=batch,
+        group=draw(st.sampled_from(groups)),
+        head_size=draw(st.sampled_from(head_sizes)),
+        sink_logits=draw(st.booleans()),
+        sink_query=draw(st.booleans()),
+        seed=draw(st.integers(0, 9)),
+    )
+    new = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in calls]
+    return attributes, drawn, calls, new
 
 
 class Fed:

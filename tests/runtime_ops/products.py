@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 import onnxruntime
+from hypothesis import strategies as st
 
 from graphopt.runtime_ops import OPERATORS, declare
+from graphopt.runtime_ops.matmul_table.activations import MODES
 from graphopt.runtime_ops.matmul_table.packing import pack, tile
 
 INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias", "left", "right")
@@ -44,6 +46,22 @@ def case_of(
         "columns": columns,
         "group": group,
     }
+
+
+@st.composite
+def any_case(draw: st.DrawFn) -> Case:
+    """Draw what ``case_of`` takes, and activations."""
+    rows, columns = draw(st.integers(1, 300)), draw(st.integers(1, 50))
+    case = case_of(
+        rows,
+        columns,
+        draw(st.sampled_from([16, 32, 48, 128, 0])) or rows,
+        draw(st.integers(1, 8)),
+        leading=(draw(st.integers(0, 35)),),
+        zero_points=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
+    return {**case, "activations": draw(st.sampled_from(MODES))}
 
 
 def model_of(name: str, case: Case, opset: int = 23) -> ir.Model:

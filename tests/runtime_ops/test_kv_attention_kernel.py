@@ -8,13 +8,22 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
 from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
 from tests.native import needs_library
-from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, Run, assert_same_state, attributes_of, tokens_of
+from tests.runtime_ops.kv_cases import (
+    INPUTS,
+    STATE,
+    Arrays,
+    Fed,
+    Run,
+    any_calls,
+    assert_same_state,
+    attributes_of,
+    tokens_of,
+)
 from tests.runtime_ops.kv_native import NODE, Native
 
 pytestmark = needs_library
@@ -211,41 +220,9 @@ def test_pages_that_are_shared_out(instructions: str, storage: str, policies: li
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_shape(data: st.DataObject) -> None:
-    draw = data.draw
-    heads = draw(st.integers(1, 3))
-    compensate = draw(st.integers(0, 1))
-    attributes = attributes_of(
-        storage=draw(st.sampled_from(STORAGES)),
-        kv_heads=heads,
-        page=draw(st.sampled_from([16, 32, 64, 128])),
-        policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),
-        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 60])),
-        mass=draw(st.sampled_from([0.0, 0.0, 0.3, 0.95, 1.0])),
-        channels=draw(st.sampled_from([0, 0, 1, 9, 100])),
-        compensate=compensate,
-        summary=draw(st.sampled_from(["bounds", "mean"])),
-        softcap=draw(st.sampled_from([0.0, 2.0])),
-        sinks=draw(st.integers(0, 40)),
-        recent=draw(st.integers(1, 40)),
-        budget=draw(st.integers(0, 3)),
-        sink_pages=draw(st.integers(0, 2)),
-        recent_pages=draw(st.integers(0, 2)),
-    )
-    batch = draw(st.integers(1, 2))
-    calls = draw(st.lists(st.integers(0, 60), min_size=1, max_size=4))
-    tokens = tokens_of(
-        attributes,
-        sum(calls),
-        batch=batch,
-        group=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 70])),
-        head_size=draw(st.sampled_from([16, 48, 128, 256])),
-        sink_logits=draw(st.booleans()),
-        sink_query=draw(st.booleans()),
-        seed=draw(st.integers(0, 9)),
-    )
-    new = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in calls]
+@given(drawn=any_calls(most=4, tokens=60, groups=[1, 2, 3, 4, 7, 8, 70], head_sizes=[16, 48, 128, 256]))
+def test_any_shape(drawn: tuple[KVAttributes, Arrays, list[int], list[list[int]]]) -> None:
+    attributes, tokens, calls, new = drawn
     compare(attributes, tokens, 16, calls, new=new)
 
 
@@ -314,14 +291,18 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("others", "message"), REFUSED)
-def test_inputs_that_do_not_fit_change_nothing(others: dict[str, np.ndarray], message: str) -> None:
+def assert_refused(others: dict[str, np.ndarray], message: str) -> None:
     attributes = attributes_of(storage="int8", policies=[2], recent_pages=0)
     inputs = inputs_of(attributes, **others)
     with pytest.raises(Exception, match=message) as caught:
         Native()(*inputs.values(), **attributes.for_node())
     assert "INVALID_ARGUMENT" in str(caught.value)
     assert f"ai.graphopt node '{NODE}'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("others", "message"), REFUSED)
+def test_inputs_that_do_not_fit_are_refused(others: dict[str, np.ndarray], message: str) -> None:
+    assert_refused(others, message)
 
 
 def test_inputs_that_fit_are_taken() -> None:

@@ -9,7 +9,6 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from graphopt.rotations import hadamard
 from graphopt.runtime_ops import library_path
@@ -20,7 +19,7 @@ from graphopt.runtime_ops.matmul_table.activations import MODES
 from graphopt.runtime_ops.matmul_table.bound import bound
 from graphopt.runtime_ops.matmul_table.op import MATMUL_TABLE, dequantize, reference
 from tests.native import ISA_VARIABLE, here, needs_library
-from tests.runtime_ops.products import Case, case_of, model_of, run_body
+from tests.runtime_ops.products import Case, any_case, case_of, model_of, run_body
 from tests.runtime_ops.test_matmul_table import of_float32
 from tests.runtime_ops.test_matmul_vectors import inputs_of, load
 
@@ -104,29 +103,9 @@ def test_groups_that_are_ragged_long_or_the_whole_column(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.integers(1, 200),
-    columns=st.integers(1, 50),
-    group=st.sampled_from([16, 32, 48, 128, 0]),
-    bits=st.integers(1, 8),
-    count=st.integers(0, 27),
-    activations=st.sampled_from(MODES),
-    zero_points=st.booleans(),
-    seed=st.integers(0, 2**31),
-)
-def test_any_product(
-    kernel: Kernel,
-    rows: int,
-    columns: int,
-    group: int,
-    bits: int,
-    count: int,
-    activations: str,
-    zero_points: bool,
-    seed: int,
-) -> None:
-    case = case_of(rows, columns, group or rows, bits, leading=(count,), zero_points=zero_points, seed=seed)
-    check(kernel, {**case, "activations": activations})
+@given(case=any_case())
+def test_any_product(kernel: Kernel, case: Case) -> None:
+    check(kernel, case)
 
 
 @pytest.mark.parametrize("name", TABLES)

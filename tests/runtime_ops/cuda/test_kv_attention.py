@@ -15,7 +15,16 @@ from graphopt.runtime_ops.kv_attention.attributes import RETRIEVAL, STORAGES, KV
 from graphopt.runtime_ops.kv_attention.bound import bound
 from graphopt.runtime_ops.kv_attention.reference import reference
 from tests.runtime_ops.cuda.kv_attention import Kernels
-from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Fed, assert_same_state, attributes_of, tokens_of
+from tests.runtime_ops.kv_cases import (
+    INPUTS,
+    STATE,
+    Arrays,
+    Fed,
+    any_calls,
+    assert_same_state,
+    attributes_of,
+    tokens_of,
+)
 from tests.runtime_ops.test_kv_attention_kernel import POLICIES, SELECTIONS, SOME, Bounded, compare
 from tests.runtime_ops.test_kv_attention_vectors import fed, load, state_of
 
@@ -153,40 +162,15 @@ def test_what_is_chosen_of_many_pages(kernels: ctypes.CDLL, mass: float) -> None
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_call(kernels: ctypes.CDLL, data: st.DataObject) -> None:
-    draw = data.draw
-    heads, compensate = draw(st.integers(1, 3)), draw(st.integers(0, 1))
-    attributes = attributes_of(
-        storage=draw(st.sampled_from(STORAGES)),
-        kv_heads=heads,
-        page=draw(st.sampled_from([16, 16, 32, 64, 128])),
-        policies=draw(st.lists(st.integers(0, 2), min_size=heads, max_size=heads)),
-        window=0 if compensate else draw(st.sampled_from([0, 0, 1, 17, 60])),
-        mass=draw(st.sampled_from([0.0, 0.0, 0.3, 0.95, 1.0])),
-        channels=draw(st.sampled_from([0, 0, 1, 9, 100])),
-        compensate=compensate,
-        summary=draw(st.sampled_from(["bounds", "mean"])),
-        softcap=draw(st.sampled_from([0.0, 2.0])),
-        sinks=draw(st.integers(0, 40)),
-        recent=draw(st.integers(1, 40)),
-        budget=draw(st.integers(0, 3)),
-        sink_pages=draw(st.integers(0, 2)),
-        recent_pages=draw(st.integers(0, 2)),
-    )
-    batch, calls = draw(st.integers(1, 2)), draw(st.lists(st.integers(0, 30), min_size=1, max_size=3))
-    tokens = tokens_of(
-        attributes,
-        sum(calls),
-        batch=batch,
-        group=draw(st.sampled_from([1, 2, 3, 4, 7, 8, 10])),
-        head_size=draw(st.sampled_from([16, 48, 144])),
-        sink_logits=draw(st.booleans()),
-        sink_query=draw(st.booleans()),
-        seed=draw(st.integers(0, 9)),
-    )
-    new = [draw(st.lists(st.integers(0, n), min_size=batch, max_size=batch)) for n in calls]
-    compare(attributes, tokens, 6, calls, new=new, run=Kernels(kernels, seed=draw(st.integers(0, 99))))
+@given(
+    drawn=any_calls(most=3, tokens=30, groups=[1, 2, 3, 4, 7, 8, 10], head_sizes=[16, 48, 144]),
+    seed=st.integers(0, 99),
+)
+def test_any_call(
+    kernels: ctypes.CDLL, drawn: tuple[KVAttributes, Arrays, list[int], list[list[int]]], seed: int
+) -> None:
+    attributes, tokens, calls, new = drawn
+    compare(attributes, tokens, 6, calls, new=new, run=Kernels(kernels, seed=seed))
 
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])

@@ -15,7 +15,7 @@ from graphopt.runtime_ops.matmul_table.activations import MODES
 from graphopt.runtime_ops.matmul_table.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
 from graphopt.runtime_ops.matmul_table.op import dequantize, reference
 from tests.runtime_ops.cuda.products import DECODERS, Products
-from tests.runtime_ops.products import Case, case_of
+from tests.runtime_ops.products import Case, any_case, case_of
 from tests.runtime_ops.test_matmul_kernels import TABLES
 from tests.runtime_ops.test_matmul_table import of_float32
 from tests.runtime_ops.test_matmul_vectors import inputs_of, load
@@ -110,31 +110,9 @@ def test_formats_with_decoders_of_their_own(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    rows=st.integers(1, 300),
-    columns=st.integers(1, 50),
-    group=st.sampled_from([16, 32, 48, 128, 0]),
-    bits=st.integers(1, 8),
-    count=st.integers(0, 35),
-    activations=st.sampled_from(MODES),
-    zero_points=st.booleans(),
-    dtype=st.sampled_from(TYPES),
-    seed=st.integers(0, 2**31),
-)
-def test_any_product(
-    products: Products,
-    rows: int,
-    columns: int,
-    group: int,
-    bits: int,
-    count: int,
-    activations: str,
-    zero_points: bool,
-    dtype: type,
-    seed: int,
-) -> None:
-    case = case_of(rows, columns, group or rows, bits, leading=(count,), zero_points=zero_points, seed=seed)
-    check(products, {**case, "x": case["x"].astype(dtype), "activations": activations}, seeds=(seed, seed + 1))
+@given(case=any_case(), dtype=st.sampled_from(TYPES), seed=st.integers(0, 2**31))
+def test_any_product(products: Products, case: Case, dtype: type, seed: int) -> None:
+    check(products, {**case, "x": case["x"].astype(dtype)}, seeds=(seed, seed + 1))
 
 
 @EACH_TYPE
