@@ -126,13 +126,14 @@ struct Reader {
     }
   }
 
-  void weigh_rows(size_t lines) const {
-    for (size_t i = 0, r = 0; i < columns; ++i) {
-      for (size_t head = 0; head < layout.group; ++head, ++r) {
-        desk.factors[r] = desk.seen[i].none() ? 1 : weigh(layout, desk.seen[i], lines, desk.scores + r * layout.page,
-                                                          partial.largest + r, partial.sums + r);
-      }
-    }
+  void weigh_rows(bool alike, size_t lines) const {
+    by_columns(alike, [&](size_t first, size_t count, const Visible& seen) {
+      for_rows<kMostWeighed>(count, [&](size_t row, auto together) {
+        const size_t at = first + row;
+        weigh<decltype(together)::value>(layout, seen, lines, desk.scores + at * layout.page, partial.largest + at,
+                                         partial.sums + at, desk.factors + at);
+      });
+    });
   }
 
   // Calls sum(row, rows, seen) for rows that see the same.
@@ -150,7 +151,7 @@ struct Reader {
     score(logical, lines, [&](const float* from, float* scores) { 
       multiply_keys(from, rows, keys, to_next, size, lines, page, scores);
     });
-    weigh_rows(lines);
+    weigh_rows(alike, lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
       for (int run = 0; run < 2; ++run) {
         if (seen.first[run] >= seen.end[run]) continue;
@@ -170,7 +171,7 @@ struct Reader {
     score(logical, lines, [&](const float* from, float* scores) {
       multiply_key_codes<Narrow>(from, rows, keys, ahead, scales, size, page, scores);
     });
-    weigh_rows(lines);
+    weigh_rows(alike, lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
       multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, ahead, scales + 2 * size,
                                    seen, size, page, partial.values + row * size);
@@ -200,6 +201,18 @@ struct Reader {
     // in the order in which they are needed
     if (layout.integers()) ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
     ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
+  }
+
+  // Asks for a line of each 4 KB of a page well before its others. Pages lie far apart, so each of its addresses must be
+  // looked up, in tables that are not in a cache: what is asked for first waits for that, and all behind it.
+  void look_up(PageEntry entry) const {
+    constexpr size_t kPageOfMemory = 4096;  // of a virtual machine, whatever its own tables say
+    const size_t physical = layout.physical(entry >> 1), of_page = layout.page_bytes();
+    const auto touch = [&](const void* from, size_t bytes) {
+      for (size_t i = 0; i < bytes; i += kPageOfMemory) prefetch_line(static_cast<const char*>(from) + i, 0);
+    };
+    touch(state.keys + physical * of_page, of_page), touch(state.values + physical * of_page, of_page);
+    touch(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
   }
 
   // For a page that no page before it asks for.
@@ -263,6 +276,8 @@ struct Reader {
   }
 };
 
+constexpr size_t kLookedUp = 2;  // pages ahead
+
 void attend(const Attention& call, const Queries& queries, size_t first, size_t end, void* scratch,
             const Partial& partial) {
   const Reader reader(call, queries, scratch, partial);
@@ -271,6 +286,7 @@ void attend(const Attention& call, const Queries& queries, size_t first, size_t 
     const PageEntry entry = queries.entry(index);
     PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);
     if (!call.layout.integers() && next != entry && next >> 1 == reader.newest) reader.ask_for(next), next = entry;
+    if (index + kLookedUp < end) reader.look_up(queries.entry(index + kLookedUp));
     reader.read_page(entry, next);
   }
 }

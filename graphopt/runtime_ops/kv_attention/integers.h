@@ -12,65 +12,115 @@ constexpr size_t kMostFactors = 256;
 
 #if defined(__AVX512VNNI__)
 constexpr bool kMultiplyCodes = true;
-constexpr size_t kCodeRows = 4;  // each has two sums, of high and of low bytes
+constexpr size_t kCodeRows = 4;  // each has two sums for a line, of high and of low bytes
 // The largest factor, 256 * upper + lower; so sums of 256 products with codes of 8 bits stay below 2^31.
 constexpr float kLargestFactor = 32639;
 
-// Factors of codes, rounded to 16 bits for each row.
+// Factors of codes, rounded to 16 bits for each row. Rows go side by side: each waits for its largest.
+template <size_t Rows>
 struct Factors {
-  alignas(kLine) int8_t upper[kCodeRows][kMostFactors], lower[kCodeRows][kMostFactors];
-  float steps[kCodeRows];
+  alignas(kLine) float exact[Rows][kMostFactors];
+  alignas(kLine) int8_t upper[Rows][kMostFactors], lower[Rows][kMostFactors];
+  float steps[Rows], offsets[Rows];
 
-  void round(size_t row, const float* factors, size_t count) {
-    // The bits of magnitudes are in their order, and those of what is no number come last: it must not get lost.
-    __m512i most = _mm512_setzero_si512();
+  // exact = of(row, i) times the steps, offsets = the sum of of(row, i) times the lows; take(i, &low, &step) reads them.
+  template <typename Of, typename Take>
+  inline __attribute__((always_inline)) void round(size_t count, const Of& of, const Take& take) {
+    Floats offset[Rows];
+    __m512i most[Rows];
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) offset[r] = all_lanes(0.f), most[r] = _mm512_setzero_si512();
     for (size_t i = 0; i < count; i += kColumns) {
-      const __m512i x = _mm512_castps_si512(load_line<Floats>(factors + i).part[0]);
-      most = _mm512_max_epi32(_mm512_and_si512(x, _mm512_set1_epi32(0x7fffffff)), most);
+      Floats low, step;
+      take(i, &low, &step);
+#pragma GCC unroll 8
+      for (size_t r = 0; r < Rows; ++r) {
+        const Floats x = of(r, i), scaled = x * step;
+        offset[r] = fused(x, low, offset[r]);
+        store_line(exact[r] + i, scaled);
+        // The bits of magnitudes are in their order, and those of what is no number come last: it must not get lost.
+        const __m512i bits = _mm512_castps_si512(scaled.part[0]);
+        most[r] = _mm512_max_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), most[r]);
+      }
     }
-    const float largest = bits_of<float>(_mm512_reduce_max_epi32(most));
-    const bool none = largest < 1e-30f;
-    const Floats inverse = all_lanes(none ? 0 : kLargestFactor / largest);
-    steps[row] = none ? 0 : largest / kLargestFactor;
+    float inverse[Rows];
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      const float largest = bits_of<float>(_mm512_reduce_max_epi32(most[r]));
+      const bool none = largest < 1e-30f;
+      inverse[r] = none ? 0 : kLargestFactor / largest;
+      steps[r] = none ? 0 : largest / kLargestFactor;
+      offsets[r] = sum_of(offset[r]);
+    }
+    // bytes 1 of lanes, then bytes 0
+    alignas(32) static constexpr uint8_t kBytes[32] = {1, 5, 9,  13, 17, 21, 25, 29, 33, 37, 41, 45, 49, 53, 57, 61,
+                                                       0, 4, 8, 12, 16, 20, 24, 28, 32, 36, 40, 44, 48, 52, 56, 60};
+    const __m512i bytes = _mm512_castsi256_si512(_mm256_load_si256(reinterpret_cast<const __m256i*>(kBytes)));
+    const __m256i signs = _mm256_set_m128i(_mm_set1_epi8(-128), _mm_setzero_si128());
     for (size_t i = 0; i < count; i += kColumns) {
-      const __m512i x = reinterpret_cast<__m512i>(nearest(load_line<Floats>(factors + i) * inverse).part[0]);
-      const __m512i high = _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(upper[row] + i), _mm512_cvtepi32_epi8(high));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(lower[row] + i), _mm512_cvtepi32_epi8(x));
+#pragma GCC unroll 8
+      for (size_t r = 0; r < Rows; ++r) {
+        const __m512i x = _mm512_cvtps_epi32((load_line<Floats>(exact[r] + i) * inverse[r]).part[0]);
+        // x is 256 * upper + lower, both signed: of x + 128 they are byte 1, and byte 0 less 128
+        const __m512i both = _mm512_permutexvar_epi8(bytes, _mm512_add_epi32(x, _mm512_set1_epi32(128)));
+        const __m256i parts = _mm256_xor_si256(_mm512_castsi512_si256(both), signs);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(upper[r] + i), _mm256_castsi256_si128(parts));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(lower[r] + i), _mm256_extracti128_si256(parts, 1));
+      }
     }
   }
 };
 
 // sum + the products of the 4 codes of each lane with 4 factors. Left to itself the compiler copies sums around.
-inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i codes, const int8_t* factors) {
-  int32_t word;
-  __builtin_memcpy(&word, factors, sizeof word);
-  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(_mm512_set1_epi32(word)));
+inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i codes, __m512i factors) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(factors));
 }
 
-// Products of `Rows` rows of factors with 16 numbers, whose codes are [unit][16][4].
-template <bool Narrow, size_t Rows>
-__attribute__((noinline)) void multiply_codes(const Factors& factors, const uint8_t* codes, Ahead& ahead, size_t count,
-                           Floats (&products)[Rows]) {
-  const size_t units = count / (Narrow ? 8 : 4);
+inline __attribute__((always_inline)) __m512i four_factors(const int8_t* factors) {
+  int32_t word;
+  __builtin_memcpy(&word, factors, sizeof word);
+  return _mm512_set1_epi32(word);
+}
+
+// Products of `Rows` rows of factors with `Lines` lines of 16 numbers each, whose codes are [line][unit][16][4].
+template <bool Narrow, size_t Rows, size_t Lines>
+__attribute__((noinline)) void multiply_codes(const Factors<Rows>& factors, const uint8_t* codes, Ahead& ahead,
+                                              size_t count, Floats (&products)[Rows][Lines]) {
+  const size_t units = count / (Narrow ? 8 : 4), to_line = units * kLine;
   Ahead::Run asked = ahead.run;
-  __m512i upper[Rows], lower[Rows];
+  __m512i upper[Rows][Lines], lower[Rows][Lines];
 #pragma GCC unroll 8
-  for (size_t r = 0; r < Rows; ++r) upper[r] = lower[r] = _mm512_setzero_si512();
-  const auto multiply = [&](__m512i four, size_t factor) __attribute__((always_inline)) {
+  for (size_t r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+    for (size_t i = 0; i < Lines; ++i) upper[r][i] = lower[r][i] = _mm512_setzero_si512();
+  }
+  const auto multiply = [&](const __m512i (&four)[Lines], size_t factor) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (size_t r = 0; r < Rows; ++r) {
-      multiply_four(upper[r], four, factors.upper[r] + factor);
-      multiply_four(lower[r], four, factors.lower[r] + factor);
+      const __m512i high = four_factors(factors.upper[r] + factor), low = four_factors(factors.lower[r] + factor);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < Lines; ++i) {
+        multiply_four(upper[r][i], four[i], high);
+        multiply_four(lower[r][i], four[i], low);
+      }
     }
   };
   for (size_t unit = 0; unit < units; ++unit, codes += kLine) {
-    const __m512i line = _mm512_loadu_si512(codes);
-    ahead.ask(&asked);
+    __m512i line[Lines];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < Lines; ++i) {
+      line[i] = _mm512_loadu_si512(codes + i * to_line);
+      ahead.ask(&asked);
+    }
     if (Narrow) {
-      const __m512i low = _mm512_set1_epi8(15);
-      multiply(_mm512_and_si512(line, low), 8 * unit);
-      multiply(_mm512_and_si512(_mm512_srli_epi16(line, 4), low), 8 * unit + 4);
+      const __m512i mask = _mm512_set1_epi8(15);
+      __m512i half[Lines];
+#pragma GCC unroll 2
+      for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(line[i], mask);
+      multiply(half, 8 * unit);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(_mm512_srli_epi16(line[i], 4), mask);
+      multiply(half, 8 * unit + 4);
     } else {
       multiply(line, 4 * unit);
     }
@@ -78,22 +128,33 @@ __attribute__((noinline)) void multiply_codes(const Factors& factors, const uint
   ahead.run = asked;
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) {
-    const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r], 8), lower[r]);
-    products[r] = Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}};
+#pragma GCC unroll 2
+    for (size_t i = 0; i < Lines; ++i) {
+      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r][i], 8), lower[r][i]);
+      products[r][i] = Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}} + all_lanes(factors.offsets[r]);
+    }
   }
 }
 
-// The same for any number of lines; finish(row, line, product) takes them. Lines go one by one, as they lie in memory:
-// so the processor foresees them.
+// The same for any number of lines; finish(row, line, product) takes them. Two lines share each load of factors.
 template <bool Narrow, size_t Rows, typename Finish>
-inline void multiply_codes(const Factors& factors, const uint8_t* codes, Ahead& ahead, size_t count, size_t lines,
+inline void multiply_lines(const Factors<Rows>& factors, const uint8_t* codes, Ahead& ahead, size_t count, size_t lines,
                            const Finish& finish) {
-  for (size_t line = 0; line < lines; ++line, codes += count / 4 * kLine / (Narrow ? 2 : 1)) {
-    Floats products[Rows];
-    multiply_codes<Narrow, Rows>(factors, codes, ahead, count, products);
+  size_t line = 0;
+  const auto run = [&](auto width) {
+    constexpr size_t kLines = decltype(width)::value;
+    Floats products[Rows][kLines];
+    multiply_codes<Narrow, Rows, kLines>(factors, codes + line * (count / (Narrow ? 8 : 4) * kLine), ahead, count,
+                                         products);
 #pragma GCC unroll 8
-    for (size_t r = 0; r < Rows; ++r) finish(r, line, products[r]);
-  }
+    for (size_t r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kLines; ++i) finish(r, line + i, products[r][i]);
+    }
+    line += kLines;
+  };
+  while (line + 2 <= lines) run(std::integral_constant<size_t, 2>());
+  if (line < lines) run(std::integral_constant<size_t, 1>());
 }
 
 // Scores [rows, page] of a page of codes.
@@ -102,23 +163,14 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
                         const float* scales, size_t size, size_t page, float* scores) {
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
-    Factors factors;
-    float offsets[kRows];
-    alignas(kLine) float scaled[kMostFactors];
-    for (size_t r = 0; r < kRows; ++r) {
-      const float* const query = queries + (row + r) * size;
-      Floats offset = all_lanes(0.f);
-      for (size_t c = 0; c < size; c += kColumns) {
-        const Floats q = load_line<Floats>(query + c);
-        ahead.ask();
-        offset = fused(q, load_line<Floats>(scales + c), offset);
-        store_line(scaled + c, q * load_line<Floats>(scales + size + c));
-      }
-      offsets[r] = sum_of(offset);
-      factors.round(r, scaled, size);
-    }
-    multiply_codes<Narrow, kRows>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
-      store_line(scores + (row + r) * page + line * kColumns, x + all_lanes(offsets[r]));
+    Factors<kRows> factors;
+    const auto query = [&](size_t r, size_t i) { return load_line<Floats>(queries + (row + r) * size + i); };
+    factors.round(size, query, [&](size_t i, Floats* low, Floats* step) {
+      for (size_t r = 0; r < kRows; ++r) ahead.ask();
+      *low = load_line<Floats>(scales + i), *step = load_line<Floats>(scales + size + i);
+    });
+    multiply_lines<Narrow>(factors, codes, ahead, size, page / kColumns, [&](size_t r, size_t line, const Floats& x) {
+      store_line(scores + (row + r) * page + line * kColumns, x);
     });
   });
 }
@@ -130,30 +182,19 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
   const bool all = seen.all(page);
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
-    Factors factors;
-    float offsets[kRows];
-    alignas(kLine) float scaled[kMostFactors];
-    for (size_t r = 0; r < kRows; ++r) {
-      Floats offset = all_lanes(0.f);
-      for (size_t t = 0; t < page; t += kColumns) {
-        const Floats weight = load_line<Floats>(weights + (row + r) * page + t);
-        Floats low = load_line<Floats>(scales + t), step = load_line<Floats>(scales + page + t);
-        ahead.ask();
-        if (!all) {  // 0 times no number is no number
-          const int lane = static_cast<int>(t);
-          const Integers mask =
-              lanes_between(lane, seen.first[0], seen.end[0]) | lanes_between(lane, seen.first[1], seen.end[1]);
-          low = choose(mask, low, all_lanes(0.f)), step = choose(mask, step, all_lanes(0.f));
-        }
-        offset = fused(weight, low, offset);
-        store_line(scaled + t, weight * step);
+    Factors<kRows> factors;
+    const auto weight = [&](size_t r, size_t i) { return load_line<Floats>(weights + (row + r) * page + i); };
+    factors.round(page, weight, [&](size_t i, Floats* low, Floats* step) {
+      for (size_t r = 0; r < kRows; ++r) ahead.ask();
+      *low = load_line<Floats>(scales + i), *step = load_line<Floats>(scales + page + i);
+      if (!all) {  // 0 times no number is no number
+        const Integers mask = visible_lanes(seen, i);
+        *low = choose(mask, *low, all_lanes(0.f)), *step = choose(mask, *step, all_lanes(0.f));
       }
-      offsets[r] = sum_of(offset);
-      factors.round(r, scaled, page);
-    }
-    multiply_codes<Narrow, kRows>(factors, codes, ahead, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
+    });
+    multiply_lines<Narrow>(factors, codes, ahead, page, size / kColumns, [&](size_t r, size_t line, const Floats& x) {
       float* const to = sums + (row + r) * size + line * kColumns;
-      store_line(to, fused(load_line<Floats>(to), all_lanes(before[row + r]), x + all_lanes(offsets[r])));
+      store_line(to, fused(load_line<Floats>(to), all_lanes(before[row + r]), x));
     });
   });
 }

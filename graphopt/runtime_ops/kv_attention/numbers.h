@@ -3,6 +3,7 @@
 
 #include <initializer_list>
 
+#include "kv_attention/layout.h"
 #include "matmul/vector.h"
 
 namespace graphopt {
@@ -52,6 +53,12 @@ inline Integers lanes_between(int lane, int first, int end) {
     mask.part[i] = (index >= first) & (index < end);
   }
   return mask;
+}
+
+// The lanes of the line at token `first` of a page that are visible.
+inline Integers visible_lanes(const Visible& seen, size_t first) {
+  const int lane = static_cast<int>(first);
+  return lanes_between(lane, seen.first[0], seen.end[0]) | lanes_between(lane, seen.first[1], seen.end[1]);
 }
 
 // a * b + c, rounded once where that costs nothing.

@@ -7,37 +7,51 @@
 namespace graphopt {
 namespace {
 
+// Rows that go side by side.
+constexpr size_t kMostWeighed = 4;
+
 // What is not finite must make the result so, also a score that would get no weight.
 inline Floats spoil(const Floats& scores) { return scores + (scores - scores); }
 
-// Turns a row of scores of the first 16 * `lines` tokens of a page into weights; what is not visible weighs 0. Returns
-// the factor of what came before.
-inline float weigh(const Layout& layout, const Visible& seen, size_t lines, float* scores, float* largest, float* sum) {
+// Turns scores [Rows, page] of the first 16 * `lines` tokens of a page into weights; what is not visible weighs 0. Sets
+// the factors of what came before. Rows go side by side: each waits for its largest.
+template <size_t Rows>
+void weigh(const Layout& layout, const Visible& seen, size_t lines, float* scores, float* largest, float* sums,
+           float* factors) {
   const bool all = seen.all(layout.page);
-  const auto mask = [&](size_t i) {
-    const int lane = static_cast<int>(i * kColumns);
-    return lanes_between(lane, seen.first[0], seen.end[0]) | lanes_between(lane, seen.first[1], seen.end[1]);
-  };
-  Floats most = all_lanes(kNothing);
+  Floats most[Rows], added[Rows], now[Rows];
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) most[r] = all_lanes(kNothing), added[r] = all_lanes(0.f);
   for (size_t i = 0; i < lines; ++i) {
-    Floats line = spoil(load_line<Floats>(scores + i * kColumns));
-    if (layout.softcap != 0) line = hyperbolic_tangent(line / all_lanes(layout.softcap)) * layout.softcap;
-    if (!all) line = choose(mask(i), line, all_lanes(kNothing));
-    store_line(scores + i * kColumns, line);
-    most = larger(line, most);
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      float* const at = scores + r * layout.page + i * kColumns;
+      Floats line = spoil(load_line<Floats>(at));
+      if (layout.softcap != 0) line = hyperbolic_tangent(line / all_lanes(layout.softcap)) * layout.softcap;
+      if (!all) line = choose(visible_lanes(seen, i * kColumns), line, all_lanes(kNothing));
+      store_line(at, line);
+      most[r] = larger(line, most[r]);
+    }
   }
-  const float before = *largest, found = largest_of(most), now = found > before ? found : before;
-  Floats added = all_lanes(0.f);
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) {
+    const float before = largest[r], found = largest_of(most[r]);
+    largest[r] = found > before ? found : before;
+    factors[r] = largest[r] == before ? 1 : exponential(before - largest[r]);
+    now[r] = all_lanes(largest[r]);
+  }
   for (size_t i = 0; i < lines; ++i) {
-    Floats weight = exponential(load_line<Floats>(scores + i * kColumns) - all_lanes(now));
-    if (!all) weight = choose(mask(i), weight, all_lanes(0.f));
-    store_line(scores + i * kColumns, weight);
-    added = added + weight;
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      float* const at = scores + r * layout.page + i * kColumns;
+      Floats weight = exponential(load_line<Floats>(at) - now[r]);
+      if (!all) weight = choose(visible_lanes(seen, i * kColumns), weight, all_lanes(0.f));
+      store_line(at, weight);
+      added[r] = added[r] + weight;
+    }
   }
-  const float factor = now == before ? 1 : exponential(before - now);
-  *largest = now;
-  *sum = *sum * factor + sum_of(added);
-  return factor;
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) sums[r] = sums[r] * factors[r] + sum_of(added[r]);
 }
 
 }  // namespace
