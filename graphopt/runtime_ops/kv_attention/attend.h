@@ -21,7 +21,8 @@ inline void transpose_keys(const float* keys, size_t size, size_t lines, float* 
 #pragma GCC unroll 16
       for (size_t t = 0; t < 16; ++t) row[t] = _mm512_loadu_ps(from + t * size);
       // rows that are 8, 4, 2 and 1 apart change halves
-      const auto halves = [&](__m512* out, const __m512* in, size_t distance, __m512i low, __m512i high) __attribute__((always_inline)) {
+      const auto halves = [&](__m512* out, const __m512* in, size_t distance, __m512i low, __m512i high)
+          __attribute__((always_inline)) {
 #pragma GCC unroll 16
         for (size_t t = 0; t < 16; ++t) {
           if (t & distance) continue;
@@ -75,7 +76,7 @@ struct Desk {
 
 size_t attend_scratch(const Layout& layout, size_t rows) {
   Desk desk;
-  return desk.lay_out(layout, rows, reinterpret_cast<char*>(kLine)) ;
+  return desk.lay_out(layout, rows, reinterpret_cast<char*>(kLine));
 }
 
 struct Reader {
@@ -146,9 +147,10 @@ struct Reader {
   }
 
   template <typename Keys, typename Values>
-  void read(int64_t logical, bool alike, size_t lines, const Keys* keys, const Values* values, ptrdiff_t to_next) const {
+  void read(int64_t logical, bool alike, size_t lines, const Keys* keys, const Values* values,
+            ptrdiff_t to_next) const {
     const size_t size = layout.size, page = layout.page;
-    score(logical, lines, [&](const float* from, float* scores) { 
+    score(logical, lines, [&](const float* from, float* scores) {
       multiply_keys(from, rows, keys, to_next, size, lines, page, scores);
     });
     weigh_rows(alike, lines);
@@ -158,7 +160,6 @@ struct Reader {
         multiply_values(desk.scores + row * page, desk.factors + row, count, values, to_next, size, page,
                         static_cast<size_t>(seen.first[run]), static_cast<size_t>(seen.end[run]),
                         partial.values + row * size);
-        for (size_t r = 0; r < count; ++r) desk.factors[row + r] = 1;
       }
     });
   }
@@ -173,8 +174,8 @@ struct Reader {
     });
     weigh_rows(alike, lines);
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, ahead, scales + 2 * size,
-                                   seen, size, page, partial.values + row * size);
+      multiply_value_codes<Narrow>(desk.scores + row * page, desk.factors + row, count, values, ahead,
+                                   scales + 2 * size, seen, size, page, partial.values + row * size);
     });
 #else
     decode_keys<Narrow>(keys, scales, size, page, desk.keys);
@@ -203,8 +204,8 @@ struct Reader {
     ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
   }
 
-  // Asks for a line of each 4 KB of a page well before its others. Pages lie far apart, so each of its addresses must be
-  // looked up, in tables that are not in a cache: what is asked for first waits for that, and all behind it.
+  // Asks for a line of each 4 KB of a page well before its others. Pages lie far apart, so each address must be looked
+  // up, in tables that are not in a cache: what is asked for first waits for that, and all behind it.
   void look_up(PageEntry entry) const {
     constexpr size_t kPageOfMemory = 4096;  // of a virtual machine, whatever its own tables say
     const size_t physical = layout.physical(entry >> 1), of_page = layout.page_bytes();
@@ -253,8 +254,8 @@ struct Reader {
                   to_next);
     }
     if (layout.storage == Storage::kBFloat16) {
-      return read(logical, alike, lines, reinterpret_cast<const BFloat16*>(keys), reinterpret_cast<const BFloat16*>(values),
-                  to_next);
+      return read(logical, alike, lines, reinterpret_cast<const BFloat16*>(keys),
+                  reinterpret_cast<const BFloat16*>(values), to_next);
     }
     if (layout.storage == Storage::kFloat8) {
       return read(logical, alike, lines, reinterpret_cast<const Float8*>(keys), reinterpret_cast<const Float8*>(values),
@@ -271,7 +272,9 @@ struct Reader {
     const auto* const key_codes = reinterpret_cast<const uint8_t*>(keys);
     const auto* const value_codes = reinterpret_cast<const uint8_t*>(values);
     const float* const scales = state.scales + physical * layout.scales();
-    if (layout.storage == Storage::kInt8) return read_codes<false>(logical, alike, key_codes, value_codes, scales, ahead);
+    if (layout.storage == Storage::kInt8) {
+      return read_codes<false>(logical, alike, key_codes, value_codes, scales, ahead);
+    }
     return read_codes<true>(logical, alike, key_codes, value_codes, scales, ahead);
   }
 };

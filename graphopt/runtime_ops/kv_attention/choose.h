@@ -44,8 +44,8 @@ class Ranks {
     return static_cast<size_t>(sum);
   }
 
-  // The highest number that `wanted` are equal to or above, or any on the way to it of which exactly so many are: found by
-  // halving what is left between the lowest and the highest.
+  // The highest number that `wanted` are equal to or above, or any on the way to it of which exactly so many are:
+  // found by halving what is left between the lowest and the highest.
   int32_t threshold(size_t wanted) const {
     Integers least = all_lanes(INT32_MAX), most = all_lanes(kLowest);
     for (size_t i = 0; i < lines_; ++i) {
@@ -94,9 +94,9 @@ inline uint32_t lanes_at_least(const Integers& ranks, int32_t least) {
 #endif
 }
 
-// Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of the
-// candidates the `budget` with the highest scores, or as many of them as have `mass`; of equal scores the lower page. Returns
-// how many there are. Scores are overwritten; their memory is that of list_floats.
+// Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of
+// the candidates the `budget` with the highest scores, or as many of them as have `mass`; of equal scores the lower
+// page. Returns how many there are. Scores are overwritten; their memory is that of list_floats.
 size_t list_pages(const Layout& layout, int64_t position, float* scores, PageEntry* list) {
   const int64_t all = layout.page_of(position) + 1;
   const int64_t fixed = layout.fixed_pages() < all ? layout.fixed_pages() : all;

@@ -23,7 +23,8 @@ struct Factors {
   alignas(kLine) int8_t upper[Rows][kMostFactors], lower[Rows][kMostFactors];
   float steps[Rows], offsets[Rows];
 
-  // exact = of(row, i) times the steps, offsets = the sum of of(row, i) times the lows; take(i, &low, &step) reads them.
+  // exact = of(row, i) times the steps, offsets = the sum of of(row, i) times the lows; take(i, &low, &step) reads
+  // both.
   template <typename Of, typename Take>
   inline __attribute__((always_inline)) void round(size_t count, const Of& of, const Take& take) {
     Floats offset[Rows];
@@ -177,8 +178,8 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
 
 // sums = sums * factors + weights times the values of a page of codes; what is not visible has the weight 0.
 template <bool Narrow>
-void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes,
-                          Ahead& ahead, const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
+void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes, Ahead& ahead,
+                          const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
   const bool all = seen.all(page);
   for_rows<kCodeRows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;

@@ -52,8 +52,18 @@ inline void for_rows(size_t rows, const WithCount& with_count, size_t row = 0) {
 template <size_t Rows>
 constexpr size_t lines_for = kSumLines / Rows < kMostLines ? kSumLines / Rows : kMostLines;
 
-// Asks for the line of the next page that lies where `at` lies in this one. Pages are short: what a processor foresees by
-// itself comes too late for most of them. It goes to the second cache: so many more lines can be under way.
+// Few rows of floats wait for memory, which is fastest where it is read line by line, as it lies there.
+#if defined(__AVX512F__)
+template <typename Stored>
+constexpr size_t kRowsInOrder = sizeof(Stored) == sizeof(float) ? 4 : 0;
+#else
+template <typename Stored>
+constexpr size_t kRowsInOrder = 0;
+#endif
+constexpr size_t kTokensInOrder = 16;  // whose values the first cache holds, for rows that do not fit in registers
+
+// Asks for the line of the next page that lies where `at` lies in this one. Pages are short: what a processor foresees
+// by itself comes too late for most of them. It goes to the second cache: so many more lines can be under way.
 template <typename Stored>
 inline void prefetch_line(const Stored* at, ptrdiff_t to_next) {
   const uintptr_t next = reinterpret_cast<uintptr_t>(at) + static_cast<uintptr_t>(to_next);
@@ -126,7 +136,8 @@ void multiply_keys(const float* queries, size_t rows, const Stored* keys, ptrdif
   for (size_t line = 0; line < lines;) {
     const size_t together = lines - line < kMostLines ? lines - line : kMostLines;
     for_rows<kRowsTogether<Stored>>(rows, [&](size_t row, auto count) {
-      constexpr size_t kRows = decltype(count)::value, kLines = lines_for<kRows>;
+      constexpr size_t kRows = decltype(count)::value;
+      constexpr size_t kLines = kRows <= kRowsInOrder<Stored> ? 1 : lines_for<kRows>;
       size_t i = line;
       const auto run = [&](auto width) {
         multiply_keys<kRows, decltype(width)::value>(queries + row * size, keys + i * size * kColumns, to_next, size,
@@ -170,13 +181,13 @@ inline void multiply_values(const float* weights, const float* factors, const St
   }
 }
 
-// sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size], of tokens first..end. A
-// page is summed up by itself first, so that many tokens round little.
-template <typename Stored>
-void multiply_values(const float* weights, const float* factors, size_t rows, const Stored* values, ptrdiff_t to_next,
-                     size_t size, size_t page, size_t first, size_t end, float* sums) {
-  for_rows<kRowsTogether<Stored>>(rows, [&](size_t row, auto count) {
-    constexpr size_t kRows = decltype(count)::value, kLines = lines_for<kRows>;
+// The same for `rows` rows, `Rows` and `Lines` at a time, or as many lines as registers hold for 0.
+template <size_t Rows, size_t Lines, typename Stored>
+inline void multiply_values(const float* weights, const float* factors, size_t rows, const Stored* values,
+                            ptrdiff_t to_next, size_t size, size_t page, size_t first, size_t end, float* sums) {
+  for_rows<Rows>(rows, [&](size_t row, auto count) {
+    constexpr size_t kRows = decltype(count)::value;
+    constexpr size_t kLines = Lines ? Lines : lines_for<kRows>;
     size_t i = 0;
     const auto run = [&](auto width) {
       multiply_values<kRows, decltype(width)::value>(weights + row * page, factors + row, values + i * kColumns,
@@ -187,6 +198,26 @@ void multiply_values(const float* weights, const float* factors, size_t rows, co
     while (i + kLines <= lines) run(std::integral_constant<size_t, kLines>());
     while (i < lines) run(std::integral_constant<size_t, 1>());
   });
+}
+
+// sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size], of tokens first..end;
+// factors become 1. A page is summed up by itself first, or a part of it, so that many tokens round little.
+template <typename Stored>
+void multiply_values(const float* weights, float* factors, size_t rows, const Stored* values, ptrdiff_t to_next,
+                     size_t size, size_t page, size_t first, size_t end, float* sums) {
+  const auto run = [&](auto together, auto lines, size_t from, size_t to) {
+    multiply_values<decltype(together)::value, decltype(lines)::value>(weights, factors, rows, values, to_next, size,
+                                                                       page, from, to, sums);
+    for (size_t r = 0; r < rows; ++r) factors[r] = 1;
+  };
+  if (rows > kRowsInOrder<Stored>) {
+    run(std::integral_constant<size_t, kRowsTogether<Stored>>(), std::integral_constant<size_t, 0>(), first, end);
+    return;
+  }
+  for (size_t token = first; token < end; token += kTokensInOrder) {
+    const size_t to = end - token < kTokensInOrder ? end : token + kTokensInOrder;
+    run(std::integral_constant<size_t, 2>(), std::integral_constant<size_t, kSumLines / 2>(), token, to);
+  }
 }
 
 }  // namespace
