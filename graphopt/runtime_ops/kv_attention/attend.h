@@ -178,9 +178,8 @@ struct Reader {
                                    scales + 2 * size, seen, size, page, partial.values + row * size);
     });
 #else
-    decode_keys<Narrow>(keys, scales, size, page, desk.keys);
-    decode_values<Narrow>(values, scales + 2 * size, size, page, desk.values);
-    (void)ahead;
+    decode_keys<Narrow>(keys, ahead, scales, size, page, desk.keys);
+    decode_values<Narrow>(values, ahead, scales + 2 * size, size, page, desk.values);
     read(logical, alike, lines, desk.keys, desk.values, 0);
 #endif
   }

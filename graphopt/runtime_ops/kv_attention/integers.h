@@ -145,33 +145,38 @@ constexpr bool kMultiplyCodes = false;
 // 16 numbers of a line of codes: number `k` of the four in each lane.
 template <bool Narrow>
 inline Floats codes_to_floats(const uint8_t* codes, size_t unit, size_t k) {
-  const uint8_t* const line = codes + (Narrow ? unit / 2 : unit) * kLine + k;
-  float lane[kColumns];
-  for (size_t i = 0; i < kColumns; ++i) {
-    lane[i] = static_cast<float>(Narrow ? line[4 * i] >> (unit % 2 ? 4 : 0) & 15 : line[4 * i]);
+  const Integers line = load_line<Integers>(codes + (Narrow ? unit / 2 : unit) * kLine);
+  const int shift = static_cast<int>(8 * k + (Narrow ? unit % 2 * 4 : 0));
+  return to_floats(by_parts<Integers>([&](size_t i) { return line.part[i] >> shift & (Narrow ? 15 : 255); }));
+}
+
+// Calls take(i, number) for each 16 of `count` numbers in a line of codes.
+template <bool Narrow, typename Take>
+inline void decode_line(const uint8_t* codes, Ahead& ahead, size_t count, const Take& take) {
+  constexpr size_t kOfUnit = Narrow ? 8 : 4;
+  for (size_t i = 0; i < count; i += kOfUnit) {
+    ahead.ask();
+    for (size_t k = 0; k < kOfUnit; ++k) take(i + k, codes_to_floats<Narrow>(codes, (i + k) / 4, k % 4));
   }
-  return load_line<Floats>(lane);
 }
 
 // The keys of a page of codes, [page / 16, size, 16].
 template <bool Narrow>
-void decode_keys(const uint8_t* codes, const float* scales, size_t size, size_t page, float* keys) {
+void decode_keys(const uint8_t* codes, Ahead& ahead, const float* scales, size_t size, size_t page, float* keys) {
   for (size_t i = 0; i < page / kColumns; ++i, codes += size * kColumns / (Narrow ? 2 : 1)) {
-    for (size_t c = 0; c < size; ++c) {
-      const Floats code = codes_to_floats<Narrow>(codes, c / 4, c % 4);
+    decode_line<Narrow>(codes, ahead, size, [&](size_t c, const Floats& code) {
       store_line(keys + (i * size + c) * kColumns, code * scales[size + c] + all_lanes(scales[c]));
-    }
+    });
   }
 }
 
 // The values of a page of codes, [page, size].
 template <bool Narrow>
-void decode_values(const uint8_t* codes, const float* scales, size_t size, size_t page, float* values) {
+void decode_values(const uint8_t* codes, Ahead& ahead, const float* scales, size_t size, size_t page, float* values) {
   for (size_t c = 0; c < size; c += kColumns, codes += page * kColumns / (Narrow ? 2 : 1)) {
-    for (size_t t = 0; t < page; ++t) {
-      const Floats code = codes_to_floats<Narrow>(codes, t / 4, t % 4);
+    decode_line<Narrow>(codes, ahead, page, [&](size_t t, const Floats& code) {
       store_line(values + t * size + c, code * scales[page + t] + all_lanes(scales[t]));
-    }
+    });
   }
 }
 
