@@ -4,9 +4,9 @@
 
 #include <atomic>
 
+#include "abi/pool.h"
 #include "abi/tensor.h"
 #include "kv_attention/plan.h"
-#include "kv_attention/pool.h"
 #include "kv_attention/select.h"
 
 namespace graphopt {

@@ -84,7 +84,12 @@ class Ranks {
 // A bit for each lane that is `least` or more.
 inline uint32_t lanes_at_least(const Integers& ranks, int32_t least) {
 #if defined(__AVX512F__)
-  return _mm512_cmpge_epi32_mask(reinterpret_cast<__m512i>(ranks.part[0]), _mm512_set1_epi32(least));
+  const __mmask16 mask =
+      _mm512_cmpge_epi32_mask(reinterpret_cast<__m512i>(ranks.part[0]), _mm512_set1_epi32(least));
+  // GCC 12 may write the 16 bits of a mask to memory and read 32.
+  uint32_t bits;
+  asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
+  return bits;
 #else
   int32_t lanes[kColumns];
   store_line(lanes, ranks);

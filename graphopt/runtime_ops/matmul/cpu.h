@@ -25,7 +25,8 @@ struct Rounded {
   float* sums = nullptr;        // of the rounded numbers before they are scaled
   int32_t* starts[2] = {};      // what a sum of products begins with, of low and high bytes: their offset is taken off
 
-  size_t rows() const { return kind == Activations::kInt16 ? 2 * rows_of_x : rows_of_x; }
+  size_t rows_of_one() const { return kind == Activations::kInt16 ? 2 : 1; }  // that a row of x becomes
+  size_t rows() const { return rows_of_one() * rows_of_x; }
   size_t panels() const { return (rows() + panel - 1) / panel; }
   size_t words_of_unit() const { return kind == Activations::kFloat ? 16 : kind == Activations::kBfloat16 ? 8 : 4; }
   // Rows that panel `index` has room for: enough for those that are left.
@@ -54,7 +55,7 @@ struct MatMulKernels {
   // With up to `few` rows of 8 bits, codes are looked up as they are multiplied; with more of them, or others, the
   // looked up values of two tiles are kept for panels of `panel` rows.
   size_t few, panel;
-  void (*round)(const Weights&, const Rounded&, const float* x, size_t panel);
+  void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
   void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
   void (*multiply)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
   int (*largest_code)(const Weights&, size_t first_tile, size_t end_tile);

@@ -1,14 +1,13 @@
 #include "matmul/product.h"
 
-#include <cstdlib>
-
-#include "abi/large_pages.h"
+#include <atomic>
 
 namespace graphopt {
 namespace {
 
-constexpr size_t kAlignment = 64;
-constexpr size_t round_up(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+constexpr size_t round_up(size_t bytes) {
+  return (bytes + Pool::kAlignment - 1) / Pool::kAlignment * Pool::kAlignment;
+}
 
 // A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small
 // weight.
@@ -17,27 +16,6 @@ constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t
 constexpr size_t kTaskNumbers = 16384;
 
 }  // namespace
-
-struct Scratch::Piece {
-  size_t bytes;
-};
-
-char* Scratch::memory(Piece* piece) { return reinterpret_cast<char*>(piece) + kAlignment; }
-
-Scratch::Piece* Scratch::take(size_t bytes) {
-  Piece* piece = left_.exchange(nullptr);
-  if (piece && piece->bytes >= bytes) return piece;
-  std::free(piece);
-  void* memory = nullptr;
-  if (posix_memalign(&memory, kAlignment, bytes + kAlignment)) return nullptr;
-  piece = static_cast<Piece*>(memory);
-  piece->bytes = bytes;
-  return piece;
-}
-
-void Scratch::give_back(Piece* piece) { std::free(left_.exchange(piece)); }
-
-Scratch::~Scratch() { std::free(left_.load()); }
 
 OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
@@ -65,7 +43,7 @@ struct Call {
   const Product* product;
   const Before* before;
   const float* x;
-  float *y, *changed;
+  float* y;
   Rounded rounded;
   bool few;
   size_t panels_of_task, tiles_of_task;
@@ -76,16 +54,28 @@ struct Call {
     const Weights& weights = self.product->weights;
     const size_t first = index * self.panels_of_task, all = self.rounded.panels();
     const size_t end = first + self.panels_of_task < all ? first + self.panels_of_task : all;
-    if (self.before) {
-      const size_t of_panel = self.rounded.panel, most = self.rounded.rows_of_x;
-      const size_t row = first * of_panel, last = end * of_panel < most ? end * of_panel : most;
-      if (!self.before->run(self.x + row * weights.rows, last - row, self.changed + row * weights.rows)) {
-        self.no_memory = true;
-        return;
+    const MatMulKernels& kernels = *self.product->kernels;
+    const size_t of_panel = self.rounded.panel / self.rounded.rows_of_one();
+    if (!self.before) {
+      for (size_t panel = first; panel < end; ++panel) {
+        kernels.round(weights, self.rounded, self.x + panel * of_panel * weights.rows, panel);
       }
+      return;
     }
-    const float* const x = self.before ? self.changed : self.x;
-    for (size_t panel = first; panel < end; ++panel) self.product->kernels->round(weights, self.rounded, x, panel);
+    const size_t bytes = round_up(of_panel * weights.rows * sizeof(float));
+    const Pool::Loan loan(self.product->tasks, bytes + self.before->scratch());
+    if (!loan.memory) {
+      self.no_memory = true;
+      return;
+    }
+    // A panel is rounded while it is near, and the next one takes its place.
+    auto* const changed = reinterpret_cast<float*>(loan.memory);
+    for (size_t panel = first; panel < end; ++panel) {
+      const size_t row = panel * of_panel, left = self.rounded.rows_of_x - row;
+      const size_t count = left < of_panel ? left : of_panel;
+      self.before->run(self.x + row * weights.rows, count, changed, loan.memory + bytes);
+      kernels.round(weights, self.rounded, changed, panel);
+    }
   }
 
   static void multiply(void* call, size_t index) {
@@ -129,17 +119,16 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   how.padded = (how.panels() - 1) * how.panel + how.width(how.panels() - 1);
   const size_t words = round_up(how.padded * weights.units() * how.words_of_unit() * sizeof(uint32_t));
   const size_t of_rows = round_up(how.padded * weights.segments() * sizeof(float));
-  Scratch::Piece* piece = scratch.take(words + 4 * of_rows + (before ? rows * weights.rows * sizeof(float) : 0));
-  if (!piece) return node.error("no memory to round %zu rows of x", rows);
-  char* const memory = Scratch::memory(piece);
+  const Pool::Loan loan(calls, words + 4 * of_rows);
+  char* const memory = loan.memory;
+  if (!memory) return node.error("no memory to round %zu rows of x", rows);
   how.words = reinterpret_cast<uint32_t*>(memory);
   how.scales = reinterpret_cast<float*>(memory + words);
   how.sums = reinterpret_cast<float*>(memory + words + of_rows);
   how.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * of_rows);
   how.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * of_rows);
 
-  Call call{this, before, static_cast<const float*>(x.data), static_cast<float*>(y),
-            reinterpret_cast<float*>(memory + words + 4 * of_rows), how, few, 1, 1};
+  Call call{this, before, static_cast<const float*>(x.data), static_cast<float*>(y), how, few, 1, 1};
   const size_t numbers = how.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
   // few rows wait for memory; many rows compute, and small tasks end together
@@ -151,7 +140,6 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   OrtStatus* failure = in_parallel(api, context, Call::round, panel_tasks, &call);
   if (!failure && call.no_memory) failure = node.error("no memory to transform rows of x");
   if (!failure) failure = in_parallel(api, context, Call::multiply, tile_tasks, &call);
-  scratch.give_back(piece);
   return failure;
 }
 

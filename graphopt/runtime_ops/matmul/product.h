@@ -1,36 +1,19 @@
 // What the products with packed weights have in common: reading the weights, and running a call on all threads.
 #pragma once
 
-#include <atomic>
-
 #include "abi/instructions.h"
 #include "abi/large_pages.h"
+#include "abi/pool.h"
 #include "abi/tensor.h"
 #include "matmul/cpu.h"
 #include "matmul/inputs.h"
 
 namespace graphopt {
 
-// Memory that one call leaves for the next; calls that run side by side each have their own.
-class Scratch {
- public:
-  Scratch() = default;
-  Scratch(const Scratch&) = delete;
-  ~Scratch();
-
-  struct Piece;
-  // At least `bytes` bytes at a multiple of 64, or null.
-  Piece* take(size_t bytes);
-  void give_back(Piece* piece);
-  static char* memory(Piece* piece);
-
- private:
-  std::atomic<Piece*> left_{nullptr};
-};
-
 // Something done to the rows of x before they are rounded; `to` has room for the rows.
 struct Before {
-  virtual bool run(const float* rows, size_t count, float* to) const = 0;
+  virtual size_t scratch() const = 0;  // bytes that `run` needs, at a multiple of 64
+  virtual void run(const float* rows, size_t count, float* to, void* scratch) const = 0;
 
  protected:
   ~Before() = default;
@@ -51,7 +34,7 @@ struct Product {
   Instructions instructions = Instructions::kScalar;
   const MatMulKernels* kernels = nullptr;
   Weights weights;
-  mutable Scratch scratch;
+  mutable Pool calls, tasks;  // memory of a call, and of a task of it
   LargeCopy copy;  // of the codes
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);

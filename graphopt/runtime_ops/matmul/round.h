@@ -158,14 +158,13 @@ void clear(const Rounded& rounded, const Segment& segment, size_t panel, size_t 
 void round_panel(const Weights& weights, const Rounded& rounded, const float* x, size_t panel) {
   const size_t first = panel * rounded.panel, width = rounded.width(panel), all = rounded.rows();
   const size_t count = all - first < width ? all - first : width;
-  const bool two = rounded.kind == Activations::kInt16, integers = two || rounded.kind == Activations::kInt8;
+  const bool integers = rounded.kind == Activations::kInt16 || rounded.kind == Activations::kInt8;
   Row rows[kMostRows];
   size_t used = 0;
-  for (size_t row = 0; row < count; row += two ? 2 : 1) {
-    const float* const of_x = x + (first + row) / (two ? 2 : 1) * weights.rows;
-    rows[used] = {&weights, &rounded, of_x, panel, width, row, {}};
+  for (size_t row = 0; row < count; row += rounded.rows_of_one(), x += weights.rows) {
+    rows[used] = {&weights, &rounded, x, panel, width, row, {}};
     if (rounded.whole_row) {
-      rows[used].scale = scale_for(largest_magnitude(of_x, weights.rows), rounded.clip, levels_of(rounded));
+      rows[used].scale = scale_for(largest_magnitude(x, weights.rows), rounded.clip, levels_of(rounded));
     }
     ++used;
   }

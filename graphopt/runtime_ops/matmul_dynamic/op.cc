@@ -1,7 +1,6 @@
 #include "matmul_dynamic/op.h"
 
 #include <cmath>
-#include <cstdlib>
 
 #include "abi/custom_op.h"
 #include "hadamard/matrix.h"
@@ -17,14 +16,12 @@ struct Rotation : Before {
   HadamardKernel kernel = nullptr;
   size_t width = 0;  // of a row
 
-  bool run(const float* rows, size_t count, float* to) const override {
+  size_t scratch() const override { return hadamard_scratch(left, right, sizeof(float)); }
+
+  void run(const float* rows, size_t count, float* to, void* scratch) const override {
     const size_t order = left.order() * right.order();
-    void* scratch = nullptr;
-    if (posix_memalign(&scratch, 64, hadamard_scratch(left, right, sizeof(float)))) return false;
     const double scale = 1 / std::sqrt(static_cast<double>(order));
     kernel({rows, to, count * (width / order), left, right, scale, scratch, false});
-    std::free(scratch);
-    return true;
   }
 };
 
