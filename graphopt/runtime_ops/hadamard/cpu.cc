@@ -25,9 +25,9 @@ struct Ahead {
   }
 };
 
-// out[k] = sum over i of B[i][k] in[i], for strips. Any four inputs have 16 sums with signs: each is made once and serves
-// all outputs, so an output costs a quarter of the additions. `kBlock` groups of four at a time stay in L1. Behind the
-// last input there are zeros up to a whole group.
+// out[k] = sum over i of B[i][k] in[i], for strips. Any four inputs have 16 sums with signs: each is made once and
+// serves all outputs, so an output costs a quarter of the additions. `kBlock` groups of four at a time stay in L1.
+// Behind the last input there are zeros up to a whole group.
 template <typename V>
 void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Ahead& ahead) {
   constexpr size_t kBlock = 10, W = kStrip / sizeof(V);

@@ -166,8 +166,10 @@ inline void stream(void* to, const void* from, size_t bytes) {
 #if defined(__AVX512F__)
     _mm512_stream_si512(reinterpret_cast<__m512i*>(t), _mm512_loadu_si512(f));
 #else
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(t), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f)));
-    _mm256_stream_si256(reinterpret_cast<__m256i*>(t + 32), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f + 32)));
+    for (size_t half = 0; half < 64; half += 32) {
+      const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(f + half));
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(t + half), numbers);
+    }
 #endif
   }
 #endif

@@ -143,7 +143,8 @@ void Call::attend(const Run& run) {
   }
   const Partial partial(parts.first + index * floats, rows(block), attention_.layout.size);
   kernels_.attend(attention_, block, first, end, loan.memory, partial);
-  if (parts.left.fetch_sub(1, std::memory_order_acq_rel) == 1) kernels_.merge(attention_, block, parts.first, parts.count);
+  if (parts.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  kernels_.merge(attention_, block, parts.first, parts.count);
 }
 
 template <typename Visit>
