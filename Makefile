@@ -53,13 +53,15 @@ demo: $(READY)
 test: $(READY)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope
 
-# Only what Python prints is captured: a sanitizer's report comes through, as its process ends at once.
+# nvcc crashes beside a sanitizer. Of the others only what Python prints is captured: a sanitizer's report comes through,
+# as its process ends at once.
 test-native: $(SANITIZED_READY)
+	GRAPHOPT_SANITIZE=1 $(BIN)/pytest tests/tools/test_cuda_resources.py
 	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0:malloc_context_size=4:quarantine_size_mb=64 UBSAN_OPTIONS=print_stacktrace=1 \
 	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
 	GRAPHOPT_SANITIZE=1 GRAPHOPT_HOSTILE_EXAMPLES=$(EXAMPLES) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
-	$(BIN)/pytest -n $(JOBS) --capture=sys tests/runtime_ops tests/tools/test_cuda_resources.py
+	$(BIN)/pytest -n $(JOBS) --capture=sys tests/runtime_ops
 
 $(SANITIZED_READY): $(READY) $(NATIVE)
 	@rm -rf $(SANITIZED)/graphopt
