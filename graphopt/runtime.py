@@ -163,13 +163,13 @@ def run(session: onnxruntime.InferenceSession, names: Sequence[str] | None, feed
     return [array_of(value) for value in values]
 
 
-def native_operators() -> frozenset[str]:
-    """Return the operators of ours that the library of kernels registers; none where it was not built.
+def native_operators(device: Device = "cpu") -> frozenset[str]:
+    """Return the operators of ours that the library of kernels for a device registers; none where it was not built.
 
     Each is asked for by a node that has no body: onnxruntime then either does not know it, or has some other fault to
     find with it.
     """
-    library = library_path()
+    library = library_path(device)
     return frozenset() if library is None else _registered(library)
 
 

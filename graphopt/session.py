@@ -53,11 +53,8 @@ class Session:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not.
-
-        On a GPU they may not: they are kept in memory of the host, and onnxruntime copies them both ways.
-        """
-        return self.native and self.device == "cpu" and OPERATOR in native_operators()
+        """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not."""
+        return self.native and OPERATOR in native_operators(self.device)
 
     @cached_property
     def fingerprint(self) -> str:

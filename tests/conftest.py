@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 from collections.abc import Callable
@@ -14,6 +15,8 @@ from hypothesis import settings
 from tests import families
 from tests.families import HIDDEN as HIDDEN
 from tests.families import POSITIONS, VOCABULARY, make_model
+from tests.runtime_ops.cuda import interface
+from tests.runtime_ops.cuda import interpreted as interpreter
 
 # Before anything imports them. No test may reach for the network; each worker of pytest-xdist computes on one core.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -132,3 +135,16 @@ def llama_canonical(llama_artifact: Path) -> Any:
     model = canonical(llama_artifact)
     run_pass(model, "fold_norms")
     return model
+
+
+@pytest.fixture(scope="session")
+def interpreted_library() -> Path:
+    """The library for GPUs, whose kernels the host interpreter runs: operators of onnxruntime's CPU provider."""
+    compiler = interpreter.compiler() or pytest.skip("there is no C++ compiler")
+    return interpreter.build("operators", interpreter.sources(), compiler)
+
+
+@pytest.fixture(scope="session")
+def interpreted(interpreted_library: Path) -> ctypes.CDLL:
+    """The C interface of all CUDA operators (``cuda/c_interface.h``), whose kernels the host interpreter runs."""
+    return interface.declare(interpreter.load(interpreted_library))

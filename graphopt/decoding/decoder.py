@@ -21,12 +21,14 @@ import numpy.typing as npt
 
 from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import to_json
+from graphopt.decoding.buffer import HostMemory, Memory
 from graphopt.decoding.cache_file import CacheFile
+from graphopt.decoding.device import DeviceMemory
 from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
 from graphopt.runtime import import_onnxruntime
-from graphopt.runtime_ops import Device
+from graphopt.runtime_ops import Device, library_path
 from graphopt.session import Session
 
 if TYPE_CHECKING:
@@ -128,10 +130,16 @@ class Decoder:
 
     def _new_cache(self, batch: int, expected: int) -> Cache:
         session = self._session
-        if session.interface.paged:
-            most = session.max_positions
-            return PagedCache(session.interface, batch, in_place=session.in_place, max_tokens=most, expected=expected)
-        return GrowingCache(session.interface, batch, device=session.device)
+        if not session.interface.paged:
+            return GrowingCache(session.interface, batch, device=session.device)
+        return PagedCache(
+            session.interface,
+            batch,
+            in_place=session.in_place,
+            max_tokens=session.max_positions,
+            expected=expected,
+            memory=_memory_of(session),
+        )
 
     @property
     def length(self) -> int:
@@ -289,3 +297,11 @@ class Decoder:
                 remedy="add the step page_kv to the recipe",
             )
         return self._cache, self._rows
+
+
+def _memory_of(session: Session) -> Memory:
+    """Return memory that the kernels of a session compute in; bodies take any, and onnxruntime copies for them."""
+    library = library_path(session.device)
+    if session.device == "cpu" or library is None or not session.in_place:
+        return HostMemory()
+    return DeviceMemory(library)

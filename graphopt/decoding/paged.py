@@ -9,10 +9,7 @@ Where every head of a layer streams, its pages go round and its cache stays as l
 
 from __future__ import annotations
 
-import contextlib
-import mmap
-import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +18,9 @@ import numpy.typing as npt
 
 from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
+from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
-from graphopt.memory import available_memory
-from graphopt.runtime import ort_value
 from graphopt.runtime_ops.kv_attention.attributes import StateTensor
 
 if TYPE_CHECKING:
@@ -32,37 +28,25 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
-_ALIGNMENT = 64
-"""Bytes: the line of a processor's cache, and its widest register."""
-
-_LARGE_PAGE, _BLOCK = 1 << 21, 1 << 25
-
 _SPARE = 1 << 26
 """Bytes of free memory that a cache leaves to what else a step needs."""
 
 
 @dataclass
 class State:
-    """One state tensor: its arrays, which onnxruntime sees without a copy.
+    """One state tensor.
 
     Attributes:
         past: the graph input.
         present: the graph output.
-        paged: whether its third axis are pages, which grow; else slots, which do not.
-        arrays: where it lies, the newest first; a second one takes the next step where that cannot write in place.
-        values: the same as onnxruntime takes them.
+        paged: whether its places are pages, which grow; else slots, which do not.
+        buffers: where it lies, the newest first; a second one takes the next step where that cannot write in place.
     """
 
     past: str
     present: str
     paged: bool
-    arrays: list[Array] = field(default_factory=list)
-    values: list[onnxruntime.OrtValue] = field(default_factory=list)
-
-    def hold(self, array: Array, sets: int) -> None:
-        """Let the state lie in ``array``, and in as many more of its kind as there are sets."""
-        self.arrays = [array, *(aligned_zeros(array.shape, array.dtype) for _ in range(sets - 1))]
-        self.values = [ort_value(each) for each in self.arrays]
+    buffers: list[Buffer] = field(default_factory=list)
 
 
 class PagedCache:
@@ -75,6 +59,7 @@ class PagedCache:
         max_tokens: tokens that a row will ever have, where that is known; capacity never exceeds them.
         memory_limit: bytes that the cache may take; what is free when it grows unless told.
         expected: tokens that a row will probably have: room for them is made at once, where there is memory.
+        memory: where the cache lies; in memory of the host unless told.
 
     Raises:
         InputError: there is not enough memory for the first page of each row.
@@ -89,8 +74,10 @@ class PagedCache:
         max_tokens: int | None = None,
         memory_limit: int | None = None,
         expected: int = 0,
+        memory: Memory | None = None,
     ) -> None:
         self._interface, self.batch = interface, batch
+        self._memory: Memory = memory or HostMemory()
         self._sets = 1 if in_place else 2
         self._max_tokens, self._limit, self._expected = max_tokens, memory_limit, expected
         self.layers = interface.layers
@@ -112,7 +99,10 @@ class PagedCache:
     @property
     def bytes(self) -> int:
         """Memory that the cache takes."""
-        return sum(array.nbytes for layer in self.states for state in layer.values() for array in state.arrays)
+        return sum(buffer.nbytes for buffer in self._buffers())
+
+    def _buffers(self) -> Iterator[Buffer]:
+        return (buffer for layer in self.states for state in layer.values() for buffer in state.buffers)
 
     @property
     def capacity(self) -> int:
@@ -176,8 +166,8 @@ class PagedCache:
             return
         for layer in self.states:
             for state in layer.values():
-                binding.bind_ortvalue_input(state.past, state.values[0])
-                binding.bind_ortvalue_output(state.present, state.values[-1])
+                state.buffers[0].bind_input(binding, state.past)
+                state.buffers[-1].bind_output(binding, state.present)
         self._bound = binding
 
     def advance(self, binding: onnxruntime.IOBinding) -> None:
@@ -185,8 +175,7 @@ class PagedCache:
         if self._sets > 1:
             for layer in self.states:
                 for state in layer.values():
-                    state.arrays.reverse()
-                    state.values.reverse()
+                    state.buffers.reverse()
 
     def rewind(self, stored: IntArray, kept: IntArray) -> None:
         """Go back from ``stored`` tokens per row to ``kept``, both int64 [batch]; see :mod:`graphopt.decoding.rewind`.
@@ -201,7 +190,7 @@ class PagedCache:
         for layer, states, oldest in zip(self.layers, self.states, self.oldest, strict=True):
             oldest[kept == 0] = 0
             for row, (tokens, length) in lengths:
-                rewind_row(layer, {name: state.arrays[0][row] for name, state in states.items()}, tokens, length)
+                rewind_row(layer, {name: Row(state.buffers[0], row) for name, state in states.items()}, tokens, length)
 
     def picked(self, rows: Sequence[int]) -> PagedCache:
         """Return a cache that begins as a copy of these rows, each of which may come any number of times.
@@ -215,18 +204,29 @@ class PagedCache:
             in_place=self._sets == 1,
             max_tokens=self._max_tokens,
             memory_limit=self._limit,
+            memory=self._memory,
         )
-        made.take({name: array[list(rows)] for name, array in self.contents().items()})
+        made._take_pages(self._pages, f"{len(rows)} rows")
+        for ours, theirs in zip(self.states, made.states, strict=True):
+            for name, state in ours.items():
+                source, copy = state.buffers[0], theirs[name].buffers[0]
+                for row, source_row in enumerate(rows):
+                    copy.copy(row, 0, source, source_row, 0, source.places)
         made.oldest = [oldest[list(rows)] for oldest in self.oldest]
         return made
 
     def contents(self, stored: IntArray | None = None) -> dict[str, Array]:
-        """Return the states as they lie, by graph input, without copies; told ``stored``, only pages in use."""
+        """Return the states as they lie, by graph input, without copies where they lie in memory of the host.
+
+        Args:
+            stored: tokens of each row, int64 [batch]: only pages in use then.
+        """
         found: dict[str, Array] = {}
         for layer, pages, states in zip(self.layers, self._pages, self.states, strict=True):
             whole = pages if stored is None else max(1, -(-int(stored.max()) // layer.attributes.page))
             for state in states.values():
-                found[state.past] = state.arrays[0][:, :, : min(whole, pages)] if state.paged else state.arrays[0]
+                buffer = state.buffers[0]
+                found[state.past] = buffer.whole(min(whole, pages) if state.paged else buffer.places)
         return found
 
     def take(self, contents: Mapping[str, Array]) -> None:
@@ -248,15 +248,23 @@ class PagedCache:
                         shape=None if given is None else given.shape,
                         remedy=f"it is {tensor.dtype} {list(tensor.shape)} for this model and batch",
                     )
-        self._demand(pages, "these contents")
-        self._bound = None
-        for index, states in enumerate(self.states):
+        self._take_pages(pages, "these contents")
+        for states in self.states:
             for state in states.values():
-                array = aligned_zeros(contents[state.past].shape, contents[state.past].dtype)
-                array[...] = contents[state.past]
-                state.hold(array, self._sets)
-            self._pages[index] = pages[index]
+                for row, numbers in enumerate(contents[state.past]):
+                    state.buffers[0].write(row, 0, numbers)
+
+    def _take_pages(self, pages: list[int], what: str) -> None:
+        """Take new buffers of these pages, by layer, in the place of what was there."""
+        self._demand(pages, what)
+        self._bound, self._pages = None, list(pages)
+        for layer, states, count in zip(self.layers, self.states, pages, strict=True):
+            for name, tensor in layer.states(self.batch, count).items():
+                states[name].buffers = self._zeros(tensor)
         self._note_room()
+
+    def _zeros(self, tensor: StateTensor) -> list[Buffer]:
+        return [self._memory.zeros(tensor) for _ in range(self._sets)]
 
     def _demand(self, pages: list[int], what: str) -> None:
         """Refuse caches of these pages where there is not enough memory."""
@@ -275,25 +283,23 @@ class PagedCache:
         """Return by how many bytes caches of these pages are too large; while a tensor is copied, both are there."""
         if self._limit is not None:
             return self._bytes(pages) - self._limit
-        held = max(
-            (array.nbytes for layer in self.states for state in layer.values() for array in state.arrays), default=0
-        )
-        return self._bytes(pages) - self.bytes + held + _SPARE - available_memory()
+        held = max((buffer.nbytes for buffer in self._buffers()), default=0)
+        return self._bytes(pages) - self.bytes + held + _SPARE - self._memory.available()
 
     def _resize(self, index: int, layer: PagedLayer, pages: int, stored: IntArray) -> None:
         self._bound = None
         for name, tensor in layer.states(self.batch, pages).items():
             state = self.states[index][name]
-            if state.arrays and not state.paged:
+            if state.buffers and not state.paged:
                 continue
-            array = zeros(tensor)
-            if state.arrays:
-                move_pages(layer, state.arrays[0], array, stored, self.oldest[index])
-            state.hold(array, self._sets)
+            buffers = self._zeros(tensor)
+            if state.buffers:
+                move_pages(layer, state.buffers[0], buffers[0], stored, self.oldest[index])
+            state.buffers = buffers
         self._pages[index] = pages
 
 
-def move_pages(layer: PagedLayer, old: Array, new: Array, stored: IntArray, oldest: IntArray) -> None:
+def move_pages(layer: PagedLayer, old: Buffer, new: Buffer, stored: IntArray, oldest: IntArray) -> None:
     """Copy the pages that rows of ``stored`` tokens have in ``old`` to where they lie in ``new``, a larger one.
 
     Args:
@@ -304,58 +310,13 @@ def move_pages(layer: PagedLayer, old: Array, new: Array, stored: IntArray, olde
         oldest: of each row, the first page behind those of the sinks that is there still, int64 [batch].
     """
     kv = layer.attributes
-    if not oldest.any():
-        # No page has gone round, so each has its own number as its place.
-        new[:, :, : old.shape[2]] = old
-        return
     for row, (tokens, first) in enumerate(zip(stored.tolist(), oldest.tolist(), strict=True)):
         pages = np.arange(-(-tokens // kv.page))
+        if not oldest.any():
+            # No page has gone round, so each has its own number as its place.
+            new.copy(row, 0, old, row, 0, len(pages))
+            continue
         pages = pages[(pages < kv.first_pages) | (pages >= first)]
-        new[row][:, kv.physical_page(pages, new.shape[2])] = old[row][:, kv.physical_page(pages, old.shape[2])]
-
-
-def zeros(tensor: StateTensor) -> Array:
-    """Return an empty state tensor."""
-    return aligned_zeros(tuple(int(size) for size in tensor.shape), tensor.dtype)
-
-
-def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
-    """Return zeros that begin at a multiple of 64 bytes; memory is taken as it is written."""
-    size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    return _room.take(size).view(dtype).reshape(shape)
-
-
-def _mapped(size: int) -> mmap.mmap:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return mmap.mmap(-1, size)
-    # Shared memory, which is what Python takes otherwise, has no large pages.
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a system without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
-
-
-class _Room:
-    """Memory in large pages of the system, which a step walks through much faster: small arrays share them.
-
-    A block goes back to the system with the last array in it.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._block: Array = np.zeros(0, np.uint8)
-        self._used = 0
-
-    def take(self, size: int) -> Array:
-        """Return ``size`` bytes of zeros."""
-        with self._lock:
-            if size > len(self._block) - self._used:
-                memory = _mapped(max(size, _BLOCK) + _LARGE_PAGE)
-                raw = np.frombuffer(memory, np.uint8)
-                self._block, self._used = raw[-raw.ctypes.data % _LARGE_PAGE :], 0
-            begin = self._used
-            self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-            return self._block[begin : begin + size]
-
-
-_room = _Room()
+        places = (kv.physical_page(pages, buffer.places).tolist() for buffer in (new, old))
+        for to, place in zip(*places, strict=True):
+            new.copy(row, to, old, row, place, 1)

@@ -10,12 +10,14 @@ What was rounded stays rounded: for integers, a page that had left the window of
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.paged import PagedLayer
+from graphopt.decoding.buffer import Row
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.layout import unpack_keys, unpack_values
 
@@ -51,8 +53,8 @@ def check_length(layer: PagedLayer, oldest: int, tokens: int, kept: int, row: in
         )
 
 
-def rewind_row(layer: PagedLayer, state: dict[str, Array], tokens: int, kept: int) -> None:
-    """Bring the state of a row, tensors without their batch axis, from ``tokens`` tokens back to ``kept``, in place."""
+def rewind_row(layer: PagedLayer, state: Mapping[str, Row], tokens: int, kept: int) -> None:
+    """Bring the states of a row, by their names, from ``tokens`` tokens back to ``kept``, where they lie."""
     kv = layer.attributes
     if kept == 0 or kept == tokens:
         return
@@ -60,25 +62,27 @@ def rewind_row(layer: PagedLayer, state: dict[str, Array], tokens: int, kept: in
     if kv.levels is not None:
         for page in range(max(kv.sink_pages, newest - kv.recent_pages), newest + 1):
             if page + kv.recent_pages + 1 <= was:
-                state["recent"][:, int(kv.slot(page))] = _decoded(layer, state, page)
+                state["recent"].write(int(kv.slot(page)), _decoded(layer, state, page))
     if kv.retrieves and kept % kv.page:
-        physical = int(kv.physical_page(newest, state["keys"].shape[1]))
+        physical = int(kv.physical_page(newest, state["keys"].places))
         keys, _ = _floats(layer, state, newest, kept % kv.page)
         bounds = [keys.min(axis=1), keys.max(axis=1)]
         summary = keys.mean(axis=1) if kv.summary == "mean" else np.concatenate(bounds, axis=-1)
-        state["summaries"][:, physical, : kv.known(layer.head_size)] = summary
+        summaries = state["summaries"].read(physical)
+        summaries[:, : kv.known(layer.head_size)] = summary
+        state["summaries"].write(physical, summaries)
     if kv.compensate and kept % kv.page and kept > kv.sinks:
         _follow(layer, state, kept)
 
 
-def _decoded(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
+def _decoded(layer: PagedLayer, state: Mapping[str, Row], page: int) -> Array:
     """Return a page of codes as a slot of floats, [KV heads, 2 T D]."""
     kv, size = layer.attributes, layer.head_size
-    physical = int(kv.physical_page(page, state["keys"].shape[1]))
-    scales = state["scales"][:, physical]
+    physical = int(kv.physical_page(page, state["keys"].places))
+    scales = state["scales"].read(physical)
     key_low, key_step, value_low, value_step = np.split(scales, [size, 2 * size, 2 * size + kv.page], axis=-1)
-    keys = unpack_keys(state["keys"][:, physical], kv.page, size, kv.storage)
-    values = unpack_values(state["values"][:, physical], kv.page, size, kv.storage)
+    keys = unpack_keys(state["keys"].read(physical), kv.page, size, kv.storage)
+    values = unpack_values(state["values"].read(physical), kv.page, size, kv.storage)
     floats = (
         key_low[:, None, :] + key_step[:, None, :] * keys.astype(np.float32),
         value_low[:, :, None] + value_step[:, :, None] * values.astype(np.float32),
@@ -86,27 +90,30 @@ def _decoded(layer: PagedLayer, state: dict[str, Array], page: int) -> Array:
     return np.concatenate([each.reshape(len(each), -1) for each in floats], axis=-1)
 
 
-def _follow(layer: PagedLayer, state: dict[str, Array], kept: int) -> None:
+def _follow(layer: PagedLayer, state: Mapping[str, Row], kept: int) -> None:
     """Make the mean of all tokens from the sinks up to ``kept``, in whose page it is, again; in place."""
     kv, size = layer.attributes, layer.head_size
-    page, means = (kept - 1) // kv.page, state["summaries"][..., -2 * size :]
-    here, before = kv.physical_page([page, page - 1], state["keys"].shape[1])
+    page, summaries = (kept - 1) // kv.page, state["summaries"]
+    here, before = (int(place) for place in kv.physical_page([page, page - 1], state["keys"].places))
     known = max(0, page * kv.page - kv.sinks)  # tokens that the mean of the page before is of
     first = max(kv.sinks - page * kv.page, 0)
     tokens = np.concatenate(_floats(layer, state, page, kept % kv.page), axis=-1)[:, first:]
     mean = tokens.mean(axis=1)
     if known:
-        mean = means[:, before] + (mean - means[:, before]) * np.float32(tokens.shape[1] / (known + tokens.shape[1]))
-    means[:, here] = mean
+        mean_before = summaries.read(before)[:, -2 * size :]
+        mean = mean_before + (mean - mean_before) * np.float32(tokens.shape[1] / (known + tokens.shape[1]))
+    summary = summaries.read(here)
+    summary[:, -2 * size :] = mean
+    summaries.write(here, summary)
 
 
-def _floats(layer: PagedLayer, state: dict[str, Array], page: int, tokens: int) -> tuple[Array, Array]:
+def _floats(layer: PagedLayer, state: Mapping[str, Row], page: int, tokens: int) -> tuple[Array, Array]:
     """Return the first keys and values of the newest page of a row, float32 [KV heads, tokens, D] each."""
     kv, size = layer.attributes, layer.head_size
     if kv.levels is not None:
-        slot = state["recent"][:, int(kv.slot(page))].reshape(-1, 2, kv.page, size)
+        slot = state["recent"].read(int(kv.slot(page))).reshape(-1, 2, kv.page, size)
         return slot[:, 0, :tokens], slot[:, 1, :tokens]
-    physical = int(kv.physical_page(page, state["keys"].shape[1]))
-    keys = unpack_keys(state["keys"][:, physical], kv.page, size, kv.storage)
-    values = unpack_values(state["values"][:, physical], kv.page, size, kv.storage)
+    physical = int(kv.physical_page(page, state["keys"].places))
+    keys = unpack_keys(state["keys"].read(physical), kv.page, size, kv.storage)
+    values = unpack_values(state["values"].read(physical), kv.page, size, kv.storage)
     return keys[:, :tokens].astype(np.float32), values[:, :tokens].astype(np.float32)

@@ -7,14 +7,19 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphopt.decoding.buffer import HostBuffer
 from graphopt.decoding.decoder import Decoder
+from graphopt.decoding.device import DeviceBuffer, DeviceMemory
 from graphopt.decoding.paged import PagedCache
 from graphopt.errors import InputError
 from graphopt.evaluate import evaluate
 from graphopt.generate import generate
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
+from graphopt.runtime import PROVIDERS
+from graphopt.runtime_ops import Device
 from graphopt.runtime_ops.kv_attention.attributes import FLOATS
+from graphopt.runtime_ops.library import CUDA_PATH_VARIABLE
 from graphopt.session import Session, load
 from tests.families import VOCABULARY
 
@@ -31,15 +36,28 @@ def make_session(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathF
     """Return a function that opens a family after a step of a recipe; each is made once."""
     made: dict[str, Path] = {}
 
-    def make(family: str, step: str = "page_kv", *, native: bool = True, **options: Any) -> Session:
+    def make(
+        family: str, step: str = "page_kv", *, native: bool = True, device: Device = "cpu", **options: Any
+    ) -> Session:
         key = f"{family} {step} {options}"
         if key not in made:
             steps = [{"step": "canonicalize"}, {"step": step, **options}]
             made[key] = tmp_path_factory.mktemp("paged") / "model"
             optimize(make_artifact(family), Recipe.model_validate({"name": step, "steps": steps}), made[key])
-        return load(made[key], native=native)
+        return load(made[key], native=native, device=device)
 
     return make
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
+    """What a session computes on. No GPU is needed: its kernels and its memory are those of the host interpreter."""
+    if request.param == "cuda":
+        monkeypatch.setitem(PROVIDERS, "cuda", PROVIDERS["cpu"])
+        monkeypatch.setattr(DeviceMemory, "device", "cpu")
+        monkeypatch.setenv(CUDA_PATH_VARIABLE, str(request.getfixturevalue("interpreted_library")))
+    named: Device = request.param
+    return named
 
 
 def tokens(batch: int, length: int, seed: int = 0) -> np.ndarray:
@@ -52,9 +70,9 @@ def close(expected: np.ndarray, found: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_the_same_tokens_as_with_caches_that_grow(
-    native: bool, llama_artifact: Path, make_session: Callable[..., Session]
+    native: bool, llama_artifact: Path, make_session: Callable[..., Session], device: Device
 ) -> None:
-    before, after = load(llama_artifact), make_session("llama", page=16, native=native)
+    before, after = load(llama_artifact), make_session("llama", page=16, native=native, device=device)
     texts = [generate(session, PROMPTS, max_new_tokens=40) for session in (before, after)]
     assert texts[0] == texts[1]
     ids = tokens(2, 30)
@@ -123,8 +141,10 @@ def test_a_row_past_the_positions_is_refused(make_session: Callable[..., Session
     assert decoder.tokens.tolist() == [128]
 
 
-def test_the_cache_grows_by_doubling_and_reports_its_memory(make_session: Callable[..., Session]) -> None:
-    decoder = Decoder(make_session("llama", page=16), 1)
+def test_the_cache_grows_by_doubling_and_reports_its_memory(
+    make_session: Callable[..., Session], device: Device
+) -> None:
+    decoder = Decoder(make_session("llama", page=16, device=device), 1)
     seen = []
     for _ in range(70):
         decoder.step(tokens(1, 1))
@@ -134,6 +154,8 @@ def test_the_cache_grows_by_doubling_and_reports_its_memory(make_session: Callab
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes, and a second set where a body cannot write in place
     sets = 1 if decoder._session.in_place else 2
     assert decoder.cache.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
+    buffers = [each for layer in decoder.cache.states for state in layer.values() for each in state.buffers]
+    assert {type(each) for each in buffers} == {DeviceBuffer if device == "cuda" else HostBuffer}
 
 
 def test_room_for_what_is_expected_is_made_at_once(make_session: Callable[..., Session]) -> None:
@@ -190,9 +212,9 @@ def test_too_little_memory_is_said_before_it_runs_out(make_session: Callable[...
 
 
 def test_a_window_keeps_the_cache_from_growing(
-    make_session: Callable[..., Session], make_artifact: MakeArtifact
+    make_session: Callable[..., Session], device: Device, make_artifact: MakeArtifact
 ) -> None:
-    session = make_session("mistral_window", page=16)
+    session = make_session("mistral_window", page=16, device=device)
     ids = tokens(2, 120)
     decoder, whole = Decoder(session, 2), Decoder(load(make_artifact("mistral_window")), 2)
     expected = whole.step(ids)
@@ -203,9 +225,9 @@ def test_a_window_keeps_the_cache_from_growing(
 
 
 def test_a_larger_call_moves_pages_that_have_gone_round(
-    make_session: Callable[..., Session], make_artifact: MakeArtifact
+    make_session: Callable[..., Session], device: Device, make_artifact: MakeArtifact
 ) -> None:
-    session = make_session("mistral_window", page=16)
+    session = make_session("mistral_window", page=16, device=device)
     ids = tokens(2, 120)
     decoder, whole = Decoder(session, 2), Decoder(load(make_artifact("mistral_window")), 2)
     mask = np.ones_like(ids)
@@ -216,8 +238,10 @@ def test_a_larger_call_moves_pages_that_have_gone_round(
     assert close(expected[mask == 1], np.concatenate(found, axis=1)[mask == 1])
 
 
-def test_rewound_it_goes_on_as_if_it_had_never_been_further(make_session: Callable[..., Session]) -> None:
-    session = make_session("llama", page=16)
+def test_rewound_it_goes_on_as_if_it_had_never_been_further(
+    make_session: Callable[..., Session], device: Device
+) -> None:
+    session = make_session("llama", page=16, device=device)
     ids, other = tokens(2, 60), tokens(2, 20, seed=1)
     decoder, straight = Decoder(session, 2), Decoder(session, 2)
     decoder.step(ids)
@@ -232,9 +256,11 @@ def test_rewound_it_goes_on_as_if_it_had_never_been_further(make_session: Callab
 
 @pytest.mark.parametrize("storage", ["int8", "int4"])
 def test_codes_can_be_rewound_within_the_pages_that_are_floats(
-    storage: str, make_session: Callable[..., Session]
+    storage: str, make_session: Callable[..., Session], device: Device
 ) -> None:
-    session = make_session("llama", "quantize_kv", storage=storage, page=16, sink_pages=0, recent_pages=1)
+    session = make_session(
+        "llama", "quantize_kv", storage=storage, page=16, sink_pages=0, recent_pages=1, device=device
+    )
     ids, other = tokens(1, 60), tokens(1, 20, seed=1)
     decoder, straight = Decoder(session, 1), Decoder(session, 1)
     straight.step(ids[:, :50])
@@ -263,9 +289,9 @@ def test_what_cannot_be_rewound(make_session: Callable[..., Session], llama_arti
 
 
 def test_a_window_can_be_rewound_as_far_as_its_pages_are_there(
-    make_session: Callable[..., Session], make_artifact: MakeArtifact
+    make_session: Callable[..., Session], device: Device, make_artifact: MakeArtifact
 ) -> None:
-    session = make_session("mistral_window", page=16)
+    session = make_session("mistral_window", page=16, device=device)
     ids = tokens(1, 100)
     decoder = Decoder(session, 1)
     for column in range(100):
@@ -280,8 +306,8 @@ def test_a_window_can_be_rewound_as_far_as_its_pages_are_there(
     assert close(expected[:, -1:], decoder.step(ids)[:, -1:])
 
 
-def test_a_prompt_is_shared_by_forking(make_session: Callable[..., Session]) -> None:
-    session = make_session("llama", page=16)
+def test_a_prompt_is_shared_by_forking(make_session: Callable[..., Session], device: Device) -> None:
+    session = make_session("llama", page=16, device=device)
     prompt, more = tokens(2, 25), tokens(3, 9, seed=2)
     decoder = Decoder(session, 2)
     decoder.step(prompt)
@@ -300,9 +326,9 @@ def test_a_prompt_is_shared_by_forking(make_session: Callable[..., Session]) -> 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("storage", ["bfloat16", "float8"])
 def test_caches_of_types_that_numpy_has_not_are_rewound_forked_saved_and_restored(
-    storage: str, native: bool, make_session: Callable[..., Session], tmp_path: Path
+    storage: str, native: bool, make_session: Callable[..., Session], device: Device, tmp_path: Path
 ) -> None:
-    session = make_session("llama", "quantize_kv", native=native, storage=storage, page=16)
+    session = make_session("llama", "quantize_kv", native=native, storage=storage, page=16, device=device)
     ids, more = tokens(2, 40), tokens(2, 9, seed=1)
     straight, decoder = Decoder(session, 2), Decoder(session, 2)
     straight.step(ids)
@@ -327,9 +353,9 @@ def test_caches_of_types_that_numpy_has_not_are_rewound_forked_saved_and_restore
 
 @pytest.mark.parametrize(("family", "step"), [("llama", "page_kv"), ("mistral_window", "page_kv")])
 def test_a_cache_is_saved_and_restored(
-    family: str, step: str, make_session: Callable[..., Session], tmp_path: Path
+    family: str, step: str, make_session: Callable[..., Session], device: Device, tmp_path: Path
 ) -> None:
-    session = make_session(family, step, page=16)
+    session = make_session(family, step, page=16, device=device)
     decoder = Decoder(session, 2)
     for begin in range(0, 50, 10):
         decoder.step(tokens(2, 50)[:, begin : begin + 10])

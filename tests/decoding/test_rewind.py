@@ -8,6 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from graphopt.analysis.paged import PagedLayer
+from graphopt.decoding.buffer import HostBuffer, Row
 from graphopt.decoding.paged import move_pages
 from graphopt.decoding.rewind import check_length, first_length, rewind_row
 from graphopt.errors import InputError
@@ -28,6 +29,11 @@ def filled(layer: PagedLayer, pages: int, rows: list[np.ndarray]) -> State:
         keys[index, longest - len(row) :] = row
     counts = np.array([len(row) for row in rows])
     return append(layer.attributes, empty, keys, -keys, np.zeros(len(rows), np.int64), counts)
+
+
+def first_row(state: State) -> dict[str, Row]:
+    """The states of the first row, where they lie."""
+    return {name: Row(HostBuffer(tensor), 0) for name, tensor in state.items()}
 
 
 def by_token(name: str, page: np.ndarray) -> np.ndarray:
@@ -68,7 +74,7 @@ def test_a_rewound_row_goes_on_as_one_that_was_never_longer(
     kept = data.draw(st.integers(1, tokens))
     first, second = drawn(0, tokens), drawn(1, 40)
     rewound = filled(layer, 10, [first])
-    rewind_row(layer, {name: tensor[0] for name, tensor in rewound.items()}, tokens, kept)
+    rewind_row(layer, first_row(rewound), tokens, kept)
     after = append(kv, rewound, second[None], -second[None], np.array([kept]), np.array([40]))
     straight = filled(layer, 10, [np.concatenate([first[:kept], second])])
     total = kept + 40
@@ -117,7 +123,7 @@ def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
     if 1 < first < tokens:
         with pytest.raises(InputError, match="cannot be rewound"):
             check_length(layer, oldest, tokens, first - 1, 0)
-    rewind_row(layer, {name: tensor[0] for name, tensor in row.state.items()}, tokens, kept)
+    rewind_row(layer, first_row(row.state), tokens, kept)
     row.past, row.column = np.array([kept]), kept
     straight = Fed(kv, drawn_tokens, -(-total // PAGE))
     straight.call(kept)
@@ -149,7 +155,7 @@ def test_pages_move_to_where_a_larger_cache_would_have_them(lengths: list[int], 
     oldest = np.maximum(0, whole - (pages - kv.first_pages))
     for name in ("keys", "values"):
         moved = np.zeros_like(larger[name])
-        move_pages(layer, state[name], moved, np.array(lengths), oldest)
+        move_pages(layer, HostBuffer(state[name]), HostBuffer(moved), np.array(lengths), oldest)
         for row, count in enumerate(whole):
             for page in range(count):
                 if page < kv.first_pages or page >= oldest[row]:

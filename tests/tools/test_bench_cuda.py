@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.runtime_ops.cuda import interface, interpreted
 from tools import bench_cuda
 from tools.bench import cuda_hadamard, cuda_kv_attention, cuda_matmul
 from tools.bench.cuda_case import Case
@@ -81,11 +81,9 @@ def test_a_wrong_case_is_not_timed(clock: SimpleNamespace, error: float) -> None
     assert "WRONG" in bench_cuda.show(row, 1.0)
 
 
-def test_cases_of_hadamard_compute_what_they_check() -> None:
+def test_cases_of_hadamard_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
     """On tensors of the CPU, by the host interpreter; the same code runs on a GPU."""
-    compiler = interpreted.compiler() or pytest.skip("there is no C++ compiler")
-    library = interface.declare(interpreted.load(interpreted.build("operators", interpreted.sources(), compiler)))
-    for made in cuda_hadamard.cases(library, torch, "cpu", widths=(96, 1024), rows=(1, 3)):
+    for made in cuda_hadamard.cases(interpreted, torch, "cpu", widths=(96, 1024), rows=(1, 3)):
         made.poison(1)
         assert not made.error(1) <= made.allowed
         made.run(1)
@@ -95,10 +93,8 @@ def test_cases_of_hadamard_compute_what_they_check() -> None:
             rival(0)
 
 
-def test_products_of_the_benchmark_are_right() -> None:
-    compiler = interpreted.compiler() or pytest.skip("there is no C++ compiler")
-    library = interface.declare(interpreted.load(interpreted.build("operators", interpreted.sources(), compiler)))
-    made = list(cuda_matmul.cases(library, torch, "cpu", shapes=((256, 48),), rows=(3, 20)))
+def test_products_of_the_benchmark_are_right(interpreted: ctypes.CDLL) -> None:
+    made = list(cuda_matmul.cases(interpreted, torch, "cpu", shapes=((256, 48),), rows=(3, 20)))
     assert len(made) == 14
     for case in made:
         case.poison(1)
@@ -109,10 +105,8 @@ def test_products_of_the_benchmark_are_right() -> None:
             rival(0)
 
 
-def test_cases_of_kv_attention_compute_what_they_check() -> None:
-    compiler = interpreted.compiler() or pytest.skip("there is no C++ compiler")
-    library = interface.declare(interpreted.load(interpreted.build("operators", interpreted.sources(), compiler)))
-    for made in cuda_kv_attention.cases(library, torch, "cpu", sizes=((2, 192), (1, 640)), heads=(6, 2), size=32):
+def test_cases_of_kv_attention_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
+    for made in cuda_kv_attention.cases(interpreted, torch, "cpu", sizes=((2, 192), (1, 640)), heads=(6, 2), size=32):
         made.poison(1)
         assert not made.error(1) <= made.allowed
         made.run(1)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.decoding.paged import aligned_zeros
+from graphopt.decoding.large_pages import aligned_zeros
 from graphopt.errors import InputError
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path

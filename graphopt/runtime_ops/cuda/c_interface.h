@@ -3,7 +3,7 @@
 // Each call starts kernels on a stream (a cudaStream_t; null for CUDA's own) and returns before they are done. It
 // returns null, or what went wrong, in words that live until the thread's next call. All pointers are to memory of the
 // device, at multiples of 16 bytes, unless the word "host" stands beside them; scratch holds as many bytes as
-// ..._scratch says, and may be null where that is 0. Nothing is allocated. Callers check shapes; codes are never
+// ..._scratch says, and may be null where that is 0. No kernel allocates. Callers check shapes; codes are never
 // trusted.
 //
 // tests/runtime_ops/cuda/interface.py states the same structs for Python.
@@ -48,6 +48,16 @@ struct GraphoptHadamard {
 };
 GRAPHOPT_PUBLIC size_t graphopt_cuda_hadamard_scratch(const struct GraphoptHadamard* call);
 GRAPHOPT_PUBLIC const char* graphopt_cuda_hadamard(const struct GraphoptHadamard* call, void* stream);
+
+// Memory of the device for those who keep caches there. These return when they are done; the kernels that use the memory
+// must be done before.
+GRAPHOPT_PUBLIC const char* graphopt_cuda_allocate(void** memory, size_t bytes);  // zeros, at a multiple of 256 bytes
+GRAPHOPT_PUBLIC void graphopt_cuda_free(void* memory);
+// Copies `rows` runs of bytes that begin a pitch apart; each side may be memory of the host or of the device. The two
+// do not overlap.
+GRAPHOPT_PUBLIC const char* graphopt_cuda_copy(void* to, size_t to_pitch, const void* from, size_t from_pitch,
+                                               size_t bytes, size_t rows);
+GRAPHOPT_PUBLIC const char* graphopt_cuda_memory_left(size_t* bytes);
 
 #ifdef __cplusplus
 }  // extern "C"

@@ -1,15 +1,9 @@
 #include "cuda/copy.h"
 
-#include "cuda/device.h"
+#include "cuda/launch.h"
 
 namespace graphopt {
 #if defined(__CUDACC__)
-namespace {
-
-const char* said(cudaError_t status) { return status == cudaSuccess ? nullptr : cudaGetErrorString(status); }
-
-}  // namespace
-
 const char* copy_to_device(void* device, const void* host, size_t bytes, void* stream) {
   // Of memory that is not pinned, CUDA has taken its own copy when the call returns.
   return said(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)));

@@ -5,6 +5,15 @@
 
 namespace graphopt {
 
+#if defined(__CUDACC__)
+// What went wrong, or null; who asks CUDA for its last error next is not told of it again.
+inline const char* said(cudaError_t status) {
+  if (status == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(status);
+}
+#endif
+
 // What a block may have on every GPU from sm_80 on; a kernel that needs less lets more blocks share a processor.
 constexpr size_t kSharedBytes = 163 * 1024;
 constexpr unsigned kThreads = 1024;
@@ -38,7 +47,7 @@ const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, siz
     status = cudaLaunchKernel(function, dim3(grid.x, grid.y, grid.z), dim3(threads), values, shared_bytes,
                               static_cast<cudaStream_t>(stream));
   }
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+  return said(status);
 #else
   (void)stream;
   struct Call {
