@@ -132,9 +132,29 @@ def assert_same_state(one: Arrays, other: Arrays) -> None:
         assert np.array_equal(one[name], other[name], equal_nan=one[name].dtype.kind in "fV"), name
 
 
-def model_of(attributes: KVAttributes, shapes: dict[str, tuple[int | str | None, ...]], opset: int = 23) -> ir.Model:
+def assert_float16_is_widened(wide: Run, narrow: Run, **options: Any) -> None:
+    """``narrow`` takes and gives float16, and computes what ``wide`` does: the same state, and y rounded."""
+    attributes = attributes_of(sinks=18, recent=20, **options)
+    tokens = tokens_of(attributes, 60, batch=2, group=3, head_size=32, sink_logits=True, sink_query=True)
+    halves = {name: tensor if name == "sink_logits" else tensor.astype(np.float16) for name, tensor in tokens.items()}
+    floats = {name: tensor.astype(np.float32) for name, tensor in halves.items()}
+    one, other = Fed(attributes, floats, 5, wide), Fed(attributes, halves, 5, narrow)
+    for columns, *new in ((40, 40, 33), (1,), (7, 0, 7), (12,)):
+        expected, y = one.call(columns, new or None), other.call(columns, new or None)
+        assert (expected.dtype, y.dtype) == (np.float32, np.float16)
+        assert np.array_equal(expected.astype(np.float16), y)
+        assert_same_state(one.state, other.state)
+
+
+def model_of(
+    attributes: KVAttributes,
+    shapes: dict[str, tuple[int | str | None, ...]],
+    opset: int = 23,
+    activations: ir.DataType = ir.DataType.FLOAT,
+) -> ir.Model:
     """Return a graph of one node; all that ``shapes`` names are inputs of the graph, floats but for what is not."""
     whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
+    whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
     for name, tensor in attributes.state("batch", "pages", 16):
         whole[name] = ir.DataType.from_numpy(tensor.dtype)
     values = [ir.val(name, whole.get(name, ir.DataType.FLOAT), ir.Shape(shapes[name])) for name in (*INPUTS, *STATE)]
@@ -163,10 +183,12 @@ class Body:
 
     Args:
         static: whether the graph states every dimension; else it names none.
+        opset: of the graph and the body.
+        activations: the type of query, key, value, `sink_query` and y.
     """
 
-    def __init__(self, *, static: bool = False, opset: int = 23) -> None:
-        self.static, self.opset = static, opset
+    def __init__(self, *, static: bool = False, opset: int = 23, activations: ir.DataType = ir.DataType.FLOAT) -> None:
+        self.static, self.opset, self.activations = static, opset, activations
         self.sessions: dict[Any, onnxruntime.InferenceSession] = {}
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
@@ -176,5 +198,5 @@ class Body:
             shapes = {name: [None] * len(shape) for name, shape in shapes.items()}
         key = (attrs, str(shapes))
         if key not in self.sessions:
-            self.sessions[key] = open_quietly(model_of(attrs, shapes, self.opset))
+            self.sessions[key] = open_quietly(model_of(attrs, shapes, self.opset, self.activations))
         return run(self.sessions[key], None, by_name)

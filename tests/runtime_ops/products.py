@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -64,16 +65,18 @@ def any_case(draw: st.DrawFn) -> Case:
     return {**case, "activations": draw(st.sampled_from(MODES))}
 
 
-def model_of(name: str, case: Case, opset: int = 23) -> ir.Model:
-    """Return a graph of one node of the operator called ``name``; only x is an input of the graph."""
+def model_of(name: str, case: Case, opset: int = 23, fed: Sequence[str] = ()) -> ir.Model:
+    """Return a graph of one node of the operator called ``name``; its inputs are x and what is ``fed``."""
     constants = [ir.val(key, const_value=ir.tensor(case[key], name=key)) for key in INPUTS[1:] if key in case]
     leading = [f"axis{axis}" for axis in range(case["x"].ndim - 1)]
-    x = ir.val("x", ir.DataType.FLOAT, ir.Shape([*leading, case["rows"]]))
+    x = ir.val("x", ir.DataType.from_numpy(case["x"].dtype), ir.Shape([*leading, case["rows"]]))
     attributes = {key: value for key, value in case.items() if key not in INPUTS}
     node = OPERATORS[name].node([x, *constants], attributes, name="product")
     y = node.outputs[0]
     y.name, y.type, y.shape = "y", x.type, ir.Shape([*leading, case["columns"]])
     graph = ir.Graph([x], [y], nodes=[node], initializers=constants, opset_imports={"": opset}, name="one")
+    for key in fed:
+        graph.inputs.append(graph.initializers.pop(key))
     model = ir.Model(graph, ir_version=11)
     declare(model)
     return model

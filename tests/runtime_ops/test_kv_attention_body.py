@@ -21,6 +21,7 @@ from tests.runtime_ops.kv_cases import (
     STATE,
     Body,
     Fed,
+    assert_float16_is_widened,
     assert_same_state,
     attributes_of,
     model_of,
@@ -92,6 +93,12 @@ def test_long_calls(storage: str, page: int) -> None:
     attributes = attributes_of(storage=storage, page=page, policies=(0, 2), budget=1, recent=9)
     tokens = tokens_of(attributes, 210, batch=2)
     compare(attributes, tokens, -(-210 // page), [(5,), (120, 120, 77), (84,), (1,)], Body())
+
+
+@EACH_STORAGE
+def test_queries_of_float16(storage: str) -> None:
+    options: dict[str, Any] = {"storage": storage, "policies": (1, 2), "budget": 1}
+    assert_float16_is_widened(Body(), Body(activations=ir.DataType.FLOAT16), **options)
 
 
 @given(

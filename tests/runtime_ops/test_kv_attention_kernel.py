@@ -20,6 +20,7 @@ from tests.runtime_ops.kv_cases import (
     Fed,
     Run,
     any_calls,
+    assert_float16_is_widened,
     assert_same_state,
     attributes_of,
     tokens_of,
@@ -217,6 +218,13 @@ def test_pages_that_are_shared_out(instructions: str, storage: str, policies: li
         expected, y = wanted.call(columns), seen.call(columns)
         assert (np.abs(expected - y) <= bounded.most).all()
     assert_same_state(wanted.state, seen.state)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_queries_of_float16(storage: str, in_place: bool) -> None:
+    narrow = Native(activations=np.float16, in_place=in_place)
+    assert_float16_is_widened(Native(), narrow, storage=storage, policies=(1, 2), budget=1)
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -136,7 +136,7 @@ def test_what_hangs_on_constants_is_folded(tmp_path: Path) -> None:
     case = {**case_of(32, 5, 16, 4), **NONE, "bits": 8, "clip": 1.0}
     run_body(NAME, case, optimized=f"{tmp_path}/optimized.onnx")
     left = [node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph]
-    assert left[-2:] == ["MatMul", "Add"]
+    assert left[-2:] == ["MatMul", "Cast"]  # of an output of the graph to its own type; elsewhere that goes, too
     assert not {"If", "Gather", "BitShift", "Equal", "Transpose"} & set(left)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx_ir as ir
@@ -41,17 +41,20 @@ class Kernel:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch
 
-    def session(self, name: str, case: Case, isa: str = "", threads: int = 2) -> onnxruntime.InferenceSession:
+    def session(
+        self, name: str, case: Case, isa: str = "", threads: int = 2, fed: Sequence[str] = ()
+    ) -> onnxruntime.InferenceSession:
         self.monkeypatch.setenv(ISA_VARIABLE, isa)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = threads
         options.register_custom_ops_library(str(library_path()))
-        serialized = ir.to_proto(model_of(name, case)).SerializeToString()
+        serialized = ir.to_proto(model_of(name, case, fed=fed)).SerializeToString()
         return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
 
-    def __call__(self, name: str, case: Case, isa: str = "", threads: int = 2) -> np.ndarray:
-        return self.session(name, case, isa, threads).run(None, {"x": case["x"]})[0]
+    def __call__(self, name: str, case: Case, isa: str = "", threads: int = 2, fed: Sequence[str] = ()) -> np.ndarray:
+        feeds = {key: case[key] for key in ("x", *fed)}
+        return self.session(name, case, isa, threads, fed).run(None, feeds)[0]
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +109,45 @@ def test_groups_that_are_ragged_long_or_the_whole_column(
 @given(case=any_case())
 def test_any_product(kernel: Kernel, case: Case) -> None:
     check(kernel, case)
+
+
+def either(name: str, count: int, scale_type: type) -> Case:
+    """A case of the operator called ``name``, with a rotation where it takes one."""
+    case = case_of(96, 37, 48, 6, leading=(count,), zero_points=True, bias=True, scale_type=scale_type)
+    of_dynamic = {"left": hadamard(12), "right": hadamard(4), "bits": 8, "clip": 0.9}
+    return case | ({"activations": "int8"} if name == MATMUL_TABLE.name else of_dynamic)
+
+
+@pytest.mark.parametrize("name", [MATMUL_TABLE.name, MATMUL_DYNAMIC.name])
+@pytest.mark.parametrize("scale_type", [np.float16, np.float32])
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_an_x_of_float16_is_multiplied_as_floats(kernel: Kernel, name: str, scale_type: type, count: int) -> None:
+    case = either(name, count, scale_type)
+    halves = case["x"].astype(np.float16)
+    wide = kernel(name, {**case, "x": halves.astype(np.float32)})
+    y, by_body = kernel(name, {**case, "x": halves}), run_body(name, {**case, "x": halves})
+    assert y.dtype == by_body.dtype == np.float16
+    assert y.shape == by_body.shape == (count, 37)
+    if not count:
+        return
+    assert np.array_equal(y, wide.astype(np.float16))
+    limit = (bound if name == MATMUL_TABLE.name else dynamic_bound)(**{**case, "x": halves.astype(np.float32)})
+    # both have the bound of the operator, and are rounded: half a last place, which is 2^-11 of a number
+    largest = np.abs(wide) + 2 * limit
+    assert (np.abs(y.astype(np.float64) - by_body) <= 2 * limit + 2 * 2.0**-11 * largest + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("name", [MATMUL_TABLE.name, MATMUL_DYNAMIC.name])
+@pytest.mark.parametrize("fed", [("scales", "zero_points"), ("scales",), ("zero_points",)])
+def test_scales_may_be_computed(kernel: Kernel, name: str, fed: tuple[str, ...]) -> None:
+    """As onnxruntime does to them where a node of float16 stands between nodes of float32."""
+    for count in (1, 20):
+        case = either(name, count, np.float32)
+        session = kernel.session(name, case, fed=fed)
+        for factor in (1, -3):
+            given = {**case, **{key: case[key] * np.float32(factor) for key in fed}}
+            found = session.run(None, {key: given[key] for key in ("x", *fed)})[0]
+            assert np.array_equal(found, kernel(name, given))
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -129,7 +129,7 @@ def test_the_body_is_standard_onnx(opset: int, activations: str) -> None:
 def test_the_weight_is_folded(activations: str, tmp_path: Path) -> None:
     run_body(NAME, {**case_of(37, 5, 16, 6), "activations": activations}, optimized=f"{tmp_path}/optimized.onnx")
     left = [node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph]
-    assert left[-2:] == ["MatMul", "Add"]
+    assert left[-2:] == ["MatMul", "Cast"]  # of an output of the graph to its own type; elsewhere that goes, too
     if activations == "float32":
         assert len(left) == 2
     elif activations == "bfloat16":

@@ -111,6 +111,13 @@ struct Node {
     return error("its attribute %s must be there, and be %s", attribute, type);
   }
 
+  OrtStatus* find_constant(const OrtKernelInfo* info, size_t index, bool* is_constant) const {
+    int given = 0;
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, index, &given, &value));
+    *is_constant = given;
+    return nullptr;
+  }
   // A constant input, which lives as long as the session.
   OrtStatus* read_constant(const OrtKernelInfo* info, size_t index, const char* input, Tensor* tensor) const {
     int given = 0;

@@ -6,7 +6,7 @@
 #include "hadamard/cpu.h"
 
 #include "abi/instructions.h"
-#include "hadamard/half.h"
+#include "abi/convert.h"
 #include "hadamard/paley.h"
 #include "hadamard/sylvester.h"
 #include "hadamard/vector.h"

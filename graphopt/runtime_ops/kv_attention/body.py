@@ -104,7 +104,7 @@ def overload(**attributes: Any) -> str:
 
 
 def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
-    query, key, value = (given[name] for name in ("query", "key", "value"))
+    query, key, value = (op.Cast(given[name], to=ir.DataType.FLOAT) for name in ("query", "key", "value"))
     past, new = (op.Reshape(given[name], [-1, 1]) for name in ("past", "new"))
     pages, columns = op.Shape(given["keys"], start=2, end=3), op.Shape(key, start=1, end=2)
     window = op.Reshape(_of_node(op, "window"), [1])
@@ -132,7 +132,8 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
     q, first = heads_apart(call, query), None
     if attrs.sinks:
         # one behind the other, the first of them is sink_query where that is given
-        flat = op.Concat(op.Reshape(given["sink_query"], [-1]), op.Reshape(query, [-1]), axis=0)
+        sink_query = op.Cast(given["sink_query"], to=ir.DataType.FLOAT)
+        flat = op.Concat(op.Reshape(sink_query, [-1]), op.Reshape(query, [-1]), axis=0)
         shape = op.Shape(query)
         first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
         first = heads_apart(call, first_query)
@@ -142,7 +143,7 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tu
     is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
     shown = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), read, 0.0)
     y = op.Reshape(op.Transpose(shown, perm=[0, 3, 1, 2, 4]), op.Shape(query))
-    return y, keys, values, scales, recent, summaries
+    return op.CastLike(y, given["query"]), keys, values, scales, recent, summaries
 
 
 def _refusal(

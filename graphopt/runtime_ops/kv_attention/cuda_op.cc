@@ -10,18 +10,7 @@ namespace {
 constexpr size_t kAlignment = 16;  // of a state: pages are read 16 bytes at a time
 
 template <int Activations>
-struct Kernel {
-  static constexpr const char* kName = "KVAttention";
-  static constexpr size_t kInputs = kKVInputs, kOutputs = 1 + kStates;
-  static int input_type(size_t index, int type) {
-    switch (index) {
-      case kQuery: case kKey: case kValue: case kSinkQuery: return Activations;
-      case kPast: case kNew: return kInt64;
-      case kKeys: case kValues: return type;
-      default: return kFloat;
-    }
-  }
-  static int output_type(size_t index, int type) { return index == 0 ? Activations : index <= 2 ? type : kFloat; }
+struct Kernel : KVTypes<Activations> {
   // how a call is cut depends on the lengths
   static bool host_input(size_t index) { return index == kPast || index == kNew; }
 

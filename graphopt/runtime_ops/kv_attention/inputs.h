@@ -13,6 +13,22 @@ enum KVInput : size_t {
 };
 constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is what became of input kKeys + i
 
+// The types of a node's tensors, from that of queries, keys and values, and that of pages.
+template <int Activations>
+struct KVTypes {
+  static constexpr const char* kName = "KVAttention";
+  static constexpr size_t kInputs = kKVInputs, kOutputs = 1 + kStates;
+  static int input_type(size_t index, int pages) {
+    switch (index) {
+      case kQuery: case kKey: case kValue: case kSinkQuery: return Activations;
+      case kPast: case kNew: return kInt64;
+      case kKeys: case kValues: return pages;
+      default: return kFloat;
+    }
+  }
+  static int output_type(size_t index, int pages) { return index == 0 ? Activations : index <= 2 ? pages : kFloat; }
+};
+
 // The attributes of a node.
 struct KVAttributes {
   Layout layout;  // but for what shapes say
@@ -33,6 +49,7 @@ struct Given {
   bool empty() const;
   size_t width() const;  // bytes of a number
   size_t bytes() const;
+  size_t numbers() const { return bytes() / width(); }
 };
 
 struct KVInputs {

@@ -5,6 +5,6 @@
 
 namespace graphopt {
 
-extern const OrtCustomOp* const kKVAttentionOps[5];
+extern const OrtCustomOp* const kKVAttentionOps[10];
 
 }  // namespace graphopt

@@ -4,13 +4,13 @@ B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / H
 D head size (a multiple of 16, up to 256), T tokens of a page, P pages of capacity.
 
 Inputs, all required; what is not used has no elements:
-    query: float [B, S, Hq D].
-    key, value: float [B, S, Hk D].
+    query: float or float16 [B, S, Hq D].
+    key, value: the type of query, [B, S, Hk D].
     past: int64 [B], tokens that a row has stored.
     new: int64 [B], tokens of a row in this call, its last columns. They have positions past .. past + new - 1.
     sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
-    sink_query: float [B, S, Hq D] or [0], the query for positions below ``sinks`` (LM-Infinite, Han et al. 2024, caps
-        the distance to them: another rotary angle); else ``query`` reads them.
+    sink_query: the type of query, [B, S, Hq D] or [0], the query for positions below ``sinks`` (LM-Infinite, Han et al.
+        2024, caps the distance to them: another rotary angle); else ``query`` reads them.
     keys, values: [B, Hk, P, n], float, float16, bfloat16, float8e4m3fn or uint8, the pages, see :mod:`.layout`.
     scales: float [B, Hk, P, 2 D + 2 T], of a page: key low [D], key step [D], value low [T], value step [T].
     recent: float [B, Hk, R, 2 T D], R = sink_pages + recent_pages + 1 slots: keys [T, D], then values [T, D].
@@ -39,7 +39,7 @@ Attributes:
     The kernel takes nodes without the last three, as 0.
 
 Outputs:
-    y: float [B, S, Hq D]; 0 in columns that are no tokens.
+    y: the type of query, [B, S, Hq D]; 0 in columns that are no tokens.
     keys, values, scales, recent, summaries after the call, in the shapes and types of the inputs.
 
 The new tokens are appended first, then each query at position p reads, of the positions <= p (> p - window)::

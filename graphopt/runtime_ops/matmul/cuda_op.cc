@@ -10,11 +10,6 @@ namespace {
 
 enum Matrix : size_t { kLeft = kMatMulInputs, kRight, kAllInputs };
 
-// The types of an operator: those of x and of scales.
-constexpr int types_of(int x, int scales) { return x << 8 | scales; }
-constexpr int x_of(int types) { return types >> 8; }
-constexpr int scales_of(int types) { return types & 255; }
-
 // What both operators do. Everything but x stays on the host, which checks it and copies it as the kernels want it.
 struct Product {
   Node node;
@@ -26,8 +21,8 @@ struct Product {
     call.rows = weights.rows;
     call.columns = weights.columns;
     call.group = weights.group;
-    call.x_type = x_of(types);
-    call.scale_type = scales_of(types);
+    call.x_type = ProductTypes::x_of(types);
+    call.scale_type = ProductTypes::scales_of(types);
     GRAPHOPT_RETURN_IF_ERROR(pack(info));
     const size_t count = weights.tiles() * weights.groups() * 16, bytes = count * (weights.scales ? 4 : 2);
     const void* of_scales = weights.scales;
@@ -78,14 +73,7 @@ struct Product {
   }
 };
 
-struct Types {
-  static int input_type(size_t index, int types) {
-    if (index == kX) return x_of(types);
-    if (index == kCodes) return kUint8;
-    if (index == kScales || index == kZeroPoints) return scales_of(types);
-    return index < kMatMulInputs ? kFloat : kInt8;
-  }
-  static int output_type(size_t, int types) { return x_of(types); }
+struct Types : ProductTypes {
   static bool host_input(size_t index) { return index != kX; }
 };
 
@@ -168,8 +156,8 @@ struct DynamicKernel : Types {
 
 template <typename Kernel>
 const OrtCustomOp kOps[4] = {
-    cuda_op<Kernel, types_of(kFloat, kFloat)>(), cuda_op<Kernel, types_of(kFloat, kFloat16)>(),
-    cuda_op<Kernel, types_of(kFloat16, kFloat)>(), cuda_op<Kernel, types_of(kFloat16, kFloat16)>()};
+    cuda_op<Kernel, Types::of(kFloat, kFloat)>(), cuda_op<Kernel, Types::of(kFloat, kFloat16)>(),
+    cuda_op<Kernel, Types::of(kFloat16, kFloat)>(), cuda_op<Kernel, Types::of(kFloat16, kFloat16)>()};
 
 }  // namespace
 

@@ -1,6 +1,7 @@
 #include "matmul/inputs.h"
 
 #include <cmath>
+#include <initializer_list>
 
 namespace graphopt {
 namespace {
@@ -9,7 +10,7 @@ constexpr int64_t kLargestSize = int64_t{1} << 31;
 
 }  // namespace
 
-OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to) {
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
   Weights& weights = *to;
   int64_t rows = 0, columns = 0, group = 0;
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "rows", &rows));
@@ -28,11 +29,20 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
   weights.group = static_cast<size_t>(group);
   Tensor codes, scales, zero_points, bias;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
-  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kScales, "scales", &scales));
-  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kZeroPoints, "zero_points", &zero_points));
+  bool constant = true;
+  for (MatMulInput index : {kScales, kZeroPoints}) {
+    bool is_constant = false;
+    GRAPHOPT_RETURN_IF_ERROR(node.find_constant(info, index, &is_constant));
+    constant = constant && is_constant;
+  }
+  if (computed) *computed = !constant;
+  const bool reads_scales = constant || !computed;
+  if (reads_scales) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kScales, "scales", &scales));
+    GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kZeroPoints, "zero_points", &zero_points));
+  }
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kBias, "bias", &bias));
   const auto tiles = static_cast<int64_t>(weights.tiles()), units = static_cast<int64_t>(weights.units());
-  const auto groups = static_cast<int64_t>(weights.groups());
   const int64_t unit = codes.rank == 3 ? codes.shape[2] : 0;
   if (codes.rank != 3 || codes.shape[0] != tiles || codes.shape[1] != units || unit % 32 || unit < 32 || unit > 256) {
     return node.error("codes must have the shape [%lld, %lld, 32 * bits] for %lld rows and %lld columns",
@@ -41,6 +51,18 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
   }
   weights.bits = static_cast<int>(unit / 32);
   weights.codes = static_cast<const uint8_t*>(codes.data);
+  if (reads_scales) GRAPHOPT_RETURN_IF_ERROR(set_scales(node, scales, zero_points, to));
+  const bool no_bias = bias.rank == 1 && bias.shape[0] == 1 && *static_cast<const float*>(bias.data) == 0;
+  if (!no_bias && (bias.rank != 1 || bias.shape[0] != columns)) {
+    return node.error("bias must be [0], or have %lld numbers, one for each column", static_cast<long long>(columns));
+  }
+  if (!no_bias) weights.bias = static_cast<const float*>(bias.data);
+  return nullptr;
+}
+
+OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* to) {
+  Weights& weights = *to;
+  const auto tiles = static_cast<int64_t>(weights.tiles()), groups = static_cast<int64_t>(weights.groups());
   const auto one_for_each_group = [&](const Tensor& tensor) {
     return tensor.rank == 3 && tensor.shape[0] == tiles && tensor.shape[1] == groups && tensor.shape[2] == 16;
   };
@@ -63,11 +85,6 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
     if (half) weights.half_zero_points = static_cast<const Half*>(zero_points.data);
     if (!half) weights.zero_points = static_cast<const float*>(zero_points.data);
   }
-  const bool no_bias = bias.rank == 1 && bias.shape[0] == 1 && *static_cast<const float*>(bias.data) == 0;
-  if (!no_bias && (bias.rank != 1 || bias.shape[0] != columns)) {
-    return node.error("bias must be [0], or have %lld numbers, one for each column", static_cast<long long>(columns));
-  }
-  if (!no_bias) weights.bias = static_cast<const float*>(bias.data);
   return nullptr;
 }
 

@@ -10,8 +10,24 @@ namespace graphopt {
 // Positions of the inputs that both operators have.
 enum MatMulInput : size_t { kX, kCodes, kScales, kTable, kZeroPoints, kBias, kMatMulInputs };
 
-// Sizes, and every input but x and the table.
-OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights);
+// The types of a product's tensors, from those of x and of scales; matrices that follow the weights hold signs.
+struct ProductTypes {
+  static constexpr int of(int x, int scales) { return x << 8 | scales; }
+  static constexpr int x_of(int types) { return types >> 8; }
+  static constexpr int scales_of(int types) { return types & 255; }
+  static int input_type(size_t index, int types) {
+    if (index == kX) return x_of(types);
+    if (index == kCodes) return kUint8;
+    if (index == kScales || index == kZeroPoints) return scales_of(types);
+    return index < kMatMulInputs ? kFloat : kInt8;
+  }
+  static int output_type(size_t, int types) { return x_of(types); }
+};
+
+// Sizes, and every input but x and the table. Where scales or zero points are no constants, a call has to read them:
+// `computed` says so, or, where it is null, that is an error.
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed = nullptr);
+OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* weights);
 
 struct TableInput {
   const float* values;

@@ -2,6 +2,8 @@
 
 #include <atomic>
 
+#include "abi/convert.h"
+
 namespace graphopt {
 namespace {
 
@@ -25,7 +27,7 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   if (instructions == Instructions::kAvx2) kernels = &kMatMulAvx2;
   if (instructions == Instructions::kAvx512) kernels = &kMatMulAvx512;
 #endif
-  GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights));
+  GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed));
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));
   if (table.entries < size_t{1} << weights.bits) {
@@ -41,6 +43,7 @@ namespace {
 // One call, cut into tasks that share nothing they write but a flag; so their number changes no bit.
 struct Call {
   const Product* product;
+  const Weights& weights;
   const Before* before;
   const float* x;
   float* y;
@@ -51,7 +54,7 @@ struct Call {
 
   static void round(void* call, size_t index) {
     Call& self = *static_cast<Call*>(call);
-    const Weights& weights = self.product->weights;
+    const Weights& weights = self.weights;
     const size_t first = index * self.panels_of_task, all = self.rounded.panels();
     const size_t end = first + self.panels_of_task < all ? first + self.panels_of_task : all;
     const MatMulKernels& kernels = *self.product->kernels;
@@ -80,7 +83,7 @@ struct Call {
 
   static void multiply(void* call, size_t index) {
     Call& self = *static_cast<Call*>(call);
-    const Weights& weights = self.product->weights;
+    const Weights& weights = self.weights;
     const size_t first = index * self.tiles_of_task, all = weights.tiles();
     const size_t end = first + self.tiles_of_task < all ? first + self.tiles_of_task : all;
     const MatMulKernels& kernels = *self.product->kernels;
@@ -98,6 +101,20 @@ OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task
 }  // namespace
 
 OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* before) const {
+  if (!computed) return run(context, weights, how, before);
+  // where x is float16 and its neighbours compute in float32, onnxruntime casts scales in the graph
+  const OrtValue *scales = nullptr, *zero_points = nullptr;
+  Tensor of_scales, of_zero_points;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kScales, &scales));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(scales, "scales", &of_scales));
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, kZeroPoints, &zero_points));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(zero_points, "zero_points", &of_zero_points));
+  Weights of_call = weights;
+  GRAPHOPT_RETURN_IF_ERROR(set_scales(node, of_scales, of_zero_points, &of_call));
+  return run(context, of_call, how, before);
+}
+
+OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before) const {
   const OrtApi* api = node.api;
   const OrtValue* value = nullptr;
   Tensor x;
@@ -111,8 +128,22 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   if (!rows) return nullptr;
   void* y = nullptr;
   GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, output, &y));
-
   how.rows_of_x = rows;
+  if (x.type == kFloat) {
+    return multiply(context, weights, how, before, static_cast<const float*>(x.data), static_cast<float*>(y));
+  }
+  const size_t of_x = rows * weights.rows, of_y = rows * weights.columns;
+  const Pool::Loan loan(floats, (of_x + of_y) * sizeof(float));
+  if (!loan.memory) return node.error("no memory for %zu rows of float16 as floats", rows);
+  float* const wide = reinterpret_cast<float*>(loan.memory);
+  widen(static_cast<const Half*>(x.data), of_x, wide);
+  GRAPHOPT_RETURN_IF_ERROR(multiply(context, weights, how, before, wide, wide + of_x));
+  narrow(wide + of_x, of_y, static_cast<Half*>(y));
+  return nullptr;
+}
+
+OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
+                             const float* x, float* y) const {
   const bool integers = how.kind == Activations::kInt8 || how.kind == Activations::kInt16;
   const bool few = integers && how.rows() <= kernels->few;
   how.panel = few || how.rows() < kernels->panel ? width_for(how.rows()) : kernels->panel;
@@ -121,14 +152,14 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   const size_t of_rows = round_up(how.padded * weights.segments() * sizeof(float));
   const Pool::Loan loan(calls, words + 4 * of_rows);
   char* const memory = loan.memory;
-  if (!memory) return node.error("no memory to round %zu rows of x", rows);
+  if (!memory) return node.error("no memory to round %zu rows of x", how.rows_of_x);
   how.words = reinterpret_cast<uint32_t*>(memory);
   how.scales = reinterpret_cast<float*>(memory + words);
   how.sums = reinterpret_cast<float*>(memory + words + of_rows);
   how.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * of_rows);
   how.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * of_rows);
 
-  Call call{this, before, static_cast<const float*>(x.data), static_cast<float*>(y), how, few, 1, 1};
+  Call call{this, weights, before, x, y, how, few, 1, 1};
   const size_t numbers = how.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
   // few rows wait for memory; many rows compute, and small tasks end together
@@ -137,9 +168,9 @@ OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* be
   call.tiles_of_task = few ? 2 * ((task_bytes / weights.tile_bytes() + 2) / 2) : 2;
   const size_t panel_tasks = (how.panels() + call.panels_of_task - 1) / call.panels_of_task;
   const size_t tile_tasks = (weights.tiles() + call.tiles_of_task - 1) / call.tiles_of_task;
-  OrtStatus* failure = in_parallel(api, context, Call::round, panel_tasks, &call);
+  OrtStatus* failure = in_parallel(node.api, context, Call::round, panel_tasks, &call);
   if (!failure && call.no_memory) failure = node.error("no memory to transform rows of x");
-  if (!failure) failure = in_parallel(api, context, Call::multiply, tile_tasks, &call);
+  if (!failure) failure = in_parallel(node.api, context, Call::multiply, tile_tasks, &call);
   return failure;
 }
 

@@ -1,6 +1,7 @@
 // What the products with packed weights have in common: reading the weights, and running a call on all threads.
 #pragma once
 
+#include "abi/custom_op.h"
 #include "abi/instructions.h"
 #include "abi/large_pages.h"
 #include "abi/pool.h"
@@ -19,27 +20,29 @@ struct Before {
   ~Before() = default;
 };
 
-// The types of a product's tensors; matrices that follow the weights hold signs.
-struct ProductTypes {
-  static int input_type(size_t index, int scale_type) {
-    if (index == kCodes) return kUint8;
-    if (index == kScales || index == kZeroPoints) return scale_type;
-    return index < kMatMulInputs ? kFloat : kInt8;
-  }
-  static int output_type(size_t, int) { return kFloat; }
-};
+// A product's operators, one for each pair of types that x and scales may have.
+template <typename Kernel>
+const OrtCustomOp kProductOps[4] = {
+    custom_op<Kernel, ProductTypes::of(kFloat, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat, kFloat16)>(),
+    custom_op<Kernel, ProductTypes::of(kFloat16, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat16, kFloat16)>()};
 
 struct Product {
   Node node;
   Instructions instructions = Instructions::kScalar;
   const MatMulKernels* kernels = nullptr;
   Weights weights;
-  mutable Pool calls, tasks;  // memory of a call, and of a task of it
+  bool computed = false;  // scales and zero points are given by each call
+  mutable Pool calls, tasks, floats;  // memory of a call, of a task of it, and for x and y that are float16
   LargeCopy copy;  // of the codes
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
   // Multiplies the first input; `before` may be null.
   OrtStatus* run(OrtKernelContext* context, Rounded how, const Before* before) const;
+
+ private:
+  OrtStatus* run(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before) const;
+  OrtStatus* multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
+                      const float* x, float* y) const;
 };
 
 }  // namespace graphopt

@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "hadamard/half.h"
+#include "abi/convert.h"
 
 namespace graphopt {
 namespace {

@@ -2,7 +2,6 @@
 
 #include <cmath>
 
-#include "abi/custom_op.h"
 #include "hadamard/matrix.h"
 #include "matmul/product.h"
 
@@ -69,10 +68,9 @@ struct Kernel : ProductTypes {
   }
 };
 
-const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
-
 }  // namespace
 
-const OrtCustomOp* const kMatMulDynamicOps[2] = {&kOps[0], &kOps[1]};
+const OrtCustomOp* const kMatMulDynamicOps[4] = {&kProductOps<Kernel>[0], &kProductOps<Kernel>[1], &kProductOps<Kernel>[2],
+                                            &kProductOps<Kernel>[3]};
 
 }  // namespace graphopt

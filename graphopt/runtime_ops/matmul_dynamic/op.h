@@ -5,6 +5,6 @@
 
 namespace graphopt {
 
-extern const OrtCustomOp* const kMatMulDynamicOps[2];
+extern const OrtCustomOp* const kMatMulDynamicOps[4];
 
 }  // namespace graphopt

@@ -11,7 +11,7 @@ Attributes:
     clip: float above 0, at most 1.
 
 Output:
-    y: float [..., N]::
+    y: the type of x, [..., N]::
 
         h = Hadamard(x, left, right)
         m = clip max|h| over a row of h      L = 127 for 8 bits, 7 for 4      s = m / L
@@ -56,12 +56,13 @@ def function(opset: int) -> ir.Function:
     x, *of_product = inputs[:6]
     left, right = inputs[6:]
     tape = ir.tape.Tape()
+    wide = tape.op("Cast", [x], {"to": ir.DataType.FLOAT})
     orders = [tape.op("Shape", [matrix], {"start": 0, "end": 1}) for matrix in (left, right)]
     one = tape.op("Constant", [], {"value_ints": [1]})
     turns = tape.op("Greater", [tape.op("Mul", orders), one])
     branches = {
-        "then_branch": branch("turned", lambda tape: tape.op(HADAMARD.name, [x, left, right], domain=DOMAIN)),
-        "else_branch": branch("plain", lambda tape: tape.op("Identity", [x])),
+        "then_branch": branch("turned", lambda tape: tape.op(HADAMARD.name, [wide, left, right], domain=DOMAIN)),
+        "else_branch": branch("plain", lambda tape: tape.op("Identity", [wide])),
     }
     h = tape.op("If", [turns], branches)
     by_bits = tape.op("Constant", [], {"value_floats": [float(levels) for levels in LEVELS.values()]})
@@ -71,7 +72,10 @@ def function(opset: int) -> ir.Function:
     attributes: dict[str, Any] = {
         name: ir.RefAttr(name, name, ir.AttributeType.INT) for name in ("rows", "columns", "group")
     }
-    y = tape.op(MATMUL_TABLE.name, [rounded, *of_product], {**attributes, "activations": "float32"}, domain=DOMAIN)
+    product = tape.op(
+        MATMUL_TABLE.name, [rounded, *of_product], {**attributes, "activations": "float32"}, domain=DOMAIN
+    )
+    y = tape.op("CastLike", [product, x])
     y.name = "y"
     opsets = {"": opset, DOMAIN: MATMUL_TABLE.version}
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports=opsets, name=MATMUL_DYNAMIC.name)

@@ -33,8 +33,8 @@ def function(opset: int) -> ir.Function:
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     shifted = tape.op("Sub", [looked_up, _for_each_row(tape, full_zeros, rows, columns, group)])
     weight = tape.op("Mul", [shifted, _for_each_row(tape, scales, rows, columns, group)])
-    rounded = rounding_nodes(tape, x, mode, rows, group)
-    y = tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias])
+    rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
+    y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias]), x])
     y.name = "y"
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=NAME)
     kinds = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)

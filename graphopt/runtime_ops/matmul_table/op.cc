@@ -1,6 +1,5 @@
 #include "matmul_table/op.h"
 
-#include "abi/custom_op.h"
 #include "matmul/product.h"
 
 namespace graphopt {
@@ -21,10 +20,9 @@ struct Kernel : ProductTypes {
   OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, how, nullptr); }
 };
 
-const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
-
 }  // namespace
 
-const OrtCustomOp* const kMatMulTableOps[2] = {&kOps[0], &kOps[1]};
+const OrtCustomOp* const kMatMulTableOps[4] = {&kProductOps<Kernel>[0], &kProductOps<Kernel>[1], &kProductOps<Kernel>[2],
+                                            &kProductOps<Kernel>[3]};
 
 }  // namespace graphopt

@@ -5,6 +5,6 @@
 
 namespace graphopt {
 
-extern const OrtCustomOp* const kMatMulTableOps[2];
+extern const OrtCustomOp* const kMatMulTableOps[4];
 
 }  // namespace graphopt

@@ -1,7 +1,7 @@
 """``ai.graphopt::MatMulTable``, version 1: a product with a weight whose codes are looked up in a table.
 
 Inputs, all of them required:
-    x: float [..., K], of rank 1 or more.
+    x: float or float16 [..., K], of rank 1 or more.
     codes: uint8 [T, U, 32 bits], T = ceil(N / 16), U = ceil(K / 16), bits = 1 to 8; see :mod:`.packing`.
     scales: float or float16 [T, G, 16], G = ceil(K / group); finite.
     table: float [entries], 1 <= entries <= 2^bits, finite. A code that is not below entries is an error.
@@ -14,7 +14,7 @@ Attributes:
     activations: string, what x is rounded to, below.
 
 Output:
-    y: float [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
+    y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
 
         W[k, n] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
         y = round(x) W + bias

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from graphopt.runtime_ops.kv_attention.attributes import STORAGES
 from graphopt.runtime_ops.library import PATH_VARIABLE
-from tests.runtime_ops.kv_cases import STATE, attributes_of, tokens_of
+from tests.runtime_ops.kv_cases import STATE, assert_float16_is_widened, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import NODE, Native
 from tests.runtime_ops.test_kv_attention_hostile import Case, check, fixed, hostile, run
 from tests.runtime_ops.test_kv_attention_kernel import REFUSED, SOME, assert_refused, compare, inputs_of
@@ -69,13 +68,5 @@ def cost_of(case: Case) -> float:
     return float(np.prod(query, dtype=np.float64) * (keys[2] * 16 if len(keys) == 4 else 1))
 
 
-def test_activations_of_float16() -> None:
-    attributes = attributes_of(storage="int8", policies=[0], recent_pages=0)
-    inputs: dict[str, Any] = inputs_of(attributes)
-    halves = {name: inputs[name].astype(np.float16) for name in ("query", "key", "value", "sink_query")}
-    inputs |= {name: tensor.astype(np.float32) for name, tensor in halves.items()}
-    expected, *state = Native()(*inputs.values(), **attributes.for_node())
-    y, *others = Native(activations=np.float16)(*(inputs | halves).values(), **attributes.for_node())
-    assert y.dtype == np.float16
-    assert np.array_equal(y, expected.astype(np.float16))
-    assert all(np.array_equal(one, other) for one, other in zip(state, others, strict=True))
+def test_queries_of_float16() -> None:
+    assert_float16_is_widened(Native(), Native(activations=np.float16), storage="int8", policies=(1, 2), budget=1)

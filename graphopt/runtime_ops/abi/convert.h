@@ -1,7 +1,10 @@
 // float16 to float and back, by integer arithmetic that every compiler can turn into vectors.
 #pragma once
 
-#include "hadamard/cpu.h"
+#include <cstddef>
+#include <cstdint>
+
+#include "abi/half.h"
 
 namespace graphopt {
 namespace {
@@ -41,6 +44,13 @@ inline Half stored(float value) {
   half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // what rounds to more than the largest is infinite
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return Half{static_cast<uint16_t>(half | sign)};
+}
+
+inline void widen(const Half* from, size_t count, float* to) {
+  for (size_t i = 0; i < count; ++i) to[i] = number<float>(from[i]);
+}
+inline void narrow(const float* from, size_t count, Half* to) {
+  for (size_t i = 0; i < count; ++i) to[i] = stored<Half>(from[i]);
 }
 
 }  // namespace
