@@ -55,7 +55,9 @@ def activations_of(node: ir.Node) -> str:
         return _ACTIVATIONS.get(level, f"level {level}")
     if node.op_type == "MatMulDynamic":
         return f"int{node.attributes.get_int('bits', 8)} per token"
-    return node.attributes.get_string("activations", UNKNOWN)
+    stated, x = node.attributes.get_string("activations", UNKNOWN), node.inputs[0]
+    # which means that they stay as they are
+    return "float16" if stated == "float32" and x is not None and x.dtype == ir.DataType.FLOAT16 else stated
 
 
 def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str]) -> KernelReport:

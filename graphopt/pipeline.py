@@ -32,6 +32,7 @@ def optimize(
     *,
     target: Target | None = None,
     last_logits: bool = False,
+    float16: bool = False,
     overwrite: bool = False,
     run: bool = True,
     on_stage: Progress = silent,
@@ -45,6 +46,7 @@ def optimize(
         target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
             none, for any but ``portable`` with ``merge_products`` behind it. ``None`` leaves the recipe as it is.
         last_logits: add the step ``last_logits``: enough to generate, not to score a given text.
+        float16: add the step ``float16``: compute in float16.
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
             are still proved where they can be; the rest is reported as not covered.
@@ -61,6 +63,7 @@ def optimize(
     chosen = load_recipe(recipe)
     chosen = chosen.with_last_logits() if last_logits else chosen
     chosen = chosen if target is None else chosen.lowered(target)
+    chosen = chosen.in_float16() if float16 else chosen
     if output is not None:
         artifacts.check_output(Path(output), overwrite=overwrite)
     source = model if isinstance(model, Artifact) else artifacts.read(model)
@@ -151,9 +154,13 @@ def notes_of(model: ir.Model) -> list[str]:
 def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) -> Precision:
     """State storage and compute precision: of onnxruntime's kernels as it runs them, of ours as the graph says."""
     storage = storage_formats(model)
+    products = [node.inputs[0] for node in model.graph if node.op_type.startswith("MatMul")]
+    in_float16 = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in products)
+    computed = "float16" if in_float16 else "float32"
     if kernels is None or not kernels.products:
-        return Precision(storage=storage, activations="float32", note="nothing is quantized; all products are float32")
-    notes = []
+        note = f"nothing is quantized; all products are {computed}"
+        return Precision(storage=storage, activations=computed, note=note)
+    notes = [] if computed == "float32" else [f"what is not said here is computed in {computed}"]
     theirs = [name.removeprefix(f"{FUSED}, inputs ") for name in kernels.products if name.startswith(FUSED)]
     if theirs:
         notes.append(_note_on_session(theirs, recipe))

@@ -14,6 +14,7 @@ from graphopt.passes import (
     PASSES,
     CanonicalizeOptions,
     EmulateQuantizationOptions,
+    Float16Options,
     FoldNormsOptions,
     LastLogitsOptions,
     LowerOptions,
@@ -41,7 +42,8 @@ Step = Annotated[
     | SparseKVOptions
     | LastLogitsOptions
     | LowerOptions
-    | MergeProductsOptions,
+    | MergeProductsOptions
+    | Float16Options,
     Field(discriminator="step"),
 ]
 
@@ -73,21 +75,27 @@ class Recipe(BaseModel):
     def lowered(self, target: Target) -> Recipe:
         """Return the recipe with a step ``lower`` for ``target``, which is added at the end where there is none.
 
-        A step ``merge_products`` is added too, for any target but ``portable``.
+        A step ``merge_products`` is added too, for any target but ``portable``; ``float16`` stays behind both.
         """
-        steps = self.steps
+        narrow = tuple(step for step in self.steps if isinstance(step, Float16Options))
+        steps = tuple(step for step in self.steps if step not in narrow)
         if not any(isinstance(step, LowerOptions) for step in steps):
             steps = (*steps, LowerOptions())
         if target != "portable" and not any(isinstance(step, MergeProductsOptions) for step in steps):
             steps = (*steps, MergeProductsOptions())
         update = {"target": target}
         lowered = [step.model_copy(update=update) if isinstance(step, LowerOptions) else step for step in steps]
-        return self.model_copy(update={"steps": tuple(lowered)})
+        return self.model_copy(update={"steps": (*lowered, *narrow)})
 
     def with_last_logits(self) -> Recipe:
         """Return the recipe with the step ``last_logits`` at its end, unless it has it."""
         there = any(isinstance(step, LastLogitsOptions) for step in self.steps)
         return self if there else self.model_copy(update={"steps": (*self.steps, LastLogitsOptions())})
+
+    def in_float16(self) -> Recipe:
+        """Return the recipe with the step ``float16`` at its end, unless it has it."""
+        there = any(isinstance(step, Float16Options) for step in self.steps)
+        return self if there else self.model_copy(update={"steps": (*self.steps, Float16Options())})
 
     def session_entries(self) -> dict[str, str]:
         """Return the onnxruntime session entries that the recipe means."""

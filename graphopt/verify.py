@@ -205,6 +205,11 @@ class Verifier:
         data, path = f"{number}.data", self._folder / f"{number}.onnx"
         unload_from_model(model, self._folder, data, size_threshold_bytes=_INLINE)
         map_on_demand(model)
+        # What is too small for the file may be made of what the file before has.
+        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
+            if isinstance(value.const_value, ir.LazyTensor):
+                lazy = value.const_value
+                value.const_value = ir.Tensor(lazy.numpy(), dtype=lazy.dtype, shape=lazy.shape, name=lazy.name)
         ir.save(model, path)
         if self._saved is not None:
             self._saved.unlink()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from graphopt.errors import InputError
 from graphopt.passes import (
     CanonicalizeOptions,
+    Float16Options,
     FoldNormsOptions,
     LastLogitsOptions,
     LowerOptions,
@@ -59,7 +60,7 @@ def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     quantized = ["fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8"]
     caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
     rotated = [*(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"]
-    assert list(presets()) == sorted([*quantized, *rotated, *caches])
+    assert list(presets()) == sorted([*quantized, *rotated, *caches, "float16"])
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description
@@ -96,6 +97,14 @@ def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     assert lowered.steps == (*recipe.steps, LowerOptions(target="ort-cpu"), MergeProductsOptions())
     assert lowered.lowered("ort-cpu") == lowered
     assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
+
+
+def test_float16_is_the_last_step_and_asked_for_once() -> None:
+    recipe = load_recipe("int4").in_float16()
+    assert recipe.steps[-1] == Float16Options()
+    assert recipe.in_float16() == recipe
+    lowered = [*load_recipe("int4").steps, LowerOptions(target="ort-cuda"), MergeProductsOptions(), Float16Options()]
+    assert list(recipe.lowered("ort-cuda").steps) == lowered
 
 
 def test_last_logits_are_asked_for_once() -> None:

@@ -75,6 +75,9 @@ def optimize(
     last_logits: Annotated[
         bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")
     ] = False,
+    float16: Annotated[
+        bool, typer.Option("--float16", help="compute in float16, as GPUs want it: adds the step `float16`")
+    ] = False,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     as_json: Json = False,
@@ -89,6 +92,7 @@ def optimize(
             output,
             target=target,
             last_logits=last_logits,
+            float16=float16,
             overwrite=overwrite,
             run=not no_run,
             on_stage=say,

@@ -7,6 +7,7 @@ from typing import Any
 from graphopt.passes.base import Change, Effect, Ledger, Options, Pass, PassReport, PassResult, Skip
 from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
 from graphopt.passes.emulate_quantization import EmulateQuantization, EmulateQuantizationOptions
+from graphopt.passes.float16 import Float16, Float16Options
 from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.last_logits import LastLogits, LastLogitsOptions
 from graphopt.passes.lower import Lower, LowerOptions, Target
@@ -33,6 +34,7 @@ PASSES: dict[str, Any] = {
         LastLogits,
         Lower,
         MergeProducts,
+        Float16,
     )
 }
 """Every pass by the name that recipes call it, in the order a recipe usually has them."""
@@ -43,6 +45,7 @@ __all__ = [
     "Change",
     "Effect",
     "EmulateQuantizationOptions",
+    "Float16Options",
     "FoldNormsOptions",
     "LastLogitsOptions",
     "Ledger",

@@ -78,3 +78,7 @@ def lift_rotary(model: ir.Model, ledger: Ledger) -> None:
     for name, count in onnx_fusions.fuse(model).items():
         if count:
             ledger.report_change("graph", f"{count} spelled-out part(s) became {name}")
+    for node in model.graph:
+        # onnxscript gives them neither
+        if node.op_type in ("Cos", "Sin") and node.outputs[0].dtype is None and node.inputs[0] is not None:
+            node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape
