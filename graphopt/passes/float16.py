@@ -29,6 +29,8 @@ _PAST = "past_key_values."
 # Of an operator of ours: the inputs that are as wide as x, as its one output of that kind is; all others keep a type.
 _OF_X = {"MatMulTable": (0,), "MatMulDynamic": (0,), "Hadamard": (0,), KV_ATTENTION: (0, 1, 2, 6)}
 
+# What a number that only has to be low, as in masks, may be read by.
+_BOUNDED = ("Where", "Add", "Sub", "Max", "Min", "Clip")
 
 # Their standard has float16, and onnxruntime's kernels for the CPU fail in it when they run.
 _NOT_IN_ONNXRUNTIME = ("ScatterElements", "ScatterND")
@@ -54,8 +56,8 @@ class Float16(Pass[Float16Options]):
     Caches that grow become float16 too; pages keep their storage. Logits and other outputs are float32 as before, by a
     ``Cast``. What sines and cosines are made of stays float32: a position beyond 2048 is no float16. So does what an
     operator takes in float32 alone, and a weight with a number beyond 65504, with its readers. A constant of one number
-    beyond that, as masks have them, becomes 65504. Codes of weights stay as they are; scales of ``DequantizeLinear``
-    become float16 where they have its range, those of graphopt's operators stay.
+    beyond that which is added, chosen or compared, as masks have them, becomes 65504. Codes of weights stay as they
+    are; scales of ``DequantizeLinear`` become float16 where they have its range, those of graphopt's operators stay.
 
     Rounding is 2^-11 of each number where float32 has 2^-24, so the pass is lossy, and measured. What overflows is not
     looked for: a model whose activations pass 65504 comes out as NaN, and the check after the recipe says so.
@@ -116,6 +118,8 @@ def _wide_nodes(graph: ir.Graph, opset: int) -> dict[ir.Node, str]:
         reason = _refusal(node, opset)
         if reason is not None:
             wide.setdefault(node, reason)
+            if node.op_type == "DequantizeLinear" and (rows := _rows_of_scales(node)) is not None:
+                wide.setdefault(rows, reason)
     return wide
 
 
@@ -146,13 +150,18 @@ def _refusal(node: ir.Node, opset: int) -> str | None:
 
 def _scales_fit(dequantize: ir.Node) -> bool:
     """Return whether float16 has all scales that a node may read, of which none becomes 0, subnormal or infinite."""
-    scales = dequantize.inputs[1]
-    if scales is not None and (rows := scales.producer()) is not None and rows.op_type == "Gather":
-        scales = rows.inputs[0]  # of an embedding: those of the tokens that are asked for
+    rows = _rows_of_scales(dequantize)
+    scales = dequantize.inputs[1] if rows is None else rows.inputs[0]
     if scales is None or not scales.is_initializer() or scales.const_value is None:
         return False
     numbers = np.abs(scales.const_value.numpy())
     return bool(np.all((numbers == 0) | ((numbers >= _SMALLEST) & (numbers <= _LARGEST))))
+
+
+def _rows_of_scales(dequantize: ir.Node) -> ir.Node | None:
+    """Return what takes the scales of an embedding, those of the tokens that are asked for; else ``None``."""
+    made_by = None if dequantize.inputs[1] is None else dequantize.inputs[1].producer()
+    return made_by if made_by is not None and made_by.op_type == "Gather" else None
 
 
 def _follows(node: ir.Node, index: int, wide: Iterable[ir.Node]) -> bool:
@@ -172,7 +181,8 @@ def _convert_weights(graph: ir.Graph, wide: dict[ir.Node, str], ledger: Ledger) 
         numbers = np.abs(tensor.numpy())
         reach = float(np.max(numbers, initial=0, where=np.isfinite(numbers)))
         found.append((value, tensor, reach))
-        if reach > _LARGEST and tensor.size > 1:
+        hides = tensor.size == 1 and all(use.node.op_type in _BOUNDED for use in value.uses())
+        if reach > _LARGEST and not hides:
             for node, _ in value.uses():
                 if node not in wide:
                     wide[node] = f"{value.name} has a number of {reach:.3g}, beyond float16"

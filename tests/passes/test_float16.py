@@ -73,6 +73,10 @@ def test_a_model_computes_almost_the_same(family: str, both: Callable[..., tuple
     assert 1e-5 < (np.median(errors) if family == "mixtral" else errors.max()) < FLOAT16
     caches = {value.type for value in after.inference.get_inputs() if value.name.startswith("past_key_values.")}
     assert caches == {"tensor(float16)"}
+    assert [each.manifest.precision.activations for each in (before, after) if each.manifest.precision] == [
+        "float32",
+        "float16",
+    ]
     sizes = [sum(file.stat().st_size for file in each.file.parent.glob("model.onnx*")) for each in (before, after)]
     # half, but for names and nodes, which the toys have as many bytes of
     assert sizes[1] < 0.75 * sizes[0]
@@ -162,10 +166,11 @@ def test_a_constant_that_hides_stays_finite(tmp_path: Path) -> None:
     assert np.abs(flat - 1 / 8).max() < 2.0**-9
 
 
-def test_a_weight_beyond_float16_keeps_its_readers_wide(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "shape"), [("MatMul", (8, 8)), ("Mul", ())])
+def test_a_weight_beyond_float16_keeps_its_readers_wide(kind: str, shape: tuple[int, ...], tmp_path: Path) -> None:
     build, x = begin()
-    large = build.constant("large", np.full((8, 8), 1e5, np.float32))
-    y = build.op("MatMul", [x, large], 8, "y")
+    large = build.constant("large", np.full(shape, 1e5, np.float32))
+    y = build.op(kind, [x, large], 8, "y")
     small = build.constant("small", np.full((8,), 1e-5, np.float32))
     z = build.op("Mul", [y, small], 8, "z")
     model = graph_of(build, [x], [z])
@@ -194,6 +199,28 @@ def test_scales_that_float16_has_not_stay(scale: float, kept: bool, tmp_path: Pa
         found = session(model, tmp_path).run(None, {"x": np.ones((1, 1, 8), np.float32) / 64})[0]
         # eight products, a scale and a result that are rounded, and what is below the least float16
         assert np.abs(found - expected).max() <= 10 * 2.0**-11 * np.abs(expected).max() + 8 * 2.0**-25
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1e-6])
+def test_scales_of_an_embedding_are_taken_as_they_are_stored(scale: float, tmp_path: Path) -> None:
+    build = Builder(np.random.default_rng(0), [], [])
+    ids = ir.val("ids", ir.DataType.INT64, ["batch", "length"])
+    codes = build.constant("codes", np.arange(-64, 64, dtype=np.int8).reshape(16, 8))
+    rows = build.op("Gather", [codes, ids], 8, "rows")
+    rows.dtype = ir.DataType.INT8
+    scales = build.constant("scales", np.linspace(1, 2, 16, dtype=np.float32)[:, None] * np.float32(scale))
+    of_rows = build.op("Gather", [scales, ids], 1, "of_rows")
+    embedded = build.op("DequantizeLinear", [rows, of_rows], 8, "embedded", axis=2, block_size=8)
+    large = build.op("Mul", [embedded, build.constant("large", np.array(1 / (64 * scale), np.float32))], 8, "large")
+    model = graph_of(build, [ids], [build.op("Identity", [large], 8, "y")])
+    tokens = np.arange(16)[None]
+    expected = session(model, tmp_path).run(None, {"ids": tokens})[0]
+    narrow(model)
+    assert model.graph.initializers["scales"].dtype == (ir.DataType.FLOAT16 if scale == 1e-3 else ir.DataType.FLOAT)
+    found = session(model, tmp_path).run(None, {"ids": tokens})[0]
+    # four roundings, and that of numbers that are below the least normal float16 where the scale is 1e-6
+    lost = 3 * 2.0**-25 / (64 * scale) if scale == 1e-6 else 0
+    assert np.abs(found - expected).max() <= 5 * 2.0**-11 * np.abs(expected).max() + lost
 
 
 def test_a_weight_that_both_kinds_read_is_there_in_both(tmp_path: Path) -> None:
