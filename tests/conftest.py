@@ -148,3 +148,15 @@ def interpreted_library() -> Path:
 def interpreted(interpreted_library: Path) -> ctypes.CDLL:
     """The C interface of all CUDA operators (``cuda/c_interface.h``), whose kernels the host interpreter runs."""
     return interface.declare(interpreter.load(interpreted_library))
+
+
+@pytest.fixture
+def interpreted_gpu(interpreted_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sessions on the device ``cuda`` work without a GPU: kernels and memory are those of the host interpreter."""
+    from graphopt.decoding.device import DeviceMemory
+    from graphopt.runtime import PROVIDERS
+    from graphopt.runtime_ops.library import CUDA_PATH_VARIABLE
+
+    monkeypatch.setitem(PROVIDERS, "cuda", PROVIDERS["cpu"])
+    monkeypatch.setattr(DeviceMemory, "device", "cpu")
+    monkeypatch.setenv(CUDA_PATH_VARIABLE, str(interpreted_library))

@@ -9,17 +9,15 @@ import pytest
 
 from graphopt.decoding.buffer import HostBuffer
 from graphopt.decoding.decoder import Decoder
-from graphopt.decoding.device import DeviceBuffer, DeviceMemory
+from graphopt.decoding.device import DeviceBuffer
 from graphopt.decoding.paged import PagedCache
 from graphopt.errors import InputError
 from graphopt.evaluate import evaluate
 from graphopt.generate import generate
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
-from graphopt.runtime import PROVIDERS
 from graphopt.runtime_ops import Device
 from graphopt.runtime_ops.kv_attention.attributes import FLOATS
-from graphopt.runtime_ops.library import CUDA_PATH_VARIABLE
 from graphopt.session import Session, load
 from tests.families import VOCABULARY
 
@@ -50,12 +48,10 @@ def make_session(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathF
 
 
 @pytest.fixture(params=["cpu", "cuda"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
-    """What a session computes on. No GPU is needed: its kernels and its memory are those of the host interpreter."""
+def device(request: pytest.FixtureRequest) -> Device:
+    """What a session computes on."""
     if request.param == "cuda":
-        monkeypatch.setitem(PROVIDERS, "cuda", PROVIDERS["cpu"])
-        monkeypatch.setattr(DeviceMemory, "device", "cpu")
-        monkeypatch.setenv(CUDA_PATH_VARIABLE, str(request.getfixturevalue("interpreted_library")))
+        request.getfixturevalue("interpreted_gpu")
     named: Device = request.param
     return named
 

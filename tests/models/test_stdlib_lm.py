@@ -12,10 +12,13 @@ import pytest
 from graphopt.analysis.interface import Interface
 from graphopt.artifact import DATA, MODEL
 from graphopt.evaluate import evaluate
+from graphopt.generate import generate
 from graphopt.models.export import export, shipped_models
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe
 from graphopt.runtime import open_session
+from graphopt.runtime_ops import Device
 from graphopt.session import load
 
 FOLDER = shipped_models()["stdlib_lm"]
@@ -45,6 +48,26 @@ def test_it_has_learned_more_than_xz_finds(exported: Path) -> None:
     result = evaluate(load(exported), text, stride=1024)
     assert result.bytes == len(text.encode())
     assert result.bits_per_byte < xz
+
+
+@pytest.mark.usefixtures("interpreted_gpu")
+@pytest.mark.parametrize(("format_", "storage"), [("int4", "int8"), ("fp6-e2m3", "int4")])
+def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(
+    exported: Path, format_: str, storage: str, tmp_path: Path
+) -> None:
+    matrix = {"format": format_, "group": 128}
+    steps = [
+        {"step": "canonicalize"},
+        {"step": "quantize_weights", "linear": matrix, "head": matrix},
+        {"step": "quantize_kv", "storage": storage, "page": 16, "sink_pages": 0, "recent_pages": 0},
+    ]
+    recipe = Recipe.model_validate({"name": "both", "steps": steps})
+    optimize(exported, recipe, tmp_path / "both", target="ort-cuda", run=False)
+    prompt = "class Stack:\n    def push(self, item):\n        self.items.append("
+    devices: tuple[Device, ...] = ("cpu", "cuda")
+    texts = [generate(load(tmp_path / "both", device=each), prompt, max_new_tokens=3) for each in devices]
+    assert texts[0] == texts[1]
+    assert len(texts[0][0].tokens) == 3
 
 
 @pytest.mark.parametrize("batch", [1, 3])

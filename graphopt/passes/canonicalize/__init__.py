@@ -24,6 +24,7 @@ from graphopt.passes.canonicalize.rotary import lift_rotary
 from graphopt.passes.canonicalize.rotary_tables import Angles, lift_rotary_tables
 from graphopt.passes.canonicalize.scores import lift_scores
 from graphopt.passes.canonicalize.shapes import state_shapes
+from graphopt.runtime_ops import DOMAIN
 
 
 class CanonicalizeOptions(Options):
@@ -67,6 +68,8 @@ class Canonicalize(Pass[CanonicalizeOptions]):
 
     def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
         """Run the lifts in order; each leaves the graph valid."""
+        # What an operator of ours means is not to be tidied up: a body is compared with what it was.
+        bodies = {key: model.functions.pop(key) for key in list(model.functions) if key[0] == DOMAIN}
         raise_opset(model, ledger)
         merge_and_prune(model, ledger)
         state_shapes(model, ledger)
@@ -88,6 +91,7 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         take_cache(model, ledger)
         lift_masks(model, ledger)
         RemoveUnusedNodesPass()(model)
+        model.functions.update(bodies)
 
 
 def raise_opset(model: ir.Model, ledger: Ledger) -> None:
