@@ -1,0 +1,90 @@
+"""Which nodes keep float32, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+
+from graphopt.analysis.paged import OPERATOR as KV_ATTENTION
+from graphopt.runtime_ops import DOMAIN
+
+WIDE, NARROW = ir.DataType.FLOAT, ir.DataType.FLOAT16
+
+LARGEST = float(np.finfo(np.float16).max)
+_SMALLEST = float(np.finfo(np.float16).tiny)
+
+# Of an operator of ours: the inputs that are as wide as x, as its one output of that kind is; all others keep a type.
+_OF_X = {"MatMulTable": (0,), "MatMulDynamic": (0,), "Hadamard": (0,), KV_ATTENTION: (0, 1, 2, 6)}
+
+# Their standard has float16, and onnxruntime's kernels for the CPU fail in it when they run.
+_NOT_IN_ONNXRUNTIME = ("ScatterElements", "ScatterND")
+
+
+def wide_nodes(graph: ir.Graph, opset: int) -> dict[ir.Node, str]:
+    """Return the nodes that keep float32, each with the reason."""
+    wide: dict[ir.Node, str] = {}
+    waiting = [node for node in graph if node.op_type in ("Sin", "Cos")]
+    while waiting:
+        node = waiting.pop()
+        if node not in wide:
+            wide[node] = "sines and cosines of positions are made of it"
+            made_by = (value.producer() for value in node.inputs if value is not None)
+            waiting += [producer for producer in made_by if producer is not None]
+    for node in graph:
+        reason = _refusal(node, opset)
+        if reason is not None:
+            wide.setdefault(node, reason)
+            if node.op_type == "DequantizeLinear" and (rows := _rows_of_scales(node)) is not None:
+                wide.setdefault(rows, reason)
+    return wide
+
+
+def _refusal(node: ir.Node, opset: int) -> str | None:
+    """Return why a node cannot compute in float16, or ``None``."""
+    if node.domain == DOMAIN:
+        return None if node.op_type in _OF_X else f"{node.op_type} takes float32 alone"
+    if node.domain:
+        return f"it is an operator of {node.domain}, whose types are not known here"
+    if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == NARROW:
+        return "it widens what was float16 before"
+    if node.op_type == "DequantizeLinear":
+        return None if _scales_fit(node) else "its scales are not known to have float16's range"
+    if node.op_type in _NOT_IN_ONNXRUNTIME:
+        return f"onnxruntime's {node.op_type} has no float16 on a CPU"
+    if node.op_type == "Constant" and "value" not in node.attributes:
+        return "a number in an attribute is float32"
+    schema = onnx.defs.get_schema(node.op_type, opset)
+    allowed = {each.type_param_str: each.allowed_type_strs for each in schema.type_constraints}
+    for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
+        for index, value in enumerate(values):
+            if value is not None and value.dtype == WIDE:
+                kind = formal[min(index, len(formal) - 1)].type_str
+                if "tensor(float16)" not in allowed.get(kind, [kind]):
+                    return f"{node.op_type} has no float16 in its place"
+    return None
+
+
+def _scales_fit(dequantize: ir.Node) -> bool:
+    """Return whether float16 has all scales that a node may read, of which none becomes 0, subnormal or infinite."""
+    rows = _rows_of_scales(dequantize)
+    scales = dequantize.inputs[1] if rows is None else rows.inputs[0]
+    if scales is None or not scales.is_initializer() or scales.const_value is None:
+        return False
+    numbers = np.abs(scales.const_value.numpy())
+    return bool(np.all((numbers == 0) | ((numbers >= _SMALLEST) & (numbers <= LARGEST))))
+
+
+def _rows_of_scales(dequantize: ir.Node) -> ir.Node | None:
+    """Return what takes the scales of an embedding, those of the tokens that are asked for; else ``None``."""
+    made_by = None if dequantize.inputs[1] is None else dequantize.inputs[1].producer()
+    return made_by if made_by is not None and made_by.op_type == "Gather" else None
+
+
+def follows(node: ir.Node, index: int, wide: Iterable[ir.Node]) -> bool:
+    """Return whether input ``index`` of ``node`` is to be float16."""
+    if node in wide:
+        return False
+    return node.domain != DOMAIN or index in _OF_X[node.op_type]
