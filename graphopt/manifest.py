@@ -12,8 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphopt.analysis.cost import WeightTotals
 from graphopt.errors import InputError
-from graphopt.passes.base import PassReport
-from graphopt.verify import Check
+from graphopt.facts import Check, PassReport
 from graphopt.version import VERSION
 
 MANIFEST = "manifest.json"

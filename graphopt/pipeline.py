@@ -13,15 +13,16 @@ from graphopt.analysis.cost import storage_formats, weight_totals
 from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.structure import makes_last_logits
 from graphopt.artifact import Artifact
+from graphopt.checks.equivalence import Verifier, context_of, prove
+from graphopt.checks.kernels import FUSED, UNKNOWN, KernelReport, check_kernels, own_nodes, quantized_products
+from graphopt.facts import Check, PassReport
 from graphopt.genai import GENAI_CONFIG
-from graphopt.kernels import FUSED, UNKNOWN, KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.manifest import Manifest, Precision, installed_versions
-from graphopt.passes import PassReport, Target
+from graphopt.passes.lower.lower import Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime_ops import DOMAIN, OPERATORS
-from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
-from graphopt.verify import Check, Verifier, context_of, prove
+from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from graphopt.weights import check_finite
 
 
@@ -61,9 +62,9 @@ def optimize(
         VerificationError: a check failed; nothing was written.
     """
     chosen = load_recipe(recipe)
-    chosen = chosen.with_last_logits() if last_logits else chosen
+    chosen = chosen.adding("last_logits") if last_logits else chosen
     chosen = chosen if target is None else chosen.lowered(target)
-    chosen = chosen.in_float16() if float16 else chosen
+    chosen = chosen.adding("float16") if float16 else chosen
     if output is not None:
         artifacts.check_output(Path(output), overwrite=overwrite)
     source = model if isinstance(model, Artifact) else artifacts.read(model)

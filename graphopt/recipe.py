@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
 
 from graphopt.errors import InputError
-from graphopt.passes import (
-    PASSES,
-    CanonicalizeOptions,
-    EmulateQuantizationOptions,
-    Float16Options,
-    FoldNormsOptions,
-    LastLogitsOptions,
-    LowerOptions,
-    MergeProductsOptions,
-    PageKVOptions,
-    Pass,
-    QuantizeActivationsOptions,
-    QuantizeKVOptions,
-    QuantizeWeightsOptions,
-    RotateOptions,
-    SparseKVOptions,
-    Target,
-)
+from graphopt.passes import PASSES
+from graphopt.passes.base import PHASES, Pass, StepOptions
+from graphopt.passes.lower.lower import Target
 from graphopt.runtime import ACCURACY_LEVEL
 
-Step = Annotated[
-    CanonicalizeOptions
-    | FoldNormsOptions
-    | RotateOptions
-    | QuantizeWeightsOptions
-    | QuantizeActivationsOptions
-    | EmulateQuantizationOptions
-    | PageKVOptions
-    | QuantizeKVOptions
-    | SparseKVOptions
-    | LastLogitsOptions
-    | LowerOptions
-    | MergeProductsOptions
-    | Float16Options,
-    Field(discriminator="step"),
-]
+
+def _of_registry(step: object) -> object:
+    """Return the options of a step that is given as a mapping, by the pass that its ``step`` names."""
+    if isinstance(step, StepOptions) or not isinstance(step, Mapping):
+        return step
+    name = step.get("step")
+    if name not in PASSES:
+        raise ValueError(f"there is no step {name!r}; known are {', '.join(PASSES)}")
+    return PASSES[name].options_type.model_validate(step)
+
+
+Step = Annotated[SerializeAsAny[StepOptions], BeforeValidator(_of_registry)]
+"""The options of one pass, told apart by ``step``; which there are is what :data:`graphopt.passes.PASSES` holds."""
 
 
 class Recipe(BaseModel):
@@ -54,7 +37,7 @@ class Recipe(BaseModel):
     Attributes:
         name: what reports call it.
         description: one line for a list.
-        steps: the passes with their options, in order.
+        steps: the passes with their options, in order: phase by phase, see :data:`graphopt.passes.base.PHASES`.
         activations: to what quantized products round their inputs at run time: ``int8`` is the fast path, ``float32``
             leaves them alone. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
             session sets it from the manifest, any other session has to. Products that graphopt made say it in the
@@ -68,47 +51,79 @@ class Recipe(BaseModel):
     steps: tuple[Step, ...]
     activations: Literal["int8", "float32"] = "int8"
 
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[StepOptions, ...]) -> tuple[StepOptions, ...]:
+        right = sorted(steps, key=_place)
+        if [step.step for step in steps] != [step.step for step in right]:
+            raise ValueError(
+                f"the steps are out of order: {', '.join(step.step for step in right)} is the right one; phases come "
+                f"in the order {', '.join(PHASES)}"
+            )
+        return steps
+
     def passes(self) -> list[Pass[Any]]:
         """Return the passes of the recipe, ready to run."""
         return [PASSES[step.step](self._settled(step)) for step in self.steps]
 
     def lowered(self, target: Target) -> Recipe:
-        """Return the recipe with a step ``lower`` for ``target``, which is added at the end where there is none.
+        """Return the recipe for ``target``: its step ``lower`` says so, and any but ``portable`` merges products."""
+        recipe = self.adding("lower").setting("lower", target=target)
+        return recipe if target == "portable" else recipe.adding("merge_products")
 
-        A step ``merge_products`` is added too, for any target but ``portable``; ``float16`` stays behind both.
+    def adding(self, name: str) -> Recipe:
+        """Return the recipe with the step ``name`` and its defaults at its place, unless it has one.
+
+        Raises:
+            InputError: there is no such step.
         """
-        narrow = tuple(step for step in self.steps if isinstance(step, Float16Options))
-        steps = tuple(step for step in self.steps if step not in narrow)
-        if not any(isinstance(step, LowerOptions) for step in steps):
-            steps = (*steps, LowerOptions())
-        if target != "portable" and not any(isinstance(step, MergeProductsOptions) for step in steps):
-            steps = (*steps, MergeProductsOptions())
-        update = {"target": target}
-        lowered = [step.model_copy(update=update) if isinstance(step, LowerOptions) else step for step in steps]
-        return self.model_copy(update={"steps": (*lowered, *narrow)})
+        if any(step.step == name for step in self.steps):
+            return self
+        if name not in PASSES:
+            raise InputError(f"there is no step {name!r}", remedy=f"known are {', '.join(PASSES)}")
+        steps = sorted([*self.steps, PASSES[name].options_type()], key=_place)
+        return self.model_copy(update={"steps": tuple(steps)})
 
-    def with_last_logits(self) -> Recipe:
-        """Return the recipe with the step ``last_logits`` at its end, unless it has it."""
-        there = any(isinstance(step, LastLogitsOptions) for step in self.steps)
-        return self if there else self.model_copy(update={"steps": (*self.steps, LastLogitsOptions())})
+    def setting(self, name: str, **options: object) -> Recipe:
+        """Return the recipe with other options in each step called ``name``.
 
-    def in_float16(self) -> Recipe:
-        """Return the recipe with the step ``float16`` at its end, unless it has it."""
-        there = any(isinstance(step, Float16Options) for step in self.steps)
-        return self if there else self.model_copy(update={"steps": (*self.steps, Float16Options())})
+        Raises:
+            InputError: the recipe has no such step, the step has no such option, or the option not such a value.
+        """
+        if all(step.step != name for step in self.steps):
+            raise InputError(
+                f"the recipe {self.name} has no step {name!r}",
+                remedy=f"it has {', '.join(step.step for step in self.steps)}; add one with --add {name}",
+            )
+        steps = tuple(_changed(step, options) if step.step == name else step for step in self.steps)
+        return self.model_copy(update={"steps": steps})
 
     def session_entries(self) -> dict[str, str]:
         """Return the onnxruntime session entries that the recipe means."""
         return {ACCURACY_LEVEL: "0" if self.activations == "float32" else "4"}
 
-    def _settled(self, step: Step) -> Step:
-        """Return ``step`` with what it leaves to the recipe."""
-        left = isinstance(step, QuantizeWeightsOptions | LowerOptions) and step.activations is None
+    def _settled(self, step: StepOptions) -> StepOptions:
+        """Return ``step`` with what it leaves to the recipe: an option ``activations`` that is ``None``."""
+        left = "activations" in type(step).model_fields and getattr(step, "activations") is None  # noqa: B009
         return step.model_copy(update={"activations": self.activations}) if left else step
 
     def to_yaml(self) -> str:
         """Write the recipe as YAML, every option spelled out; :func:`load_recipe` reads it back as the same recipe."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _place(step: StepOptions) -> int:
+    return list(PASSES).index(step.step)
+
+
+def _changed(step: StepOptions, options: Mapping[str, object]) -> StepOptions:
+    try:
+        return type(step).model_validate(step.model_dump() | dict(options))
+    except ValidationError as error:
+        raise InputError(
+            f"the step {step.step} cannot be set so: {_problems(error)}",
+            remedy=f"its options are {', '.join(name for name in type(step).model_fields if name != 'step')}",
+        ) from error
 
 
 def presets() -> dict[str, Recipe]:
@@ -118,12 +133,27 @@ def presets() -> dict[str, Recipe]:
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
 
 
-def load_recipe(name_or_file: str | Path | Recipe) -> Recipe:
+def load_recipe(name_or_file: str | Path | Recipe, add: Sequence[str] = (), options: Sequence[str] = ()) -> Recipe:
     """Return a preset by its name, or read a YAML file.
 
+    Args:
+        name_or_file: which.
+        add: steps to add, each at its place and with its defaults.
+        options: what to set in steps: ``STEP.OPTION=VALUE``, the value in YAML; ``STEP.OPTION.KEY`` reaches inside.
+
     Raises:
-        InputError: there is no such preset or file, or the file is not a recipe; names the key that is wrong.
+        InputError: there is no such preset, file, step or option, or the file is not a recipe; names the key that is
+            wrong.
     """
+    recipe = _load(name_or_file)
+    for name in add:
+        recipe = recipe.adding(name)
+    for text in options:
+        recipe = _set(recipe, text)
+    return recipe
+
+
+def _load(name_or_file: str | Path | Recipe) -> Recipe:
     if isinstance(name_or_file, Recipe):
         return name_or_file
     known = presets()
@@ -137,6 +167,32 @@ def load_recipe(name_or_file: str | Path | Recipe) -> Recipe:
     return _parse(path.read_text(encoding="utf-8"), str(path))
 
 
+def _set(recipe: Recipe, text: str) -> Recipe:
+    """Return ``recipe`` with one option set, such as ``quantize_weights.linear.group=32``."""
+    place, equals, value = text.partition("=")
+    name, *path = place.split(".")
+    if not equals or not path:
+        raise InputError(f"{text!r} sets no option", remedy="say STEP.OPTION=VALUE, such as rotate.seed=1")
+    try:
+        content: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise InputError(f"the value of {place} is not YAML: {error}") from error
+    first, *inner = path
+    if inner:
+        step = next((step for step in recipe.steps if step.step == name), None)
+        there = {} if step is None else step.model_dump(mode="json").get(first)
+        content = _nested(there, inner, content)
+    return recipe.setting(name, **{first: content})
+
+
+def _nested(there: Any, path: Sequence[str], value: Any) -> Any:
+    """Return the mapping ``there`` with ``value`` at ``path``."""
+    if not path:
+        return value
+    known = there if isinstance(there, dict) else {}
+    return known | {path[0]: _nested(known.get(path[0]), path[1:], value)}
+
+
 def _parse(text: str, file: str) -> Recipe:
     try:
         content: Any = yaml.safe_load(text)
@@ -145,9 +201,12 @@ def _parse(text: str, file: str) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'recipe'}: {e['msg']}" for e in error.errors())
         raise InputError(
-            f"the recipe cannot be used: {problems}",
+            f"the recipe cannot be used: {_problems(error)}",
             file=file,
             remedy="`graphopt recipes NAME` prints one with all keys",
         ) from error
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'recipe'}: {each['msg']}" for each in error.errors())

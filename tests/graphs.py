@@ -12,8 +12,8 @@ import onnx_ir as ir
 import onnxruntime
 
 from graphopt import artifact
+from graphopt.facts import PassReport
 from graphopt.passes import PASSES
-from graphopt.passes.base import PassReport
 from graphopt.runtime import open_session
 
 VOCABULARY = 24

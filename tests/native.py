@@ -11,7 +11,7 @@ import pytest
 
 from graphopt.runtime import session_of
 from graphopt.runtime_ops import declare, library_path
-from graphopt.runtime_ops.hadamard.op import HADAMARD
+from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.library import PATH_VARIABLE
 
 INSTRUCTIONS = ("scalar", "avx2", "avx512")

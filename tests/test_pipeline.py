@@ -12,16 +12,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact, verify
+from graphopt import artifact
 from graphopt.analysis.interface import Interface
 from graphopt.artifact import DATA, MODEL, verify_files
+from graphopt.checks import equivalence
+from graphopt.checks.equivalence import TOLERANCE
 from graphopt.errors import InputError, VerificationError
 from graphopt.manifest import MANIFEST, read_manifest
-from graphopt.passes.fold_norms import gains
+from graphopt.passes.algebra.fold_norms import gains
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime import open_session
-from graphopt.verify import TOLERANCE
 
 
 @pytest.fixture(scope="module")
@@ -299,7 +300,7 @@ def test_an_output_that_is_there_is_refused_before_any_work(llama_artifact: Path
 def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verify, "available_memory", lambda: 1000)
+    monkeypatch.setattr(equivalence, "available_memory", lambda: 1000)
     manifest = optimize(llama_artifact, "rotate-int4", tmp_path / "out").manifest
     mine = [check for check in manifest.checks if check.name in ("logits", "kernels")]
     assert {check.status for check in mine} == {"not covered"}

@@ -8,18 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import InputError
-from graphopt.passes import (
-    CanonicalizeOptions,
-    Float16Options,
-    FoldNormsOptions,
-    LastLogitsOptions,
-    LowerOptions,
-    MergeProductsOptions,
-    QuantizeActivationsOptions,
-    QuantizeWeightsOptions,
-    RotateOptions,
-)
-from graphopt.passes.quantize_weights import EmbeddingFormat, LinearFormat
+from graphopt.passes import PASSES
+from graphopt.passes.algebra.fold_norms import FoldNormsOptions
+from graphopt.passes.algebra.rotate import RotateOptions
+from graphopt.passes.base import StepOptions
+from graphopt.passes.codes.quantize_activations import QuantizeActivationsOptions
+from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeightsOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lower.float16 import Float16Options
+from graphopt.passes.lower.last_logits import LastLogitsOptions
+from graphopt.passes.lower.lower import LowerOptions
+from graphopt.passes.lower.merge_products import MergeProductsOptions
 from graphopt.recipe import Recipe, load_recipe, presets
 from graphopt.runtime import ACCURACY_LEVEL
 
@@ -42,11 +41,18 @@ STEPS = st.one_of(
     st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
     st.builds(MergeProductsOptions),
 )
+
+
+def in_order(steps: list[StepOptions]) -> tuple[StepOptions, ...]:
+    """Return ``steps`` in the order of their passes, which a recipe wants."""
+    return tuple(sorted(steps, key=lambda step: list(PASSES).index(step.step)))
+
+
 RECIPES = st.builds(
     Recipe,
     name=st.text(min_size=1),
     description=st.text(),
-    steps=st.lists(STEPS, max_size=5).map(tuple),
+    steps=st.lists(STEPS, max_size=5).map(in_order),
     activations=st.sampled_from(["int8", "float32"]),
 )
 
@@ -54,6 +60,44 @@ RECIPES = st.builds(
 @given(RECIPES)
 def test_yaml_round_trips(recipe: Recipe) -> None:
     assert Recipe.model_validate(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+def test_steps_out_of_order_are_refused_with_the_order_that_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "late.yaml"
+    file.write_text("name: late\nsteps: [{step: canonicalize}, {step: quantize_kv}, {step: rotate}]\n")
+    with pytest.raises(InputError, match="canonicalize, rotate, quantize_kv is the right one"):
+        load_recipe(file)
+
+
+def test_any_step_can_be_added_and_set() -> None:
+    recipe = load_recipe(
+        "int4",
+        add=["rotate", "fold_norms"],
+        options=["rotate.seed=7", "quantize_weights.linear.group=32", "quantize_weights.embedding=null"],
+    )
+    assert [step.step for step in recipe.steps] == ["canonicalize", "fold_norms", "rotate", "quantize_weights"]
+    rotate, weights = recipe.steps[2], recipe.steps[3]
+    assert isinstance(rotate, RotateOptions)
+    assert isinstance(weights, QuantizeWeightsOptions)
+    assert rotate.seed == 7
+    assert weights.linear == LinearFormat(group=32)
+    assert weights.embedding is None
+
+
+@pytest.mark.parametrize(
+    ("add", "options", "message"),
+    [
+        (["quantise"], [], "there is no step 'quantise'.*known are"),
+        ([], ["rotate.seed=7"], "has no step 'rotate'.*--add rotate"),
+        ([], ["quantize_weights.linear.group=17"], "cannot be set so.*linear.group"),
+        ([], ["quantize_weights.liner=null"], "cannot be set so.*its options are linear"),
+        ([], ["quantize_weights"], "sets no option.*STEP.OPTION=VALUE"),
+        ([], ["quantize_weights.linear=[1"], "is not YAML"),
+    ],
+)
+def test_what_cannot_be_added_or_set_is_refused(add: list[str], options: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_recipe("int4", add=add, options=options)
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
@@ -100,17 +144,17 @@ def test_a_target_sets_the_step_lower_or_adds_it() -> None:
 
 
 def test_float16_is_the_last_step_and_asked_for_once() -> None:
-    recipe = load_recipe("int4").in_float16()
+    recipe = load_recipe("int4").adding("float16")
     assert recipe.steps[-1] == Float16Options()
-    assert recipe.in_float16() == recipe
+    assert recipe.adding("float16") == recipe
     lowered = [*load_recipe("int4").steps, LowerOptions(target="ort-cuda"), MergeProductsOptions(), Float16Options()]
     assert list(recipe.lowered("ort-cuda").steps) == lowered
 
 
 def test_last_logits_are_asked_for_once() -> None:
-    recipe = load_recipe("int4").with_last_logits()
+    recipe = load_recipe("int4").adding("last_logits")
     assert recipe.steps[-1] == LastLogitsOptions()
-    assert recipe.with_last_logits() == recipe
+    assert recipe.adding("last_logits") == recipe
 
 
 @pytest.mark.parametrize(

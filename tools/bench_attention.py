@@ -37,7 +37,7 @@ import typer
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.runtime_ops.kv_attention.attributes import PAGES, RETRIEVAL
+from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, RETRIEVAL
 from tools.bench import attention_ggml, attention_graphopt, attention_onnxruntime, attention_torch
 from tools.bench.attention_graphopt import Choice
 from tools.bench.attention_problem import AttentionCase, AttentionProblem, Sequence

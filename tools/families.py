@@ -23,15 +23,14 @@ import graphopt
 from graphopt import artifact
 from graphopt.analysis.axes import Axis, Basis
 from graphopt.analysis.bases import find_bases
-from graphopt.certificate.checker import check
+from graphopt.checks.certificate.checker import check
+from graphopt.checks.equivalence import Verifier
 from graphopt.errors import GraphoptError
+from graphopt.facts import PassReport
 from graphopt.models.checkpoint import quiet
-from graphopt.passes import CanonicalizeOptions, FoldNormsOptions, RotateOptions
-from graphopt.passes.base import PassReport
-from graphopt.passes.canonicalize import Canonicalize
-from graphopt.passes.fold_norms import FoldNorms
-from graphopt.passes.rotate import Rotate
-from graphopt.verify import Verifier
+from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
+from graphopt.passes.algebra.rotate import Rotate, RotateOptions
+from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -60,12 +59,12 @@ values, "falcon_new" the newer layout with groups.
   values are refused, the output projection of attention too.
 - "falcon_new" keeps queries, keys and values of a group on one axis, in slices that the analysis takes for one basis:
   the rotary embedding of queries and keys therefore holds values back too.
-- **certificate**: what the independent checker of `graphopt.certificate` says about the rotated graph.
+- **certificate**: what the independent checker of `graphopt.checks.certificate` says about the rotated graph.
 - **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
   a prefill with padding, then a second call on its cache.
 
 BERT, an encoder, has norms with gains on the residual itself: that stays; values, queries and keys are rotated for free
-(`tests/passes/test_rotate_encoder.py`).
+(`tests/passes/algebra/test_rotate_encoder.py`).
 
 This page was made by `python tools/families.py --markdown docs/families.md`.
 

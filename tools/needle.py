@@ -40,8 +40,8 @@ from rich.table import Column, Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, declare
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
-from graphopt.runtime_ops.kv_attention.selection import page_scores
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.selection import page_scores
 from tools.bench.haystack import Haystack, Needle, question, summaries
 from tools.bench.options import JsonFile, token_counts
 

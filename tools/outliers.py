@@ -33,15 +33,12 @@ from graphopt.artifact import Artifact
 from graphopt.demo import MODULES
 from graphopt.errors import GraphoptError
 from graphopt.models.stdlib_text import held_out_text, training_texts
-from graphopt.passes import (
-    CanonicalizeOptions,
-    EmulateQuantizationOptions,
-    FoldNormsOptions,
-    QuantizeKVOptions,
-    QuantizeWeightsOptions,
-    RotateOptions,
-)
-from graphopt.passes.quantize_weights import LinearFormat
+from graphopt.passes.algebra.fold_norms import FoldNormsOptions
+from graphopt.passes.algebra.rotate import RotateOptions
+from graphopt.passes.cache.quantize_kv import QuantizeKVOptions
+from graphopt.passes.codes.emulate_quantization import EmulateQuantizationOptions
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeightsOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.recipe import Recipe, Step
 from graphopt.runtime import session_of
 from graphopt.weights import own, rewrite

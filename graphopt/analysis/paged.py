@@ -16,7 +16,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.attributes import STREAMING, Dimension, KVAttributes, StateTensor
+from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING, Dimension, KVAttributes, StateTensor
 from graphopt.runtime_ops.operator import DOMAIN
 
 OPERATOR = "KVAttention"

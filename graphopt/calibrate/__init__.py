@@ -26,10 +26,9 @@ from graphopt.calibrate.mass import kept
 from graphopt.calibrate.razor import REPEATS, Repeated, echo_and_induction
 from graphopt.calibrate.tap import Tap, tap
 from graphopt.errors import InputError
-from graphopt.passes import SparseKVOptions
-from graphopt.passes.sparse_kv import NUMBERS
+from graphopt.passes.cache.sparse_kv import NUMBERS, SparseKVOptions
 from graphopt.progress import Progress, silent
-from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.session import TOKENIZER, beginning_of, read_tokenizer
 
 LARGEST_WINDOW = 2048

@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.calibrate.tap import Heads, Singles
-from graphopt.runtime_ops.kv_attention.append import Integers, append
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, KVAttributes
-from graphopt.runtime_ops.kv_attention.stored import read_mask
+from graphopt.runtime_ops.kv_attention.spec.append import Integers, append
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
 
 Doubles = npt.NDArray[np.float64]
 

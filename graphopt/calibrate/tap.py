@@ -16,11 +16,11 @@ from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer, kv_nodes, layer_of
 from graphopt.artifact import Artifact
 from graphopt.errors import InputError
-from graphopt.passes import CanonicalizeOptions, PageKVOptions, PassReport
-from graphopt.passes.canonicalize import Canonicalize
-from graphopt.passes.page_kv import PageKV
+from graphopt.facts import PassReport
+from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
+from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
 from graphopt.runtime import session_of
-from graphopt.runtime_ops.kv_attention.attributes import DENSE
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
 from graphopt.weights import weight_of
 
 Singles = npt.NDArray[np.float32]

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from graphopt.cli.console import Json, NoRun, Output, Overwrite, out, print_json, progress
-from graphopt.passes import Target
+from graphopt.passes.lower.lower import Target
 
 
 def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
@@ -78,17 +78,23 @@ def optimize(
     float16: Annotated[
         bool, typer.Option("--float16", help="compute in float16, as GPUs want it: adds the step `float16`")
     ] = False,
+    add: Annotated[list[str] | None, typer.Option("--add", help="a step to add at its place; may be repeated")] = None,
+    options: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML; may be repeated"),
+    ] = None,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
     from graphopt.pipeline import optimize as run_optimize
+    from graphopt.recipe import load_recipe
 
     with progress() as say:
         made = run_optimize(
             model,
-            recipe,
+            load_recipe(recipe, add or (), options or ()),
             output,
             target=target,
             last_logits=last_logits,
@@ -107,7 +113,7 @@ def verify(
     as_json: Json = False,
 ) -> None:
     """Prove again, from the two folders alone, that AFTER computes what BEFORE computes; --json has every finding."""
-    from graphopt.proof import verify as run_verify
+    from graphopt.checks.replay import verify as run_verify
     from graphopt.view.tables import checks_table
 
     with progress() as say:

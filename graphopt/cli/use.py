@@ -105,8 +105,8 @@ def heads(
 ) -> None:
     """Measure per layer and head what policies keep of attention, and which are retrieval heads."""
     from graphopt.calibrate import calibrate
-    from graphopt.passes import SparseKVOptions
-    from graphopt.runtime_ops.kv_attention.attributes import PAGES
+    from graphopt.passes.cache.sparse_kv import SparseKVOptions
+    from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES
     from graphopt.view.heads import heads_table, policies_table
 
     content = chosen_text(text, held_out, "graphopt heads MODEL --text FILE")

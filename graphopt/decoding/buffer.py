@@ -17,7 +17,7 @@ import numpy.typing as npt
 from graphopt.decoding.large_pages import aligned_zeros
 from graphopt.memory import available_memory
 from graphopt.runtime import ort_value
-from graphopt.runtime_ops.kv_attention.attributes import StateTensor
+from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 if TYPE_CHECKING:
     import onnxruntime

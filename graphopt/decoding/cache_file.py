@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from graphopt.analysis.interface import IntArray
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.attributes import FLOATS
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 
 Array = npt.NDArray[Any]
 

@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphopt.decoding.buffer import Buffer
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.attributes import StateTensor
+from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 if TYPE_CHECKING:
     import onnxruntime

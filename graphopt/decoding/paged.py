@@ -21,7 +21,7 @@ from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.attributes import StateTensor
+from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 if TYPE_CHECKING:
     import onnxruntime

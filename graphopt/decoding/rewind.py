@@ -19,7 +19,7 @@ import numpy.typing as npt
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import Row
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.layout import unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
 
 Array = npt.NDArray[Any]
 

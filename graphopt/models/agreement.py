@@ -11,11 +11,12 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.interface import Interface
+from graphopt.checks.equivalence import TOLERANCE, Probe, run_probe
 from graphopt.errors import MissingDependencyError, VerificationError
+from graphopt.facts import Check
 from graphopt.memory import available_memory
 from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.runtime import import_onnxruntime
-from graphopt.verify import TOLERANCE, Check, Probe, run_probe
 
 
 def check_agreement(model: Any, program: ir.Model) -> Check:
@@ -29,7 +30,7 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
         The largest difference of the logits relative to the largest logit, or why there is none.
 
     Raises:
-        VerificationError: they differ by more than :data:`graphopt.verify.TOLERANCE`.
+        VerificationError: they differ by more than :data:`graphopt.checks.equivalence.TOLERANCE`.
     """
     check = Check(name="agrees with transformers", after="export", status="not covered", reason="")
     try:

@@ -1,66 +1,30 @@
-"""The passes: one file or folder, one rewrite. A new pass is one line in :data:`PASSES`."""
+"""The passes: one file or folder, one rewrite, in the folder of its phase. A new file is all that a new pass takes."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from typing import Any
 
-from graphopt.passes.base import Change, Effect, Ledger, Options, Pass, PassReport, PassResult, Skip
-from graphopt.passes.canonicalize import Canonicalize, CanonicalizeOptions
-from graphopt.passes.emulate_quantization import EmulateQuantization, EmulateQuantizationOptions
-from graphopt.passes.float16 import Float16, Float16Options
-from graphopt.passes.fold_norms import FoldNorms, FoldNormsOptions
-from graphopt.passes.last_logits import LastLogits, LastLogitsOptions
-from graphopt.passes.lower import Lower, LowerOptions, Target
-from graphopt.passes.merge_products import MergeProducts, MergeProductsOptions
-from graphopt.passes.page_kv import PageKV, PageKVOptions
-from graphopt.passes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
-from graphopt.passes.quantize_kv import QuantizeKV, QuantizeKVOptions
-from graphopt.passes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
-from graphopt.passes.rotate import Rotate, RotateOptions
-from graphopt.passes.sparse_kv import SparseKV, SparseKVOptions
+from graphopt.passes.base import PHASES, Pass, Phase
 
-PASSES: dict[str, Any] = {
-    made.name: made
-    for made in (
-        Canonicalize,
-        FoldNorms,
-        Rotate,
-        QuantizeWeights,
-        QuantizeActivations,
-        EmulateQuantization,
-        PageKV,
-        QuantizeKV,
-        SparseKV,
-        LastLogits,
-        Lower,
-        MergeProducts,
-        Float16,
-    )
-}
-"""Every pass by the name that recipes call it, in the order a recipe usually has them."""
 
-__all__ = [
-    "PASSES",
-    "CanonicalizeOptions",
-    "Change",
-    "Effect",
-    "EmulateQuantizationOptions",
-    "Float16Options",
-    "FoldNormsOptions",
-    "LastLogitsOptions",
-    "Ledger",
-    "LowerOptions",
-    "MergeProductsOptions",
-    "Options",
-    "PageKVOptions",
-    "Pass",
-    "PassReport",
-    "PassResult",
-    "QuantizeActivationsOptions",
-    "QuantizeKVOptions",
-    "QuantizeWeightsOptions",
-    "RotateOptions",
-    "Skip",
-    "SparseKVOptions",
-    "Target",
-]
+def _passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:
+    """Yield the passes of a phase, each behind those that its ``after`` names, else by name."""
+    folder = importlib.import_module(f"{__name__}.{phase}")
+    found: dict[str, type[Pass[Any]]] = {}
+    for info in pkgutil.iter_modules(folder.__path__, f"{folder.__name__}."):
+        module = importlib.import_module(info.name)
+        for each in vars(module).values():
+            if isinstance(each, type) and issubclass(each, Pass) and each.__module__ == info.name:
+                found[each.name] = each
+    before = {name: [other for other in each.after if other in found] for name, each in sorted(found.items())}
+    yield from (found[name] for name in TopologicalSorter(before).static_order())
+
+
+PASSES: dict[str, Any] = {each.name: each for phase in PHASES for each in _passes_of(phase)}
+"""Every pass by the name that recipes call it: phase by phase, in the order that a recipe usually has them."""
+
+__all__ = ["PASSES"]

@@ -1,8 +1,8 @@
 """What a rewriter claims about the graph it made: in which rotated coordinates its tensors are.
 
-A checker (:mod:`graphopt.certificate.checker`) takes the graph before, the graph after and the claims, and believes
-none of them. Claims are needed only where a tensor gets its coordinates from a weight or from outside: everywhere else
-they follow from the graph.
+A checker (:mod:`graphopt.checks.certificate.checker`) takes the graph before, the graph after and the claims, and
+believes none of them. Claims are needed only where a tensor gets its coordinates from a weight or from outside:
+everywhere else they follow from the graph.
 """
 
 from __future__ import annotations

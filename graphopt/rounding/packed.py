@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.formats import FORMATS
 from graphopt.formats.table import TableFormat
-from graphopt.runtime_ops.matmul_table.packing import TILE, UNIT, pack, tile
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE, UNIT, pack, tile
 from graphopt.weights import lazy
 
 Array = npt.NDArray[Any]

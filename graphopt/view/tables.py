@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 from rich.table import Column, Table
 
+from graphopt.facts import Check, PassReport
 from graphopt.manifest import Manifest
-from graphopt.passes import PassReport
-from graphopt.verify import Check
 
 
 def passes_table(manifest: Manifest) -> Table:

@@ -3,7 +3,12 @@ from __future__ import annotations
 import pytest
 
 from graphopt.analysis.cost import storage_formats, weight_totals
-from graphopt.passes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import (
+    EmbeddingFormat,
+    LinearFormat,
+    QuantizeWeights,
+    QuantizeWeightsOptions,
+)
 from tests.graphs import VOCABULARY, residual_model
 
 WIDTH, INNER, LAYERS = 32, 48, 2

@@ -12,7 +12,7 @@ from graphopt.analysis.interface import Interface
 from graphopt.analysis.paged import METADATA, PagedLayer, described, from_json, layers_of, to_json
 from graphopt.errors import InputError
 from graphopt.runtime import session_of
-from graphopt.runtime_ops.kv_attention.attributes import FLOATS, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, KVAttributes
 from tests.graphs import canonical, run_pass
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
 from graphopt.decoding.device import DeviceMemory
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.attributes import FLOATS, StateTensor
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, StateTensor
 
 TYPES = (*FLOATS.values(), np.dtype(np.uint8))
 SIZES = st.integers(1, 4)

@@ -17,13 +17,13 @@ from graphopt.generate import generate
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
 from graphopt.runtime_ops import Device
-from graphopt.runtime_ops.kv_attention.attributes import FLOATS
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 from graphopt.session import Session, load
 from tests.families import VOCABULARY
 
 MakeArtifact = Callable[[str], Path]
 
-# As in tests/passes/test_page_kv.py.
+# As in tests/passes/cache/test_page_kv.py.
 FLOAT32 = 1e-5
 
 PROMPTS = ["def f(x):", "import os, sys\nfor a in b:\n    print(a)", "x"]

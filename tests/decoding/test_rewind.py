@@ -12,8 +12,8 @@ from graphopt.decoding.buffer import HostBuffer, Row
 from graphopt.decoding.paged import move_pages
 from graphopt.decoding.rewind import check_length, first_length, rewind_row
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.append import State, append
-from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.append import State, append
+from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from tests.runtime_ops.kv_cases import Fed, tokens_of
 
 HEADS, SIZE, PAGE = 2, 16, 16

@@ -7,8 +7,10 @@ import pytest
 
 from graphopt import provenance
 from graphopt.errors import InputError
+from graphopt.facts import Effect
 from graphopt.passes import PASSES
-from graphopt.passes.base import Effect, Ledger, Options, Pass
+from graphopt.passes.base import Options, Pass
+from graphopt.passes.context import Context
 from tests.graphs import residual_model, run_pass
 
 
@@ -22,7 +24,8 @@ class Rename(Pass[Options]):
     def __init__(self, damage: str) -> None:
         self.damage = damage
 
-    def rewrite(self, model: ir.Model, ledger: Ledger) -> None:
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        ledger = context.ledger
         nodes = {node.name: node for node in model.graph}
         if self.damage == "two of a name":
             nodes["up0"].outputs[0].name = nodes["up1"].outputs[0].name

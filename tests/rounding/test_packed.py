@@ -10,7 +10,7 @@ from graphopt.formats import FORMATS, format_of
 from graphopt.rounding import round_to_nearest
 from graphopt.rounding.lazy import LazyQuantized
 from graphopt.rounding.packed import format_of_codes, repacked_tensors
-from graphopt.runtime_ops.matmul_table.op import dequantize
+from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 
 
 def weight(rows: int, columns: int) -> ir.Value:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from graphopt.runtime import run
 from graphopt.runtime_ops import DOMAIN, declare
-from graphopt.runtime_ops.kv_attention.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
-from graphopt.runtime_ops.kv_attention.reference import reference
+from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.reference import reference
 
 INPUTS = ("query", "key", "value", "past", "new", "sink_logits", "sink_query")
 STATE = ("keys", "values", "scales", "recent", "summaries")

@@ -11,8 +11,8 @@ import onnxruntime
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops import OPERATORS, declare
-from graphopt.runtime_ops.matmul_table.activations import MODES
-from graphopt.runtime_ops.matmul_table.packing import pack, tile
+from graphopt.runtime_ops.matmul_table.spec.activations import MODES
+from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile
 
 INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias", "left", "right")
 Case = dict[str, Any]

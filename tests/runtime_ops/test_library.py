@@ -17,9 +17,9 @@ from graphopt.errors import InputError
 from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import declare, library_path
-from graphopt.runtime_ops.hadamard.op import HADAMARD, reference
+from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
 from graphopt.runtime_ops.library import PATH_VARIABLE
-from graphopt.runtime_ops.round_trip.op import ROUND_TRIP
+from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from tests.native import INSTRUCTIONS, here, needs_library, skip_without
 
 

@@ -19,9 +19,9 @@ import pytest
 from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import declare, library_path
-from graphopt.runtime_ops.hadamard.op import HADAMARD
-from graphopt.runtime_ops.matmul_table.op import MATMUL_TABLE
-from graphopt.runtime_ops.matmul_table.packing import pack, tile
+from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
+from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE
+from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile
 from tests.native import needs_library
 
 OTHER = os.environ.get("GRAPHOPT_OTHER_ONNXRUNTIME")

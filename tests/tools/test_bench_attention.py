@@ -15,8 +15,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
-from graphopt.runtime_ops.kv_attention.reference import reference
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tools import bench_attention
 from tools.bench import attention_ggml, attention_graphopt, attention_onnxruntime, attention_state, attention_torch
 from tools.bench.attention_problem import AttentionCase, AttentionProblem, Sequence

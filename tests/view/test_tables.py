@@ -4,9 +4,8 @@ import io
 
 from rich.console import Console
 
+from graphopt.facts import Change, Check, PassReport, Skip
 from graphopt.manifest import FileRecord, Manifest, ModelFacts, Precision, Source
-from graphopt.passes import Change, PassReport, Skip
-from graphopt.verify import Check
 from graphopt.view.tables import passes_table, skips_table, summary
 
 REPORT = PassReport(

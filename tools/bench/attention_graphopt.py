@@ -15,7 +15,7 @@ from graphopt.decoding.large_pages import aligned_zeros
 from graphopt.errors import InputError
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
-from graphopt.runtime_ops.kv_attention.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
 from tools.bench import attention_state
 from tools.bench.attention_binding import Binding
 from tools.bench.attention_problem import AttentionProblem

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.attributes import RETRIEVAL, KVAttributes
-from graphopt.runtime_ops.kv_attention.layout import pack_keys, pack_values, round_page, unpack_keys, unpack_values
-from graphopt.runtime_ops.kv_attention.stored import read_mask
+from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, round_page, unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
 from tools.bench.attention_expected import Chunk, Doubles, attend
 from tools.bench.attention_problem import AttentionProblem, Sequence, Singles, in_threads, runs
 from tools.bench.problem import Array

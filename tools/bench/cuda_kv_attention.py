@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda.kv_attention import Call
 from tools.bench.cuda_case import Case, copies_past_l2, stream_of

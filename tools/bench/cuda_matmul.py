@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from graphopt.formats import FORMATS
-from graphopt.runtime_ops.matmul_table.activations import MODES
-from graphopt.runtime_ops.matmul_table.packing import pack
+from graphopt.runtime_ops.matmul_table.spec.activations import MODES
+from graphopt.runtime_ops.matmul_table.spec.packing import pack
 from tests.runtime_ops.cuda import products
 from tests.runtime_ops.cuda.interface import check
 from tools.bench.cuda_case import Case, copies_past_l2, stream_of

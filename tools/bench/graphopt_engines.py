@@ -150,7 +150,7 @@ def _prepared(problem: Problem, inputs: dict[str, Array], make: Make, weights: R
 
 def _weight_inputs(problem: Problem, name: str) -> dict[str, Array]:
     """Return codes and scales as the operators store them, tiles of output channels first."""
-    from graphopt.runtime_ops.matmul_table.packing import pack, tile
+    from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile
 
     weights = rounded(problem, name, problem.case.group)
 

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from tools.bench import attention_state
 from tools.bench.attention_problem import Sequence, Singles
 from tools.bench.problem import Array

@@ -1,9 +1,9 @@
 // The entry point that onnxruntime looks for, and the list of all operators.
 #include "abi/cpu_operators.h"
-#include "hadamard/op.h"
-#include "kv_attention/op.h"
-#include "matmul_dynamic/op.h"
-#include "matmul_table/op.h"
+#include "hadamard/cpu/op.h"
+#include "kv_attention/cpu/op.h"
+#include "matmul_dynamic/cpu/op.h"
+#include "matmul_table/cpu/op.h"
 
 namespace graphopt {
 namespace {

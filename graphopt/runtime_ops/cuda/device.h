@@ -44,7 +44,7 @@ struct alignas(16) Word4 {
 }  // namespace graphopt
 
 #if !defined(__CUDACC__)
-#include "cuda/host.h"
+#include "interpreter/host.h"
 #endif
 
 namespace graphopt {

@@ -1,9 +1,9 @@
 // The entry point of the library for GPUs: its operators, and those of the CPU's library, so that a session has both.
 #include "abi/cpu_operators.h"
 #include "cuda/kernel.h"
-#include "hadamard/cuda_op.h"
-#include "kv_attention/cuda_op.h"
-#include "matmul/cuda_op.h"
+#include "hadamard/cuda/op.h"
+#include "kv_attention/cuda/op.h"
+#include "matmul_table/cuda/op.h"
 
 namespace graphopt {
 namespace {

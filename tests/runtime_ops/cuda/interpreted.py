@@ -1,4 +1,4 @@
-"""Builds kernels for the host interpreter: .cu files as plain C++, with ``cuda/host.h`` in the place of CUDA.
+"""Builds kernels for the host interpreter: .cu files as plain C++, with ``interpreter/host.h`` in the place of CUDA.
 
 Each source is compiled once for its contents and those of all headers, into ``build/interpreted``; the sanitizers of
 ``make test-native`` are used where ``GRAPHOPT_SANITIZE`` is set.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 OPERATORS = ROOT / "graphopt" / "runtime_ops"
-INTERPRETER = [OPERATORS / "cuda" / f"{name}.cc" for name in ("fiber", "host", "host_matrix")]
+INTERPRETER = [Path(__file__).parent / "interpreter" / f"{name}.cc" for name in ("fiber", "host", "host_matrix")]
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-ffp-contract=off", "-fno-exceptions", "-fno-rtti", "-fvisibility=hidden"]
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer", "-g1"]
@@ -31,9 +31,10 @@ def build(name: str, sources: Sequence[Path], compiler: str) -> Path:
         AssertionError: the compiler refuses a source, or warns of it.
     """
     flags = [*FLAGS, *WARNINGS, *(SANITIZERS if os.environ.get("GRAPHOPT_SANITIZE") else []), f"-I{OPERATORS}"]
+    flags += [f"-I{INTERPRETER[0].parents[1]}"]
     flags.append("-DGRAPHOPT_INTERPRETED")
     known = hashlib.sha256(" ".join([compiler, *flags]).encode())
-    for header in sorted(OPERATORS.rglob("*.h")):
+    for header in sorted([*OPERATORS.rglob("*.h"), *INTERPRETER[0].parent.glob("*.h")]):
         known.update(header.read_bytes())
     folder = ROOT / "build" / "interpreted"
     folder.mkdir(parents=True, exist_ok=True)

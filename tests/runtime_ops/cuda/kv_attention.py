@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.runtime_ops.kv_attention.attributes import STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from tests.runtime_ops.cuda.interface import TYPES, Buffer, check
 
 _COUNTS = ("rows", "columns", "kv_heads", "group", "size", "page", "pages")
@@ -18,7 +18,7 @@ _STATE = ("keys", "values", "scales", "slots", "summaries")
 
 
 class Call(ctypes.Structure):
-    """``GraphoptKVAttention`` of ``kv_attention/cuda_interface.h``."""
+    """``GraphoptKVAttention`` of ``kv_attention/cuda/interface.h``."""
 
     _fields_ = [
         ("type", ctypes.c_int32),

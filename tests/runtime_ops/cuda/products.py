@@ -1,4 +1,4 @@
-"""MatMulTable and MatMulDynamic through the C interface of ``matmul/cuda_interface.h``."""
+"""MatMulTable and MatMulDynamic through the C interface of ``matmul_table/cuda/interface.h``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.runtime_ops.matmul_dynamic.op import LEVELS
-from graphopt.runtime_ops.matmul_table.activations import MODES
+from graphopt.runtime_ops.matmul_dynamic.spec.op import LEVELS
+from graphopt.runtime_ops.matmul_table.spec.activations import MODES
 from tests.runtime_ops.cuda.interface import TYPES, Buffer, Factor, aligned, check, factor
 
 Case = dict[str, Any]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 
-from graphopt.runtime_ops.kv_attention.attributes import STORAGES
+from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES
 from graphopt.runtime_ops.library import PATH_VARIABLE
+from tests.runtime_ops.kv_attention.test_hostile import Case, check, fixed, hostile, run
+from tests.runtime_ops.kv_attention.test_kernel import REFUSED, SOME, assert_refused, compare, inputs_of
 from tests.runtime_ops.kv_cases import STATE, assert_float16_is_widened, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import NODE, Native
-from tests.runtime_ops.test_kv_attention_hostile import Case, check, fixed, hostile, run
-from tests.runtime_ops.test_kv_attention_kernel import REFUSED, SOME, assert_refused, compare, inputs_of
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ import pytest
 
 from graphopt.formats import FORMATS
 from graphopt.rotations import hadamard
-from graphopt.runtime_ops.matmul_dynamic.bound import bound
-from graphopt.runtime_ops.matmul_dynamic.op import reference
+from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound
+from graphopt.runtime_ops.matmul_dynamic.spec.op import reference
 from tests.runtime_ops.cuda.products import Products
+from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
 from tests.runtime_ops.products import case_of
-from tests.runtime_ops.test_matmul_vectors import inputs_of, load
 
 # half a unit in the last place of y, as a share of it
 HALF_UNIT = {np.float32: 0.0, np.float16: 2.0**-11, ml_dtypes.bfloat16: 2.0**-8}

@@ -14,8 +14,8 @@ from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from tests.runtime_ops.cuda.products import Products
+from tests.runtime_ops.matmul_table.test_kernels import WRONG
 from tests.runtime_ops.products import Case, case_of, model_of
-from tests.runtime_ops.test_matmul_kernels import WRONG
 
 
 @pytest.fixture(autouse=True)

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphopt.formats import FORMATS
-from graphopt.runtime_ops.matmul_table.activations import MODES
-from graphopt.runtime_ops.matmul_table.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
-from graphopt.runtime_ops.matmul_table.op import dequantize, reference
+from graphopt.runtime_ops.matmul_table.spec.activations import MODES
+from graphopt.runtime_ops.matmul_table.spec.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
+from graphopt.runtime_ops.matmul_table.spec.op import dequantize, reference
 from tests.runtime_ops.cuda.products import DECODERS, Products
+from tests.runtime_ops.matmul_table.test_kernels import TABLES
+from tests.runtime_ops.matmul_table.test_op import of_float32
+from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
 from tests.runtime_ops.products import Case, any_case, case_of
-from tests.runtime_ops.test_matmul_kernels import TABLES
-from tests.runtime_ops.test_matmul_table import of_float32
-from tests.runtime_ops.test_matmul_vectors import inputs_of, load
 
 BFLOAT16 = ml_dtypes.bfloat16
 TYPES = (np.float32, np.float16, BFLOAT16)

@@ -13,7 +13,7 @@ import pytest
 from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import declare, library_path
-from graphopt.runtime_ops.hadamard.op import HADAMARD
+from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from tests.runtime_ops.cuda import interface
 

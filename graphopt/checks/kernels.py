@@ -1,0 +1,123 @@
+"""What onnxruntime really runs: read from the graph that it writes after its own optimizations."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import onnx_ir as ir
+
+from graphopt.analysis.structure import dequantize_of, is_packed
+from graphopt.checks.equivalence import Verifier
+from graphopt.errors import VerificationError
+from graphopt.facts import Check
+from graphopt.runtime import native_operators, open_session
+from graphopt.runtime_ops import DOMAIN
+
+FUSED = "MatMulNBits"
+UNKNOWN = "unknown"
+
+_ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
+
+
+@dataclass(frozen=True)
+class KernelReport:
+    """How the quantized products of a model run.
+
+    Attributes:
+        check: whether each became the fused kernel, or is the operator that the pass made.
+        activations: what the inputs of quantized products are rounded to, sorted; of onnxruntime's kernels as read from
+            the graph that it runs, of ours as their attributes say.
+        products: how many products each operator computes, with its activations.
+    """
+
+    check: Check
+    activations: tuple[str, ...]
+    products: dict[str, int] = field(default_factory=dict)
+
+
+def quantized_products(graph: ir.Graph) -> list[ir.Node]:
+    """Return every ``MatMul`` that reads a ``DequantizeLinear`` of stored codes."""
+    return [node for node in graph if dequantize_of(node) is not None]
+
+
+def own_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return every node of an operator of ours."""
+    return [node for node in graph if node.domain == DOMAIN]
+
+
+def activations_of(node: ir.Node) -> str:
+    """Return what one of our products, or onnxruntime's ``MatMulNBits``, rounds its input to."""
+    if node.op_type == FUSED:
+        level = node.attributes.get_int("accuracy_level", 0)
+        return _ACTIVATIONS.get(level, f"level {level}")
+    if node.op_type == "MatMulDynamic":
+        return f"int{node.attributes.get_int('bits', 8)} per token"
+    stated, x = node.attributes.get_string("activations", UNKNOWN), node.inputs[0]
+    # which means that they stay as they are
+    return "float16" if stated == "float32" and x is not None and x.dtype == ir.DataType.FLOAT16 else stated
+
+
+def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str]) -> KernelReport:
+    """Open the model in onnxruntime and confirm that each quantized product runs as the kernel that it is meant for.
+
+    A ``DequantizeLinear -> MatMul`` must become ``MatMulNBits``. A node of our operators must be there still where the
+    library has its kernel; where it has not, or there is no library, onnxruntime runs the body, and the check says so.
+
+    Args:
+        model: the model.
+        verifier: knows whether the model fits into memory, and where to write it.
+        entries: session entries to open it with.
+
+    Raises:
+        VerificationError: a product would run on dequantized weights; names the first.
+    """
+    expected, ours = quantized_products(model.graph), own_nodes(model.graph)
+    stated = [node for node in ours if is_packed(node)]
+    if verifier.why_not is not None:
+        check = Check(name="kernels", after="the recipe", status="not covered", reason=verifier.why_not)
+        unread = [(FUSED, UNKNOWN)] * len(expected)
+        return _report(check, [*unread, *((node.op_type, activations_of(node)) for node in stated)])
+    there = sum(node.op_type == FUSED for node in model.graph)
+    path = verifier.settle(model)
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        optimized = Path(folder) / "optimized.onnx"
+        open_session(path, entries=entries, optimized_to=optimized)
+        graph = ir.load(optimized).graph
+        kernels = [node for node in graph if node.op_type == FUSED]
+        unfused = quantized_products(graph)
+        left = Counter(node.op_type for node in own_nodes(graph))
+        running = [(node.op_type, activations_of(node)) for node in kernels]
+    fused = len(kernels) - there
+    if unfused or fused != len(expected):
+        first = (unfused or expected)[0]
+        raise VerificationError(
+            f"onnxruntime fuses {fused} of {len(expected)} quantized products into {FUSED}; "
+            "the others would run on dequantized weights",
+            node=first.name,
+            remedy="choose another group or format for this product in the recipe",
+        )
+    native = native_operators()
+    for name, count in Counter(node.op_type for node in ours).items():
+        if name in native and left[name] != count:
+            raise VerificationError(
+                f"onnxruntime runs {left[name]} of {count} nodes of {name} by graphopt's kernel, and folds the others",
+                node=next(node.name for node in ours if node.op_type == name),
+                remedy="report this with the model; the library of kernels is not what the graph was made for",
+            )
+    figures: dict[str, float] = {"quantized_products": len(expected), "fused_kernels": fused}
+    figures |= {f"{name}_nodes": count for name, count in Counter(node.op_type for node in ours).items()}
+    reasons = [f"onnxruntime's own optimized graph holds one {FUSED} for each quantized product"] if expected else []
+    for name in dict.fromkeys(node.op_type for node in ours):
+        runs = "graphopt's kernel, each node is there still" if name in native else "the function body: no kernel here"
+        reasons.append(f"{name} runs by {runs}")
+    check = Check(name="kernels", after="the recipe", status="measured", reason="; ".join(reasons), figures=figures)
+    return _report(check, [*running, *((node.op_type, activations_of(node)) for node in stated)])
+
+
+def _report(check: Check, products: list[tuple[str, str]]) -> KernelReport:
+    counted = Counter(f"{name}, inputs {rounded}" for name, rounded in products)
+    return KernelReport(check, tuple(sorted({rounded for _, rounded in products})), dict(counted))

@@ -1,0 +1,1 @@
+"""Phase ``algebra``: exact rewrites of weights: folded norms, rotations."""

@@ -1,0 +1,113 @@
+"""Gains and biases of norms move forward, into the weights that read them, past what only moves rows."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
+from graphopt.passes.context import Ledger
+from graphopt.weights import Weight, blocks_of, lazy, new_weight, own, rewrite, weight_of
+
+NORMS = ("RMSNormalization", "LayerNormalization")
+_BIAS = 2
+
+
+def fold_gains(model: ir.Model, ledger: Ledger) -> None:
+    """Fold gain and bias of each norm, or say why they stay."""
+    for node in list(model.graph):
+        if node.op_type not in NORMS:
+            continue
+        reason = _reason_to_stay(node)
+        if reason is not None:
+            ledger.skipped(node, reason)
+            continue
+        gain = own(node, 1)
+        assert gain.const_value is not None
+        factors = gain.const_value.numpy().astype(np.float64)
+        bias = weight_of(node, _BIAS)
+        if np.all(factors == 1) and bias is None:
+            ledger.skipped(node, "its gain is one already")
+            continue
+        for product in [reader.node for reader in readers_of(node.outputs[0])]:
+            assert product is not None
+            if bias is not None and bias.const_value is not None:
+                _add_behind(product, bias, ledger)
+            weight = own(product, 1)
+            rewrite(weight, partial(scale_rows, factors=factors))
+            ledger.changed(weight, f"rows scaled by the gain of {node.name}", [gain])
+        rewrite(gain, np.ones_like)
+        if bias is not None:
+            # Not an empty third input: onnxruntime 1.31 crashes while it optimizes such a LayerNormalization.
+            node.resize_inputs(_BIAS)
+        ledger.changed(node, "gain became one" if bias is None else "gain became one, bias is gone")
+
+
+def _reason_to_stay(node: ir.Node) -> str | None:
+    gain = weight_of(node, 1)
+    if gain is None or gain.const_value is None or len(gain.const_value.shape) != 1:
+        return "its gain is no constant vector"
+    if len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None and weight_of(node, _BIAS) is None:
+        return "its bias is no constant"
+    if any(extra.uses() for extra in node.outputs[1:]):
+        return "something reads its mean or deviation"
+    return next((reason for reader in readers_of(node.outputs[0]) if (reason := _cannot_take(reader))), None)
+
+
+def _cannot_take(reader: Reader) -> str | None:
+    node, moved = reader.node, f", moved by {' and '.join(dict.fromkeys(reader.moved_by))}," if reader.moved_by else ""
+    if node is None:
+        return f"its output{moved} is an output of the graph"
+    weight = weight_of(node, 1)
+    if node.op_type != "MatMul" or reader.input != 0 or weight is None or len(weight.shape or ()) != 2:
+        return f"its output{moved} is read by {node.op_type}, which has no constant matrix to take the gain"
+    return None
+
+
+def scale_rows(matrix: Weight, factors: Weight) -> Weight:
+    """Return diag(factors) matrix; ``matrix`` [rows, columns], ``factors`` [rows]."""
+    return factors[:, None] * matrix
+
+
+def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
+    """Add b W behind ``product``, whose weight W is still unscaled: into the bias that is there, or a new one."""
+    weight = weight_of(product, 1)
+    assert weight is not None and weight.const_value is not None and bias.const_value is not None
+    matrix, vector = weight.const_value, bias.const_value
+
+    def shift() -> Weight:
+        shape = tuple(matrix.shape.numpy())
+        b, w = vector.numpy().astype(np.float64), matrix.numpy()
+        return np.concatenate([b @ w[block].astype(np.float64) for block in blocks_of(shape, 0)])
+
+    add = _bias_of(product)
+    if add is not None:
+        there = own(add[0], add[1])
+        rewrite(there, lambda old: old + shift())
+        ledger.changed(there, f"took the bias of a norm, seen through {weight.name}", [bias, weight])
+        return
+    graph, output = product.graph, product.outputs[0]
+    assert graph is not None
+    columns = matrix.shape.numpy()[1]
+    made = new_weight(graph, f"{product.name}.bias", lazy(shift, matrix.dtype, (columns,)))
+    behind = ir.node("Add", [output, made], name=f"{product.name}.add_bias")
+    sum_, name = behind.outputs[0], output.name
+    sum_.type, sum_.shape = output.type, output.shape
+    graph.insert_after(product, behind)
+    output.replace_all_uses_with(sum_, replace_graph_outputs=True)
+    behind.replace_input_with(0, output)
+    output.name, sum_.name = f"{name}.unbiased", name
+    ledger.changed(behind, f"adds the bias of a norm, seen through {weight.name}", [bias, weight])
+
+
+def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:
+    """Return the ``Add`` that is all that reads ``product``, and which of its inputs is a constant vector."""
+    uses, weight = product.outputs[0].uses(), weight_of(product, 1)
+    if len(uses) != 1 or product.outputs[0].is_graph_output() or weight is None or weight.shape is None:
+        return None
+    (use,) = uses
+    other = weight_of(use.node, 1 - use.idx) if use.node.op_type == "Add" else None
+    full = other is not None and other.shape is not None and list(other.shape) == [weight.shape[1]]
+    return (use.node, 1 - use.idx) if full else None

@@ -1,0 +1,136 @@
+"""Rotations of bases: fused into the weights around them, or made at run time where no weight can take them."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.axes import Basis, Role
+from graphopt.analysis.bases import find_bases
+from graphopt.analysis.rules.elementwise import ROTATED
+from graphopt.facts import Effect
+from graphopt.passes.algebra.rotate.fused import fuse
+from graphopt.passes.algebra.rotate.online import places_behind_makers
+from graphopt.passes.algebra.rotate.work import Work
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+from graphopt.rotations import HadamardRotation, rotation_for
+from graphopt.runtime_ops import declare
+
+Kind = Literal["hadamard", "random"]
+
+
+class RotateOptions(StepOptions):
+    """Which bases are rotated and how; ``None`` leaves them.
+
+    Attributes:
+        residual: bases between weights, the residual stream above all. Costs nothing at run time.
+        online_residual: also where a norm with a gain behind it makes the residual (Gemma 2 and 3, OLMo 2): a Hadamard
+            at run time behind each such norm.
+        value: what attention passes on, per head, between value and output projection. Costs nothing at run time.
+        query_key: queries and keys, per head; the KV cache then holds rotated keys. Behind a rotary embedding it is a
+            Hadamard at run time, without one it costs nothing.
+        weight_inputs: a Hadamard at run time in front of every weight that still reads unrotated coordinates: the down
+            projection behind its nonlinearity, above all.
+        seed: what signs and random rotations are drawn from.
+    """
+
+    step: Literal["rotate"] = "rotate"
+    residual: Kind | None = "hadamard"
+    online_residual: bool = False
+    value: Kind | None = "hadamard"
+    query_key: Literal["hadamard"] | None = None
+    weight_inputs: Literal["hadamard"] | None = None
+    seed: int = 0
+
+
+class Rotate(Pass[RotateOptions]):
+    """Rotate every basis that the recipe names and the analysis finds.
+
+    before::
+
+        x = MatMul(a, W1) + Gather(E, ids);  y = MatMul(RMSNormalization(x, 1), W2)
+        z = MatMul(Mul(g, u), W3)
+
+    after, for orthogonal Q and a Hadamard matrix H of order n::
+
+        x = MatMul(a, W1 Q) + Gather(E Q, ids);  y = MatMul(RMSNormalization(x, 1), Q^T W2)
+        z = MatMul(Hadamard(Mul(g, u)), (H^T / sqrt(n)) W3)
+
+    x becomes x Q, its norm is |x Q| = |x|, and (x Q)(Q^T W2) = x W2: nothing is added at run time, and outliers that
+    sat in single coordinates are spread over all. A product of activations is made in its own coordinates, so there
+    the rotation runs, in n log n additions (QuaRot, Ashkboos et al. 2024, section 4). Which axes belong together is
+    found by :mod:`graphopt.analysis.bases`; a basis that is pinned stays, with the node that pins it. The report's
+    claims say what was rotated by what, for :mod:`graphopt.checks.certificate` to check.
+    """
+
+    name: ClassVar[str] = "rotate"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = RotateOptions
+    after: ClassVar[tuple[str, ...]] = ("fold_norms",)
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rotate what is free, pay for what the recipe pays for, and give the reason for the rest."""
+        ledger = context.ledger
+        work = Work(model.graph, ledger)
+        for number, basis in enumerate(find_bases(model.graph)):
+            reason = self._rotate(work, basis, number)
+            if reason is not None:
+                where = f"basis {basis.name} [{basis.width}]"
+                pin = next((pin for pin in basis.pins if pin.side == "observed"), next(iter(basis.pins), None))
+                ledger.skipped(where if pin is None else f"{where} at {pin.node}", reason)
+        ledger.report.claims = work.finish()
+        declare(model)
+
+    def _rotate(self, work: Work, basis: Basis, number: int) -> str | None:
+        """Rotate one basis, or return why it stays."""
+        kind = self._kind(basis)
+        if basis.width is None:
+            return "its width is not known before run time"
+        if basis.role == "weight_output" and not basis.pins:
+            return "no weight reads it, so a rotation could not be undone"
+        if not basis.pins:
+            if kind is None:
+                return f"the recipe leaves {basis.role} bases as they are"
+            if not basis.writers:
+                return "no weight writes it, so it cannot be rotated without cost"
+            work.fuse(basis, rotation_for(basis.width, kind, _seed(self.options.seed, number)))
+            return None
+        rotation = HadamardRotation(basis.width, None)
+        reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
+        if reason is None:
+            places = places_behind_makers(work.graph, basis) if self._pays(basis, kind) else basis.pins[0].reason
+            if not isinstance(places, str):
+                work.pay(basis, rotation, places)
+                return None
+            reason = places
+        if self.options.weight_inputs and basis.readers and not any(pin.reason == ROTATED for pin in basis.pins):
+            # The basis stays all the same, and its reason with it, unless being read is all there is to it.
+            refused = work.pay_in_front(basis, rotation)
+            return reason if refused is None and basis.role != "weight_input" else refused
+        return reason
+
+    def _pays(self, basis: Basis, kind: Kind | None) -> bool:
+        """Return whether the recipe pays for rotating all of ``basis`` behind what makes it."""
+        return kind is not None and {"residual": self.options.online_residual, "value": False}.get(basis.role, True)
+
+    def _kind(self, basis: Basis) -> Kind | None:
+        options = self.options
+        kinds: dict[Role, Kind | None] = {
+            "residual": options.residual,
+            "value": options.value,
+            "query_key": options.query_key,
+            "weight_input": options.weight_inputs,
+            "weight_output": None,
+        }
+        return kinds[basis.role]
+
+
+def _seed(seed: int, number: int) -> int:
+    """Return a seed of its own for each basis of a recipe's seed."""
+    return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint32)[0])
+
+
+__all__ = ["Rotate", "RotateOptions", "fuse"]

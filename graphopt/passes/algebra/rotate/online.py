@@ -1,0 +1,138 @@
+"""Where rotations at run time go, and the nodes that make them."""
+
+from __future__ import annotations
+
+import math
+
+import networkx as nx
+import onnx_ir as ir
+
+from graphopt.analysis.axes import Basis, fixed
+from graphopt.passes.context import Ledger
+from graphopt.rotations import HadamardRotation
+from graphopt.runtime_ops import OPERATORS
+from graphopt.weights import new_weight
+
+_BLIND = ("Shape", "Size")
+
+
+def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | str:
+    """Return the tensors to rotate so that all of ``basis`` is rotated that is not made in its own coordinates.
+
+    What makes the basis hands its coordinates on, through transposes, additions and the like, to weights and attention.
+    Between the two, the fewest numbers per token that must be rotated are a minimum cut of the graph of tensors.
+
+    Returns:
+        The tensors, or why there are none.
+    """
+    inside = {axis.tensor: axis.index for axis in basis.axes if not axis.part}
+    makers = {pin.tensor for pin in basis.pins}
+    writing = {site.node for site in basis.writers}
+    unrotated = _unrotated(graph, inside, makers, writing)
+    flow: nx.DiGraph[tuple[str, str]] = nx.DiGraph()
+    source, sink = ("", "source"), ("", "sink")
+    flow.add_nodes_from((source, sink))
+    for name, value in unrotated.items():
+        if _can_rotate(value, inside[name], basis.width):
+            flow.add_edge((name, "in"), (name, "out"), capacity=_numbers(value))
+        else:
+            flow.add_edge((name, "in"), (name, "out"))
+        if name in makers:
+            flow.add_edge(source, (name, "in"))
+        for use in value.uses():
+            if use.node.op_type in _BLIND:
+                continue
+            outputs = [output.name or "" for output in use.node.outputs if (output.name or "") in inside]
+            for output in outputs:
+                if output in unrotated:
+                    flow.add_edge((name, "out"), (output, "in"))
+            if not outputs or any(output not in unrotated for output in outputs):
+                flow.add_edge((name, "out"), sink)
+    if not nx.has_path(flow, source, sink):
+        return "nothing reads it in other coordinates"
+    try:
+        _, (near, far) = nx.minimum_cut(flow, source, sink)
+    except nx.NetworkXUnbounded:
+        return "it is never the last axis of a tensor between what makes it and what reads it"
+    cut = {name for name in unrotated if (name, "in") in near and (name, "out") in far}
+    if not _consistent(unrotated, makers, cut, set(inside)):
+        return "rotating it would take more than one rotation on some way through the graph"
+    return [unrotated[name] for name in unrotated if name in cut]
+
+
+def _unrotated(graph: ir.Graph, inside: dict[str, int], makers: set[str], writing: set[ir.Node]) -> dict[str, ir.Value]:
+    """Return the tensors of the basis that get their coordinates from its makers alone, in graph order."""
+    found: dict[str, ir.Value] = {}
+    for node in graph:
+        sources = [value.name for value in node.inputs if value is not None and value.name in inside]
+        carried = bool(sources) and node not in writing and all(name in found for name in sources)
+        for value in node.outputs:
+            if value.name in inside and (value.name in makers or carried):
+                found[value.name] = value
+    return found
+
+
+def _can_rotate(value: ir.Value, index: int, width: int | None) -> bool:
+    if value.shape is None or value.is_graph_output():
+        return False
+    return index == len(value.shape) - 1 and value.shape[index] == width
+
+
+def _numbers(value: ir.Value) -> int:
+    """Return how many numbers ``value`` holds per token."""
+    assert value.shape is not None
+    return math.prod(number for dim in value.shape if (number := fixed(dim)) is not None)
+
+
+def _consistent(unrotated: dict[str, ir.Value], makers: set[str], cut: set[str], inside: set[str]) -> bool:
+    """Whether every tensor behind the cut is rotated on all ways to it, and once."""
+    rotated: dict[str, bool] = {}
+    for name, value in unrotated.items():
+        producer = value.producer()
+        before = set()
+        if name not in makers and producer is not None:
+            names = {v.name or "" for v in producer.inputs if v is not None and v.name in inside}
+            before = {rotated[source] for source in names}
+        if len(before) > 1 or (before == {True} and name in cut):
+            return False
+        rotated[name] = name in cut or before == {True}
+    return True
+
+
+def insert(
+    graph: ir.Graph, value: ir.Value, rotation: HadamardRotation, ledger: Ledger, readers: set[ir.Node] | None = None
+) -> ir.Node:
+    """Put a ``Hadamard`` behind ``value``, for all that uses it or for ``readers`` only; blocks of its last axis."""
+    uses = [use for use in value.uses() if readers is None or use.node in readers]
+    node = OPERATORS["Hadamard"].node([value, *matrices(graph, rotation)], name=_free(graph, f"{value.name}.hadamard"))
+    made = node.outputs[0]
+    made.name, made.type, made.shape = f"{node.name}.output", value.type, value.shape
+    producer = value.producer()
+    if producer is not None:
+        graph.insert_after(producer, node)
+    else:
+        graph.insert_before(uses[0].node, node)
+    for use in uses:
+        use.node.replace_input_with(use.idx, made)
+    ledger.changed(node, f"rotates {value.name} at run time by {rotation.kind}", [value])
+    return node
+
+
+def matrices(graph: ir.Graph, rotation: HadamardRotation) -> list[ir.Value]:
+    """Return the two factors of ``rotation`` as initializers, shared by all rotations of the same order."""
+    found: list[ir.Value] = []
+    for matrix in rotation.pair:
+        name = f"hadamard.{rotation.kind}.{len(found)}".replace(" ", "_").replace(",", "")
+        value = graph.initializers.get(name)
+        if value is None:
+            value = new_weight(graph, name, ir.tensor(matrix, name=name))
+        found.append(value)
+    return found
+
+
+def _free(graph: ir.Graph, name: str) -> str:
+    taken = {node.name for node in graph}
+    unique, number = name, 1
+    while unique in taken:
+        unique, number = f"{name}.{number}", number + 1
+    return unique

@@ -1,0 +1,97 @@
+"""What one run of ``rotate`` does to the graph, and claims."""
+
+from __future__ import annotations
+
+import itertools
+
+import onnx_ir as ir
+
+from graphopt.analysis.axes import Basis
+from graphopt.passes.algebra.rotate.fused import Fuser
+from graphopt.passes.algebra.rotate.online import insert
+from graphopt.passes.context import Ledger
+from graphopt.rotations import HadamardRotation, Rotation
+from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
+
+
+class Work:
+    """One run of the pass: the graph, what is collected for its weights, and what is claimed."""
+
+    def __init__(self, graph: ir.Graph, ledger: Ledger) -> None:
+        self.graph, self._ledger, self._fuser = graph, ledger, Fuser()
+        self._rotations: dict[str, RotationClaim] = {}
+        self._tensors: list[TensorClaim] = []
+
+    def fuse(self, basis: Basis, rotation: Rotation) -> None:
+        """Multiply ``rotation`` into all weights around ``basis``, and claim where it then holds."""
+        self._weights(basis, rotation)
+        name = self._name(rotation)
+        for site in basis.writers:
+            output = site.node.outputs[0]
+            assert output.shape is not None
+            if site.node.op_type in ("MatMul", "Gather"):
+                self._claim(output, len(output.shape) - 1, name, site.starts)
+        inputs = {value.name: value for value in self.graph.inputs}
+        for axis in basis.axes:
+            if axis.tensor in inputs and not axis.part:
+                self._claim(inputs[axis.tensor], axis.index, name, (0,))
+
+    def pay(self, basis: Basis, rotation: HadamardRotation, places: list[ir.Value]) -> None:
+        """Rotate ``basis`` at run time at ``places``, and in the weights that write or read it behind them."""
+        self.fuse(basis, rotation)
+        for value in places:
+            insert(self.graph, value, rotation, self._ledger)
+
+    def pay_in_front(self, basis: Basis, rotation: HadamardRotation) -> str | None:
+        """Rotate at run time just what the readers of ``basis`` read, or return why that cannot be."""
+        assert basis.width is not None
+        reads: dict[ir.Value, set[ir.Node]] = {}
+        for site in basis.readers:
+            value = site.node.inputs[0]
+            assert value is not None and value.shape is not None
+            tiles = tuple(range(0, len(site.starts) * basis.width, basis.width))
+            if site.starts != tiles or value.shape[-1] != len(tiles) * basis.width:
+                return f"{site.node.name} reads it beside other coordinates"
+            reads.setdefault(value, set()).add(site.node)
+        for value, readers in reads.items():
+            insert(self.graph, value, rotation, self._ledger, readers)
+        self._weights(Basis(basis.name, basis.width, [], readers=basis.readers), rotation)
+        self._name(rotation)
+        return None
+
+    def finish(self) -> Claims:
+        """Let weights be what was collected for them, and return the claims."""
+        self._fuser.finish()
+        return Claims(rotations=self._rotations, tensors=tuple(self._tensors))
+
+    def _weights(self, basis: Basis, rotation: Rotation) -> None:
+        for role, sites in (("writes", basis.writers), ("reads", basis.readers)):
+            for site in sites:
+                weight = self._fuser.add(site, rotation)
+                copies = "" if len(site.starts) == 1 else f", {len(site.starts)} times {rotation.width}"
+                what = f"{role} {basis.role} basis {basis.name}: axis {site.axis} rotated by {rotation.kind}{copies}"
+                self._ledger.changed(weight, what)
+
+    def _claim(self, value: ir.Value, axis: int, rotation: str, starts: tuple[int, ...]) -> None:
+        """Claim ``rotation`` at ``starts`` of an axis: in one claim where they are evenly spaced."""
+        strides = {b - a for a, b in itertools.pairwise(starts)}
+        runs = [(starts[0], len(starts))] if len(strides) <= 1 else [(start, 1) for start in starts]
+        for start, copies in runs:
+            claim = TensorClaim(
+                tensor=value.name or "",
+                axis=axis,
+                rotation=rotation,
+                start=start,
+                copies=copies,
+                stride=min(strides, default=0) if copies > 1 else 0,
+            )
+            self._tensors.append(claim)
+
+    def _name(self, rotation: Rotation) -> str:
+        claim = rotation.claim()
+        for name, known in self._rotations.items():
+            if known == claim:
+                return name
+        name = f"Q{len(self._rotations)}"
+        self._rotations[name] = claim
+        return name

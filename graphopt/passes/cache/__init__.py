@@ -1,0 +1,1 @@
+"""Phase ``cache``: attention over caches in pages: stored as codes, read in part."""

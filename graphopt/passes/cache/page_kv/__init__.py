@@ -1,0 +1,203 @@
+"""Attention over a cache that grows becomes attention that owns its cache, in pages."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.analysis.paged import OPERATOR, STATES, PagedLayer, describe, kv_nodes
+from graphopt.facts import Effect
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
+from graphopt.passes.cache.page_kv.rows import as_rows, read_rows
+from graphopt.passes.cache.page_kv.states import connect, graph_input
+from graphopt.passes.context import Context, Ledger
+from graphopt.passes.lift.canonicalize.attention import attentions
+from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
+from graphopt.passes.lower.products import shared
+from graphopt.runtime_ops import DOMAIN, declare
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
+
+Page = Literal[16, 32, 64, 128]
+
+_MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
+
+
+class PageKVOptions(StepOptions):
+    """Tokens of a page."""
+
+    step: Literal["page_kv"] = "page_kv"
+    page: Page = 64
+
+
+class PageKV(Pass[PageKVOptions]):
+    """Let attention own its cache, in pages of a fixed number of tokens that are allocated once and filled in place.
+
+    before::
+
+        m = <arithmetic on attention_mask>                                       causal, not padding, perhaps a window
+        y, present_k, present_v = Attention(q, k, v, m, past_k, past_v)          caches [batch, KV heads, past, size]
+        o = Reshape(Transpose(y))
+
+    after::
+
+        o, keys, values, ... = ai.graphopt::KVAttention(q', k', v', past_length, new_length, ..., keys, values, ...)
+
+    q', k', v' are [batch, length, heads x size]: the Transpose and Reshape around q, k and v go. Query i of the n new
+    tokens of a row with p stored ones stands at position p + i, and sees j where j <= p + i and, with a window w,
+    j > p + i - w: what m says with columns for positions, since padding stands on the left and both then differ by one
+    number per row. Padding is not stored. A cache that grows is copied at each step; this one is written where it lies,
+    and pages are what a policy can pick (PagedAttention, Kwon et al. 2023; Quest, Tang et al. 2024). The pages of a
+    layer with a window go round: j > p + i - w is the policy "streaming" without sinks, and nobody reads older ones.
+
+    The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
+    come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.
+    """
+
+    name: ClassVar[str] = "page_kv"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = PageKVOptions
+
+    @property
+    def context_tokens(self) -> int:
+        """See :class:`Pass`: a page that is full, so that the tokens behind it stand in another."""
+        return self.options.page
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rewrite all attention of the graph, or none."""
+        ledger = context.ledger
+        page_attention(model, ledger, self.options.page)
+
+
+def page_attention(model: ir.Model, ledger: Ledger, page: int) -> None:
+    """Rewrite all standard attention over caches to ``KVAttention`` on dense float32 pages, or say why not."""
+    graph, nodes = model.graph, attentions(model)
+    if not nodes:
+        if not kv_nodes(graph):
+            ledger.skipped("graph", "it has no standard Attention; canonicalize lifts what exporters spell out")
+        return
+    evaluator = MaskEvaluator(model)
+    found = {node: meaning_of(node, evaluator) for node in nodes}
+    refused = {node: meaning for node, meaning in found.items() if isinstance(meaning, str)}
+    reason = None
+    if refused:
+        reason = f"{next(iter(refused)).name} has to stay, and a graph has one kind of cache"
+    elif kv_nodes(graph):
+        reason = "other layers have caches in pages already, and these were left out then"
+    else:
+        for node in nodes:
+            _drop_guards(evaluator, node, ledger)
+        _batch_from_tokens(graph)
+        reason = _other_reader(graph)
+    if reason is not None:
+        for node in nodes:
+            ledger.skipped(node, refused.get(node, reason))
+        return
+    lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in ("past_length", "new_length")]
+    graph.inputs.extend(lengths)
+    for node, meaning in found.items():
+        assert isinstance(meaning, Meaning)
+        _rewrite(graph, node, meaning, lengths, page, ledger)
+    RemoveUnusedNodesPass()(model)
+    for value in [value for value in graph.inputs if value.name == "attention_mask"]:
+        graph.inputs.remove(value)
+        ledger.report_change("attention_mask", "lengths per row say what is padding: past_length, new_length")
+    describe(model)
+    declare(model)
+
+
+def _rewrite(
+    graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
+) -> None:
+    rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None]
+    unused = shared(graph, "no_sinks", np.zeros(0, np.float32))
+    layer = PagedLayer(
+        number=meaning.number,
+        head_size=meaning.head_size,
+        attributes=KVAttributes(
+            meaning.kv_heads,
+            meaning.scale,
+            softcap=meaning.softcap,
+            window=meaning.window,
+            page=page,
+            policies=(STREAMING,) if meaning.window else (DENSE,),
+            recent=max(1, meaning.window),
+        ),
+    )
+    made = ir.node(
+        OPERATOR,
+        [*rows, *lengths, unused, unused, *[None] * len(STATES)],
+        layer.attributes.for_node(),
+        domain=DOMAIN,
+        num_outputs=1 + len(STATES),
+        name=node.name,
+    )
+    made.metadata_props.update(node.metadata_props)
+    y, old = made.outputs[0], node.outputs[0]
+    y.name, y.type = f"{node.name}.rows", old.type
+    assert rows[0].shape is not None
+    y.shape = rows[0].shape
+    graph.insert_before(node, made)
+    pasts = [node.inputs[index] for index in (_PAST_KEY, _PAST_VALUE)]
+    for present in node.outputs[1:3]:
+        if present.is_graph_output():
+            graph.outputs.remove(present)
+    read_rows(graph, old, y, made)
+    graph.remove(node, safe=True)
+    for past in pasts:
+        if past is not None:
+            graph.inputs.remove(past)
+    connect(graph, made, layer)
+    window = f", a window of {meaning.window} tokens" if meaning.window else ""
+    ledger.changed(made, f"owns its cache, in pages of {page} tokens{window}", [node])
+
+
+def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> None:
+    mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+    if mask is not None:
+        drop_guard(evaluator, node, mask, ledger)
+
+
+def _rows(graph: ir.Graph) -> str | int:
+    shape = graph_input(graph, "input_ids").shape
+    assert shape is not None
+    return shape[0] if isinstance(shape[0], int) else str(shape[0].value)
+
+
+def _batch_from_tokens(graph: ir.Graph) -> None:
+    """Let what reads the batch size off a cache or the mask read it off the tokens."""
+    tokens = graph_input(graph, "input_ids")
+    for node in graph:
+        x = node.inputs[0] if node.inputs else None
+        if node.op_type == "Shape" and x is not None and x.is_graph_input() and x is not tokens:
+            span = node.attributes.get_int("start", 0), node.attributes.get_int("end", 99)
+            if span == (0, 1):
+                node.replace_input_with(0, tokens)
+
+
+def _other_reader(graph: ir.Graph) -> str | None:
+    """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
+    going = {value for value in graph.inputs if (value.name or "").startswith(("attention_mask", "past_key_values."))}
+    waiting, seen = [value.producer() for value in graph.outputs], set[ir.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inner = [
+            each
+            for attribute in node.attributes.values()
+            if attribute.type == ir.AttributeType.GRAPH
+            for inside in attribute.as_graph().all_nodes()
+            for each in inside.inputs
+        ]
+        standard = node.op_type == "Attention" and not node.domain
+        for value in [*(node.inputs[:_MASK] if standard else node.inputs), *inner]:
+            if value in going and value is not None:
+                return f"{node.op_type} {node.name} reads {value.name} too, which a cache in pages has no use for"
+            if value is not None:
+                waiting.append(value.producer())
+    return None

@@ -1,0 +1,96 @@
+"""What a standard ``Attention`` node means, where that is what ``KVAttention`` computes."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
+
+_QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
+_CACHE = re.compile(r"past_key_values\.(\d+)\.(key|value)")
+_SIZES = range(16, 257, 16)
+
+
+@dataclass(frozen=True)
+class Meaning:
+    """Causal attention over a cache.
+
+    Attributes:
+        number: N in ``past_key_values.N.key``.
+        query_heads: heads of queries.
+        kv_heads: heads of keys and values.
+        head_size: numbers of a query, key or value.
+        scale: what scores are multiplied by.
+        softcap: what they are capped at, softly; 0: they are not.
+        window: the query at position p sees positions > p - window; 0: all.
+    """
+
+    number: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    scale: float
+    softcap: float
+    window: int
+
+
+def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | str:
+    """Return what the ``Attention`` node means, or why ``KVAttention`` cannot say it."""
+    inputs = [*node.inputs, *[None] * 7][:7]
+    query, key, value, past_key, past_value = (inputs[i] for i in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE))
+    names = [_CACHE.fullmatch(past.name or "") if past is not None else None for past in (past_key, past_value)]
+    if (
+        names[0] is None
+        or names[1] is None
+        or names[0][1] != names[1][1]
+        or (names[0][2], names[1][2]) != ("key", "value")
+    ):
+        return "it has no cache of its own among the inputs of the graph"
+    if inputs[_VALID] is not None:
+        return "it is told the lengths of its rows in its own way (nonpad_kv_seqlen)"
+    if any(output.uses() or output.is_graph_output() for output in node.outputs[3:]):
+        return "its scores are read elsewhere"
+    if any(output.uses() for output in node.outputs[1:3]):
+        return "its cache is read elsewhere in the graph"
+    sizes = [_heads(node, value, which) for value, which in ((query, "q"), (key, "kv"), (value, "kv"))]
+    if None in sizes:
+        return "the graph does not state the number and size of its heads"
+    (query_heads, size), (kv_heads, key_size), (value_heads, value_size) = (each for each in sizes if each is not None)
+    if not size == key_size == value_size or kv_heads != value_heads or query_heads % kv_heads:
+        return f"its queries, keys and values have heads of {size}, {key_size} and {value_size} numbers that do not fit"
+    if size not in _SIZES:
+        return f"its heads have {size} numbers, and KVAttention takes multiples of 16 from 16 to 256"
+    if any(each is not None and each.dtype != ir.DataType.FLOAT for each in (query, key, value)):
+        return "it does not compute in float32"
+    window = _window(node, inputs[_MASK], evaluator)
+    if isinstance(window, str):
+        return window
+    scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
+    softcap = node.attributes.get_float("softcap", 0.0)
+    return Meaning(int(names[0][1]), query_heads, kv_heads, size, scale, softcap, window)
+
+
+def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | str:
+    is_causal = node.attributes.get_int("is_causal", 0) == 1
+    if mask is None:
+        if not is_causal:
+            return "it is not causal"
+        return evaluator.without_mask()
+    window = evaluator.window(mask, is_causal=is_causal)
+    return f"its mask {mask.name} is not understood: {window}" if isinstance(window, str) else window
+
+
+def _heads(node: ir.Node, value: ir.Value | None, which: str) -> tuple[int, int] | None:
+    """Return the number and the size of the heads of queries, keys or values."""
+    if value is None or value.shape is None:
+        return None
+    dims = list(value.shape)
+    heads = dims[1] if len(dims) == 4 else node.attributes.get_int(f"{which}_num_heads", 0)
+    width = dims[-1]
+    if not isinstance(heads, int) or not isinstance(width, int) or not heads or len(dims) not in (3, 4):
+        return None
+    return (heads, width) if len(dims) == 4 else (heads, width // heads)

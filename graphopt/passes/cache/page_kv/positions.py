@@ -1,0 +1,223 @@
+"""Positions inside the cache: what lets a model that streams go on past the length that it was trained on.
+
+A query at position p that reads a key at position j sees only p - j, as rotary embeddings are relative (Su et al.
+2021). Of the newest tokens p - j stays below the window whatever p is. Of the first ones it grows without bound, and
+models answer distances that they never saw with noise. So the query has a second form for them, turned as if the tokens
+between did not exist (positions inside the cache: StreamingLLM, Xiao et al. 2024, section 3.2; a cap on the distance:
+LM-Infinite, Han et al. 2024, section 4)::
+
+    q = RotaryEmbedding(x, cos(p w), sin(p w))
+      ->  q, and q' = RotaryEmbedding(x, cos(p' w), sin(p' w)),  p' = min(p, sinks + recent - 1)
+
+    angle = Cast(p, float32) * w     ->     angle = Cast(Cast(p, float64) * Cast(w, float64) mod 2 pi, float32)
+
+In float32 an angle is wrong by 6e-8 of itself: at a million tokens that is 0.06 radians for the fastest pair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.paged import UNBOUNDED, kv_nodes, layer_of
+from graphopt.passes.cache.page_kv.states import graph_input
+from graphopt.passes.context import Ledger
+from graphopt.passes.lower.products import shared
+from graphopt.runtime_ops import DOMAIN
+
+_POSITIONS = "position_ids"
+_COS, _SIN, _INDICES = 1, 2, 3
+_SINK_QUERY = 6
+
+
+def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
+    """Let positions go on for ever where every layer lets old tokens go; say why not where something binds them."""
+    layers = {node: layer_of(node) for node in kv_nodes(graph)}
+    if not layers or not all(layer.wraps for layer in layers.values()):
+        return
+    compensated = [node for node, layer in layers.items() if layer.attributes.compensate]
+    if compensated:
+        ledger.skipped(
+            _POSITIONS,
+            f"sequences end where the model's positions do: {compensated[0].name} reads a mean of keys at any distance",
+        )
+        return
+    queries = {
+        node: node.inputs[0]
+        for node, layer in layers.items()
+        if layer.attributes.sinks and not layer.unbounded and node.inputs[0] is not None
+    }
+    reason = bound(graph, queries)
+    if reason is not None:
+        ledger.skipped(_POSITIONS, f"sequences end where the model's positions do: {reason}")
+        return
+    for node in exact_angles(graph):
+        ledger.changed(node, "angles are computed in float64, so that positions may be of any size")
+    capped: dict[int, CappedQueries] = {}
+    for node, query in queries.items():
+        cap = layers[node].reach - 1
+        made = capped.setdefault(cap, CappedQueries(graph, cap)).of(query)
+        node.replace_input_with(_SINK_QUERY, made)
+        ledger.changed(node, f"reads its first tokens from position {cap} at most", [node])
+    for node in layers:
+        node.metadata_props[UNBOUNDED] = "1"
+
+
+def bound(graph: ir.Graph, queries: Mapping[ir.Node, ir.Value]) -> str | None:
+    """Return what keeps the graph from positions of any size, or ``None``.
+
+    Args:
+        graph: the graph.
+        queries: the query of each ``KVAttention`` node that is to read its first tokens by another angle.
+    """
+    positions = [value for value in graph.inputs if value.name == _POSITIONS]
+    if not positions:
+        return f"it has no input {_POSITIONS}, so nothing turns its queries"
+    for node, query in queries.items():
+        rotary = _rotary(query)
+        if rotary is None:
+            return f"the query of {node.name} comes from no RotaryEmbedding"
+        if len(rotary.inputs) > _INDICES and rotary.inputs[_INDICES] is not None:
+            return f"{rotary.name} reads its angles from a table, which has an end"
+    for node in _readers(positions[0]):
+        if node.op_type != "RotaryEmbedding" and node.op_type not in _ELEMENTWISE:
+            return f"{node.op_type} {node.name} reads positions too"
+    return None
+
+
+def exact_angles(graph: ir.Graph) -> list[ir.Node]:
+    """Compute all products of positions with frequencies in float64, modulo 2 pi; return the nodes that now do."""
+    made = []
+    for node in [node for node in _readers(graph_input(graph, _POSITIONS)) if node.op_type in ("Mul", "MatMul")]:
+        if node.outputs[0].dtype not in (ir.DataType.FLOAT, None):
+            continue
+        old, name = node.outputs[0], node.name
+        # Integers up to 2^24 are exact as float32, but positions go further: what cast them is gone around.
+        wide = [
+            _cast(graph, _before_cast(value), ir.DataType.DOUBLE, node) for value in node.inputs if value is not None
+        ]
+        product = ir.node(node.op_type, wide, name=f"{name}.float64")
+        turn = shared(graph, "two_pi", np.array(2 * np.pi, np.float64))
+        rest = ir.node("Mod", [product.outputs[0], turn], {"fmod": 1}, name=f"{name}.turn")
+        back = ir.node("Cast", [rest.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.angle")
+        for each, dtype in ((product, ir.DataType.DOUBLE), (rest, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
+            value = each.outputs[0]
+            value.name, value.dtype, value.shape = f"{each.name}.output", dtype, old.shape
+        graph.insert_before(node, [product, rest, back])
+        old.replace_all_uses_with(back.outputs[0])
+        graph.remove(node, safe=True)
+        made.append(back)
+    return made
+
+
+class CappedQueries:
+    """Makes queries whose positions go no further than a cap; what several of them need is made once.
+
+    Args:
+        graph: the graph, for which :func:`bound` found nothing.
+        cap: the largest position, in tokens.
+    """
+
+    def __init__(self, graph: ir.Graph, cap: int) -> None:
+        self._graph, self._cap = graph, cap
+        self._made: dict[ir.Value, ir.Value] = {}
+
+    def of(self, query: ir.Value) -> ir.Value:
+        """Return ``query`` as its tokens would have it at the capped position; same shape, same type."""
+        node = query.producer()
+        assert node is not None and node.inputs[0] is not None
+        if node.op_type == "RotaryEmbedding":
+            angles = [self._capped(node.inputs[index], node) for index in (_COS, _SIN)]
+            return self._copy(node, [node.inputs[0], *angles, *node.inputs[_INDICES:]], node)
+        return self._copy(node, [self.of(node.inputs[0]), *node.inputs[1:]], node)
+
+    def _capped(self, value: ir.Value | None, before: ir.Node) -> ir.Value | None:
+        """Return ``value``, which is made of positions, as capped positions make it."""
+        if value is None or value.is_initializer():
+            return value
+        if value not in self._made:
+            node = value.producer()
+            if value.name == _POSITIONS and node is None:
+                cap = shared(self._graph, f"position.{self._cap}", np.array(self._cap, np.int64))
+                least = ir.node("Min", [value, cap], name=f"{_POSITIONS}.capped.{self._cap}")
+                least.outputs[0].name, least.outputs[0].type = f"{least.name}.output", value.type
+                least.outputs[0].shape = value.shape
+                self._graph.insert_before(_first(self._graph), least)
+                self._made[value] = least.outputs[0]
+            elif node is None or not node.inputs:
+                return value
+            else:
+                inputs = [self._capped(each, before) for each in node.inputs]
+                if inputs == list(node.inputs):
+                    return value
+                self._made[value] = self._copy(node, inputs, node)
+        return self._made[value]
+
+    def _copy(self, node: ir.Node, inputs: list[ir.Value | None], after: ir.Node) -> ir.Value:
+        made = ir.node(node.op_type, inputs, dict(node.attributes), domain=node.domain, name=f"{node.name}.sinks")
+        old, new = node.outputs[0], made.outputs[0]
+        new.name, new.type, new.shape = f"{old.name}.sinks", old.type, old.shape
+        made.metadata_props.update(node.metadata_props)
+        self._graph.insert_after(after, made)
+        return new
+
+
+_ELEMENTWISE = frozenset(
+    (
+        "Unsqueeze",
+        "Cast",
+        "Mul",
+        "MatMul",
+        "Cos",
+        "Sin",
+        "Concat",
+        "Expand",
+        "Reshape",
+        "Transpose",
+        "Mod",
+        "Slice",
+        "Min",
+    )
+)
+"""What may make angles of positions; each takes positions of any size."""
+
+
+def _readers(positions: ir.Value) -> list[ir.Node]:
+    """Return the nodes that positions flow into, up to the rotary embeddings, in no order."""
+    waiting, seen = [positions], list[ir.Node]()
+    while waiting:
+        for use in waiting.pop().uses():
+            if use.node not in seen:
+                seen.append(use.node)
+                if use.node.op_type in _ELEMENTWISE:
+                    waiting.extend(use.node.outputs)
+    return seen
+
+
+def _rotary(query: ir.Value) -> ir.Node | None:
+    """Return the rotary embedding behind ``query``, through what turns each head alike."""
+    node = query.producer()
+    while node is not None and (
+        node.op_type in ("Reshape", "Transpose") or (node.op_type, node.domain) == ("Hadamard", DOMAIN)
+    ):
+        node = node.inputs[0].producer() if node.inputs[0] is not None else None
+    return node if node is not None and node.op_type == "RotaryEmbedding" and not node.domain else None
+
+
+def _before_cast(value: ir.Value) -> ir.Value:
+    node = value.producer()
+    return node.inputs[0] if node is not None and node.op_type == "Cast" and node.inputs[0] is not None else value
+
+
+def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, before: ir.Node) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": dtype}, name=f"{before.name}.{value.name}.wide")
+    made = node.outputs[0]
+    made.name, made.dtype, made.shape = f"{node.name}.output", dtype, value.shape
+    graph.insert_before(before, node)
+    return made
+
+
+def _first(graph: ir.Graph) -> ir.Node:
+    return next(iter(graph))

@@ -1,0 +1,143 @@
+"""From [batch, heads, length, size] to [batch, length, heads x size] and back, without transposes where they cancel.
+
+    Transpose(Reshape(x, [B, S, H, D]), [0, 2, 1, 3])      ->   x
+    RotaryEmbedding(Transpose(Reshape(x)), cos, sin)       ->   RotaryEmbedding(x, cos, sin; num_heads=H)
+    Hadamard(Transpose(Reshape(x)), left, right)           ->   Hadamard(x, left, right)
+    RMSNormalization(Transpose(Reshape(x)), gain)          ->   Reshape(RMSNormalization(Reshape(x), gain))
+    Reshape(Transpose(y, [0, 2, 1, 3]), [B, S, H D])       ->   y
+
+A rotary embedding of a row of heads turns each head alike, as ``num_heads`` says; a transform of runs of D numbers does
+not ask which head they belong to. What something else reads too stays as it is, and is transposed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.passes.lower.products import shared
+from graphopt.runtime_ops import DOMAIN
+
+_SWAPPED = (0, 2, 1, 3)
+
+
+def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
+    """Return ``value`` as [batch, length, heads x size]; what has to be made is inserted before the node ``before``."""
+    if value.shape is None or len(value.shape) == 3:
+        return value
+    heads, size = value.shape[1], value.shape[3]
+    node = value.producer()
+    shape = ir.Shape([value.shape[0], value.shape[2], _product(heads, size)])
+    if node is not None and _is_swap(node) and node.inputs[0] is not None:
+        return _joined(graph, node.inputs[0], shape, before)
+    alone = len(value.uses()) == 1 and not value.is_graph_output()
+    if node is not None and _by_heads(node) and alone and node.inputs[0] is not None:
+        rows = as_rows(graph, node.inputs[0], node)
+        made = _copy(node, [rows, *node.inputs[1:]])
+        if node.op_type == "RotaryEmbedding":
+            made.attributes["num_heads"] = ir.AttrInt64("num_heads", int(str(heads)))
+        _name(made, f"{value.name}.rows", value, shape)
+        graph.insert_before(node, made)
+        return made.outputs[0]
+    apart = ir.Shape([shape[0], shape[1], heads, size])
+    turned = node.inputs[0].producer() if node is not None and node.inputs and node.inputs[0] is not None else None
+    if node is not None and turned is not None and _by_head_size(node) and _is_swap(turned) and alone:
+        normed = _copy(node, [turned.inputs[0], *node.inputs[1:]])
+        _name(normed, f"{value.name}.by_position", value, apart)
+        graph.insert_before(node, normed)
+        return _joined(graph, normed.outputs[0], shape, before)
+    swap = ir.node("Transpose", [value], {"perm": _SWAPPED}, name=f"{value.name}.turned")
+    _name(swap, f"{swap.name}.output", value, apart)
+    graph.insert_before(before, swap)
+    return _joined(graph, swap.outputs[0], shape, before)
+
+
+def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) -> None:
+    """Let all that reads ``old`` read ``rows`` instead, the same numbers as [batch, length, heads x size].
+
+    What only joins the heads of ``old`` reads them joined; for anything else they are taken apart behind ``after``.
+    """
+    assert old.shape is not None and rows.shape is not None
+    if len(old.shape) == 3:
+        name = old.name
+        old.replace_all_uses_with(rows, replace_graph_outputs=True)
+        old.name, rows.name = f"{name}.replaced", name
+        return
+    for swap in [use.node for use in old.uses()]:
+        joins = [use.node for use in swap.outputs[0].uses()] if _is_swap(swap) else []
+        if swap.outputs[0].is_graph_output():
+            continue
+        for join in joins:
+            joined = join.outputs[0]
+            if (
+                join.op_type == "Reshape"
+                and joined.shape is not None
+                and list(joined.shape)[2:] == list(rows.shape)[2:]
+            ):
+                if joined.is_graph_output() or len(joined.shape) != 3:
+                    continue
+                joined.replace_all_uses_with(rows)
+                graph.remove(join, safe=True)
+        if not swap.outputs[0].uses() and _is_swap(swap):
+            graph.remove(swap, safe=True)
+    if not old.uses() and not old.is_graph_output():
+        return
+    heads, size = old.shape[1], old.shape[3]
+    target = shared(graph, f"{rows.name}.heads", np.array([0, 0, int(str(heads)), int(str(size))], np.int64))
+    apart = ir.node("Reshape", [rows, target], name=f"{rows.name}.apart")
+    _name(apart, f"{apart.name}.output", old, ir.Shape([rows.shape[0], rows.shape[1], heads, size]))
+    swap = ir.node("Transpose", [apart.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
+    _name(swap, f"{swap.name}.output", old, old.shape)
+    graph.insert_after(after, [apart, swap])
+    name, made = old.name, swap.outputs[0]
+    old.replace_all_uses_with(made, replace_graph_outputs=True)
+    old.name, made.name = f"{name}.replaced", name
+
+
+def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) -> ir.Value:
+    """Return [batch, length, heads, size] as ``shape`` [batch, length, heads x size]."""
+    node = value.producer()
+    whole = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
+    if whole is not None and whole.shape is not None and len(whole.shape) == 3 and whole.shape[-1] == shape[-1]:
+        return whole
+    target = shared(graph, f"rows_of_{shape[-1]}", np.array([0, 0, shape[-1]], np.int64))
+    join = ir.node("Reshape", [value, target], name=f"{value.name}.joined")
+    _name(join, f"{join.name}.output", value, shape)
+    graph.insert_before(before, join)
+    return join.outputs[0]
+
+
+def _is_swap(node: ir.Node) -> bool:
+    return node.op_type == "Transpose" and not node.domain and tuple(node.attributes.get_ints("perm", ())) == _SWAPPED
+
+
+def _by_heads(node: ir.Node) -> bool:
+    """Return whether ``node`` treats each head alike and keeps its shape."""
+    if node.op_type == "RotaryEmbedding" and not node.domain:
+        return True
+    return node.op_type == "Hadamard" and node.domain == DOMAIN
+
+
+def _by_head_size(node: ir.Node) -> bool:
+    """Return whether ``node`` treats each row of the last axis alike."""
+    return node.op_type == "RMSNormalization" and not node.domain and node.attributes.get_int("axis", -1) in (-1, 3)
+
+
+def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
+    """Return a node like ``node`` on other inputs, whose last axis is the same."""
+    made = ir.node(node.op_type, inputs, dict(node.attributes), domain=node.domain, name=node.name)
+    made.metadata_props.update(node.metadata_props)
+    if made.op_type == "RMSNormalization":
+        made.attributes["axis"] = ir.AttrInt64("axis", -1)
+    return made
+
+
+def _product(heads: object, size: object) -> int:
+    return int(str(heads)) * int(str(size))
+
+
+def _name(node: ir.Node, name: str, like: ir.Value, shape: ir.Shape) -> None:
+    made = node.outputs[0]
+    made.name, made.type, made.shape = name, like.type, shape

@@ -1,0 +1,68 @@
+"""The state tensors of ``KVAttention`` as inputs and outputs of the graph: those that its attributes put to use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableSequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.paged import FIRST_STATE, STATES, PagedLayer, layer_of
+from graphopt.passes.lower.products import shared
+
+
+def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
+    """Give ``node`` the attributes of ``layer``, and the graph the state ports that they ask for.
+
+    States that were ports before and are in use no longer disappear from the graph; new ones stand behind those of the
+    same layer.
+    """
+    for name, value in layer.attributes.for_node().items():
+        node.attributes[name] = ir.convenience.convert_attribute(name, value)
+    batch = graph_input(graph, "input_ids").shape
+    assert batch is not None
+    rows = batch[0] if isinstance(batch[0], int) else str(batch[0].value)
+    used = layer.states(rows, f"pages.{layer.number}")
+    for index, state in enumerate(STATES):
+        read, made = node.inputs[FIRST_STATE + index], node.outputs[1 + index]
+        tensor = used.get(state)
+        port = read if read is not None and read.is_graph_input() else None
+        if tensor is None:
+            if port is not None:
+                graph.inputs.remove(port)
+            if made.is_graph_output():
+                graph.outputs.remove(made)
+            unused = shared(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
+            node.replace_input_with(FIRST_STATE + index, unused)
+            made.name, made.dtype, made.shape = f"{node.name}.no_{state}", ir.DataType.FLOAT, ir.Shape([0, 0, 0, 0])
+            continue
+        if port is None:
+            port = ir.val(layer.port(state))
+            _insert(graph.inputs, port, node.inputs[FIRST_STATE + index - 1])
+            node.replace_input_with(FIRST_STATE + index, port)
+        if not made.is_graph_output():
+            _insert(graph.outputs, made, node.outputs[index])
+            made.name = f"present.{layer.number}.{state}"
+        for value in (port, made):
+            value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
+
+
+def _insert(ports: MutableSequence[ir.Value], port: ir.Value, behind: ir.Value | None) -> None:
+    """Put ``port`` behind another, or at the end where that is none of the ports."""
+    places = [place for place, each in enumerate(ports) if each is behind]
+    ports.insert(places[0] + 1 if places else len(ports), port)
+
+
+def change(graph: ir.Graph, node: ir.Node, update: Mapping[str, Any]) -> PagedLayer:
+    """Change what the attributes of a ``KVAttention`` node say, and its ports with it; return what they say now."""
+    layer = layer_of(node)
+    layer = replace(layer, attributes=replace(layer.attributes, **update))
+    connect(graph, node, layer)
+    return layer
+
+
+def graph_input(graph: ir.Graph, name: str) -> ir.Value:
+    """Return the input of the graph called ``name``, which is there."""
+    return next(value for value in graph.inputs if value.name == name)

@@ -1,0 +1,95 @@
+"""Caches as codes: keys with a scale per channel and page, values with one per token; the newest pages as floats."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import Field
+
+from graphopt.analysis.paged import describe, kv_nodes, layer_of
+from graphopt.facts import Effect
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.cache.page_kv import Page, page_attention
+from graphopt.passes.cache.page_kv.states import change
+from graphopt.passes.context import Context
+from graphopt.runtime_ops import declare
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
+
+_PAGE = 64
+
+
+class QuantizeKVOptions(StepOptions):
+    """How pages are stored.
+
+    Attributes:
+        storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
+        page: tokens of a page, which share the scales of keys; ``None`` leaves what is there, 64 where nothing is.
+        sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
+        recent_pages: newest whole pages that integers keep as floats, besides the one that fills (KIVI's residual).
+    """
+
+    step: Literal["quantize_kv"] = "quantize_kv"
+    storage: Literal["float16", "bfloat16", "float8", "int8", "int4"] = "int8"
+    page: Page | None = None
+    sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
+    recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
+
+
+class QuantizeKV(Pass[QuantizeKVOptions]):
+    """Store the pages of caches as float16, bfloat16, float8, int8 or int4.
+
+    before::
+
+        y, keys, values = KVAttention(q, k, v, ..., keys, values; storage=float32)
+
+    after::
+
+        y, keys, values, scales, recent = KVAttention(q, k, v, ..., keys, values, scales, recent; storage=int4)
+
+    In a page of integers, key[t, c] = low[c] + step[c] code[t, c] and value[t, c] = low[t] + step[t] code[t, c], with
+    low the least and low + L step the largest number of the set, L = 255 or 15: keys have channels that are large
+    throughout, values have not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most
+    step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay
+    floats.
+
+    Pages of floats have no scales. float8 (E4M3FN, Micikevicius et al. 2022) has 4 significant bits and cuts off at
+    448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
+
+    Standard attention is rewritten as by ``page_kv`` first. What rotates keys and values comes before this step.
+    """
+
+    name: ClassVar[str] = "quantize_kv"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = QuantizeKVOptions
+    after: ClassVar[tuple[str, ...]] = ("page_kv",)
+
+    @property
+    def context_tokens(self) -> int:
+        """See :class:`Pass`: enough that a page was rounded."""
+        return (self.options.sink_pages + self.options.recent_pages + 2) * (self.options.page or _PAGE)
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Change the storage of every cache; say why where there is none in pages."""
+        ledger = context.ledger
+        chosen = self.options
+        page_attention(model, ledger, chosen.page or _PAGE)
+        integer = chosen.storage in LEVELS
+        for node in kv_nodes(model.graph):
+            there = layer_of(node).attributes
+            if there.storage != "float32":
+                ledger.skipped(node, f"its cache is stored as {there.storage} already")
+                continue
+            update = {
+                "storage": chosen.storage,
+                "page": chosen.page or there.page,
+                "sink_pages": chosen.sink_pages if integer else 0,
+                "recent_pages": chosen.recent_pages if integer else 0,
+            }
+            change(model.graph, node, update)
+            floats = f", {chosen.sink_pages} first and {chosen.recent_pages} newest pages as floats" if integer else ""
+            ledger.changed(
+                node, f"its cache is stored as {chosen.storage} in pages of {update['page']}{floats}", [node]
+            )
+        describe(model)
+        declare(model)

@@ -1,0 +1,245 @@
+"""Attention that reads a part of its cache: the first and the newest tokens, and pages that look worth it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import BeforeValidator, Field
+
+from graphopt.analysis.heads import ORIGIN, HeadScores, Rank, read_scores
+from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
+from graphopt.errors import InputError
+from graphopt.facts import Effect
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.cache.page_kv import Page, page_attention
+from graphopt.passes.cache.page_kv.positions import unbind_positions
+from graphopt.passes.cache.page_kv.states import change
+from graphopt.passes.context import Context, Ledger
+from graphopt.runtime_ops import declare
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING
+
+Policy = Literal["dense", "streaming", "retrieval"]
+
+_PAGE = 64
+
+NUMBERS: dict[str, int] = {"dense": DENSE, "streaming": STREAMING, "retrieval": RETRIEVAL}
+"""The policies as the operator's attribute numbers them."""
+
+
+class SparseKVOptions(StepOptions):
+    """What queries read.
+
+    Attributes:
+        policy: of every head that ``layers`` does not name; with ``heads``, of the retrieval heads.
+        layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
+        heads: scores by which retrieval heads are found; all others then stream. A file that ``graphopt heads`` wrote.
+        retrieval_share: with ``heads``, the share of KV heads that are retrieval heads.
+        rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
+        sinks: first tokens that are always read.
+        recent: newest tokens that are always read.
+        budget: pages that retrieval reads besides, at most. 0 with ``mass`` sets no limit.
+        summary: what a page is judged by: "bounds", the range of each channel of its keys, or "mean", their mean.
+        mass: share, over 0 and up to 1, of the softmax of the pages' scores: retrieval reads the fewest pages that have
+            it together. ``None`` reads as many as ``budget`` says.
+        channels: of a query, those that are largest, by which retrieval judges pages; ``None`` for all.
+        compensate: whether heads that stream read one token more, the mean of those that they dropped.
+        page: tokens of a page; ``None`` leaves what is there, 64 where nothing is.
+    """
+
+    step: Literal["sparse_kv"] = "sparse_kv"
+    policy: Policy = "retrieval"
+    layers: dict[int, Policy | tuple[Policy, ...]] = Field(default={})
+    heads: Annotated[HeadScores | None, BeforeValidator(read_scores)] = None
+    retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
+    rank: Rank = "razor"
+    sinks: Annotated[int, Field(ge=0, le=1 << 30)] = 64
+    recent: Annotated[int, Field(ge=1, le=1 << 30)] = 256
+    budget: Annotated[int, Field(ge=0, le=1 << 30)] = 16
+    summary: Literal["bounds", "mean"] = "bounds"
+    mass: Annotated[float, Field(gt=0, le=1)] | None = None
+    channels: Annotated[int, Field(ge=1)] | None = None
+    compensate: bool = False
+    page: Page | None = None
+
+
+class SparseKV(Pass[SparseKVOptions]):
+    """Let each query read only a part of its cache, chosen head by head inside the operator.
+
+    before::
+
+        KVAttention(q, k, v, ...; policies=[0])                                  position p reads all j <= p
+
+    after::
+
+        KVAttention(q, k, v, ...; policies=[1], sinks, recent)                   j < sinks or j > p - recent
+        KVAttention(q, k, v, ..., summaries; policies=[2], budget, mass)         and the best pages besides
+
+    Streaming: the first tokens take the attention that has nowhere to go, so they stay (StreamingLLM, Xiao et al.
+    2024; LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing, and if all layers
+    do, positions count inside the cache and text may go on for ever
+    (:mod:`graphopt.passes.cache.page_kv.positions`). Retrieval: a page's score is the most that a key in its bounds
+    could score, sum over c of max(q_c min_c, q_c max_c) (Quest, Tang et al. 2024), or that of its mean key
+    (TriForce, Sun et al. 2024); query heads that share a KV head choose together. Some heads look far and others do
+    not, so policies may be given per layer and head, or retrieval heads found by calibration and all others made to
+    stream (RazorAttention, Tang et al. 2024; LServe, Yang et al. 2025). With a budget of all pages retrieval is
+    dense attention.
+
+    How many pages a query needs depends on the query. With ``mass`` it reads as many as hold that share of the softmax
+    of scale times the scores (top-p, Twilight, Lin et al. 2025), at most ``budget``. With ``channels`` only the largest
+    channels of the queries that choose together make a score (SparQ, Ribar et al. 2024); a page's summary lies
+    together, so that saves no bytes here. With ``compensate`` what streaming drops is one token more: its mean key,
+    with log N added to the score for N tokens, and its mean value (RazorAttention). Such a model stays within its
+    trained positions, since the mean is of keys at any distance.
+
+    A layer with a window of its own reads no more than that already, and is left alone.
+
+    Standard attention is rewritten as by ``page_kv`` first.
+    """
+
+    name: ClassVar[str] = "sparse_kv"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = SparseKVOptions
+    after: ClassVar[tuple[str, ...]] = (
+        "page_kv",
+        "quantize_kv",
+    )
+
+    @property
+    def context_tokens(self) -> int:
+        """See :class:`Pass`: more than is always read and, for retrieval, chosen besides."""
+        page = self.options.page or _PAGE
+        chosen = (self.options.budget + 2) * page if self.options.policy == "retrieval" else 0
+        chosen = chosen or 2 * page * self.options.compensate
+        return self.options.sinks + self.options.recent + chosen + 2 * page
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Give each cache its policies.
+
+        Raises:
+            InputError: the options name a layer that the graph has not, or another number of heads than it has.
+        """
+        ledger = context.ledger
+        page_attention(model, ledger, self.options.page or _PAGE)
+        self._check()
+        nodes = {layer_of(node).number: node for node in kv_nodes(model.graph)}
+        unknown = sorted(self.options.layers.keys() - nodes.keys())
+        if unknown and nodes:
+            raise InputError(
+                f"the step sparse_kv names layer {unknown[0]}, and the caches of the graph are {sorted(nodes)}",
+                remedy="name layers as past_key_values.N does",
+            )
+        found = self._found(model, [layer_of(node) for node in nodes.values()], ledger)
+        for node in nodes.values():
+            self._rewrite_node(model.graph, node, found, ledger)
+        unbind_positions(model.graph, ledger)
+        describe(model)
+        declare(model)
+
+    def _check(self) -> None:
+        """Refuse options that no head would follow."""
+        chosen = self.options
+        named = {policy for each in chosen.layers.values() for policy in ([each] if isinstance(each, str) else each)}
+        named |= {chosen.policy} | ({"streaming"} if chosen.heads else set())
+        for name, policy in (("mass", "retrieval"), ("channels", "retrieval"), ("compensate", "streaming")):
+            if getattr(chosen, name) and policy not in named:
+                raise InputError(
+                    f"the step sparse_kv says {name}, which is for heads of the policy {policy}, and gives none that",
+                    remedy=f"leave {name} out, or give {policy} as the policy or among the layers",
+                )
+
+    def _found(self, model: ir.Model, layers: Sequence[PagedLayer], ledger: Ledger) -> dict[int, tuple[Policy, ...]]:
+        """Return the policies of the layers of which there are scores."""
+        scores, origin = self.options.heads, model.metadata_props.get(ORIGIN)
+        if scores is None or not layers:
+            return {}
+        if self.options.policy == "streaming":
+            raise InputError(
+                "the step sparse_kv has a calibration of heads, and retrieval heads that stream like all others",
+                remedy="`policy` says what retrieval heads read: dense or retrieval",
+            )
+        there = {each.number: each.attributes.kv_heads for each in layers if not each.attributes.window}
+        measured = {number: len(of) for number, of in scores.layers.items()}
+        if there != measured:
+            raise InputError(
+                f"the calibration is of another model: its layers have {measured} KV heads, those of the graph {there}",
+                remedy="run `graphopt heads` on this model",
+            )
+        if origin is None:
+            ledger.skipped("heads", "the graph does not say what it was made from: only its heads were compared")
+        elif origin != scores.origin:
+            raise InputError(
+                f"the calibration is of another model: it is of {scores.origin[:12]}..., the graph of {origin[:12]}...",
+                remedy="run `graphopt heads` on this model, or on the one that it was made from",
+            )
+        chosen = scores.retrieval_heads(self.options.retrieval_share, self.options.rank)
+        return {
+            number: tuple(self.options.policy if (number, head) in chosen else "streaming" for head in range(heads))
+            for number, heads in there.items()
+        }
+
+    def _rewrite_node(
+        self, graph: ir.Graph, node: ir.Node, found: Mapping[int, tuple[Policy, ...]], ledger: Ledger
+    ) -> None:
+        layer = layer_of(node)
+        there, chosen = layer.attributes, self.options
+        if there.window:
+            ledger.skipped(node, f"the model's own window of {there.window} tokens is all that it reads")
+            return
+        if set(there.policies) != {DENSE}:
+            ledger.skipped(node, "its heads have policies already")
+            return
+        policies = self._policies(layer, node, found)
+        page = chosen.page or there.page
+        if there.storage != "float32" and page != there.page:
+            ledger.skipped(node, f"its pages of {there.page} tokens are stored as {there.storage}: page stays as it is")
+            page = there.page
+        if set(policies) == {"dense"}:
+            ledger.skipped(node, "the recipe leaves it dense")
+            return
+        if chosen.channels is not None and chosen.channels > layer.head_size:
+            raise InputError(
+                f"the step sparse_kv judges pages by {chosen.channels} channels, and a head has {layer.head_size}",
+                node=node.name,
+                remedy=f"give {layer.head_size} at most, or leave channels out",
+            )
+        retrieves, streams = "retrieval" in policies, "streaming" in policies
+        update: dict[str, Any] = {
+            "policies": tuple(NUMBERS[policy] for policy in policies),
+            "page": page,
+            "sinks": chosen.sinks,
+            "recent": chosen.recent,
+            "budget": chosen.budget if retrieves else 0,
+            "summary": chosen.summary,
+            "mass": (chosen.mass or 0.0) if retrieves else 0.0,
+            "channels": (chosen.channels or 0) if retrieves else 0,
+            "compensate": int(chosen.compensate and streams),
+        }
+        change(graph, node, update)
+        besides = f", besides {self._pages()}" if retrieves else ""
+        besides += ", and the mean of what streaming drops" if chosen.compensate and streams else ""
+        heads = policies[0] if len(policies) == 1 else ", ".join(policies)
+        ledger.changed(node, f"{heads}: reads {chosen.sinks} first and {chosen.recent} newest tokens{besides}", [node])
+
+    def _pages(self) -> str:
+        chosen = self.options
+        pages = f"{chosen.budget} pages"
+        if chosen.mass is not None:
+            pages = f"pages with {chosen.mass} of the mass" + (f", {pages} at most," if chosen.budget else "")
+        channels = "" if chosen.channels is None else f" in the largest {chosen.channels} channels"
+        return f"{pages} by {chosen.summary}{channels}"
+
+    def _policies(
+        self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[Policy, ...]]
+    ) -> tuple[Policy, ...]:
+        given = self.options.layers.get(layer.number, found.get(layer.number, self.options.policy))
+        policies = (given,) if isinstance(given, str) else given
+        heads = layer.attributes.kv_heads
+        if len(policies) not in (1, heads):
+            raise InputError(
+                f"the step sparse_kv gives layer {layer.number} {len(policies)} policies, and it has {heads} KV heads",
+                node=node.name,
+                remedy=f"give one policy, or {heads}",
+            )
+        return policies[:1] if len(set(policies)) == 1 else policies

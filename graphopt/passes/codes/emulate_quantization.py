@@ -1,0 +1,147 @@
+"""Activations and caches rounded to few bits in floating point: what quantizing them would do, without a kernel."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import Field
+
+from graphopt.analysis.structure import dequantize_of, head_nodes, is_packed
+from graphopt.facts import Effect
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context, Ledger
+from graphopt.runtime_ops import declare
+from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
+from graphopt.weights import weight_of
+
+Share = Annotated[float, Field(gt=0.0, le=1.0)]
+
+_NEW_BESIDE_PAST = {4: 1, 5: 2}  # inputs of ``Attention``: past key and key, past value and value
+
+
+class EmulateQuantizationOptions(StepOptions):
+    """Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range each keeps.
+
+    A share below 1 cuts a row's largest numbers off, which leaves a finer scale to all others.
+    """
+
+    step: Literal["emulate_quantization"] = "emulate_quantization"
+    activations: Literal[4, 8] | None = 4
+    cache: Literal[4, 8] | None = None
+    clip: Share = 1.0
+    cache_clip: Share = 1.0
+
+
+class EmulateQuantization(Pass[EmulateQuantizationOptions]):
+    """Round inputs of products, and keys and values, as if they were stored in few bits. An emulation, not a speed-up.
+
+    before::
+
+        y = MatMul(x, W)                  o, present = Attention(q, k, v, mask, past)
+
+    after::
+
+        y = MatMul(RoundTrip(x), W)       o, present = Attention(q, RoundTrip(k), RoundTrip(v), mask, past)
+
+    ``RoundTrip`` rounds each row (a token; for k and v a token of one head) to ``bits`` bits with a scale of its own
+    and turns it back, x' = code * scale + offset. Everything stays in floating point, nothing gets smaller or faster:
+    the graph computes what kernels on such codes would compute, so that their error can be measured. Activations have
+    offset 0; k and v are rounded between the row's least and largest number. A tensor that several products read is
+    rounded once. W may be a float matrix or a ``DequantizeLinear`` of codes. Queries keep their numbers, and so does
+    the input of the product that makes the logits, as in the evaluations of QuaRot (Ashkboos et al. 2024).
+    """
+
+    name: ClassVar[str] = "emulate_quantization"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = EmulateQuantizationOptions
+    after: ClassVar[tuple[str, ...]] = (
+        "quantize_weights",
+        "quantize_activations",
+    )
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Round what the options name; say why anything else keeps its numbers."""
+        ledger = context.ledger
+        if self.options.activations is not None:
+            self._round_activations(model.graph, self.options.activations, ledger)
+        if self.options.cache is not None:
+            self._round_caches(model.graph, self.options.cache, ledger)
+        declare(model)
+
+    def _round_activations(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
+        heads = head_nodes(graph)
+        readers: dict[ir.Value, list[ir.Node]] = {}
+        for node in graph:
+            if node in heads:
+                ledger.skipped(node, "it makes the logits: its input is left in floating point")
+            elif node.op_type == "MatMulDynamic" and is_packed(node):
+                ledger.skipped(node, "it rounds its input itself")
+            elif _multiplies_by_a_matrix(node) and (x := node.inputs[0]) is not None:
+                readers.setdefault(x, []).append(node)
+            elif _has_weights(node):
+                ledger.skipped(node, f"{node.op_type} is no product with a constant matrix on its right")
+        for x, nodes in readers.items():
+            attributes = {"bits": bits, "symmetric": 1, "clip": self.options.clip}
+            rounded = ROUND_TRIP.node([x], attributes, name=f"{x.name}.round_trip")
+            _insert(graph, rounded, nodes[0])
+            for node in nodes:
+                node.replace_input_with(0, rounded.outputs[0])
+            read = ", ".join(node.name or "?" for node in nodes)
+            ledger.changed(rounded, f"emulated: {x.name} as int{bits} per token, read by {read}", nodes)
+
+    def _round_caches(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
+        caches = [value for value in graph.inputs if (value.name or "").startswith("past_key_values.")]
+        if not caches:
+            ledger.skipped("cache", "the graph has no input past_key_values")
+        for past in caches:
+            uses = [use for use in past.uses() if use.node.op_type != "Shape"]
+            entry = _entry(uses[0].node, uses[0].idx) if len(uses) == 1 else None
+            if entry is None:
+                readers = ", ".join(use.node.op_type for use in uses)
+                ledger.skipped(past, f"where new tokens enter this cache is not known; it is read by: {readers}")
+                continue
+            node, position = entry
+            new = node.inputs[position]
+            assert new is not None
+            if new.shape is None or len(new.shape) != 4:
+                ledger.skipped(past, f"{new.name} is not known to be [batch, heads, length, head size]")
+                continue
+            attributes = {"bits": bits, "symmetric": 0, "clip": self.options.cache_clip}
+            rounded = ROUND_TRIP.node([new], attributes, name=f"{past.name}.round_trip")
+            _insert(graph, rounded, node)
+            node.replace_input_with(position, rounded.outputs[0])
+            what = f"emulated: {new.name} enters {past.name} as uint{bits}, per token and head, from its least number"
+            ledger.changed(rounded, what, [node])
+
+
+def _insert(graph: ir.Graph, node: ir.Node, reader: ir.Node) -> None:
+    x, made = node.inputs[0], node.outputs[0]
+    assert x is not None
+    made.name, made.type, made.shape = f"{node.name}.output", x.type, x.shape
+    graph.insert_before(reader, node)
+
+
+def _multiplies_by_a_matrix(node: ir.Node) -> bool:
+    """Whether ``node`` is ``MatMul(x, W)`` for a constant matrix W, stored as floats or as codes."""
+    if is_packed(node):
+        return True
+    if node.op_type != "MatMul" or node.domain:
+        return False
+    dequantize = dequantize_of(node)
+    stored = weight_of(node, 1) if dequantize is None else weight_of(dequantize, 0)
+    return stored is not None and stored.const_value is not None and stored.const_value.shape.rank() == 2
+
+
+def _has_weights(node: ir.Node) -> bool:
+    names = ("MatMul", "Gemm", "MatMulNBits", "Conv")
+    return node.op_type in names and any(weight_of(node, position) is not None for position in range(2))
+
+
+def _entry(node: ir.Node, position: int) -> tuple[ir.Node, int] | None:
+    """Return by which input new tokens join the past that ``node`` reads as input ``position``."""
+    if node.op_type == "Attention" and position in _NEW_BESIDE_PAST:
+        return node, _NEW_BESIDE_PAST[position]
+    if node.op_type == "Concat" and position == 0 and len(node.inputs) == 2:
+        return node, 1
+    return None

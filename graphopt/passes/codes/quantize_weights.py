@@ -1,0 +1,246 @@
+"""Weights become codes, scales and perhaps zero points: in standard ONNX where it has the type, else in our product."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import onnx_ir as ir
+from pydantic import AfterValidator, Field
+
+from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, router_nodes, token_lookups
+from graphopt.errors import InputError
+from graphopt.facts import Effect
+from graphopt.formats import TableFormat, format_of
+from graphopt.passes.base import Options, Pass, StepOptions
+from graphopt.passes.context import Context, Ledger
+from graphopt.passes.lower.products import HALF, drop, pack, replace
+from graphopt.rounding.lazy import LazyQuantized
+from graphopt.runtime_ops import OPERATORS, declare
+from graphopt.weights import new_weight, weight_of
+
+# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
+# from these opsets on.
+_GROUPS = (16, 32, 64, 128, 256)
+_FUSED = {
+    ir.DataType.INT2: 25,
+    ir.DataType.UINT2: 25,
+    ir.DataType.INT4: 21,
+    ir.DataType.UINT4: 21,
+    ir.DataType.INT8: 21,
+    ir.DataType.UINT8: 21,
+}
+
+Activations = Literal["float32", "bfloat16", "int8", "int16"]
+
+
+def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
+    try:
+        format_of(given)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+    return given
+
+
+class LinearFormat(Options):
+    """A number format for matrices, and how many rows share a scale (``None``: all of a column).
+
+    The format is one of :data:`graphopt.formats.FORMATS`, or a table of one's own: the value of each code.
+    """
+
+    format: Annotated[str | tuple[float, ...], AfterValidator(_known)] = "int4"
+    group: Literal[16, 32, 64, 128, 256] | None = 64
+
+
+class EmbeddingFormat(Options):
+    """A number format for tables that are looked up, and how many weights of a row share a scale (``None``: all).
+
+    ONNX's ``Gather`` takes no codes of 4 bits.
+    """
+
+    format: Literal["int8", "uint8"] = "int8"
+    group: int | None = Field(default=None, ge=1)
+
+
+class QuantizeWeightsOptions(StepOptions):
+    """Formats of matrices, token embedding and head (``None`` leaves one as it is), and how scales are chosen.
+
+    Attributes:
+        linear: format of matrices.
+        embedding: format of the token embedding.
+        head: format of the matrix that makes the logits.
+        scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
+        activations: what the inputs of ``MatMulTable`` are rounded to; ``None`` for what the recipe says. It is a part
+            of the graph. What onnxruntime's own kernel does is a session entry: see ``activations`` of the recipe.
+    """
+
+    step: Literal["quantize_weights"] = "quantize_weights"
+    linear: LinearFormat | None = LinearFormat()
+    embedding: EmbeddingFormat | None = EmbeddingFormat()
+    head: LinearFormat | None = LinearFormat(format="int8", group=128)
+    scale: Literal["extreme", "least_squares"] = "least_squares"
+    activations: Activations | None = None
+
+
+class QuantizeWeights(Pass[QuantizeWeightsOptions]):
+    """Store matrices and the token embedding as codes with a scale per group, rounded to nearest.
+
+    before::
+
+        y = MatMul(x, W)                                   e = Gather(E, ids)
+
+    after, with groups of rows of W and along the columns of E::
+
+        y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
+        e = DequantizeLinear(Gather(codes, ids), Gather(scales, ids); axis=-1)
+
+    or, where ONNX has no type for the codes or onnxruntime no kernel for the groups::
+
+        y = ai.graphopt::MatMulTable(x, codes, scales, table, zero points, 0; group, activations)
+
+    W is about (value(code) - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when
+    it loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table.
+    ``MatMulTable`` states in ``activations`` what x is rounded to. Scales of matrices are rounded to float16 where all
+    of a matrix are normal numbers there, and codes are chosen for what is stored. A product that chooses experts is
+    left as it is.
+    """
+
+    name: ClassVar[str] = "quantize_weights"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = QuantizeWeightsOptions
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Quantize what the options name; say why anything else with weights stays."""
+        ledger = context.ledger
+        graph = model.graph
+        heads, routers, tokens = head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
+        for node in linear_nodes(graph):
+            wanted = self.options.head if node in heads else self.options.linear
+            if node in routers - heads:
+                ledger.skipped(node, "it chooses experts: its few columns stay in floating point")
+            elif wanted is None:
+                ledger.skipped(node, "the recipe leaves it in floating point")
+            else:
+                self._quantize_matrix(graph, node, wanted, ledger)
+        for node in lookups(graph):
+            if node not in tokens:
+                ledger.skipped(node, "a table that is not looked up by input_ids")
+            elif self.options.embedding is None:
+                ledger.skipped(node, "the recipe leaves it in floating point")
+            else:
+                self._quantize_table(graph, node, self.options.embedding, ledger)
+        left = set(linear_nodes(graph))
+        for node in graph:
+            weight = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
+            if weight is not None and node not in left:
+                ledger.skipped(node, f"{node.op_type} with a weight of shape {list(weight.shape or ())}, not a matrix")
+        declare(model)
+
+    def ensures(self, model: ir.Model) -> None:
+        """Promise also that no original weight is left in the file beside its codes."""
+        super().ensures(model)
+        initializers = model.graph.initializers
+        left = [name for name in initializers if f"{name}.codes" in initializers and not initializers[name].uses()]
+        if left:
+            raise ir.passes.PostconditionError(f"{self.name} left originals beside their codes: {', '.join(left)}")
+
+    def _quantize_matrix(self, graph: ir.Graph, node: ir.Node, wanted: LinearFormat, ledger: Ledger) -> None:
+        weight, table = weight_of(node, 1), format_of(wanted.format)
+        assert weight is not None and weight.const_value is not None
+        rows = weight.const_value.shape.numpy()[0]
+        group = _fused_group(table, wanted, rows, graph.opset_imports[""])
+        if group is not None:
+            self._as_dequantized(graph, node, weight, table, group, wanted, ledger)
+        elif weight.dtype != ir.DataType.FLOAT:
+            ledger.skipped(node, f"its weight is {weight.dtype}, and MatMulTable multiplies float")
+        else:
+            self._as_packed(graph, node, weight, table, min(wanted.group or rows, rows), ledger)
+
+    def _as_dequantized(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        weight: ir.Value,
+        table: TableFormat,
+        group: int,
+        wanted: LinearFormat,
+        ledger: Ledger,
+    ) -> None:
+        assert weight.const_value is not None
+        rows, columns = weight.const_value.shape.numpy()
+        lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
+        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in lazily.tensors().items()}
+        if lazily.half:
+            made["scales"].metadata_props[HALF] = "yes"
+        dequantize = ir.node(
+            "DequantizeLinear", [*made.values()], {"axis": 0, "block_size": group}, name=f"{node.name}.dequantize"
+        )
+        _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
+        graph.insert_before(node, dequantize)
+        node.replace_input_with(1, dequantize.outputs[0])
+        note = "" if group == wanted.group else f" ({wanted.group} does not divide {rows} rows)"
+        ledger.changed(dequantize, f"{weight.name} as {table.name} in groups of {group}{note}", [weight])
+        drop(graph, weight)
+
+    def _as_packed(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        weight: ir.Value,
+        table: TableFormat,
+        group: int,
+        ledger: Ledger,
+    ) -> None:
+        assert weight.const_value is not None
+        rows, columns = weight.const_value.shape.numpy()
+        lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
+        packed = pack(graph, weight.name or "", table, (rows, columns), group, lazily.packed())
+        x, activations = node.inputs[0], self.options.activations or "int8"
+        assert x is not None
+        new = packed.node(OPERATORS["MatMulTable"], x, (), {"activations": activations}, node.name or "")
+        shared_by = f"in groups of {group}" if group < rows else "with a scale per column"
+        scales = "" if lazily.half else "; scales are float32, some are too small or too large for float16"
+        what = f"{weight.name} as {table.name} {shared_by}, inputs rounded to {activations}{scales}"
+        replace(graph, node, new, what, ledger, sources=(weight,))
+
+    def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, ledger: Ledger) -> None:
+        table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
+        assert table is not None and table.const_value is not None
+        width = table.const_value.shape.numpy()[1]
+        group = wanted.group or width
+        if ids is None or ids.shape is None or width % group:
+            reason = f"its width {width} is no multiple of the group {group}, or its indices have no known rank"
+            ledger.skipped(node, reason)
+            return
+        rank = len(ids.shape)
+        lazily = LazyQuantized(table, format_of(wanted.format), group, self.options.scale, transposed=True)
+        looked_up = []
+        for part, tensor in lazily.tensors().items():
+            stored = new_weight(graph, f"{table.name}.{part}", tensor)
+            gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
+            _typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
+            graph.insert_before(node, gather)
+            ledger.changed(gather, f"{part} of {table.name} looked up", [node, table])
+            looked_up.append(gather.outputs[0])
+        dequantize = ir.node(
+            "DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize"
+        )
+        made, name = dequantize.outputs[0], output.name
+        graph.insert_before(node, dequantize)
+        output.replace_all_uses_with(made, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+        _typed(made, name, table.dtype, [*ids.shape, width])
+        ledger.changed(dequantize, f"{table.name} as {wanted.format} in groups of {group}", [node, table])
+        drop(graph, table)
+
+
+def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: list[int | ir.SymbolicDim]) -> None:
+    value.name, value.shape = name, ir.Shape(shape)
+    value.type = None if dtype is None else ir.TensorType(dtype)
+
+
+def _fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int) -> int | None:
+    """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
+    first_opset = None if table.onnx_type is None else _FUSED.get(table.onnx_type)
+    if first_opset is None or opset < first_opset or wanted.group is None:
+        return None
+    return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)

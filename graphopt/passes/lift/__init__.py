@@ -1,0 +1,1 @@
+"""Phase ``lift``: what exporters spell out becomes the standard ops that say it."""

@@ -1,0 +1,110 @@
+"""Attention as the standard op has it: grouped heads not repeated, the cache inside.
+
+Repeated heads (grouped-query attention, Ainslie et al. 2023), with R = query heads / KV heads:
+
+    Attention(q, Reshape(Expand(Unsqueeze(k, 2), [.., R, ..])), ...)   ->   Attention(q, k, ...)
+
+Cache:
+
+    present = Concat(past, new; axis=2);  Attention(q, present_k, present_v, mask)
+      ->   y, present_k, present_v = Attention(q, new_k, new_v, mask, past_k, past_v)
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.passes.context import Ledger
+from graphopt.weights import weight_of
+
+_KEY, _VALUE, _PAST_KEY = 1, 2, 4
+
+
+def attentions(model: ir.Model) -> list[ir.Node]:
+    """Return the standard ``Attention`` nodes of the graph, in order."""
+    return [node for node in model.graph if node.op_type == "Attention" and node.domain == ""]
+
+
+def group_heads(model: ir.Model, ledger: Ledger) -> None:
+    """Let ``Attention`` read each KV head once instead of a copy per query head."""
+    for node in attentions(model):
+        bases = [_before_repeat(node.inputs[index], node.inputs[0]) for index in (_KEY, _VALUE)]
+        if bases[0] is None and bases[1] is None:
+            continue
+        if bases[0] is None or bases[1] is None:
+            ledger.skipped(node, "only one of key and value is repeated per query head")
+            continue
+        for index, base in zip((_KEY, _VALUE), bases, strict=True):
+            node.replace_input_with(index, base)
+        ledger.changed(node, "reads grouped KV heads instead of repeated ones", [b for b in bases if b is not None])
+
+
+def _before_repeat(value: ir.Value | None, query: ir.Value | None) -> ir.Value | None:
+    """Return the [batch, KV heads, keys, size] value that ``value`` repeats head by head, or ``None``."""
+    if value is None or query is None or query.shape is None:
+        return None
+    reshape = value.producer()
+    expand = _producer(reshape, "Reshape")
+    unsqueeze = _producer(expand, "Expand")
+    base = unsqueeze.inputs[0] if unsqueeze is not None and unsqueeze.op_type == "Unsqueeze" else None
+    if base is None or reshape is None or expand is None or unsqueeze is None:
+        return None
+    axes = weight_of(unsqueeze, 1)
+    wide, tall = expand.outputs[0].shape, value.shape
+    if axes is None or axes.const_value is None or axes.const_value.numpy().tolist() != [2]:
+        return None
+    if base.shape is None or wide is None or tall is None or (len(base.shape), len(wide), len(tall)) != (4, 5, 4):
+        return None
+    heads, repeats, size = base.shape[1], wide[2], base.shape[3]
+    if not (isinstance(heads, int) and isinstance(repeats, int) and isinstance(size, int)):
+        return None
+    same = wide[1] == heads and wide[4] == size and tall[1] == heads * repeats == query.shape[1] and tall[3] == size
+    return base if same else None
+
+
+def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:
+    """Return what computes the first input of ``node``, if ``node`` is an ``op_type``."""
+    if node is None or node.op_type != op_type or node.inputs[0] is None:
+        return None
+    return node.inputs[0].producer()
+
+
+def take_cache(model: ir.Model, ledger: Ledger) -> None:
+    """Let ``Attention`` append to its cache itself."""
+    for node in attentions(model):
+        if len(node.inputs) > _PAST_KEY and node.inputs[_PAST_KEY] is not None:
+            continue
+        concats = [_appends(node.inputs[index]) for index in (_KEY, _VALUE)]
+        if concats[0] is None or concats[1] is None:
+            ledger.skipped(node, "its keys or values are no Concat of a cache input and new ones along the length")
+            continue
+        pairs = [(concat.inputs[0], concat.inputs[1], concat.outputs[0]) for concat in concats if concat is not None]
+        (past_key, key, present_key), (past_value, value, present_value) = pairs
+        mask = node.inputs[3] if len(node.inputs) > 3 else None
+        made = ir.Node(
+            "",
+            "Attention",
+            [node.inputs[0], key, value, mask, past_key, past_value],
+            list(node.attributes.values()),
+            num_outputs=3,
+            name=node.name,
+            metadata_props=dict(node.metadata_props),
+        )
+        model.graph.insert_before(node, made)
+        for old, new in zip([node.outputs[0], present_key, present_value], made.outputs, strict=True):
+            new.type, new.shape, name = old.type, old.shape, old.name
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            old.name, new.name = f"{name}.replaced", name
+        model.graph.remove([node, *(concat for concat in concats if concat is not None)], safe=True)
+        ledger.changed(made, "appends to its cache itself", [concat.name or "" for concat in concats if concat])
+
+
+def _appends(value: ir.Value | None) -> ir.Node | None:
+    """Return the node that appends new keys or values to a cache input, if ``value`` is its result."""
+    node = None if value is None else value.producer()
+    if node is None or node.op_type != "Concat" or len(node.inputs) != 2 or value is None:
+        return None
+    past = node.inputs[0]
+    if past is None or not past.is_graph_input() or node.attributes.get_int("axis") not in (2, -2):
+        return None
+    return node

@@ -1,0 +1,73 @@
+"""Plain housekeeping: what several exporters spell in several ways, spelled in one."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import (
+    CommonSubexpressionEliminationPass,
+    IdentityEliminationPass,
+    LiftConstantsToInitializersPass,
+    RemoveUnusedNodesPass,
+)
+
+from graphopt.passes.context import Ledger
+
+
+def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
+    """Constants become initializers; identities, repeated computations and unused nodes go."""
+    before = len(list(model.graph))
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    IdentityEliminationPass()(model)
+    CommonSubexpressionEliminationPass()(model)
+    RemoveUnusedNodesPass()(model)
+    removed = before - len(list(model.graph))
+    if removed:
+        ledger.report_change("graph", f"removed {removed} constant, identity, repeated or unused node(s)")
+
+
+def split_gemm(model: ir.Model, ledger: Ledger) -> None:
+    """``Gemm(x, W, b)`` -> ``Add(MatMul(x, W), b)``, with ``transB`` carried out on the stored weight.
+
+    Left alone, with the reason: a Gemm that scales, or transposes what is computed at run time.
+    """
+    for node in list(model.graph):
+        if node.op_type != "Gemm":
+            continue
+        attributes = node.attributes
+        if attributes.get_float("alpha", 1.0) != 1.0 or attributes.get_float("beta", 1.0) != 1.0:
+            ledger.skipped(node, "Gemm with alpha or beta other than 1")
+            continue
+        if attributes.get_int("transA", 0):
+            ledger.skipped(node, "Gemm that transposes its activation")
+            continue
+        inputs = list(node.inputs)
+        right = inputs[1]
+        tape = ir.tape.Tape()
+        if attributes.get_int("transB", 0):
+            right = tape.op("Transpose", [right], {"perm": [1, 0]})
+        output = tape.op("MatMul", [inputs[0], right])
+        output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
+        made = output.producer()
+        if len(inputs) > 2 and inputs[2] is not None:
+            output = tape.op("Add", [output, inputs[2]])
+        _splice(model.graph, node, tape, output)
+        assert made is not None
+        made.name = node.name
+        ledger.changed(made, "Gemm became MatMul and Add", [node])
+
+
+def _splice(graph: ir.Graph, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:
+    old = node.outputs[0]
+    output.type, output.shape, name = old.type, old.shape, old.name
+    graph.insert_before(node, tape.nodes)
+    ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    output.name = name
+
+
+def scalar(value: ir.Value | None) -> float | None:
+    """Return the number that a constant of one element holds, else ``None``."""
+    if value is None or value.const_value is None or value.const_value.size != 1:
+        return None
+    return float(np.asarray(value.const_value.numpy()).reshape(-1)[0])

@@ -1,0 +1,117 @@
+"""Reshapes that change nothing, and products that an exporter wraps in reshapes, as it does for ``addmm``.
+
+    Reshape(Add(MatMul(Reshape(x, [-1, K]), W), b), [batch, length, N])   ->   Add(MatMul(x, W), b)
+    Reshape(x, <the shape of x>)                                          ->   x
+
+``MatMul`` takes any number of leading axes, and what reads the last axis only commutes with flattening the others.
+Where x is not yet [batch, length, K] (heads still apart, say), one reshape in front of the product stays.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.weights import lazy, new_weight, weight_of
+
+
+def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
+    """Remove reshapes to the shape that is there: the exporter gives equal sizes equal names."""
+    for node in list(model.graph):
+        x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
+        if node.op_type != "Reshape" or x is None or x.shape is None or y.shape is None or y.is_graph_output():
+            continue
+        dims = list(x.shape)
+        if dims != list(y.shape) or any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in dims):
+            continue
+        y.replace_all_uses_with(x)
+        ledger.report_change(node.name or "?", "a reshape to the shape that was there is gone")
+        model.graph.remove(node, safe=True)
+
+
+def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
+    """Remove casts to the type that was there, and products with 1: older exporters write both as the code says it."""
+    for node in list(model.graph):
+        x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
+        if node.domain or x is None or x.dtype is None or y.is_graph_output():
+            continue
+        same = node.op_type == "Cast" and x.dtype == node.attributes.get_int("to", 0)
+        one = node.op_type == "Mul" and scalar(node.inputs[1]) == 1.0 and x.shape is not None and x.shape == y.shape
+        if same or one:
+            y.replace_all_uses_with(x)
+            ledger.report_change(node.name or "?", "a cast to the type that was there, or a product with 1, is gone")
+            model.graph.remove(node, safe=True)
+
+
+def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
+    """Let products read and write the shape around them."""
+    for node in list(model.graph):
+        if node.op_type != "MatMul" or weight_of(node, 1) is None or node.inputs[0] is None:
+            continue
+        flatten = node.inputs[0].producer()
+        last, unflatten = _chain_to_reshape(node)
+        if flatten is None or flatten.op_type != "Reshape" or unflatten is None:
+            continue
+        read = _unflattened_input(model.graph, flatten, last, unflatten)
+        if read is None:
+            ledger.skipped(node, "between reshapes that do not give it back the shape it came in")
+            continue
+        result = unflatten.outputs[0]
+        assert result.shape is not None
+        node.replace_input_with(0, read)
+        for value in _between(node, last):
+            width = None if value.shape is None else value.shape[-1]
+            value.shape = ir.Shape([*result.shape[:-1], width])
+        end, name = last.outputs[0], result.name
+        result.replace_all_uses_with(end, replace_graph_outputs=True)
+        model.graph.remove(unflatten, safe=True)
+        result.name, end.name = f"{name}.replaced", name
+        ledger.changed(node, "reads and writes the shape around it, without reshapes", [flatten, unflatten])
+
+
+def _between(first: ir.Node, last: ir.Node) -> list[ir.Value]:
+    """Return what ``first``, its only reader, the only reader of that, and so on up to ``last`` compute."""
+    values = [first.outputs[0]]
+    while values[-1] is not last.outputs[0]:
+        (use,) = values[-1].uses()
+        values.append(use.node.outputs[0])
+    return values
+
+
+def _chain_to_reshape(product: ir.Node) -> tuple[ir.Node, ir.Node | None]:
+    """Follow additions of constant vectors behind ``product``; return the last, and the ``Reshape`` that reads it."""
+    current = product
+    while len(uses := current.outputs[0].uses()) == 1 and not current.outputs[0].is_graph_output():
+        (use,) = uses
+        if use.node.op_type == "Reshape" and use.idx == 0:
+            return current, use.node
+        bias = weight_of(use.node, 1 - use.idx) if use.node.op_type == "Add" else None
+        if bias is None or len(bias.shape or (0, 0)) != 1:
+            break
+        current = use.node
+    return current, None
+
+
+def _unflattened_input(graph: ir.Graph, flatten: ir.Node, last: ir.Node, unflatten: ir.Node) -> ir.Value | None:
+    """Return x as [batch, length, K], where the two reshapes only folded batch and length and unfolded them again."""
+    x, flat = flatten.inputs[0], flatten.outputs[0].shape
+    product, result = last.outputs[0].shape, unflatten.outputs[0].shape
+    if x is None or x.shape is None or flat is None or product is None or result is None:
+        return None
+    if len(flat) != 2 or len(product) != 2 or len(result) != 3 or product[-1] != result[-1]:
+        return None
+    width = flat[-1]
+    if list(x.shape[:2]) != list(result[:2]) or not isinstance(width, int):
+        return None
+    if len(x.shape) == 3:
+        return x if x.shape[-1] == width else None
+    # 0 keeps an axis as it is.
+    shape = np.array([0, 0, width], np.int64)
+    target = new_weight(graph, f"{flatten.name}.shape", lazy(lambda: shape, ir.DataType.INT64, (3,)))
+    reshape = ir.node("Reshape", [x, target], name=f"{flatten.name}.unflattened")
+    value = reshape.outputs[0]
+    value.name, value.type, value.shape = f"{reshape.name}.output", x.type, ir.Shape([*x.shape[:2], width])
+    graph.insert_before(flatten, reshape)
+    return value

@@ -1,0 +1,51 @@
+"""Activations of onnxruntime's own become the standard ops that say them.
+
+    FastGelu(x, b)         ->   Gelu(x + b; approximate=tanh)                  b only where there is one
+    BiasGelu(x, b)         ->   Gelu(x + b)
+    Gelu(x)                ->   Gelu(x)
+    QuickGelu(x; alpha)    ->   x * Sigmoid(alpha * x)                         alpha = 1 is SiLU
+
+onnxruntime's optimizer writes them. (Gaussian error linear units: Hendrycks and Gimpel 2016, section 2 has all three.)
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.contrib import contrib_nodes
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.lower.products import shared
+
+_APPROXIMATE = {"FastGelu": "tanh", "BiasGelu": "none", "Gelu": "none"}
+_QUICK, _ALPHA = "QuickGelu", 1.702
+
+
+def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
+    """Lift every fused activation of the graph; the opset must be 20 or later."""
+    for node in contrib_nodes(model.graph, *_APPROXIMATE, _QUICK):
+        x, y, what = node.inputs[0], node.outputs[0], node.op_type
+        assert x is not None
+        insert = Inserter(model.graph, node, node.name or "activation")
+        dims, dtype = list(x.shape or []), x.dtype or y.dtype
+        bias = node.inputs[1] if len(node.inputs) > 1 else None
+        if bias is not None:
+            x = insert.op("Add", [x, bias], dims, dtype, "biased")
+        if what == _QUICK:
+            alpha = node.attributes.get_float("alpha", _ALPHA)
+            scaled = x
+            if alpha != 1:
+                number = np.array(alpha, np.float32 if dtype is None else dtype.numpy())
+                scaled = insert.op("Mul", [x, shared(model.graph, f"alpha.{alpha:g}", number)], dims, dtype, "scaled")
+            made = insert.op("Mul", [x, insert.op("Sigmoid", [scaled], dims, dtype)], dims, dtype)
+        else:
+            made = insert.op("Gelu", [x], dims, dtype, approximate=_APPROXIMATE[what])
+        if node.inputs[0] is not None and node.inputs[0].shape is None:
+            for each in insert.nodes:
+                each.outputs[0].shape = None
+        last = insert.nodes[-1]
+        last.metadata_props.update(node.metadata_props)
+        take_place(y, made)
+        model.graph.remove(node, safe=True)
+        ledger.changed(last, f"onnxruntime's {what} became standard ops", [node])

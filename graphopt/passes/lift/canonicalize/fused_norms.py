@@ -1,0 +1,75 @@
+"""Norms of onnxruntime's own become the standard ops, the sum in front of them a node of its own.
+
+    SimplifiedLayerNormalization(x, gain)                   ->   RMSNormalization(x, gain)
+    SkipSimplifiedLayerNormalization(x, y, gain, b)         ->   s = x + y + b;  RMSNormalization(s, gain);  s
+    SkipLayerNormalization(x, y, gain, beta, b)             ->   s = x + y + b;  LayerNormalization(s, gain, beta);  s
+
+onnxruntime's optimizer and its model builders write them; the first lies in the standard domain, which has no such op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphopt.analysis.contrib import MICROSOFT
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+
+_SUM = 3
+
+
+def lift_fused_norms(model: ir.Model, ledger: Ledger) -> None:
+    """Lift every fused norm of the graph; the opset must be 23 or later."""
+    for node in list(model.graph):
+        if node.op_type == "SimplifiedLayerNormalization" and node.domain in ("", MICROSOFT):
+            if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
+                ledger.skipped(node, "its inverse deviation is read, which RMSNormalization does not give")
+                continue
+            _replace(model.graph, node, "RMSNormalization", node.inputs[0], list(node.inputs[1:2]), ledger)
+        elif node.domain == MICROSOFT and node.op_type in _SKIPS:
+            kind, gains = _SKIPS[node.op_type]
+            if any(output.uses() or output.is_graph_output() for output in node.outputs[1:_SUM]):
+                ledger.skipped(node, f"its mean or deviation is read, which {kind} does not give here")
+                continue
+            given = [*node.inputs, *[None] * 5]
+            norm = [value for value in given[2 : 2 + gains] if value is not None]
+            _replace(model.graph, node, kind, _sum(model.graph, node, given[2 + gains]), norm, ledger)
+
+
+_SKIPS = {
+    "SkipSimplifiedLayerNormalization": ("RMSNormalization", 1),
+    "SkipLayerNormalization": ("LayerNormalization", 2),
+}
+
+
+def _sum(graph: ir.Graph, node: ir.Node, bias: ir.Value | None) -> ir.Value:
+    """Return x + y + bias, which also takes the place of the sum that the fused norm gives."""
+    x, y = node.inputs[:2]
+    assert x is not None
+    insert = Inserter(graph, node, node.name or "norm")
+    dims = [] if x.shape is None else list(x.shape)
+    total = insert.op("Add", [x, y], dims, x.dtype, "sum")
+    if bias is not None:
+        total = insert.op("Add", [total, bias], dims, x.dtype, "sum_with_bias")
+    if x.shape is None:
+        for made in insert.nodes:
+            made.outputs[0].shape = None
+    if len(node.outputs) > _SUM and (node.outputs[_SUM].uses() or node.outputs[_SUM].is_graph_output()):
+        take_place(node.outputs[_SUM], total)
+    return total
+
+
+def _replace(
+    graph: ir.Graph, node: ir.Node, kind: str, x: ir.Value | None, gains: Sequence[ir.Value | None], ledger: Ledger
+) -> None:
+    epsilon = node.attributes.get_float("epsilon", 1e-5 if node.op_type == "SimplifiedLayerNormalization" else 1e-12)
+    axis = node.attributes.get_int("axis", -1)
+    made = ir.node(kind, [x, *gains], {"axis": axis, "epsilon": epsilon, "stash_type": 1}, name=node.name)
+    made.metadata_props.update(node.metadata_props)
+    graph.insert_before(node, made)
+    made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+    take_place(node.outputs[0], made.outputs[0])
+    graph.remove(node, safe=True)
+    ledger.changed(made, f"{node.op_type} became {kind}", [node])

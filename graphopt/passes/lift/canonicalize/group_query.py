@@ -1,0 +1,181 @@
+"""``GroupQueryAttention``, onnxruntime's own, becomes the standard ops that it fuses.
+
+    y, present_k, present_v = GroupQueryAttention([q | k | v], past_k, past_v, seqlens_k, total, cos, sin; do_rotary)
+      ->   q = RotaryEmbedding(Transpose(Reshape(q)), Cos(p w), Sin(p w)), k alike        p: input position_ids
+           y, present_k, present_v = Attention(q, k, v, <padding>, past_k, past_v; is_causal=1)
+           Reshape(Transpose(y))
+
+A window becomes a mask, boolean; ``scale`` and ``softcap`` stay attributes; norms of queries and keys become nodes.
+
+``seqlens_k`` is each row's number of tokens less 1, which is found out by running what computes it. The operator takes
+a row's first columns for its tokens, so a row with padding in front of them gets something that nobody wants; what
+stands here instead hides what ``attention_mask`` hides, wherever it is. Both say the same without padding, and in a
+first call with padding behind a row's tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.contrib import PADDING, contrib_nodes, head_sizes
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
+from graphopt.passes.lift.canonicalize.padding import padding_mask
+from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
+
+_OPERATOR = "GroupQueryAttention"
+_SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK, _K_SCALE, _V_SCALE, _Q_NORM, _K_NORM = range(5, 16)
+_INPUTS = 16
+
+
+def lift_group_query(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
+    """Lift every ``GroupQueryAttention`` that the standard ops can say."""
+    evaluator = MaskEvaluator(model)
+    nodes = contrib_nodes(model.graph, _OPERATOR)
+    reasons = [_why_not(node, evaluator) for node in nodes]
+    for node, reason in zip(nodes, reasons, strict=True):
+        if reason is not None:
+            ledger.skipped(node, reason)
+            continue
+        turned = _angles(model, node, angles, ledger)
+        if isinstance(turned, str):
+            ledger.skipped(node, turned)
+            continue
+        _lift(model, node, turned, ledger)
+    if not contrib_nodes(model.graph, _OPERATOR):
+        model.metadata_props.pop(PADDING, None)
+
+
+def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> str | None:
+    """Return why the standard ops cannot say what ``node`` computes, or ``None``."""
+    inputs, attributes = _inputs(node), node.attributes
+    if inputs[_SINK] is not None or attributes.get_int("smooth_softmax", 0) == 1:
+        return "its softmax has a term of its own in the denominator (head_sink, smooth_softmax)"
+    if inputs[_BIAS] is not None:
+        return "it adds a bias to scores"
+    if inputs[_K_SCALE] is not None or inputs[_V_SCALE] is not None:
+        return "its cache is quantized in its own way"
+    if attributes.get_int("causal", 1) != 1:
+        return "it is not causal"
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[3:]):
+        return "its scores are read elsewhere"
+    if (inputs[_Q_NORM] is None) != (inputs[_K_NORM] is None):
+        return "only one of queries and keys has a norm"
+    if head_sizes(node) is None or (inputs[1] is None) != (inputs[2] is None):
+        return "the graph does not state the number and size of its heads"
+    if any(inputs[index] is None for index in (3, 4, _SEQLENS, _TOTAL)):
+        return "it has no cache, or is not told how long its rows are"
+    if not any(value.name == "attention_mask" for value in evaluator.model.graph.inputs):
+        return "the graph has no attention_mask, which its lengths could mean"
+    return _lengths(inputs[_SEQLENS], inputs[_TOTAL], evaluator)
+
+
+def _lengths(seqlens: ir.Value | None, total: ir.Value | None, evaluator: MaskEvaluator) -> str | None:
+    """Return why the lengths that the operator is told are not those that ``attention_mask`` says, or ``None``."""
+    assert seqlens is not None and total is not None
+    for value in (seqlens, total):
+        results = evaluator.run(value)
+        if isinstance(results, str):
+            return f"its lengths {value.name} are not understood: {results}"
+        for instance, array in results:
+            tokens, keys = instance.padding.sum(axis=-1).reshape(-1) - 1, instance.padding.shape[-1]
+            if not np.array_equal(np.asarray(array).reshape(-1), tokens if value is seqlens else [keys]):
+                what = "the number of a row's tokens less 1" if value is seqlens else "the number of columns"
+                return f"its length {value.name} is not {what}, by attention_mask"
+    return None
+
+
+def _angles(
+    model: ir.Model, node: ir.Node, angles: Angles, ledger: Ledger
+) -> tuple[ir.Value, ir.Value] | tuple[()] | str:
+    """Return cosines and sines, nothing where ``node`` turns nothing, or why it cannot be lifted."""
+    if node.attributes.get_int("do_rotary", 0) != 1:
+        return ()
+    inputs = _inputs(node)
+    cos, sin, positions = inputs[_COS], inputs[_SIN], inputs[_POSITIONS]
+    if cos is None or sin is None:
+        return "it has no tables of angles"
+    given = position_ids(model, ledger) if positions is None else positions
+    if isinstance(given, str):
+        return given
+    if given.name != "position_ids":
+        return f"it takes its positions from {given.name}"
+    return angles.of(cos, sin, given)
+
+
+def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: Ledger) -> None:
+    graph, sizes = model.graph, head_sizes(node)
+    assert sizes is not None
+    heads, groups, size = sizes
+    inputs, attributes = _inputs(node), node.attributes
+    insert = Inserter(graph, node, node.name or "attention")
+    rows = _rows(insert, inputs, heads, groups, size)
+    batch, length = rows[0].shape[:2]  # type: ignore[index]
+    parts: list[ir.Value] = []
+    for which, count, norm in (("query", heads, _Q_NORM), ("key", groups, _K_NORM), ("value", groups, None)):
+        part = insert.apart(rows[len(parts)], count, size, f"{which}.heads")
+        gain = None if norm is None else inputs[norm]
+        if gain is not None:
+            epsilon = attributes.get_float("qk_norm_epsilon", 1e-6)
+            dims = [batch, length, count, size]
+            part = insert.op(
+                "RMSNormalization", [part, gain], dims, part.dtype, f"{which}.norm", axis=-1, epsilon=epsilon
+            )
+        part = insert.turned(part, f"{which}.turned")
+        if which != "value" and angles:
+            part = _rotary(insert, part, angles, attributes.get_int("rotary_interleaved", 0), f"{which}.rotary")
+        parts.append(part)
+    window = attributes.get_int("local_window_size", -1)
+    dtype = parts[0].dtype
+    caches = [(value.shape, value.dtype) for value in node.outputs[1:3]]
+    made = insert.node(
+        "Attention",
+        [*parts, padding_mask(model, max(0, window)), inputs[3], inputs[4]],
+        [([batch, heads, length, size], dtype), *((list(dims or []), kind or dtype) for dims, kind in caches)],
+        "Attention",
+        is_causal=1,
+        **_numbers(node, size),
+    )
+    made.metadata_props.update(node.metadata_props)
+    y = insert.turned(made.outputs[0], "output.turned")
+    target = insert.integers([0, 0, heads * size])
+    y = insert.op("Reshape", [y, target], [batch, length, heads * size], dtype, "output.rows")
+    for old, new in zip(node.outputs, [y, *made.outputs[1:]], strict=False):
+        take_place(old, new)
+    graph.remove(node, safe=True)
+    said = f", a window of {window} tokens as its mask" if window > 0 else ""
+    ledger.changed(made, f"{_OPERATOR} became Attention{said}", [node])
+
+
+def _rows(insert: Inserter, inputs: list[ir.Value | None], heads: int, groups: int, size: int) -> list[ir.Value]:
+    """Return queries, keys and values [batch, length, heads x size]."""
+    query, key, value = inputs[:3]
+    assert query is not None and query.shape is not None
+    if key is not None and value is not None:
+        return [query, key, value]
+    widths = [heads * size, groups * size, groups * size]
+    outputs = [([*query.shape[:2], width], query.dtype) for width in widths]
+    return list(insert.node("Split", [query, insert.integers(widths)], outputs, axis=-1).outputs)
+
+
+def _rotary(insert: Inserter, x: ir.Value, angles: tuple[ir.Value, ...], interleaved: int, suffix: str) -> ir.Value:
+    assert x.shape is not None and angles[0].shape is not None
+    turned = 2 * int(str(angles[0].shape[-1]))
+    more = {} if turned == x.shape[3] else {"rotary_embedding_dim": turned}
+    dims, heads = list(x.shape), x.shape[1]
+    return insert.op(
+        "RotaryEmbedding", [x, *angles], dims, x.dtype, suffix, interleaved=interleaved, num_heads=heads, **more
+    )
+
+
+def _numbers(node: ir.Node, size: int) -> dict[str, float]:
+    """Return scale and soft cap, where they are not what they are by themselves."""
+    scale, softcap = node.attributes.get_float("scale", 0.0), node.attributes.get_float("softcap", 0.0)
+    numbers = {"softcap": softcap} if softcap else {}
+    return {"scale": scale or size**-0.5, **numbers}
+
+
+def _inputs(node: ir.Node) -> list[ir.Value | None]:
+    return [*node.inputs, *[None] * _INPUTS][:_INPUTS]

@@ -1,0 +1,66 @@
+"""The mask that ``Attention`` takes: one for all that hides keys or is added to scores, its query axis spelled out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.passes.lift.canonicalize.inserting import Inserter
+from graphopt.passes.lower.products import shared
+
+
+def one_mask(insert: Inserter, masks: Sequence[tuple[ir.Value, bool]]) -> ir.Value | None:
+    """Return one mask for several, boolean where all are, or ``None`` for none.
+
+    Args:
+        insert: where to compute it.
+        masks: floats that are added to scores, or booleans, with whether ``True`` means hidden.
+    """
+    boolean: ir.Value | None = None
+    added: ir.Value | None = None
+    for number, (mask, hidden) in enumerate(masks):
+        if mask.dtype is not None and mask.dtype != ir.DataType.BOOL:
+            added = (
+                mask
+                if added is None
+                else insert.op("Add", [added, mask], _wide(added, mask), mask.dtype, f"mask{number}")
+            )
+            continue
+        seen = insert.op("Not", [mask], list(mask.shape or [None] * 4), mask.dtype, f"not{number}") if hidden else mask
+        boolean = (
+            seen
+            if boolean is None
+            else insert.op("And", [boolean, seen], _wide(boolean, seen), seen.dtype, f"and{number}")
+        )
+    if boolean is None or added is None:
+        return added if boolean is None else boolean
+    dtype = added.dtype or ir.DataType.FLOAT
+    lowest = shared(insert.graph, f"lowest.{dtype.name}", np.array(dtype.min, dtype.numpy()))
+    return insert.op("Where", [boolean, added, lowest], _wide(boolean, added), added.dtype, "mask")
+
+
+def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
+    """Return ``mask`` with its query axis spelled out: onnxruntime's Attention does not broadcast it."""
+    dims: list[int | str | ir.SymbolicDim | None] = [None] * 4 if mask.shape is None else list(mask.shape)
+    if len(dims) < 2 or dims[-2] not in (1, None):
+        return mask
+    source, axis = query, 2
+    for tokens in insert.graph.inputs:
+        same = tokens.shape is not None and query.shape is not None and list(tokens.shape)[1:] == [query.shape[2]]
+        if tokens.name == "input_ids" and same:
+            # So that what the mask means can be found out without running what makes the queries.
+            source, axis = tokens, 1
+    length = insert.op("Shape", [source], [1], ir.DataType.INT64, "length", start=axis, end=axis + 1)
+    shape = [insert.integers([1] * (len(dims) - 2)), length, insert.integers([1])]
+    target = insert.op("Concat", shape[len(dims) == 2 :], [len(dims)], ir.DataType.INT64, "mask_shape", axis=0)
+    dims[-2] = None if query.shape is None else query.shape[2]
+    return insert.op("Expand", [mask, target], dims, mask.dtype, "mask_of_queries")
+
+
+def _wide(left: ir.Value, right: ir.Value) -> list[int | str | ir.SymbolicDim | None]:
+    """Return the shape of two masks together, as far as both say it."""
+    if left.shape is None or right.shape is None or len(left.shape) != len(right.shape):
+        return [None] * 4
+    return [a if b == 1 else b if a in (1, b) else None for a, b in zip(left.shape, right.shape, strict=True)]

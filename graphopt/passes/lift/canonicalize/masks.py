@@ -1,0 +1,250 @@
+"""Masks by meaning: whatever an exporter computes, if it says "causal and not padding", ``Attention`` can say it.
+
+    m = <any arithmetic>;  Where(<no visible key>, 0, Attention(q, k, v, m))
+      ->   Attention(q, k, v, <padding, boolean>; is_causal=1)
+
+What the arithmetic means is found out by running it: the part of the graph that computes the mask is cut out and
+evaluated on random batches, lengths, pasts and paddings, and compared with the definition (query i of the new tokens
+sees key j iff j <= past + i and j is no padding). Exporters may change their node chains; the meaning stays.
+
+onnxruntime's ``Attention`` gives zeros for a query that sees no key, which is what the guard around it spells out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.analysis.interface import Array, Interface
+from graphopt.errors import InputError
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.attention import attentions
+from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.passes.lift.canonicalize.padding import padding_mask
+from graphopt.runtime import session_of
+
+Bools = npt.NDArray[np.bool_]
+
+_MASK = 3
+# (batch, new tokens, past): prefill, one step, several tokens onto a cache.
+_INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
+# A window or a chunk shows only in sequences longer than itself, and its size is a constant of the arithmetic. Beyond
+# the largest of these constants, none can be a length: exporters write "to the end" that way.
+_LONGEST, _ENDLESS = 1 << 22, 1 << 31
+# Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
+_HIDDEN = -1e4
+
+
+@dataclass(frozen=True)
+class _Instance:
+    feeds: dict[str, Array]
+    causal: Bools
+    """[batch, 1, new tokens, keys]: which key each query may see by order alone."""
+    padding: Bools
+    """[batch, 1, 1, keys]: which key is a real token."""
+
+    @property
+    def distance(self) -> npt.NDArray[np.int64]:
+        """[1, 1, new tokens, keys]: how many columns each key stands before each query."""
+        new, keys = self.causal.shape[2:]
+        found: npt.NDArray[np.int64] = (np.arange(new)[:, None] + keys - new - np.arange(keys)[None, :])[None, None]
+        return found
+
+
+Evaluated = list[tuple[_Instance, Array]] | str
+
+
+def lift_masks(model: ir.Model, ledger: Ledger) -> None:
+    """Replace masks that mean "causal", with or without padding, and the guards around ``Attention``."""
+    evaluator = MaskEvaluator(model)
+    for node in attentions(model):
+        mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+        if mask is None or node.attributes.get_int("is_causal") == 1:
+            continue
+        meaning = evaluator.meaning(mask)
+        if meaning not in ("causal", "causal and padding"):
+            ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
+            continue
+        drop_guard(evaluator, node, mask, ledger)
+        node.replace_input_with(_MASK, None if meaning == "causal" else padding_mask(model))
+        node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+        ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
+
+
+class MaskEvaluator:
+    """Runs parts of a graph on their own, each once: layers share their masks."""
+
+    def __init__(self, model: ir.Model) -> None:
+        self.model = model
+        self._results: dict[str, Evaluated] = {}
+
+    @cached_property
+    def _interface(self) -> Interface:
+        return Interface.of_graph(self.model.graph)
+
+    def run(self, value: ir.Value) -> Evaluated:
+        """Run only what computes ``value``; return its result per instance, or why that cannot be done."""
+        name = value.name or ""
+        if name not in self._results:
+            self._results[name] = self._run(value)
+        return self._results[name]
+
+    def _run(self, value: ir.Value) -> Evaluated:
+        graph = self.model.graph
+        try:
+            past = self._interface.past
+        except InputError as error:
+            return f"this is no language model as they are fed here ({error.what})"
+        try:
+            part = ir.convenience.extract(graph, list(graph.inputs), [value])
+        except ValueError as error:
+            return f"its computation cannot be cut out of the graph ({error})"
+        if any(node.op_type in ("Attention", "MatMul") for node in part):
+            return "it depends on what the model computes"
+        lengths = sorted(_numbers(part))
+        if lengths and lengths[-1] > _LONGEST:
+            return f"its arithmetic holds the number {lengths[-1]}, too long a sequence to try"
+        for unused in [port for port in part.inputs if not port.uses()]:
+            part.inputs.remove(unused)
+        for port in part.inputs:
+            if port.name in past:
+                # Only the length of a cache can matter here, so long ones may be fed thin.
+                port.shape = ir.Shape(["batch", "heads", "past", "size"])
+        around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
+        results = []
+        try:
+            with session_of(ir.Model(part, ir_version=self.model.ir_version)) as session:
+                for instance in _instances(self._interface, _INSTANCES + around):
+                    feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
+                    results.append((instance, session.run(None, feeds)[0]))
+        except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
+            return f"its computation cannot be run on its own ({str(error).splitlines()[0]})"
+        return results
+
+    def meaning(self, mask: ir.Value) -> str:
+        """Return what ``mask`` means: "causal", "causal and padding", or why it is neither."""
+        results = self.run(mask)
+        if isinstance(results, str):
+            return results
+        causal = with_padding = True
+        for instance, array in results:
+            visible = _visible(array)
+            if array.dtype != np.bool_ and (array[visible] != 0).any():
+                return "it adds a bias to visible scores"
+            causal &= _same(visible, instance.causal & np.ones_like(instance.padding))
+            with_padding &= _same(visible, instance.causal & instance.padding)
+        if with_padding:
+            # Without an attention_mask input there is no padding, and both meanings are one.
+            return "causal and padding" if "attention_mask" in self._interface.inputs else "causal"
+        return "causal" if causal else "it is neither causal nor causal with padding (a sliding window, perhaps)"
+
+    def window(self, mask: ir.Value, *, is_causal: bool) -> int | str:
+        """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
+
+        Args:
+            mask: the mask.
+            is_causal: whether ``Attention`` itself hides the keys behind each query.
+        """
+        results = self.run(mask)
+        if isinstance(results, str):
+            return results
+        seen = [
+            (instance, _visible(array) & instance.causal if is_causal else _visible(array), array)
+            for instance, array in results
+        ]
+        if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in seen):
+            return "it adds a bias to visible scores"
+        # The last query of the longest single sequence sees all that any window leaves.
+        singles = [(instance, visible) for instance, visible, _ in seen if len(instance.padding) == 1]
+        longest, visible = max(singles, key=lambda each: each[0].padding.shape[-1], default=(None, None))
+        if longest is None or visible is None:
+            return "it was tried on no single sequence"
+        keys = longest.padding.shape[-1]
+        left = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
+        window = 0 if left == keys else left
+        hides = shows = True
+        for instance, visible, _ in seen:
+            near = instance.causal & (instance.distance < window) if window else instance.causal
+            hides &= _same(visible, near & instance.padding)
+            shows &= _same(visible, near & np.ones_like(instance.padding))
+        if hides:
+            return window
+        if shows:
+            return "it shows padding, which a cache in pages does not hold"
+        return "it is neither causal nor a sliding window, with padding or without"
+
+    def without_mask(self) -> int | str:
+        """Return the window of causal attention without any mask, 0, or why that is not causal and not padding."""
+        try:
+            hidden = "attention_mask" in self._interface.inputs
+        except InputError as error:
+            return f"this is no language model as they are fed here ({error.what})"
+        return "it shows padding, which a cache in pages does not hold" if hidden else 0
+
+
+def _numbers(part: ir.Graph) -> set[int]:
+    """Return the constants of ``part`` that could be lengths longer than what is tried anyway."""
+    found: set[int] = set()
+    for value in part.initializers.values():
+        if value.const_value is not None and value.const_value.size <= 16:
+            array = np.asarray(value.const_value.numpy())
+            if array.dtype != np.bool_:
+                finite = np.abs(array.astype(np.float64)[np.isfinite(array.astype(np.float64))])
+                found.update(int(number) for number in finite.ravel() if 8 < number < _ENDLESS)
+    return found
+
+
+def _instances(interface: Interface, sizes: list[tuple[int, int, int]]) -> Iterator[_Instance]:
+    random = np.random.default_rng(0)
+    for batch, length, past in sizes:
+        keys = past + length
+        visible = np.ones((batch, keys), np.int64)
+        # A single sequence has no padding, so that its oldest keys, where a window would end, are seen.
+        if "attention_mask" in interface.inputs and batch > 1:
+            visible = (random.random((batch, keys)) > 0.3).astype(np.int64)
+            visible[0, : keys - 1] = 0
+        thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
+        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, thin, padded=False)
+        causal = np.arange(keys)[None, :] <= np.arange(length)[:, None] + past
+        yield _Instance(feeds, causal[None, None], visible.astype(bool)[:, None, None, :])
+
+
+def _visible(mask: Array) -> Bools:
+    return mask.astype(bool) if mask.dtype == np.bool_ else np.asarray(mask, np.float32) > _HIDDEN
+
+
+def _same(left: Bools, right: Bools) -> bool:
+    try:
+        return bool((np.broadcast_to(left, np.broadcast_shapes(left.shape, right.shape)) == right).all())
+    except ValueError:
+        return False
+
+
+def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: Ledger) -> None:
+    """Remove ``Where(no visible key, 0, attention)`` behind ``node``, if that is what it is."""
+    for user in [use.node for use in node.outputs[0].uses()]:
+        if user.op_type != "Where" or user.inputs[2] is not node.outputs[0] or scalar(user.inputs[1]) != 0.0:
+            continue
+        condition = user.inputs[0]
+        assert condition is not None
+        blind, masks = evaluator.run(condition), evaluator.run(mask)
+        if isinstance(blind, str) or isinstance(masks, str):
+            ledger.skipped(user, "the condition of the guard cannot be evaluated on its own")
+            continue
+        # Both begin with the same instances; the sizes behind them come from constants that only one may have.
+        shared = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
+        means_blind = all(
+            _same(got.astype(bool), ~np.asarray(_visible(seen).any(-1, keepdims=True)))
+            for (_, got), (_, seen) in shared
+        )
+        if not means_blind:
+            ledger.skipped(user, "a Where behind Attention that is no guard for queries without a visible key")
+            continue
+        ledger.changed(node, "guard for queries that see no key removed", [user])
+        user.outputs[0].replace_all_uses_with(node.outputs[0])
+        evaluator.model.graph.remove(user, safe=True)

@@ -1,0 +1,151 @@
+"""``MultiHeadAttention``, onnxruntime's own, becomes the standard ops that it fuses.
+
+    y, present_k, present_v = MultiHeadAttention(q, k, v, [b_q | b_k | b_v], padding, bias, past_k, past_v)
+      ->   q = Transpose(Reshape(q + b_q)), k and v alike
+           y, present_k, present_v = Attention(q, k, v, <padding and bias>, past_k, past_v)
+           Reshape(Transpose(y))
+
+(Vaswani et al. 2017, section 3.2.2.) ``unidirectional`` becomes ``is_causal``, ``scale`` stays. What is added to
+scores is added as before: what it means is not asked here, see ``masks.py``. Scores of keys that are padding get
+``mask_filter_value`` added, -10000 unless told, and are hidden here: the same in float32, but for a query all of whose
+keys are padding, which nobody wants.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.analysis.contrib import contrib_nodes, head_sizes
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.inserting import Dims, Inserter, take_place
+from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
+from graphopt.weights import lazy, new_weight, weight_of
+
+_OPERATOR = "MultiHeadAttention"
+_BIAS, _PADDING, _ADDED, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _INDIRECTION = range(3, 10)
+_INPUTS = 10
+# A score that is lowered by this or more has no weight in float32.
+_HIDDEN = -1e4
+
+Masks = dict[tuple[ir.Value | None, ir.Value | None], ir.Value]
+
+
+def lift_multi_head(model: ir.Model, ledger: Ledger) -> None:
+    """Lift every ``MultiHeadAttention`` that the standard ops can say."""
+    masks: Masks = {}
+    for node in contrib_nodes(model.graph, _OPERATOR):
+        reason = _why_not(node)
+        if reason is not None:
+            ledger.skipped(node, reason)
+            continue
+        _lift(model.graph, node, masks, ledger)
+
+
+def _why_not(node: ir.Node) -> str | None:
+    """Return why the standard ops cannot say what ``node`` computes, or ``None``."""
+    inputs = _inputs(node)
+    query, key, value = inputs[:3]
+    if query is None or query.shape is None or len(query.shape) != 3 or key is None or value is None:
+        return "its queries, keys and values are not three tensors [batch, length, heads x size]"
+    if any(each.shape is None or len(each.shape) != 3 for each in (key, value)):
+        return "its keys and values are not [batch, length, heads x size]: those of another sequence, or packed"
+    if _widths(node) is None:
+        return "the graph does not state the number and size of its heads"
+    if inputs[_BIAS] is not None and weight_of(node, _BIAS) is None:
+        return "its bias is computed"
+    padding = inputs[_PADDING]
+    if padding is not None and (padding.shape is None or len(padding.shape) not in (2, 3)):
+        return f"its padding {padding.name} is no mask [batch, keys] or [batch, queries, keys] (lengths, perhaps)"
+    if padding is not None and node.attributes.get_float("mask_filter_value", _HIDDEN) > _HIDDEN:
+        return "its mask_filter_value does not hide what is padding"
+    if (inputs[_PAST_KEY] is None) != (inputs[_PAST_VALUE] is None):
+        return "only one of keys and values has a cache"
+    if inputs[_PAST_LENGTH] is not None or inputs[_INDIRECTION] is not None:
+        return "its cache is a buffer that it shares with what it returns (past_sequence_length, cache_indirection)"
+    if any(value.uses() or value.is_graph_output() for value in node.outputs[3:]):
+        return "its scores are read elsewhere"
+    return None
+
+
+def _widths(node: ir.Node) -> tuple[int, list[int]] | None:
+    """Return the heads, and the columns of queries, keys and values, or ``None`` if the graph lacks one."""
+    sizes = head_sizes(node)
+    widths = [value.shape[2] for value in node.inputs[:3] if value is not None and value.shape is not None]
+    whole = [width for width in widths if isinstance(width, int)]
+    if sizes is None or len(whole) != 3 or whole[0] != whole[1] or whole[2] % sizes[0]:
+        return None
+    return sizes[0], whole
+
+
+def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
+    found = _widths(node)
+    assert found is not None
+    heads, widths = found
+    inputs, insert = _inputs(node), Inserter(graph, node, node.name or "attention")
+    parts: list[ir.Value] = []
+    for number, which in enumerate(("query", "key", "value")):
+        rows = inputs[number]
+        assert rows is not None and rows.shape is not None
+        if inputs[_BIAS] is not None:
+            bias = _bias(graph, node, widths, number, which)
+            rows = insert.op("Add", [rows, bias], list(rows.shape), rows.dtype, f"{which}.biased")
+        parts.append(insert.turned(insert.apart(rows, heads, widths[number] // heads, f"{which}.heads"), which))
+    query = parts[0]
+    assert query.shape is not None
+    batch, _, length, size = query.shape
+    key = (inputs[_PADDING], inputs[_ADDED])
+    mask = masks.get(key)
+    if mask is None and any(key):
+        mask = masks[key] = _mask(insert, *key, query)
+    scale, dtype = node.attributes.get_float("scale", 0.0), query.dtype
+    attributes: dict[str, object] = {"scale": scale or int(str(size)) ** -0.5}
+    if node.attributes.get_int("unidirectional", 0):
+        attributes["is_causal"] = 1
+    outputs: list[tuple[Dims, ir.DataType | None]] = [([batch, heads, length, widths[2] // heads], dtype)]
+    cached = inputs[_PAST_KEY] is not None
+    if cached:
+        sizes = (int(str(size)), widths[2] // heads)
+        outputs += [([batch, heads, None, each], dtype) for each in sizes]
+    made = insert.node("Attention", [*parts, mask, *inputs[_PAST_KEY:_PAST_LENGTH]], outputs, "Attention", **attributes)
+    made.metadata_props.update(node.metadata_props)
+    y = insert.turned(made.outputs[0], "output.turned")
+    target = insert.integers([0, 0, widths[2]])
+    y = insert.op("Reshape", [y, target], [batch, length, widths[2]], dtype, "output.rows")
+    # Without a cache what it would be is the keys and values themselves.
+    presents = list(made.outputs[1:]) if cached else parts[1:]
+    for old, new in zip(node.outputs, [y, *presents], strict=False):
+        if old.name:
+            new.shape = old.shape or new.shape
+            take_place(old, new)
+    graph.remove(node, safe=True)
+    ledger.changed(made, f"{_OPERATOR} became Attention", [node])
+
+
+def _bias(graph: ir.Graph, node: ir.Node, widths: list[int], number: int, which: str) -> ir.Value:
+    """Return the part of the bias for queries, keys or values, as a weight of its own."""
+    value = weight_of(node, _BIAS)
+    assert value is not None and value.const_value is not None
+    bias, begin, width = value.const_value, sum(widths[:number]), widths[number]
+    part = lazy(lambda: bias.numpy()[begin : begin + width], bias.dtype, (width,), f"{value.name}.{which}")
+    return new_weight(graph, f"{value.name}.{which}", part)
+
+
+def _mask(insert: Inserter, padding: ir.Value | None, added: ir.Value | None, query: ir.Value) -> ir.Value:
+    """Return the one mask for padding [batch, keys] or [batch, queries, keys] and what is added to scores."""
+    masks = []
+    if padding is not None:
+        assert padding.shape is not None
+        whole = ir.DataType.BOOL
+        dims = list(padding.shape)
+        seen = insert.op("Cast", [padding], dims, whole, "seen", to=whole)
+        axes, wide = ([1, 2], [dims[0], 1, 1, dims[1]]) if len(dims) == 2 else ([1], [dims[0], 1, *dims[1:]])
+        masks.append((insert.op("Unsqueeze", [seen, insert.integers(axes)], wide, whole, "seen.heads"), False))
+    if added is not None:
+        masks.append((added, False))
+    mask = one_mask(insert, masks)
+    assert mask is not None
+    return with_queries(insert, mask, query)
+
+
+def _inputs(node: ir.Node) -> list[ir.Value | None]:
+    return [*node.inputs, *[None] * _INPUTS][:_INPUTS]

@@ -1,0 +1,66 @@
+"""The masks that stay: what ``attention_mask`` hides, and what lies behind a window; one of each for all layers."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.passes.lift.canonicalize.inserting import Dims, Inserter
+
+_PADDING, _WINDOW = "padding_mask", "window_mask"
+
+
+def padding_mask(model: ir.Model, window: int = 0) -> ir.Value:
+    """Return the boolean mask [batch, 1, length, past + length] that ``attention_mask`` makes.
+
+    Args:
+        model: a graph with the inputs ``input_ids`` and ``attention_mask``.
+        window: hide the keys that stand this many tokens before a query, or more; 0: none. It counts columns, which
+            differ from positions by one number a row where padding stands in front.
+    """
+    graph = model.graph
+    name = f"{_WINDOW}.{window}" if window else _PADDING
+    for node in graph:
+        if node.outputs[0].name == name:
+            return node.outputs[0]
+    ports = {value.name: value for value in graph.inputs}
+    tokens, real = ports["input_ids"], ports["attention_mask"]
+    dims: Dims = [None] * 4
+    if tokens.shape is not None and real.shape is not None:
+        dims = [tokens.shape[0], 1, tokens.shape[1], real.shape[1]]
+    mask = _near(model, window, tokens, real, dims) if window else _padding(graph, tokens, real, dims)
+    mask.name = name
+    return mask
+
+
+def _padding(graph: ir.Graph, tokens: ir.Value, real: ir.Value, dims: Dims) -> ir.Value:
+    insert = Inserter(graph, graph[0], _PADDING)
+    visible = insert.op("Cast", [real], [dims[0], dims[3]], ir.DataType.BOOL, to=ir.DataType.BOOL)
+    visible = insert.op("Unsqueeze", [visible, insert.integers([1, 2])], [dims[0], 1, 1, dims[3]], ir.DataType.BOOL)
+    length = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=1, end=2)
+    ones = [insert.integers([1, 1]), length, insert.integers([1])]
+    shape = insert.op("Concat", ones, [4], ir.DataType.INT64, axis=0)
+    # onnxruntime's Attention wants the query axis of a mask spelled out, it does not broadcast it.
+    return insert.op("Expand", [visible, shape], dims, ir.DataType.BOOL)
+
+
+def _near(model: ir.Model, window: int, tokens: ir.Value, real: ir.Value, dims: Dims) -> ir.Value:
+    padding = padding_mask(model)
+    made = padding.producer()
+    assert made is not None
+    behind = list(model.graph).index(made) + 1
+    insert = Inserter(model.graph, model.graph[behind], f"{_WINDOW}.{window}")
+    whole = ir.DataType.INT64
+
+    def number(value: ir.Value, suffix: str) -> ir.Value:
+        size = insert.op("Shape", [value], [1], whole, f"{suffix}.shape", start=1, end=2)
+        return insert.op("Squeeze", [size], [], whole, suffix)
+
+    zero, one = insert.integers(0), insert.integers(1)
+    length, keys = number(tokens, "length"), number(real, "keys")
+    columns = insert.op("Range", [zero, keys, one], [dims[3]], whole, "columns")
+    first = insert.op("Sub", [keys, length], [], whole, "first")
+    queries = insert.op("Range", [first, keys, one], [dims[2]], whole, "queries")
+    queries = insert.op("Unsqueeze", [queries, insert.integers([1])], [dims[2], 1], whole, "query_column")
+    oldest = insert.op("Sub", [queries, insert.integers(window)], [dims[2], 1], whole, "hidden")
+    near = insert.op("Greater", [columns, oldest], [dims[2], dims[3]], ir.DataType.BOOL, "near")
+    return insert.op("And", [near, padding], dims, ir.DataType.BOOL, "And")

@@ -1,0 +1,188 @@
+"""Rotary embeddings (RoFormer, Su et al. 2021) that look their angles up in tables, as most exporters' do.
+
+    cos, sin [positions, size / 2]:  RotaryEmbedding(x, positions, cos, sin)
+      ->   RotaryEmbedding(x, Cos(positions * w), Sin(positions * w))                where cos, sin are that
+      ->   RotaryEmbedding(x, Gather(cos, positions), Gather(sin, positions))        where they are anything else
+
+A table ends where the model was told to; frequencies w go on. Row p holds the angle p w modulo 2 pi, in float32: each
+row unwraps one at twice its position, which says w twice as finely, and the last leaves a few float32 numbers, which
+are tried. What is found is used only if it gives every row of both tables back.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.analysis.contrib import MICROSOFT
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.lower.products import shared
+
+_POSITIONS = "position_ids"
+# Cosines of equal float32 angles by two libraries: one unit in the last place of each, below 1.
+_ROUNDING = 2.5e-7
+_ROWS = 4096
+
+
+class Angles:
+    """Cosines and sines of positions, made once for all that ask for them.
+
+    Args:
+        model: the graph, in which they are put in front of everything else.
+        ledger: where it is written down what became of a table.
+    """
+
+    def __init__(self, model: ir.Model, ledger: Ledger) -> None:
+        self._model, self._ledger = model, ledger
+        self._made: dict[tuple[ir.Value, ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
+
+    def of(self, cos: ir.Value, sin: ir.Value, positions: ir.Value) -> tuple[ir.Value, ir.Value] | str:
+        """Return cosines and sines [batch, length, pairs] of ``positions`` [batch, length], or why there are none.
+
+        Args:
+            cos: the table of cosines [positions, pairs].
+            sin: the table of sines, alike.
+            positions: an input of the graph, int64.
+        """
+        if positions.shape is None or len(positions.shape) != 2 or not positions.is_graph_input():
+            return f"its positions {positions.name} are no input [batch, length] of the graph"
+        pairs = None if cos.shape is None or len(cos.shape) != 2 or cos.shape != sin.shape else cos.shape[1]
+        if not isinstance(pairs, int):
+            return f"{cos.name} and {sin.name} are no tables [positions, pairs]"
+        key = (cos, sin, positions)
+        if key not in self._made:
+            self._made[key] = self._make(cos, sin, positions, pairs)
+        return self._made[key]
+
+    def _make(self, cos: ir.Value, sin: ir.Value, positions: ir.Value, pairs: int) -> tuple[ir.Value, ir.Value]:
+        graph = self._model.graph
+        assert positions.shape is not None
+        dims = [*positions.shape, pairs]
+        frequencies = _frequencies(cos, sin)
+        producers = [value.producer() for value in (cos, sin)]
+        if frequencies is None:
+            last = max((node for node in producers if node is not None), key=list(graph).index, default=None)
+            before = graph[0] if last is None else list(graph)[list(graph).index(last) + 1]
+            insert = Inserter(graph, before, f"{cos.name}.lookup")
+            made = tuple(
+                insert.op("Gather", [table, positions], dims, table.dtype, name, axis=0)
+                for table, name in ((cos, "cos"), (sin, "sin"))
+            )
+            self._ledger.report_change(cos.name or "?", "a table of angles that positions look up")
+            return made[0], made[1]
+        insert = Inserter(graph, graph[0], f"{cos.name}.angles")
+        numbers = shared(graph, f"{cos.name}.frequencies", frequencies)
+        wide = insert.op("Unsqueeze", [positions, insert.integers([2])], [*positions.shape, 1], ir.DataType.INT64)
+        wide = insert.op("Cast", [wide], [*positions.shape, 1], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
+        angle = insert.op("Mul", [wide, numbers], dims, ir.DataType.FLOAT)
+        both = (insert.op(name, [angle], dims, ir.DataType.FLOAT) for name in ("Cos", "Sin"))
+        self._ledger.report_change(cos.name or "?", "a table of angles became the frequencies that it was made of")
+        return next(both), next(both)
+
+
+def _frequencies(cos: ir.Value, sin: ir.Value) -> npt.NDArray[np.float32] | None:
+    """Return w, float32 [pairs], where row p of the tables is Cos(p w) and Sin(p w) in float32, else ``None``."""
+    if cos.const_value is None or sin.const_value is None or cos.dtype != ir.DataType.FLOAT != sin.dtype:
+        return None
+    c, s = np.asarray(cos.const_value.numpy()), np.asarray(sin.const_value.numpy())
+    if c.shape != s.shape or len(c) < 2:
+        return None
+    w = np.arctan2(s[1], c[1], dtype=np.float64)
+    row = 2
+    while True:
+        row = min(row, len(c) - 1)
+        short = np.arctan2(s[row], c[row], dtype=np.float64) - w * row
+        w = w + (short - 2 * np.pi * np.round(short / (2 * np.pi))) / row
+        if row == len(c) - 1:
+            break
+        row *= 2
+    nearest = w.astype(np.float32)
+    candidates = [nearest]
+    for towards in (np.float32(np.inf), np.float32(-np.inf)):
+        candidates += [np.nextafter(nearest, towards), np.nextafter(np.nextafter(nearest, towards), towards)]
+    tried = np.stack(candidates)
+    sample = np.unique(np.geomspace(1, len(c) - 1, 64).astype(np.int64))
+    off = _off(c[sample], s[sample], sample, tried[:, None])
+    found: npt.NDArray[np.float32] = tried[off.max(axis=1).argmin(axis=0), np.arange(tried.shape[1])]
+    blocks = (np.arange(begin, min(begin + _ROWS, len(c))) for begin in range(0, len(c), _ROWS))
+    return found if all((_off(c[rows], s[rows], rows, found) <= _ROUNDING).all() for rows in blocks) else None
+
+
+def _off(
+    cos: npt.NDArray[np.float32],
+    sin: npt.NDArray[np.float32],
+    rows: npt.NDArray[np.int64],
+    w: npt.NDArray[np.float32],
+) -> npt.NDArray[np.float32]:
+    """Return how far rows of the tables are from those of the frequencies ``w`` [..., pairs]."""
+    angles = rows.astype(np.float32)[:, None] * w
+    off: npt.NDArray[np.float32] = np.maximum(np.abs(np.cos(angles) - cos), np.abs(np.sin(angles) - sin))
+    return off
+
+
+def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | str:
+    """Return the input ``position_ids`` [batch, length] of the graph, made unless it is there, or why it cannot be."""
+    graph = model.graph
+    named = {value.name: value for value in graph.inputs}
+    if _POSITIONS in named:
+        return named[_POSITIONS]
+    tokens = named.get("input_ids")
+    if tokens is None or tokens.shape is None or len(tokens.shape) != 2:
+        return "the graph has no input_ids [batch, length]"
+    made = ir.val(_POSITIONS, ir.DataType.INT64, tokens.shape.copy())
+    graph.inputs.insert(
+        1 + max(list(named).index(name) for name in ("input_ids", "attention_mask") if name in named), made
+    )
+    ledger.report_change(_POSITIONS, "an input of its own: the position of each new token, padding not counted")
+    return made
+
+
+def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
+    """Lift every ``RotaryEmbedding`` that reads tables: onnxruntime's own, and the standard one with positions."""
+    for node in list(model.graph):
+        own = node.domain == MICROSOFT
+        if node.op_type != "RotaryEmbedding" or (not own and (node.domain or len(node.inputs) < 4)):
+            continue
+        x, first, second, third = node.inputs[:4]
+        positions, cos, sin = (first, second, third) if own else (third, first, second)
+        if x is None or positions is None or cos is None or sin is None:
+            continue
+        dims = None if x.shape is None else list(x.shape)
+        heads = node.attributes.get_int("num_heads", 0) or (dims[1] if dims is not None and len(dims) == 4 else 0)
+        reason = _why_not(node, dims, cos, heads)
+        found = reason or angles.of(cos, sin, positions)
+        if isinstance(found, str):
+            ledger.skipped(node, found)
+            continue
+        attributes: dict[str, Any] = {
+            "interleaved": node.attributes.get_int("interleaved", 0),
+            "num_heads": heads or _heads_of(dims, cos),
+            "rotary_embedding_dim": node.attributes.get_int("rotary_embedding_dim", 0),
+        }
+        made = ir.node("RotaryEmbedding", [x, *found], attributes, name=node.name)
+        made.metadata_props.update(node.metadata_props)
+        model.graph.insert_before(node, made)
+        take_place(node.outputs[0], made.outputs[0])
+        model.graph.remove(node, safe=True)
+        ledger.changed(made, "a rotary embedding by tables reads angles", [node, cos])
+
+
+def _why_not(node: ir.Node, dims: list[int | ir.SymbolicDim] | None, cos: ir.Value, heads: object) -> str | None:
+    if node.attributes.get_int("is_packed_batching", 0):
+        return "its batch is packed into one row"
+    if node.attributes.get_float("scale", 1.0) != 1.0:
+        return "it scales what it turns"
+    if dims is None or (not heads and not isinstance(_heads_of(dims, cos), int)):
+        return "the graph does not state the number of its heads"
+    return None
+
+
+def _heads_of(dims: list[int | ir.SymbolicDim] | None, cos: ir.Value) -> int | None:
+    """Return how many heads [batch, length, heads x size] has where all of a head is turned."""
+    pairs = None if cos.shape is None else cos.shape[-1]
+    width = None if dims is None else dims[-1]
+    return width // (2 * pairs) if isinstance(width, int) and isinstance(pairs, int) and pairs else None

@@ -1,0 +1,203 @@
+"""Attention that is spelled out as products and a softmax becomes the standard op.
+
+    s = MatMul(q, Transpose(k)) * a              q and k may be multiplied by numbers too
+    s = c * Tanh(s / c)                          soft cap, as in Gemma 2 (Gemma Team 2024, section 2)
+    s = s + m                                    or Where(m, s, <lowest>); or several, one after the other
+    y = MatMul(Softmax(s), v)
+      ->   y = Attention(q, k, v, m; scale=a, softcap=c)
+
+(Vaswani et al. 2017, equation 1.) What the masks mean is not asked here: see ``masks.py``. Probabilities of a row that
+sees no key may be NaN, and set to 0 behind the softmax; ``Attention`` gives zeros for such a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import onnx_ir as ir
+
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.cleanup import scalar
+from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
+from graphopt.weights import weight_of
+
+# Any score set to this or less is hidden: exporters write the lowest float, -inf, or -10000 as GPT-2 did.
+_LOWEST = -1e4
+
+
+@dataclass(frozen=True)
+class _Scores:
+    """What is known of a value that leads from the product of queries and keys to the softmax.
+
+    Attributes:
+        product: the ``MatMul``.
+        scale: what the product is multiplied by, outside of a ``Tanh`` if there is one.
+        inside: what it is multiplied by inside of the ``Tanh``; ``None`` without one.
+        masks: what is added, or, boolean, what is visible, with whether ``True`` means hidden.
+    """
+
+    product: ir.Node
+    scale: float = 1.0
+    inside: float | None = None
+    masks: tuple[tuple[ir.Value, bool], ...] = field(default=())
+
+
+def lift_scores(model: ir.Model, ledger: Ledger) -> None:
+    """Lift all attention of the graph that is spelled out."""
+    for node in list(model.graph):
+        if node.op_type != "Softmax" or node.domain or node.graph is None:
+            continue
+        scores = _scores(node.inputs[0])
+        if scores is None:
+            continue
+        product = _product_behind(node)
+        query, keys = scores.product.inputs[:2]
+        if isinstance(product, str) or query is None or keys is None:
+            ledger.skipped(node, product if isinstance(product, str) else "its product lacks an input")
+            continue
+        if node.attributes.get_int("axis", -1) not in (-1, 3) or _rank(query, keys) != 4:
+            ledger.skipped(
+                node, "queries and keys are not [batch, heads, length, size], or the softmax is not over keys"
+            )
+            continue
+        _lift(model.graph, scores, node, product, ledger)
+
+
+def _scores(value: ir.Value | None) -> _Scores | None:
+    """Return how ``value`` comes from a product of two activations, if only by what attention does to scores."""
+    node = None if value is None else value.producer()
+    if node is None or node.domain:
+        return None
+    if node.op_type == "MatMul":
+        return None if weight_of(node, 0) or weight_of(node, 1) else _Scores(node)
+    if node.op_type == "Cast":
+        return _scores(node.inputs[0]) if _is_float(node.inputs[0]) and _is_float(node.outputs[0]) else None
+    if node.op_type in ("Mul", "Div"):
+        return _scaled(node)
+    if node.op_type == "Tanh":
+        inner = _scores(node.inputs[0])
+        capped = inner is None or inner.inside is not None or bool(inner.masks)
+        return None if inner is None or capped else replace(inner, scale=1.0, inside=inner.scale)
+    if node.op_type == "Add":
+        for x, mask in (node.inputs[:2], node.inputs[1::-1]):
+            inner = _scores(x)
+            if inner is not None and mask is not None:
+                return replace(inner, masks=(*inner.masks, (mask, False)))
+    if node.op_type == "Where":
+        visible, first, second = node.inputs[:3]
+        for x, other, hidden in ((first, second, False), (second, first, True)):
+            inner, number = _scores(x), scalar(other)
+            if inner is not None and visible is not None and number is not None and number <= _LOWEST:
+                return replace(inner, masks=(*inner.masks, (visible, hidden)))
+    return None
+
+
+def _scaled(node: ir.Node) -> _Scores | None:
+    left, right = node.inputs[:2]
+    for x, factor in ((left, right), (right, left)):
+        number = scalar(factor)
+        inner = None if number is None else _scores(x)
+        if inner is None or inner.masks or number is None or not number:
+            continue
+        if node.op_type == "Div" and x is right:
+            return None
+        return replace(inner, scale=inner.scale * (1.0 / number if node.op_type == "Div" else number))
+    return None
+
+
+def _product_behind(softmax: ir.Node) -> ir.Node | str:
+    """Return the product of probabilities and values, or why what reads the probabilities is none."""
+    value = softmax.outputs[0]
+    while True:
+        users = {use.node for use in value.uses()}
+        guard = [
+            node for node in users if node.op_type == "Where" and node.inputs[2] is value and _is_blind(node, value)
+        ]
+        if guard:
+            value = guard[0].outputs[0]
+            continue
+        if len(users) != 1 or value.is_graph_output():
+            return "its probabilities are read elsewhere too"
+        (node,) = users
+        if node.op_type == "MatMul" and node.inputs[0] is value and weight_of(node, 1) is None:
+            return node
+        if node.op_type not in ("Cast", "Identity") or not _is_float(node.outputs[0]):
+            return f"its probabilities go into {node.op_type} {node.name} and not into a product with values"
+        value = node.outputs[0]
+
+
+def _is_blind(node: ir.Node, probabilities: ir.Value) -> bool:
+    """Return whether ``node`` is Where(IsNaN(p), 0, p)."""
+    condition = node.inputs[0].producer() if node.inputs[0] is not None else None
+    others = {use.node for use in probabilities.uses()} - {node}
+    is_nan = condition is not None and condition.op_type == "IsNaN" and condition.inputs[0] is probabilities
+    return is_nan and others == {condition} and scalar(node.inputs[1]) == 0.0
+
+
+def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, ledger: Ledger) -> None:
+    insert = Inserter(graph, product, softmax.name or "attention")
+    query, keys = scores.product.inputs[:2]
+    assert query is not None and keys is not None
+    scale, softcap = (scores.scale, 0.0) if scores.inside is None else (scores.scale * scores.inside, scores.scale)
+    query, factor = _without_factor(query)
+    scale *= factor
+    key, factor = _upright(insert, keys)
+    attributes = {"scale": scale * factor, **({"softcap": softcap} if softcap else {})}
+    mask = one_mask(insert, scores.masks)
+    inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
+    made = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
+    made.metadata_props.update(softmax.metadata_props)
+    made.outputs[0].type, made.outputs[0].shape = product.outputs[0].type, product.outputs[0].shape
+    graph.insert_before(product, made)
+    take_place(product.outputs[0], made.outputs[0])
+    graph.remove(product, safe=True)
+    capped = f", scores capped at {softcap:g}" if softcap else ""
+    ledger.changed(made, f"attention that was spelled out became Attention{capped}", [scores.product, softmax, product])
+
+
+def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:
+    """Return ``value`` before it is multiplied by a number, and the number; itself and 1 where it is not."""
+    node = value.producer()
+    if node is None or node.domain or node.op_type not in ("Mul", "Div"):
+        return value, 1.0
+    left, right = node.inputs[:2]
+    for x, factor in ((left, right), (right, left)):
+        number = scalar(factor)
+        if x is None or number is None or not number or (node.op_type == "Div" and x is right):
+            continue
+        return x, 1.0 / number if node.op_type == "Div" else number
+    return value, 1.0
+
+
+def _upright(insert: Inserter, keys: ir.Value) -> tuple[ir.Value, float]:
+    """Return keys [batch, heads, keys, size] of [batch, heads, size, keys], and a number that these were scaled by."""
+    value, outer = _without_factor(keys)
+    node = value.producer()
+    turned = tuple(node.attributes.get_ints("perm", ())) if node is not None and node.op_type == "Transpose" else ()
+    if node is not None and node.inputs[0] is not None and turned in _TURNS:
+        source, back = node.inputs[0], _TURNS[turned]
+        if back is None:
+            source, inner = _without_factor(source)
+            return source, outer * inner
+    else:
+        source, back = value, (0, 1, 3, 2)
+    dims = [None] * 4 if source.shape is None else [source.shape[axis] for axis in back]
+    return insert.op("Transpose", [source], dims, source.dtype, "keys", perm=list(back)), outer
+
+
+_TURNS: dict[tuple[int, ...], tuple[int, ...] | None] = {(0, 1, 3, 2): None, (0, 2, 3, 1): (0, 2, 1, 3)}
+"""How keys are transposed for the product, and what they need instead: nothing where they lie as they are read."""
+
+
+def _is_float(value: ir.Value | None) -> bool:
+    return value is not None and value.dtype is not None and value.dtype.is_floating_point()
+
+
+def _rank(query: ir.Value, keys: ir.Value) -> int | None:
+    for value in (query, keys):
+        if value.shape is not None:
+            return len(value.shape)
+    node = keys.producer()
+    perm = node.attributes.get_ints("perm", ()) if node is not None and node.op_type == "Transpose" else ()
+    return len(perm) or None

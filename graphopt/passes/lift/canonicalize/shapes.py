@@ -1,0 +1,130 @@
+"""Types and shapes of values that an exporter left out, as far as the rest of the graph implies them.
+
+Older exporters compute the target of a reshape at run time and state no shape behind it; whoever reads heads and sizes
+off the graph would find none. onnxruntime's symbolic shape inference finds them again. Only structure and small integer
+constants go in: no weight is read.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from onnxscript.optimizer import fold_constants
+
+from graphopt.errors import MissingDependencyError
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.attention import attentions
+from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
+from graphopt.passes.lift.canonicalize.inserting import Inserter
+from graphopt.passes.lower.products import shared
+from graphopt.weights import weight_of
+
+_SMALL = 64
+
+
+def state_shapes(model: ir.Model, ledger: Ledger) -> None:
+    """State the shapes of what has none, or only in part; nothing is done where products and reshapes have theirs."""
+    lacking = [value for node in model.graph for value in node.outputs if value.name and _lacks(value)]
+    # Masks, integers and booleans, are understood by running them, whatever their shapes.
+    # Who knows the standard Attention states shapes, and onnxruntime's inference does not know it.
+    if attentions(model) or not any(_is_product_or_reshape(value) for value in lacking):
+        return
+    try:
+        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+    except ImportError as error:
+        raise MissingDependencyError(str(error), remedy='pip install "graphopt[cpu]"') from error
+    try:
+        inferred = SymbolicShapeInference.infer_shapes(ir.to_proto(_without_weights(model)), auto_merge=True)
+    except Exception as error:  # whatever it raises: what it cannot follow stays as it is
+        ledger.skipped("graph", f"the shapes that it leaves out could not be inferred ({error!r})")
+        return
+    found = {value.name: value for node in ir.from_proto(inferred).graph for value in node.outputs}
+    stated = 0
+    for value in lacking:
+        other = found.get(value.name)
+        if other is None or other.shape is None:
+            continue
+        value.shape, value.type = ir.Shape(list(other.shape)), value.type or other.type
+        stated += 1
+    if not stated:
+        return
+    ledger.report_change("graph", f"stated the shapes of {stated} value(s) that had none, or only in part")
+    # Sizes are known now: what computed half a head's, or the target of a reshape, is a constant.
+    _pick_sizes(model)
+    fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer)
+    merge_and_prune(model, ledger)
+
+
+def _pick_sizes(model: ir.Model) -> None:
+    """Read sizes that are picked out of a shape off constants, where they are known, or off the tokens.
+
+    Whoever asks a residual stream for the batch and the length would keep it from being rotated.
+    """
+    tokens = next(
+        (value for value in model.graph.inputs if value.name == "input_ids" and value.shape is not None), None
+    )
+    for node in list(model.graph):
+        shape = node.inputs[0].producer() if node.op_type == "Gather" and node.inputs[0] is not None else None
+        index = weight_of(node, 1)
+        if shape is None or shape.op_type != "Shape" or shape.inputs[0] is None or shape.inputs[0].shape is None:
+            continue
+        if index is None or index.const_value is None or index.const_value.size != 1:
+            continue
+        dims = list(shape.inputs[0].shape)[shape.attributes.get_int("start", 0) : shape.attributes.get_int("end", 99)]
+        place = np.asarray(index.const_value.numpy())
+        if not -len(dims) <= place.item() < len(dims) or node.outputs[0].is_graph_output():
+            continue
+        size = dims[place.item()]
+        if isinstance(size, int):
+            known = shared(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
+            node.outputs[0].replace_all_uses_with(known)
+        elif tokens is not None and shape.inputs[0] is not tokens:
+            _pick_from_tokens(model.graph, node, size, tokens, scalar=place.ndim == 0)
+
+
+def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, tokens: ir.Value, *, scalar: bool) -> None:
+    assert tokens.shape is not None
+    dims = list(tokens.shape)
+    if size.value is None or size not in dims:
+        return
+    axis, insert = dims.index(size), Inserter(graph, node, node.name or "size")
+    picked = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=axis, end=axis + 1)
+    if scalar:
+        picked = insert.op("Squeeze", [picked], [], ir.DataType.INT64)
+    node.outputs[0].replace_all_uses_with(picked)
+
+
+def _is_small_integer(node: ir.Node) -> bool | None:
+    """Return whether to fold ``node``, or ``None`` to leave that to the size of what it gives."""
+    return None if all(value.dtype is None or value.dtype.is_integer() for value in node.outputs) else False
+
+
+def _is_product_or_reshape(value: ir.Value) -> bool:
+    node = value.producer()
+    active = value.dtype is None or value.dtype.is_floating_point()
+    return active and node is not None and not node.domain and node.op_type in ("MatMul", "Gemm", "Reshape")
+
+
+def _lacks(value: ir.Value) -> bool:
+    return value.dtype is None or value.shape is None or any(_unknown(dim) for dim in value.shape)
+
+
+def _unknown(dim: int | ir.SymbolicDim) -> bool:
+    # ONNX's own inference gives what it does not know a name of its own each time.
+    return isinstance(dim, ir.SymbolicDim) and (dim.value is None or dim.value.startswith("unk__"))
+
+
+def _without_weights(model: ir.Model) -> ir.Model:
+    """Return a copy in which every constant but small integers is an input."""
+    copy = model.clone()
+    for value in (value for node in copy.graph for value in node.outputs if value.name and _lacks(value)):
+        value.shape = None
+    for name, value in list(copy.graph.initializers.items()):
+        tensor = value.const_value
+        if tensor is None or (tensor.size <= _SMALL and not tensor.dtype.is_floating_point()):
+            continue
+        value.dtype, value.shape = tensor.dtype, ir.Shape(tensor.shape.numpy())
+        del copy.graph.initializers[name]
+        value.const_value = None
+        copy.graph.inputs.append(value)
+    return copy

@@ -1,0 +1,49 @@
+"""Casts where float16 and float32 meet."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.passes.context import Ledger
+from graphopt.passes.lower.float16.convert import PAST
+from graphopt.passes.lower.float16.wide import NARROW, WIDE
+
+_PRESENT = "present."
+
+
+class Casts:
+    """A cast of each value to a type, made where it is asked for first."""
+
+    def __init__(self, graph: ir.Graph, ledger: Ledger) -> None:
+        self._graph, self._ledger = graph, ledger
+        self._made: dict[tuple[ir.Value, ir.DataType], ir.Value] = {}
+
+    def of(self, value: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """Return ``value`` as ``dtype``."""
+        if (value, dtype) not in self._made:
+            suffix = "float16" if dtype == NARROW else "float32"
+            node = ir.node("Cast", [value], {"to": dtype}, name=f"{value.name}.{suffix}")
+            made = node.outputs[0]
+            made.name, made.type, made.shape = f"{node.name}.output", ir.TensorType(dtype), value.shape
+            producer = value.producer()
+            if producer is None:
+                self._graph.insert_before(self._graph[0], node)
+            else:
+                self._graph.insert_after(producer, node)
+            self._ledger.changed(node, f"{value.name} as {suffix}", [value])
+            self._made[value, dtype] = made
+        return self._made[value, dtype]
+
+
+def keep_outputs(graph: ir.Graph, narrow: set[ir.Value], casts: Casts) -> None:
+    """Let outputs have the type that they had, and caches that of the input that they come back as."""
+    caches = {value.name: value.dtype for value in graph.inputs}
+    for index, value in enumerate(graph.outputs):
+        name = value.name or ""
+        past = caches.get(PAST + name.removeprefix(_PRESENT)) if name.startswith(_PRESENT) else None
+        wanted = past or (WIDE if value in narrow else value.dtype)
+        if value.dtype == wanted or wanted is None:
+            continue
+        cast = casts.of(value, wanted)
+        value.name, cast.name = f"{name}.{'float16' if value.dtype == NARROW else 'float32'}", name
+        graph.outputs[index] = cast

@@ -1,0 +1,85 @@
+"""Constants, and the types of what is computed from them, in float16."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.passes.context import Ledger
+from graphopt.passes.lower.float16.wide import LARGEST, NARROW, WIDE, follows
+from graphopt.runtime_ops import DOMAIN
+from graphopt.weights import lazy, new_weight
+
+Weight = npt.NDArray[Any]
+
+PAST = "past_key_values."
+
+# What a number that only has to be low, as in masks, may be read by.
+_BOUNDED = ("Where", "Add", "Sub", "Max", "Min", "Clip")
+
+
+def convert_weights(graph: ir.Graph, wide: dict[ir.Node, str], ledger: Ledger) -> None:
+    """Give readers in float16 a float16 copy of each constant; where it has no such copy, they join ``wide``."""
+    found = []
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if value.dtype != WIDE or tensor is None or not any(follows(*use, wide) for use in value.uses()):
+            continue
+        numbers = np.abs(tensor.numpy())
+        reach = float(np.max(numbers, initial=0, where=np.isfinite(numbers)))
+        found.append((value, tensor, reach))
+        hides = tensor.size == 1 and all(use.node.op_type in _BOUNDED for use in value.uses())
+        if reach > LARGEST and not hides:
+            for node, _ in value.uses():
+                if node not in wide:
+                    wide[node] = f"{value.name} has a number of {reach:.3g}, beyond float16"
+                    ledger.skipped(node, f"stays float32: {wide[node]}")
+    for value, tensor, reach in found:
+        uses = list(value.uses())
+        followers = [use for use in uses if follows(*use, wide)]
+        if not followers:
+            continue
+        copy = value
+        if len(followers) < len(uses):
+            copy = new_weight(graph, f"{value.name}.float16", tensor)
+            for node, index in followers:
+                node.replace_input_with(index, copy)
+        copy.const_value, copy.dtype = _halved(tensor, copy.name), NARROW
+        if reach > LARGEST:
+            ledger.changed(copy, f"{reach:.3g} becomes {LARGEST:g}, the largest float16", [value])
+
+
+def _halved(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
+    def rounded() -> Weight:
+        numbers = tensor.numpy()
+        return np.where(np.isfinite(numbers), np.clip(numbers, -LARGEST, LARGEST), numbers).astype(np.float16)
+
+    return lazy(rounded, NARROW, tuple(tensor.shape.numpy()), name)
+
+
+def narrow_values(graph: ir.Graph, wide: dict[ir.Node, str]) -> set[ir.Value]:
+    """Return what becomes float16: results of nodes that are not wide, and caches that grow, which they read."""
+    narrow = {
+        value
+        for node in graph
+        for index, value in enumerate(node.outputs)
+        if value.dtype == WIDE and node not in wide and (node.domain != DOMAIN or index == 0)
+    }
+    for value in graph.inputs:
+        grows = (value.name or "").startswith(PAST) and value.dtype == WIDE
+        if grows and all(follows(*use, wide) for use in value.uses()):
+            narrow.add(value)
+    return narrow
+
+
+def retype(node: ir.Node) -> None:
+    """Let a node say float16 where an attribute says what type it makes."""
+    for name in ("to", "dtype", "output_dtype"):
+        if node.attributes.get_int(name, 0) == WIDE:
+            node.attributes[name] = ir.AttrInt64(name, NARROW)
+    if node.op_type in ("Constant", "ConstantOfShape") and "value" in node.attributes:
+        tensor = node.attributes["value"].as_tensor()
+        node.attributes["value"] = ir.AttrTensor("value", ir.tensor(_halved(tensor, tensor.name).numpy()))

@@ -1,0 +1,109 @@
+"""Only the last position of a call reaches the head: of a prompt's logits, its next token needs no others."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.structure import head_nodes, makes_last_logits
+from graphopt.facts import Effect
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+from graphopt.passes.lower.products import shared
+
+# What may stand between the head and the logits: it treats each position by itself, and has no shape of its own.
+_BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
+
+
+class LastLogitsOptions(StepOptions):
+    """This step has no options."""
+
+    step: Literal["last_logits"] = "last_logits"
+
+
+class LastLogits(Pass[LastLogitsOptions]):
+    """Compute logits for the last position of each call only.
+
+    before::
+
+        logits = MatMul(x, W)                                       [batch, length, vocabulary]
+
+    after::
+
+        logits = MatMul(Slice(x, -1; axis 1), W)                    [batch, 1, vocabulary]
+
+    Each row of a product depends on its own row of x alone, so the last one is what it was. Text is generated from it
+    and no other: batches are padded on the left. A prefill of n tokens then spends one n-th on its head, and its logits
+    take one n-th of the memory. What scores given tokens needs the others, and cannot use such a model.
+    """
+
+    name: ClassVar[str] = "last_logits"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = LastLogitsOptions
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Cut the input of the head; say why it cannot be where it cannot."""
+        ledger = context.ledger
+        graph = model.graph
+        logits = next((value for value in graph.outputs if value.name == "logits"), None)
+        if logits is None:
+            ledger.skipped("logits", "the graph has no output of this name")
+            return
+        path = _path_to_head(graph, logits)
+        if isinstance(path, str):
+            ledger.skipped("logits", path)
+            return
+        head = path[-1]
+        x = head.inputs[0]
+        assert x is not None and x.shape is not None
+        starts = shared(graph, "last_position", np.array([-1], np.int64))
+        ends = shared(graph, "behind_last_position", np.array([np.iinfo(np.int64).max], np.int64))
+        axes = shared(graph, "position_axis", np.array([1], np.int64))
+        cut = ir.node("Slice", [x, starts, ends, axes], name=f"{head.name}.last_position")
+        made = cut.outputs[0]
+        made.name, made.type, made.shape = f"{cut.name}.output", x.type, _one_position(x.shape)
+        graph.insert_before(head, cut)
+        head.replace_input_with(0, made)
+        for node in path:
+            output = node.outputs[0]
+            assert output.shape is not None
+            output.shape = _one_position(output.shape)
+        ledger.changed(cut, f"only the last position of {x.name} reaches {head.name}", [head])
+
+
+def _path_to_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | str:
+    """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
+    heads, path, value = head_nodes(graph), [], logits
+    if makes_last_logits(graph):
+        return "they are of one position already"
+    while True:
+        node = value.producer()
+        if node is None:
+            return "no product with a matrix makes them"
+        if value.shape is None or len(value.shape) != 3:
+            return f"{value.name} is not known to be [batch, length, width]"
+        if len(value.uses()) > (0 if value is logits else 1) or (value is not logits and value.is_graph_output()):
+            return f"{value.name} is read elsewhere too"
+        path.append(node)
+        if node in heads:
+            break
+        varying = [each for each in node.inputs if each is not None and not _same_for_all_positions(each)]
+        if node.op_type not in _BY_POSITION or node.domain or len(varying) != 1:
+            return f"{node.op_type} {node.name} stands behind the product that makes them"
+        value = varying[0]
+    x = path[-1].inputs[0]
+    if x is None or x.shape is None or len(x.shape) != 3 or x.is_initializer():
+        return f"the input of {path[-1].name} is not known to be [batch, length, width]"
+    return path
+
+
+def _same_for_all_positions(value: ir.Value) -> bool:
+    producer, shape = value.producer(), value.shape
+    constant = value.is_initializer() or (producer is not None and producer.op_type == "Constant")
+    return constant and shape is not None and (len(shape) < 2 or shape[-2] == 1)
+
+
+def _one_position(shape: ir.Shape) -> ir.Shape:
+    return ir.Shape([shape[0], 1, shape[2]])

@@ -1,0 +1,309 @@
+// The transform of one run after the other; GRAPHOPT_KERNELS is the name of the table that this compilation fills.
+//
+// A run is y = x (left (x) right) / sqrt(a b), and a Kronecker product of matrices is one product after the other: each
+// factor works along its own stride. What is Sylvester's is done by butterflies, Paley's cores as in paley.h, others by
+// sums that are looked up.
+#include "hadamard/cpu/kernels.h"
+
+#include "abi/instructions.h"
+#include "abi/convert.h"
+#include "hadamard/cpu/paley.h"
+#include "hadamard/cpu/sylvester.h"
+#include "hadamard/cpu/vector.h"
+
+namespace graphopt {
+namespace {
+
+// What the next run will read, on its way into L2 a line at a time while this one is added up.
+struct Ahead {
+  uintptr_t at = 0, end = 0;
+
+  void fetch_line() {
+    if (at >= end) return;
+    __builtin_prefetch(reinterpret_cast<const void*>(at), 0, 2);
+    at += 64;
+  }
+};
+
+// out[k] = sum over i of B[i][k] in[i], for strips. Any four inputs have 16 sums with signs: each is made once and
+// serves all outputs, so an output costs a quarter of the additions. `kBlock` groups of four at a time stay in L1.
+// Behind the last input there are zeros up to a whole group.
+template <typename V>
+void core_product(const uint8_t* codes, size_t order, const V* in, V* out, Ahead& ahead) {
+  constexpr size_t kBlock = 10, W = kStrip / sizeof(V);
+  V sums[kBlock][16][W];
+  const size_t all = groups(order);
+  for (size_t first = 0; first < all; first += kBlock) {
+    const size_t count = all - first < kBlock ? all - first : kBlock;
+    for (size_t g = 0; g < count; ++g) {
+      const V* const row = in + (first + g) * kGroup * W;
+      for (size_t w = 0; w < W; ++w) {
+        const V a = row[w], b = row[W + w], c = row[2 * W + w], d = row[3 * W + w];
+        const V low[4] = {a + b, b - a, a - b, -(a + b)}, high[4] = {c + d, d - c, c - d, -(c + d)};
+#pragma GCC unroll 16
+        for (size_t code = 0; code < 16; ++code) sums[g][code][w] = low[code % 4] + high[code / 4];
+      }
+    }
+    const auto outputs = [&](size_t k, auto together) {
+      constexpr size_t K = decltype(together)::value;
+      V sum[K][W] = {};
+      if (first) __builtin_memcpy(sum, out + k * W, sizeof sum);
+      for (size_t j = 0; j < K; ++j) ahead.fetch_line();
+      for (size_t g = 0; g < count; ++g) {
+        for (size_t j = 0; j < K; ++j) {
+          const V* const from = sums[g][codes[(k + j) * all + first + g]];
+          for (size_t w = 0; w < W; ++w) sum[j][w] += from[w];
+        }
+      }
+      for (size_t j = 0; j < K; ++j) {
+        for (size_t w = 0; w < W; ++w) out[(k + j) * W + w] = sum[j][w];
+      }
+    };
+    constexpr size_t kTogether = W < 8 ? 8 / W : 1;  // as many sums as there are registers for
+    size_t k = 0;
+    for (; k + kTogether <= order; k += kTogether) outputs(k, std::integral_constant<size_t, kTogether>());
+    for (; k < order; ++k) outputs(k, std::integral_constant<size_t, 1>());
+  }
+}
+
+// x times I (x) C (x) I(stride), in place. A strip is columns side by side, as units of U: vectors, or single numbers
+// where columns that follow one another do not lie so.
+template <typename U, typename T>
+void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+  using V = typename Wide<T>::type;
+  constexpr size_t L = lanes<U, T>, kUnits = kStrip / sizeof(U);
+  const size_t order = factor.coded(), rows = groups(order) * kGroup, columns = size / factor.core;
+  U* const in = static_cast<U*>(room);
+  U* const out = in + rows * kUnits;
+  // With a D, a strip holds half as many columns: their sums of two rows, and then the differences.
+  const size_t in_strip = factor.diagonal ? kUnits / 2 : kUnits;
+  __builtin_memset(in, 0, rows * kStrip);
+  for (size_t first = 0; first < columns; first += in_strip * L) {
+    T* at[kUnits];
+    size_t count = 0;
+    for (; count < in_strip && first + count * L < columns; ++count) {
+      const size_t column = first + count * L;
+      at[count] = x + column / stride * factor.core * stride + column % stride;
+    }
+    for (size_t i = 0; i < order; ++i) {
+      U* const row = in + i * kUnits;
+      for (size_t u = 0; u < count; ++u) {
+        if (factor.diagonal) {
+          const U even = load<U>(at[u] + 2 * i * stride), odd = load<U>(at[u] + (2 * i + 1) * stride);
+          row[u] = even + odd;
+          row[u + in_strip] = even - odd;
+        } else {
+          row[u] = load<U>(at[u] + i * stride);
+        }
+      }
+    }
+    core_product(factor.codes, order, reinterpret_cast<const V*>(in), reinterpret_cast<V*>(out), ahead);
+    for (size_t k = 0; k < order; ++k) {
+      const U* const row = out + k * kUnits;
+      for (size_t u = 0; u < count; ++u) {
+        if (factor.diagonal) {
+          T *const even = at[u] + 2 * k * stride, *const odd = even + stride;
+          const int8_t* const d = factor.diagonal + 2 * k;
+          store(even, row[u] + static_cast<T>(d[0]) * load<U>(even));
+          store(odd, row[u + in_strip] + static_cast<T>(d[1]) * load<U>(odd));
+        } else {
+          store(at[u] + k * stride, row[u]);
+        }
+      }
+    }
+  }
+}
+
+// Takes rows of a strip to memory, and asks for as many lines ahead.
+template <typename V, typename T>
+struct Put {
+  T* to;
+  size_t stride;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    store(to + row * stride, v);
+    ahead->fetch_line();
+  }
+};
+
+// x times I (x) C (x) I(stride) for Paley's core over the integers modulo q, in place.
+template <size_t q, typename T>
+void paley(T* x, size_t size, size_t stride, void* room, Ahead& ahead) {
+  using V = typename Narrow<T>::type;
+  constexpr size_t core = 2 * (q + 1), L = lanes<V, T>;
+  auto* const strip = static_cast<PaleyStrip<q, V>*>(room);
+  for (size_t block = 0; block < size; block += core * stride) {
+    for (size_t column = block; column < block + stride; column += L) {
+      paley_read<q, 1>(strip, [&](size_t i, V* v) { *v = load<V>(x + column + i * stride); });
+      paley_product<q>(*strip, reinterpret_cast<V*>(strip + 1), Put<V, T>{x + column, stride, &ahead});
+    }
+  }
+}
+
+// Whether columns fill a vector, whatever the instructions: another order of additions gives other bits.
+bool has_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
+
+template <typename T, size_t... q>
+void paley(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead,
+           std::index_sequence<q...>) {
+  ((factor.paley == q ? paley<q>(x, size, stride, room, ahead) : void()), ...);
+}
+
+template <typename T>
+void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead) {
+  using V = typename Wide<T>::type;
+  sylvester(run, size, stride, factor.inner);
+  const size_t of_core = stride * factor.inner;
+  if (has_paley(factor, of_core)) paley(run, size, of_core, factor, room, ahead, PaleyPrimes());
+  else if (factor.codes && of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
+  else if (factor.codes) core<T>(run, size, of_core, factor, room, ahead);
+  sylvester(run, size, of_core * factor.core, factor.outer);
+}
+
+#if defined(GRAPHOPT_VECTOR_BYTES)
+constexpr size_t kStrips = 8;
+
+#if defined(__AVX512F__)
+// Takes rows of a strip, which are whole lines, past the caches.
+template <typename V, typename T>
+struct PutLine {
+  T* to;
+  size_t stride;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    stream_line(to + row * stride, v);
+    ahead->fetch_line();
+  }
+};
+
+// The same where a line is the end of a row of the strip before and the beginning of one of this strip, which is kept.
+template <typename V, typename T>
+struct PutParts {
+  T* to;  // a line
+  size_t stride, ends;
+  const V* before;
+  V* kept;
+  Ahead* ahead;
+
+  void operator()(size_t row, V v) const {
+    stream_line(to + row * stride, end_and_begin(before[row], v, ends));
+    kept[row] = v;
+    ahead->fetch_line();
+  }
+};
+
+// The strips' products, past the caches while others are computed. The room behind `even` is for one strip more.
+template <size_t q, typename V, typename T>
+void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Ahead& ahead) {
+  constexpr size_t L = lanes<V, T>, stride = kStrips * L, core = 2 * (q + 1);
+  const size_t ends = reinterpret_cast<uintptr_t>(y) % 64 / sizeof(T);
+  if (!ends) {
+    for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, PutLine<V, T>{y + s * L, stride, &ahead});
+  } else {
+    // A strip's rows are kept where the strip before it was.
+    const V* made[kStrips];
+    V* free = even + (q - 1) / 2;
+    for (size_t s = 0; s < kStrips; ++s) {
+      T* const to = y + s * L - ends;
+      if (s) paley_product<q>(strips[s], even, PutParts<V, T>{to, stride, ends, made[s - 1], free, &ahead});
+      else paley_product<q>(strips[s], even, Put<V, T>{reinterpret_cast<T*>(free), L, &ahead});
+      made[s] = free;
+      free = reinterpret_cast<V*>(strips + s);
+    }
+    const V *const first = made[0], *const last = made[kStrips - 1];
+    __builtin_memcpy(y, first, (L - ends) * sizeof(T));
+    for (size_t row = 1; row < core; ++row) {
+      stream_line(y + row * stride - ends, end_and_begin(last[row - 1], first[row], ends));
+    }
+    const T* const end = reinterpret_cast<const T*>(last + core);
+    __builtin_memcpy(y + core * stride - ends, end - ends, ends * sizeof(T));
+  }
+  fence();
+}
+#endif
+
+// A whole run where Sylvester's matrix of kStrips vectors stands behind Paley's core: rows go into strips as they are
+// made, which saves a way to memory and back. What is added, and in which order, is what multiply() adds.
+template <size_t q, typename T>
+void paley_run(const T* x, T* y, T scale, void* scratch, void* room, [[maybe_unused]] bool streaming,
+               Ahead& ahead) {
+  using V = typename Wide<T>::type;
+  constexpr size_t L = lanes<V, T>;
+  auto* const strips = static_cast<PaleyStrip<q, V>*>(scratch);
+  V* const even = static_cast<V*>(room);
+  paley_read<q, kStrips>(strips, [&](size_t i, V* v) {
+#pragma GCC unroll 8
+    for (size_t s = 0; s < kStrips; ++s) v[s] = load<V>(x + (i * kStrips + s) * L) * scale;
+    butterflies<T, kStrips>(v);
+  });
+#if defined(__AVX512F__)
+  if (streaming) return paley_lines<q>(strips, y, even, ahead);
+#endif
+  for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, Put<V, T>{y + s * L, kStrips * L, &ahead});
+}
+
+template <typename T, size_t... q>
+void paley_run(const T* x, T* y, const HadamardWork& work, void* room, Ahead& ahead, std::index_sequence<q...>) {
+  const T scale = static_cast<T>(work.scale);
+  ((work.left.paley == q ? paley_run<q>(x, y, scale, work.scratch, room, work.streaming, ahead) : void()), ...);
+}
+
+template <typename T>
+bool is_paley_run(const HadamardWork& work) {
+  using V = typename Wide<T>::type;
+  if (work.streaming && sizeof(V) != 64) return false;  // vectors are no lines, which stream() makes of them
+  return work.left.outer == 1 && work.left.inner == 1 && !work.right.codes &&
+         work.right.order() == kStrips * lanes<V, T> && has_paley(work.left, work.right.order());
+}
+#endif
+
+template <typename Stored, typename T>
+void transform(const HadamardWork& work) {
+  const size_t size = work.left.order() * work.right.order();
+  T* const run = static_cast<T*>(work.scratch);
+  void* const room = static_cast<char*>(work.scratch) + (size * sizeof(T) + 63) / 64 * 64;
+  const T scale = static_cast<T>(work.scale);
+  // What a pass wrote is still in L1 when the next one reads it.
+  constexpr size_t kPart = 8192 / sizeof(T);
+  const size_t order = work.right.order(), in_part = order < kPart ? kPart / order * order : order;
+  for (size_t i = 0; i < work.runs; ++i) {
+    const Stored* const x = static_cast<const Stored*>(work.x) + i * size;
+    Stored* const y = static_cast<Stored*>(work.y) + i * size;
+    Ahead ahead;
+    if (work.streaming) {
+      ahead.at = reinterpret_cast<uintptr_t>(x) + size * sizeof(Stored);
+      ahead.end = ahead.at + size * sizeof(Stored);
+    }
+#if defined(GRAPHOPT_VECTOR_BYTES)
+    if constexpr (sizeof(Stored) == sizeof(T)) {
+      if (is_paley_run<T>(work)) {
+        paley_run(x, y, work, room, ahead, PaleyPrimes());
+        continue;
+      }
+    }
+#endif
+    for (size_t j = 0; j < size; j += in_part) {
+      const size_t count = size - j < in_part ? size - j : in_part;
+      for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;
+      multiply(run + j, count, 1, work.right, room, ahead);
+    }
+    const size_t bytes = size * sizeof(T);
+    multiply(run, size, order, work.left, room, ahead);
+    if constexpr (sizeof(Stored) != sizeof(T)) {
+      for (size_t j = 0; j < size; ++j) y[j] = stored<Stored>(run[j]);
+    } else if (work.streaming) {
+      stream(y, run, bytes);
+    } else {
+      __builtin_memcpy(y, run, bytes);
+    }
+  }
+}
+
+}  // namespace
+
+const HadamardKernels GRAPHOPT_NAME(kHadamard) = {transform<Half, float>, transform<float, float>,
+                                                  transform<double, double>};
+
+}  // namespace graphopt

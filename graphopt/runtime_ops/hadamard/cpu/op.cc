@@ -1,0 +1,125 @@
+#include "hadamard/cpu/op.h"
+
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <initializer_list>
+
+#include "abi/custom_op.h"
+#include "abi/instructions.h"
+#include "abi/tensor.h"
+#include "hadamard/cpu/kernels.h"
+#include "hadamard/cpu/matrix.h"
+
+namespace graphopt {
+namespace {
+
+enum Input : size_t { kX, kLeft, kRight };
+constexpr const char* kNames[] = {"x", "left", "right"};
+
+// The least that is worth a task of its own, and the least that the caches need not keep; in numbers and in bytes.
+constexpr size_t kTask = 16384;
+constexpr size_t kStreaming = size_t{8} << 20;
+
+struct Kernel {
+  static constexpr const char* kName = "Hadamard";
+  static constexpr size_t kInputs = 3, kOutputs = 1;
+  static int input_type(size_t index, int type) { return index == kX ? type : kInt8; }
+  static int output_type(size_t, int type) { return type; }
+
+  Node node;
+  HadamardKernel run = nullptr;
+  OwnedFactor constant[3];  // at kLeft and kRight, where the graph holds the matrix; its order is 1 where not
+  bool is_constant[3] = {};
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
+    Instructions instructions;
+    if (!choose_instructions(&instructions)) {
+      return node.error("%s", kWrongInstructions);
+    }
+    const HadamardKernels* kernels = &kHadamardScalar;
+#if defined(__x86_64__)
+    if (instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
+    if (instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
+#endif
+    run = type == kFloat ? kernels->single : type == kDouble ? kernels->twice : kernels->half;
+    for (Input which : {kLeft, kRight}) {
+      int given = 0;
+      const OrtValue* value = nullptr;
+      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
+      if (given) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, value, kNames[which], &constant[which]));
+      is_constant[which] = given;
+    }
+    return nullptr;
+  }
+
+  OrtStatus* compute(OrtKernelContext* context) const;
+};
+
+// One call, cut into tasks of `each` runs; tasks share nothing but the flag, so their number changes no bit.
+struct Call {
+  const Kernel* kernel;
+  HadamardWork all;
+  size_t each, bytes_of_run, bytes_of_scratch;
+  std::atomic<bool> no_memory{false};
+
+  static void task(void* call, size_t index) {
+    Call& self = *static_cast<Call*>(call);
+    HadamardWork work = self.all;
+    const size_t first = index * self.each;
+    work.x = static_cast<const char*>(work.x) + first * self.bytes_of_run;
+    work.y = static_cast<char*>(work.y) + first * self.bytes_of_run;
+    work.runs = work.runs - first < self.each ? work.runs - first : self.each;
+    if (posix_memalign(&work.scratch, 64, self.bytes_of_scratch)) {
+      self.no_memory = true;
+      return;
+    }
+    self.kernel->run(work);
+    std::free(work.scratch);
+  }
+};
+
+OrtStatus* Kernel::compute(OrtKernelContext* context) const {
+  const OrtApi* api = node.api;
+  const OrtValue* values[3];
+  for (Input which : {kX, kLeft, kRight}) {
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, which, &values[which]));
+  }
+  Tensor x, y;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
+  OwnedFactor given[3];
+  const Factor* factors[3];
+  for (Input which : {kLeft, kRight}) {
+    factors[which] = is_constant[which] ? &constant[which] : &given[which];
+    if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, values[which], kNames[which], &given[which]));
+  }
+  const Factor &left = *factors[kLeft], &right = *factors[kRight];
+  size_t runs = 0;
+  GRAPHOPT_RETURN_IF_ERROR(count_runs(node, x, left.order(), right.order(), &runs));
+  const size_t order = left.order() * right.order(), numbers = runs * order;
+  OrtValue* output = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, 0, x.shape.get(), x.rank, &output));
+  if (!numbers) return nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(y.read(api, output));
+  const size_t bytes = x.type == kFloat ? 4 : x.type == kDouble ? 8 : 2;
+  const double scale = 1 / std::sqrt(static_cast<double>(order));
+  const bool streaming = numbers * bytes >= kStreaming;
+  Call call{this, {x.data, y.data, runs, left, right, scale, nullptr, streaming}, (kTask + order - 1) / order,
+            order * bytes, hadamard_scratch(left, right, bytes < 4 ? 4 : bytes)};
+  const size_t tasks = (runs + call.each - 1) / call.each;
+  if (tasks == 1) {
+    Call::task(&call, 0);
+  } else {
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextParallelFor::call(api, context, Call::task, tasks, 0, &call));
+  }
+  return call.no_memory ? node.error("no memory to transform runs of %zu numbers", order) : nullptr;
+}
+
+const OrtCustomOp kOps[3] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kDouble>(), custom_op<Kernel, kFloat16>()};
+
+}  // namespace
+
+const OrtCustomOp* const kHadamardOps[3] = {&kOps[0], &kOps[1], &kOps[2]};
+
+}  // namespace graphopt

@@ -1,0 +1,93 @@
+#include "hadamard/cuda/op.h"
+
+#include <initializer_list>
+
+#include "cuda/kernel.h"
+
+namespace graphopt {
+namespace {
+
+enum Input : size_t { kX, kLeft, kRight };
+constexpr const char* kNames[] = {"x", "left", "right"};
+
+struct Kernel {
+  static constexpr const char* kName = "Hadamard";
+  static constexpr size_t kInputs = 3, kOutputs = 1;
+  static int input_type(size_t index, int type) { return index == kX ? type : kInt8; }
+  static int output_type(size_t, int type) { return type; }
+  static bool host_input(size_t index) { return index != kX; }  // the host takes the matrices apart
+
+  Node node;
+  PackedFactor constant[3];  // at kLeft and kRight, where the graph holds the matrix
+  DeviceMemory signs[3];
+  bool is_constant[3] = {};
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
+    for (Input which : {kLeft, kRight}) {
+      int given = 0;
+      const OrtValue* value = nullptr;
+      GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(api, info, which, &given, &value));
+      is_constant[which] = given;
+      if (!given) continue;
+      PackedFactor& packed = constant[which];
+      GRAPHOPT_RETURN_IF_ERROR(packed.read(node, value, kNames[which]));
+      if (!packed.bytes) continue;
+      GRAPHOPT_RETURN_IF_ERROR(signs[which].copy_of(node, info, packed.signs.get(), packed.bytes));
+      packed.factor.signs = signs[which].data();
+    }
+    return nullptr;
+  }
+
+  OrtStatus* compute(OrtKernelContext* context) const {
+    const OrtApi* api = node.api;
+    const OrtValue* values[3];
+    for (Input which : {kX, kLeft, kRight}) {
+      GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, which, &values[which]));
+    }
+    Tensor x, y;
+    GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(values[kX], "x", &x));
+    PackedFactor given[3];
+    GraphoptHadamard call = {};
+    GraphoptFactor* const factors[3] = {nullptr, &call.left, &call.right};
+    size_t orders[3] = {}, sign_bytes = 0;
+    for (Input which : {kLeft, kRight}) {
+      if (!is_constant[which]) GRAPHOPT_RETURN_IF_ERROR(given[which].read(node, values[which], kNames[which]));
+      const PackedFactor& packed = is_constant[which] ? constant[which] : given[which];
+      *factors[which] = packed.factor;
+      orders[which] = packed.order();
+      sign_bytes += given[which].bytes;
+    }
+    size_t runs = 0;
+    GRAPHOPT_RETURN_IF_ERROR(count_runs(node, x, orders[kLeft], orders[kRight], &runs));
+    OrtValue* output = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, 0, x.shape.get(), x.rank, &output));
+    if (!runs) return nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(y.read(api, output));
+    call.x = x.data;
+    call.y = y.data;
+    call.runs = static_cast<int64_t>(runs);
+    call.type = x.type;
+    DeviceCall device;
+    GRAPHOPT_RETURN_IF_ERROR(device.begin(context, values[kX], sign_bytes + graphopt_cuda_hadamard_scratch(&call)));
+    auto* scratch = static_cast<char*>(device.scratch());
+    for (Input which : {kLeft, kRight}) {
+      const PackedFactor& packed = given[which];
+      if (!packed.bytes) continue;
+      GRAPHOPT_RETURN_IF_SAID(node, copy_to_device(scratch, packed.signs.get(), packed.bytes, device.stream()));
+      factors[which]->signs = scratch;
+      scratch += packed.bytes;  // a multiple of 512
+    }
+    call.scratch = scratch;
+    GRAPHOPT_RETURN_IF_SAID(node, graphopt_cuda_hadamard(&call, device.stream()));
+    return nullptr;
+  }
+};
+
+const OrtCustomOp kOps[2] = {cuda_op<Kernel, kFloat>(), cuda_op<Kernel, kFloat16>()};
+
+}  // namespace
+
+const OrtCustomOp* const kCudaHadamardOps[2] = {&kOps[0], &kOps[1]};
+
+}  // namespace graphopt

@@ -1,0 +1,190 @@
+// Writing new tokens into pages, rounding pages that leave their slot, and keeping summaries.
+#pragma once
+
+#include "kv_attention/cpu/compensate.h"
+#include "kv_attention/cpu/kernels.h"
+#include "kv_attention/cpu/narrow.h"
+#include "kv_attention/cpu/numbers.h"
+
+namespace graphopt {
+namespace {
+
+inline Floats least_of(const Floats& a, const Floats& b) {  // what is no number stays
+  return by_parts<Floats>([&](size_t i) {
+    const auto kept = a.part[i] < b.part[i] ? a.part[i] : b.part[i];
+    return a.part[i] != a.part[i] ? a.part[i] : kept;
+  });
+}
+inline Floats most_of(const Floats& a, const Floats& b) {
+  return by_parts<Floats>([&](size_t i) {
+    const auto kept = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
+    return a.part[i] != a.part[i] ? a.part[i] : kept;
+  });
+}
+
+// low, step and inverse step of 16 sets, from the least and the largest of each, and from what is not finite in them:
+// `spoiled` is 0, or no number.
+struct Steps {
+  Floats low, step, inverse;
+
+  Steps(const Floats& least, const Floats& most, const Floats& spoiled, float levels) {
+    const Floats span = (most - least) + spoiled, nan = span - span;
+    for (size_t i = 0; i < kParts; ++i) {
+      const Floats::Part s = span.part[i], zero = {};
+      const Floats::Part tiny = Floats::Part{} + 1e-30f;
+      const auto used = (s >= tiny) & (nan.part[i] == zero);
+      low.part[i] = nan.part[i] == zero ? least.part[i] : nan.part[i];
+      const Floats::Part divisor = used ? s : zero + 1;
+      step.part[i] = used ? s / levels : zero;
+      inverse.part[i] = used ? levels / divisor : zero;
+    }
+  }
+};
+
+// Codes of 16 numbers, one in each byte.
+inline void to_codes(const Floats& x, const Floats& low, const Floats& inverse, float levels, uint8_t* codes) {
+  const Floats scaled = (x - low) * inverse;
+  // comparisons with what is no number are false: it becomes 0
+  const Floats clamped = by_parts<Floats>([&](size_t i) {
+    const Floats::Part zero = {}, most = zero + levels;
+    const auto above = scaled.part[i] > zero ? scaled.part[i] : zero;
+    return above < most ? above : most;
+  });
+  int32_t lane[kColumns];
+  store_line(lane, nearest(clamped));
+  for (size_t i = 0; i < kColumns; ++i) codes[i] = static_cast<uint8_t>(lane[i]);
+}
+
+// Rounds a page of floats, keys [page, size] and then values [page, size].
+inline void round_page(const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
+                       float* scratch) {
+  const size_t size = layout.size, page = layout.page;
+  const bool narrow = layout.storage == Storage::kInt4;
+  const float levels = narrow ? 15 : 255;
+  float *const key_low = scales, *const key_step = key_low + size;
+  float *const value_low = key_step + size, *const value_step = value_low + page;
+  float* const inverse = scratch;
+  for (size_t c = 0; c < size; c += kColumns) {
+    Floats least = load_line<Floats>(slot + c), most = least, spoiled = least - least;
+    for (size_t t = 1; t < page; ++t) {
+      const Floats x = load_line<Floats>(slot + t * size + c);
+      least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
+    }
+    const Steps steps(least, most, spoiled, levels);
+    store_line(key_low + c, steps.low), store_line(key_step + c, steps.step), store_line(inverse + c, steps.inverse);
+  }
+  uint8_t codes[kColumns];
+  for (size_t t = 0; t < page; ++t) {
+    uint8_t* const block = keys + t / kColumns * kColumns * (narrow ? size / 2 : size) + t % kColumns * 4;
+    for (size_t c = 0; c < size; c += kColumns) {
+      to_codes(load_line<Floats>(slot + t * size + c), load_line<Floats>(key_low + c), load_line<Floats>(inverse + c),
+               levels, codes);
+      for (size_t j = 0; j < 4; ++j) {
+        const size_t four = c / 4 + j;
+        if (!narrow) __builtin_memcpy(block + four * kLine, codes + 4 * j, 4);
+        if (narrow && j % 2 == 0) {
+          for (size_t k = 0; k < 4; ++k) {
+            block[four / 2 * kLine + k] = static_cast<uint8_t>(codes[4 * j + k] | codes[4 * j + 4 + k] << 4);
+          }
+        }
+      }
+    }
+  }
+  slot += page * size;
+  for (size_t t = 0; t < page; ++t) {
+    const float* const token = slot + t * size;
+    Floats least = load_line<Floats>(token), most = least, spoiled = least - least;
+    for (size_t c = kColumns; c < size; c += kColumns) {
+      const Floats x = load_line<Floats>(token + c);
+      least = smaller(x, least), most = larger(x, most), spoiled = spoiled + (x - x);
+    }
+    const float largest = largest_of(most), smallest = -largest_of(all_lanes(0.f) - least);
+    const Steps steps(all_lanes(smallest), all_lanes(largest), all_lanes(sum_of(spoiled)), levels);
+    float lane[kColumns];
+    store_line(lane, steps.low), value_low[t] = lane[0];
+    store_line(lane, steps.step), value_step[t] = lane[0];
+    for (size_t c = 0; c < size; c += kColumns) {
+      to_codes(load_line<Floats>(token + c), steps.low, steps.inverse, levels, codes);
+      uint8_t* const tile = values + c * (narrow ? page / 2 : page);
+      for (size_t lane = 0; lane < kColumns; ++lane) {
+        if (!narrow) tile[(t / 4 * kColumns + lane) * 4 + t % 4] = codes[lane];
+        if (narrow) {
+          uint8_t& both = tile[(t / 8 * kColumns + lane) * 4 + t % 4];
+          both = static_cast<uint8_t>(t / 4 % 2 ? (both & 15) | codes[lane] << 4 : codes[lane]);
+        }
+      }
+    }
+  }
+}
+
+inline void summarize(const Layout& layout, const float* key, size_t count_before, float* summary) {
+  const size_t size = layout.size;
+  const float count = static_cast<float>(count_before + 1);
+  for (size_t c = 0; c < size; c += kColumns) {
+    const Floats k = load_line<Floats>(key + c), before = load_line<Floats>(summary + c);
+    if (!count_before) {
+      store_line(summary + c, k);
+      if (!layout.mean) store_line(summary + size + c, k);
+    } else if (layout.mean) {
+      store_line(summary + c, before + (k - before) / all_lanes(count));
+    } else {
+      store_line(summary + c, least_of(k, before));
+      store_line(summary + size + c, most_of(k, load_line<Floats>(summary + size + c)));
+    }
+  }
+}
+
+inline void put_one(float x, float* to) { *to = x; }
+inline void put_one(float x, Half* to) { *to = stored<Half>(x); }
+inline void put_one(float x, BFloat16* to) { *to = to_bfloat16(x); }
+inline void put_one(float x, Float8* to) { *to = to_float8(x); }
+
+inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
+template <typename Stored>
+inline void put(const float* token, Stored* to, size_t size) {
+  for (size_t c = 0; c < size; ++c) put_one(token[c], to + c);
+}
+
+template <typename Stored>
+inline void put_token(const float* key, const float* value, size_t size, size_t offset, Stored* keys, Stored* values) {
+  Stored* const lane = keys + offset / kColumns * size * kColumns + offset % kColumns;
+  for (size_t c = 0; c < size; ++c) put_one(key[c], lane + c * kColumns);
+  put(value, values + offset * size, size);
+}
+
+void append(const Attention& call, size_t row, size_t head, float* scratch) {
+  const Layout& layout = call.layout;
+  const size_t size = layout.size, bytes = layout.page_bytes();
+  const HeadState state(layout, call.state, row, head);
+  for (size_t column = call.first_column(row); column < call.columns; ++column) {
+    const int64_t position = call.position(row, column), page = layout.page_of(position);
+    const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
+    const size_t at = ((row * call.columns + column) * layout.kv_heads + head) * size, physical = layout.physical(page);
+    const float *const key = call.key + at, *const value = call.value + at;
+    if (layout.known) summarize(layout, key, offset, state.summaries + physical * layout.summary);
+    if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
+    char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
+    if (layout.storage == Storage::kFloat32) {
+      put_token(key, value, size, offset, reinterpret_cast<float*>(keys), reinterpret_cast<float*>(values));
+    } else if (layout.storage == Storage::kFloat16) {
+      put_token(key, value, size, offset, reinterpret_cast<Half*>(keys), reinterpret_cast<Half*>(values));
+    } else if (layout.storage == Storage::kBFloat16) {
+      put_token(key, value, size, offset, reinterpret_cast<BFloat16*>(keys), reinterpret_cast<BFloat16*>(values));
+    } else if (layout.storage == Storage::kFloat8) {
+      put_token(key, value, size, offset, reinterpret_cast<Float8*>(keys), reinterpret_cast<Float8*>(values));
+    } else {
+      float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
+      const int64_t leaves = page - layout.recent_pages - 1;
+      if (offset == 0 && page >= layout.sink_pages && leaves >= layout.sink_pages) {
+        const size_t to = layout.physical(leaves);
+        round_page(layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * bytes),
+                   reinterpret_cast<uint8_t*>(state.values + to * bytes), state.scales + to * layout.scales(), scratch);
+      }
+      put(key, slot + offset * size, size);
+      put(value, slot + (layout.page + offset) * size, size);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,235 @@
+#include "kv_attention/cpu/call.h"
+
+#include <sched.h>
+
+#include <new>
+#include <type_traits>
+
+namespace graphopt {
+namespace {
+
+// In cycles or so: what takes less is not worth waking a thread.
+constexpr double kLeastParallel = 30000;
+// Pages that a step scores.
+constexpr size_t kScored = 256;
+
+constexpr size_t round_up(size_t count, size_t to) { return (count + to - 1) / to * to; }
+
+}  // namespace
+
+OrtStatus* Call::for_each(void (Call::*task)(size_t), size_t tasks, bool parallel) {
+  if (tasks > 1 && parallel) {
+    struct Bound {
+      Call* call;
+      void (Call::*task)(size_t);
+    } bound{this, task};
+    const auto run = [](void* given, size_t index) {
+      const Bound& bound = *static_cast<Bound*>(given);
+      (bound.call->*bound.task)(index);
+    };
+    return KernelContextParallelFor::call(node_.api, context_, run, tasks, 0, &bound);
+  }
+  for (size_t index = 0; index < tasks; ++index) (this->*task)(index);
+  return nullptr;
+}
+
+OrtStatus* Call::run() {
+  GRAPHOPT_RETURN_IF_ERROR(append_all());
+  if (!no_memory_) GRAPHOPT_RETURN_IF_ERROR(attend_all());
+  return no_memory_ ? node_.error("no memory for attention to %zu pages", attention_.layout.pages) : nullptr;
+}
+
+void Call::append(size_t index) {
+  const Pool::Loan loan(pool_, append_scratch(attention_.layout) * sizeof(float));
+  if (!loan.memory) {
+    no_memory_ = true;
+    return;
+  }
+  const size_t heads = attention_.layout.kv_heads;
+  kernels_.append(attention_, index / heads, index % heads, reinterpret_cast<float*>(loan.memory));
+}
+
+OrtStatus* Call::append_all() {
+  const Layout& layout = attention_.layout;
+  double work = 0;
+  size_t growing = 0;
+  together_ = plan_.queries && plan_.most_pages <= plan_.run_pages;
+  for (size_t head = 0; head < layout.kv_heads; ++head) {
+    together_ = together_ && attention_.policies[head] != Policy::kRetrieval;
+  }
+  for (size_t row = 0; row < attention_.rows; ++row) {
+    growing += attention_.fresh[row] > 0;
+    work += static_cast<double>(attention_.fresh[row]) * static_cast<double>(layout.kv_heads * layout.size);
+    const int64_t past = attention_.past[row], end = past + attention_.fresh[row];
+    if (layout.integers() && end > past && layout.page_of(end - 1) != layout.page_of(past ? past - 1 : 0)) {
+      work += static_cast<double>(layout.kv_heads * layout.page * layout.size) * 2;
+    }
+  }
+  together_ = together_ && plan_.queries == growing * layout.kv_heads;
+  if (together_) return nullptr;
+  return for_each(&Call::append, attention_.rows * layout.kv_heads, work > kLeastParallel);
+}
+
+void Call::list(Queries* block, const Retrieval& retrieval) const {
+  block->list = retrieval.list;
+  block->pages = kernels_.list(attention_.layout, position(*block), retrieval.scores, retrieval.list);
+}
+
+// Rows are long where they are late: they come first.
+void Call::attend_block(size_t index) {
+  Queries block = queries_[plan_.queries - 1 - index];
+  if (together_) append(block.row * attention_.layout.kv_heads + block.head);
+  const size_t scratch = kernels_.attend_scratch(attention_.layout, rows(block));
+  const size_t floats = Partial::floats(rows(block), attention_.layout.size) * sizeof(float);
+  size_t scores = 0, entries = 0;
+  if (retrieves(block)) {
+    const Candidates all = candidates(block);
+    scores = list_floats(attention_.layout, static_cast<size_t>(all.end - all.first)) * sizeof(float);
+    entries = block.pages * sizeof(PageEntry);
+  }
+  const Pool::Loan loan(pool_, scratch + floats + scores + entries);
+  if (!loan.memory) {
+    no_memory_ = true;
+    return;
+  }
+  if (retrieves(block)) {
+    char* const memory = loan.memory + scratch + floats;
+    const Retrieval retrieval = {reinterpret_cast<float*>(memory), reinterpret_cast<PageEntry*>(memory + scores), {}};
+    const Candidates all = candidates(block);
+    kernels_.score(attention_, block.row, block.head, block.first_column, all.first, all.end, retrieval.scores);
+    list(&block, retrieval);
+  }
+  float* const own = reinterpret_cast<float*>(loan.memory + scratch);
+  const Partial partial(own, rows(block), attention_.layout.size);
+  kernels_.attend(attention_, block, 0, block.pages, loan.memory, partial);
+  kernels_.merge(attention_, block, own, 1);
+}
+
+void Call::take_step(size_t index) {
+  // The runtime gives a thread neighbours, which lie behind one another in memory: that is faster than order.
+  const Step& step = steps_[ordered_ ? next_.fetch_add(1, std::memory_order_relaxed) : index];
+  if (step.kind == Step::kScore) return score(step.run);
+  // Whoever took a step before this one is at work on it and waits for nobody but those before.
+  if (retrieves(queries_[step.run.queries])) {
+    while (retrievals_[step.run.queries].left.load(std::memory_order_acquire) >= 0) sched_yield();
+  }
+  attend(step.run);
+}
+
+void Call::score(const Run& run) {
+  Queries& block = queries_[run.queries];
+  Retrieval& retrieval = retrievals_[run.queries];
+  const int64_t from = candidates(block).first;
+  if (run.first < run.end) {
+    kernels_.score(attention_, block.row, block.head, block.first_column, from + static_cast<int64_t>(run.first),
+                   from + static_cast<int64_t>(run.end), retrieval.scores + run.first);
+  }
+  if (retrieval.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  list(&block, retrieval);
+  retrieval.left.store(-1, std::memory_order_release);
+}
+
+void Call::attend(const Run& run) {
+  const Queries& block = queries_[run.queries];
+  Parts& parts = parts_[run.queries];
+  const size_t index = run.first, floats = Partial::floats(rows(block), attention_.layout.size);
+  const size_t share = (block.pages + parts.count - 1) / parts.count;  // steps as long as one another end together
+  const size_t first = index * share < block.pages ? index * share : block.pages;
+  const size_t end = first + share < block.pages ? first + share : block.pages;
+  const Pool::Loan loan(pool_, kernels_.attend_scratch(attention_.layout, rows(block)));
+  if (!loan.memory) {
+    no_memory_ = true;
+    return;
+  }
+  const Partial partial(parts.first + index * floats, rows(block), attention_.layout.size);
+  kernels_.attend(attention_, block, first, end, loan.memory, partial);
+  if (parts.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  kernels_.merge(attention_, block, parts.first, parts.count);
+}
+
+template <typename Visit>
+void Call::each_step(const Visit& visit) {
+  const auto attend = [&](size_t block) {
+    for (size_t i = 0; i < parts_[block].count; ++i) visit(Step{Step::kAttend, {block, i, 0}});
+  };
+  size_t waiting = plan_.queries;  // the block whose list is made
+  for (size_t block = 0; block < plan_.queries; ++block) {
+    if (!retrieves(queries_[block])) {
+      attend(block);
+      continue;
+    }
+    const Candidates all = candidates(queries_[block]);
+    const auto count = static_cast<size_t>(all.end - all.first);
+    for (size_t first = 0; first == 0 || first < count; first += kScored) {
+      visit(Step{Step::kScore, {block, first, count - first < kScored ? count : first + kScored}});
+    }
+    // While one thread scores, which waits for memory, another one attends, which multiplies.
+    if (waiting < plan_.queries) attend(waiting);
+    waiting = block;
+  }
+  if (waiting < plan_.queries) attend(waiting);
+}
+
+OrtStatus* Call::attend_all() {
+  const Layout& layout = attention_.layout;
+  if (!plan_.queries) return nullptr;
+  const bool split = plan_.split && !together_;
+  size_t scored = 0, listed = 0, floats = 0, steps = 0, bytes = 0;
+  if (split) {
+    Plan::each(attention_, [&](const Queries& block) {
+      const size_t parts = plan_.runs(block.pages);
+      steps += parts;
+      floats += parts * Partial::floats(rows(block), layout.size);
+      if (!retrieves(block)) return;
+      const Candidates all = candidates(block);
+      const auto count = static_cast<size_t>(all.end - all.first);
+      steps += count / kScored + 1, scored += list_floats(layout, count), listed += block.pages;
+    });
+  }
+  float *scores = nullptr, *partials = nullptr;
+  PageEntry* lists = nullptr;
+  char* memory = reinterpret_cast<char*>(Pool::kAlignment);
+  const auto take = [&](auto** part, size_t count) {
+    *part = reinterpret_cast<std::remove_reference_t<decltype(**part)>*>(memory + bytes);
+    bytes += round_up(count * sizeof(**part), Pool::kAlignment);
+  };
+  // twice: to count bytes, and to take them
+  const auto lay_out = [&] {
+    bytes = 0;
+    take(&queries_, plan_.queries);
+    if (!split) return;
+    take(&retrievals_, plan_.queries), take(&parts_, plan_.queries), take(&steps_, steps);
+    take(&scores, scored), take(&lists, listed), take(&partials, floats);
+  };
+  lay_out();
+  const Pool::Loan loan(pool_, bytes);
+  if (!loan.memory) return node_.error("no memory to attend to %zu blocks of queries", plan_.queries);
+  memory = loan.memory;
+  lay_out();
+
+  size_t block = 0;
+  const bool parallel = plan_.cycles > kLeastParallel;
+  Plan::each(attention_, [&](const Queries& next) { queries_[block++] = next; });
+  if (!split) return for_each(&Call::attend_block, plan_.queries, parallel);
+  for (block = 0; block < plan_.queries; ++block) {
+    const Queries& each = queries_[block];
+    const size_t count = plan_.runs(each.pages);
+    new (&parts_[block]) Parts{partials, count, {count}};
+    partials += count * Partial::floats(rows(each), layout.size);
+    if (!retrieves(each)) continue;
+    new (&retrievals_[block]) Retrieval{scores, lists, {0}};
+    const Candidates all = candidates(each);
+    scores += list_floats(layout, static_cast<size_t>(all.end - all.first)), lists += each.pages;
+  }
+  steps = 0;
+  each_step([&](const Step& step) {
+    if (step.kind == Step::kScore) {
+      ordered_ = true;
+      retrievals_[step.run.queries].left.fetch_add(1, std::memory_order_relaxed);
+    }
+    steps_[steps++] = step;
+  });
+  return for_each(&Call::take_step, steps, parallel);
+}
+
+}  // namespace graphopt

@@ -1,0 +1,80 @@
+// One call, as tasks. They write to memory of their own; the last one to end of those that share queries merges their
+// results.
+#pragma once
+
+#include <atomic>
+
+#include "abi/pool.h"
+#include "abi/tensor.h"
+#include "kv_attention/cpu/plan.h"
+#include "kv_attention/cpu/select.h"
+
+namespace graphopt {
+
+class Call {
+ public:
+  Call(const Node& node, const KVAttentionKernels& kernels, Pool& pool, OrtKernelContext* context,
+       const Attention& attention)
+      : node_(node), kernels_(kernels), pool_(pool), context_(context), attention_(attention), plan_(attention) {}
+
+  // Appends the new tokens, then attends.
+  OrtStatus* run();
+
+ private:
+  // Scores or attends to some of the pages of a block of queries.
+  struct Step {
+    enum Kind : uint32_t { kScore, kAttend } kind;
+    Run run;
+  };
+  // Retrieval of a block: its scores, its list, and how many steps have not scored yet; at -1 the list is there.
+  struct Retrieval {
+    float* scores;
+    PageEntry* list;
+    std::atomic<int64_t> left;
+  };
+  // Where the partial results of a block lie, and how many steps have not ended.
+  struct Parts {
+    float* first;
+    size_t count;
+    std::atomic<size_t> left;
+  };
+
+  OrtStatus* append_all();
+  OrtStatus* attend_all();
+  OrtStatus* for_each(void (Call::*task)(size_t), size_t tasks, bool parallel);
+
+  // Tasks.
+  void append(size_t index);
+  void attend_block(size_t index);  // all of a block
+  void take_step(size_t index);     // the next step, if some wait for others
+
+  void score(const Run& run);
+  void list(Queries* block, const Retrieval& retrieval) const;
+  void attend(const Run& run);
+  // Calls visit(step) in an order in which a list is ready, or nearly, when it is read.
+  template <typename Visit>
+  void each_step(const Visit& visit);
+
+  bool retrieves(const Queries& block) const { return attention_.policies[block.head] == Policy::kRetrieval; }
+  int64_t position(const Queries& block) const { return attention_.position(block.row, block.first_column); }
+  Candidates candidates(const Queries& block) const { return Candidates(attention_.layout, position(block)); }
+  size_t rows(const Queries& block) const { return (block.end_column - block.first_column) * attention_.layout.group; }
+
+  const Node& node_;
+  const KVAttentionKernels& kernels_;
+  Pool& pool_;
+  OrtKernelContext* context_;
+  const Attention& attention_;
+  const Plan plan_;
+  Queries* queries_ = nullptr;
+  Retrieval* retrievals_ = nullptr;
+  Parts* parts_ = nullptr;
+  Step* steps_ = nullptr;
+  std::atomic<size_t> next_{0};
+  bool ordered_ = false;  // some steps wait for others
+  std::atomic<bool> no_memory_{false};
+  // Whether one task has all of what a head appends and reads: then it does both, while the page is at hand.
+  bool together_ = false;
+};
+
+}  // namespace graphopt

@@ -1,0 +1,325 @@
+#include "kv_attention/cpu/inputs.h"
+
+#include <cmath>
+#include <cstring>
+#include <initializer_list>
+
+namespace graphopt {
+namespace {
+
+constexpr int64_t kMostTokens = int64_t{1} << 62, kMostPages = int64_t{1} << 31, kMostHeads = int64_t{1} << 20;
+
+long long print(int64_t number) { return static_cast<long long>(number); }
+long long print(size_t number) { return static_cast<long long>(number); }
+
+// A shape as a message says it.
+struct Text {
+  char characters[128];
+  explicit Text(const Given& tensor) {
+    int length = std::snprintf(characters, sizeof characters, "[");
+    for (size_t axis = 0; axis < tensor.rank && axis < 4; ++axis) {
+      length += std::snprintf(characters + length, sizeof characters - static_cast<size_t>(length),
+                              axis ? ", %lld" : "%lld", print(tensor.shape[axis]));
+    }
+    std::snprintf(characters + length, sizeof characters - static_cast<size_t>(length), "]");
+  }
+};
+
+}  // namespace
+
+const char* const KVInputs::kNames[kKVInputs] = {"query", "key", "value", "past", "new", "sink_logits",
+                                                 "sink_query", "keys", "values", "scales", "recent", "summaries"};
+
+OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
+  int64_t heads = 0, page = 0;
+  int64_t compensates = 0;
+  char storage[16] = {}, summary[16] = {};
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "kv_heads", &heads));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "page", &page));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "scale", &layout.scale));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "softcap", &layout.softcap));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "summary", summary, sizeof summary));
+  struct Count {
+    const char* name;
+    int64_t *value, least, most;
+  };
+  const Count counts[] = {{"window", &layout.window, 0, INT64_MAX},
+                          {"sinks", &layout.sinks, 0, INT64_MAX},
+                          {"recent", &layout.recent, 1, INT64_MAX},
+                          {"budget", &layout.budget, 0, INT64_MAX},
+                          {"channels", &layout.channels, 0, INT64_MAX},
+                          {"compensate", &compensates, 0, 1},
+                          {"sink_pages", &layout.sink_pages, 0, kMostPages},
+                          {"recent_pages", &layout.recent_pages, 0, kMostPages}};
+  for (const Count& count : counts) {
+    const bool newer = count.value == &layout.channels || count.value == &compensates;
+    GRAPHOPT_RETURN_IF_ERROR(newer ? node.read_optional(info, count.name, count.value)
+                                   : node.read_attribute(info, count.name, count.value));
+    if (*count.value < count.least || *count.value > count.most) {
+      return node.error("its attribute %s must be from %lld to %lld, it is %lld", count.name, print(count.least),
+                        print(count.most), print(*count.value));
+    }
+    if (*count.value > kMostTokens) *count.value = kMostTokens;
+  }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "mass", &layout.mass));
+  if (!(layout.mass >= 0 && layout.mass <= 1)) {
+    return node.error("its attribute mass must be a share from 0 to 1, it is %g", static_cast<double>(layout.mass));
+  }
+  if (layout.mass > 0 && !layout.budget) layout.budget = kMostTokens;  // no limit
+  if (layout.mass == 1) layout.mass = 0;  // of all, their number alone counts
+  layout.compensate = compensates;
+  if (layout.compensate && layout.window) {
+    return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate "
+                      "must be 0",
+                      print(layout.window));
+  }
+  if (heads < 1 || heads > kMostHeads) {
+    return node.error("its attribute kv_heads must be from 1 to %lld, it is %lld", print(kMostHeads), print(heads));
+  }
+  if (page != 16 && page != 32 && page != 64 && page != 128) {
+    return node.error("its attribute page must be 16, 32, 64 or 128, it is %lld", print(page));
+  }
+  if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
+    return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
+  }
+  constexpr const char* kStorages[] = {"float32", "float16", "bfloat16", "float8", "int8", "int4"};
+  constexpr int kTypes[] = {kFloat, kFloat16, kBFloat16, kFloat8, kUint8, kUint8}, kKnown = 6;
+  int which = 0;
+  while (which < kKnown && std::strcmp(storage, kStorages[which])) ++which;
+  if (which == kKnown) {
+    return node.error("its attribute storage must be float32, float16, bfloat16, float8, int8 or int4, not '%s'",
+                      storage);
+  }
+  if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
+  layout.storage = static_cast<Storage>(which);
+  layout.mean = !std::strcmp(summary, "mean");
+  if (!layout.mean && std::strcmp(summary, "bounds")) {
+    return node.error("its attribute summary must be bounds or mean, not '%s'", summary);
+  }
+  layout.kv_heads = static_cast<size_t>(heads);
+  layout.page = static_cast<size_t>(page);
+  size_t given = 0;
+  // asked for with no room, it says how many there are
+  if (OrtStatus* failure = KernelInfoGetAttributeInts::call(node.api, info, "policies", nullptr, &given)) {
+    ReleaseStatus::call(node.api, failure);
+  }
+  if (given != 1 && given != layout.kv_heads) {
+    return node.error("its attribute policies must be 1 integer, or %lld, one for each KV head", print(heads));
+  }
+  std::unique_ptr<int64_t[]> numbers(new (std::nothrow) int64_t[given]);
+  policies.reset(new (std::nothrow) Policy[layout.kv_heads]);
+  if (!numbers || !policies) return node.error("no memory for %lld policies", print(heads));
+  OrtStatus* read = KernelInfoGetAttributeInts::call(node.api, info, "policies", numbers.get(), &given);
+  GRAPHOPT_RETURN_IF_ERROR(node.missing(read, "policies", "integers"));
+  wraps = true;
+  for (size_t head = 0; head < layout.kv_heads; ++head) {
+    const int64_t policy = numbers[given == 1 ? 0 : head];
+    if (policy < 0 || policy > 2) {
+      return node.error("a policy must be 0 (dense), 1 (streaming) or 2 (retrieval), it is %lld", print(policy));
+    }
+    policies[head] = static_cast<Policy>(policy);
+    wraps = wraps && policies[head] == Policy::kStreaming;
+    retrieves = retrieves || policies[head] == Policy::kRetrieval;
+  }
+  return nullptr;
+}
+
+OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name) {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(GetTensorTypeAndShape::call(node.api, value, &info));
+  OrtStatus* status = GetTensorElementType::call(node.api, info, &type);
+  if (!status) status = GetDimensionsCount::call(node.api, info, &rank);
+  if (!status && rank <= 4) status = GetDimensions::call(node.api, info, shape, rank);
+  ReleaseTensorTypeAndShapeInfo::call(node.api, info);
+  // The function hands out a pointer to write to, but takes any value; inputs are only read.
+  if (!status) status = GetTensorMutableData::call(node.api, const_cast<OrtValue*>(value), &data);
+  GRAPHOPT_RETURN_IF_ERROR(status);
+  if (rank > 4) return node.error("%s has %zu axes", name, rank);
+  if (reinterpret_cast<uintptr_t>(data) % width() == 0) return nullptr;
+  return node.error("%s lies at no multiple of %zu bytes; if that is external data, save the file again", name,
+                    width());
+}
+
+size_t Given::width() const {
+  return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1;
+}
+
+size_t Given::bytes() const {
+  size_t bytes = width();
+  for (size_t axis = 0; axis < rank; ++axis) bytes *= static_cast<size_t>(shape[axis]);
+  return bytes;
+}
+
+bool Given::empty() const {
+  for (size_t axis = 0; axis < rank; ++axis) {
+    if (!shape[axis]) return true;
+  }
+  return false;
+}
+
+OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context,
+                          Attention* call) {
+  for (size_t index = 0; index < kKVInputs; ++index) {
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, index, &value));
+    if (!value) return node.error("%s must be given", kNames[index]);
+    GRAPHOPT_RETURN_IF_ERROR(tensors[index].read(node, value, kNames[index]));
+  }
+  call->layout = attributes.layout;
+  call->policies = attributes.policies.get();
+  Layout& layout = call->layout;
+  const Given &query = tensors[kQuery], &key = tensors[kKey], &value = tensors[kValue];
+  const int64_t heads = static_cast<int64_t>(layout.kv_heads);
+  if (key.rank != 3 || key.shape[2] % heads || (key.shape[2] / heads) % 16 || key.shape[2] / heads < 16 ||
+      key.shape[2] / heads > 256) {
+    return node.error("key must have the shape [batch, tokens, %lld heads x size], size a multiple of 16 up to 256; "
+                      "it is %s",
+                      print(heads), Text(key).characters);
+  }
+  const int64_t size = key.shape[2] / heads, batch = key.shape[0], columns = key.shape[1];
+  if (value.rank != 3 || std::memcmp(value.shape, key.shape, sizeof key.shape)) {
+    return node.error("value must have the shape of key, %s; it is %s", Text(key).characters, Text(value).characters);
+  }
+  if (query.rank != 3 || query.shape[0] != batch || query.shape[1] != columns || query.shape[2] < 1 ||
+      query.shape[2] % (heads * size) || query.shape[2] / (heads * size) > kMostHeads) {
+    return node.error("query must have the shape [%lld, %lld, a multiple of %lld]; it is %s", print(batch),
+                      print(columns), print(heads * size), Text(query).characters);
+  }
+  layout.size = static_cast<size_t>(size);
+  layout.group = static_cast<size_t>(query.shape[2] / (heads * size));
+  call->rows = static_cast<size_t>(batch);
+  call->columns = static_cast<size_t>(columns);
+  call->query = static_cast<const float*>(query.data);
+  call->key = static_cast<const float*>(key.data);
+  call->value = static_cast<const float*>(value.data);
+  for (KVInput index : {kPast, kNew}) {
+    if (tensors[index].rank != 1 || tensors[index].shape[0] != batch) {
+      return node.error("%s must have the shape [%lld]; it is %s", kNames[index], print(batch),
+                        Text(tensors[index]).characters);
+    }
+  }
+  call->past = static_cast<const int64_t*>(tensors[kPast].data);
+  call->fresh = static_cast<const int64_t*>(tensors[kNew].data);
+  const Given &logits = tensors[kSinkLogits], &sink_query = tensors[kSinkQuery];
+  if (logits.rank != 1 || logits.shape[0]) {
+    if (logits.rank != 1 || logits.shape[0] != static_cast<int64_t>(layout.query_heads())) {
+      return node.error("sink_logits must have the shape [%lld] or [0]; it is %s", print(layout.query_heads()),
+                        Text(logits).characters);
+    }
+    call->sink_logits = static_cast<const float*>(logits.data);
+  }
+  if (sink_query.rank != 1 || sink_query.shape[0]) {
+    if (sink_query.rank != 3 || std::memcmp(sink_query.shape, query.shape, sizeof query.shape)) {
+      return node.error("sink_query must have the shape of query, %s, or [0]; it is %s", Text(query).characters,
+                        Text(sink_query).characters);
+    }
+    call->sink_query = static_cast<const float*>(sink_query.data);
+  }
+  const Given& keys = tensors[kKeys];
+  layout.pages = keys.rank == 4 ? static_cast<size_t>(keys.shape[2]) : 0;
+  layout.known = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
+  layout.summary = layout.known + (layout.compensate ? 2 * layout.size : 0);
+  if (layout.channels >= size) layout.channels = 0;  // all of them
+  GRAPHOPT_RETURN_IF_ERROR(check_state(node, *call));
+  return check_lengths(node, attributes, *call);
+}
+
+OrtStatus* KVInputs::check_state(const Node& node, const Attention& call) const {
+  const Layout& layout = call.layout;
+  const auto batch = static_cast<int64_t>(call.rows), heads = static_cast<int64_t>(layout.kv_heads);
+  const auto pages = static_cast<int64_t>(layout.pages), numbers = static_cast<int64_t>(layout.page * layout.size);
+  const int64_t of_page = layout.storage == Storage::kInt4 ? numbers / 2 : numbers;
+  const bool integers = layout.integers();
+  struct Wanted {
+    KVInput index;
+    int64_t third, last;
+    bool used;
+  };
+  const Wanted all[kStates] = {{kKeys, pages, of_page, true},
+                               {kValues, pages, of_page, true},
+                               {kScales, pages, static_cast<int64_t>(layout.scales()), integers},
+                               {kRecent, static_cast<int64_t>(layout.slots()), 2 * numbers, integers},
+                               {kSummaries, pages, static_cast<int64_t>(layout.summary), layout.summary > 0}};
+  for (const Wanted& wanted : all) {
+    const Given& tensor = tensors[wanted.index];
+    if (wanted.used) {
+      const int64_t shape[4] = {batch, heads, wanted.third, wanted.last};
+      if (tensor.rank == 4 && !std::memcmp(tensor.shape, shape, sizeof shape)) continue;
+      return node.error("%s must have the shape [%lld, %lld, %lld, %lld]; it is %s", kNames[wanted.index], print(batch),
+                        print(heads), print(wanted.third), print(wanted.last), Text(tensor).characters);
+    }
+    if (tensor.rank == 4 && tensor.empty()) continue;
+    return node.error("%s must have 4 axes and no numbers, as it is not used; it is %s", kNames[wanted.index],
+                      Text(tensor).characters);
+  }
+  return nullptr;
+}
+
+OrtStatus* KVInputs::check_lengths(const Node& node, const KVAttributes& attributes, const Attention& call) const {
+  const Layout& layout = call.layout;
+  const auto columns = static_cast<int64_t>(call.columns), page = static_cast<int64_t>(layout.page);
+  for (size_t row = 0; row < call.rows; ++row) {
+    const int64_t past = call.past[row], fresh = call.fresh[row];
+    if (past < 0 || fresh < 0 || fresh > columns || past > kMostTokens - fresh) {
+      return node.error("row %lld has %lld tokens and gets %lld: past must be 0 or more, new from 0 to %lld, their sum "
+                        "at most 2^62",
+                        print(row), print(past), print(fresh), print(columns));
+    }
+    // keys are in memory, so their pages are few enough to count tokens
+    const auto pages = static_cast<int64_t>(layout.pages), capacity = pages * page;
+    if (past + fresh <= capacity) continue;
+    if (!attributes.wraps) {
+      return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld: give it more pages",
+                        print(row), print(past), print(fresh), print(pages), print(capacity));
+    }
+    const int64_t fixed = layout.fixed_pages();
+    const int64_t read = layout.window > layout.recent ? layout.window : layout.recent;
+    const int64_t least = read + columns + (layout.compensate + 1) * page;
+    if (pages <= fixed || (pages - fixed) * page < least) {
+      return node.error("row %lld has %lld tokens and gets %lld, but its %lld pages hold %lld, and to be used again "
+                        "they must hold the sinks, and besides them %lld tokens: give it more pages",
+                        print(row), print(past), print(fresh), print(pages), print(capacity), print(least));
+    }
+  }
+  return nullptr;
+}
+
+OrtStatus* KVInputs::make_outputs(const Node& node, OrtKernelContext* context, size_t alignment, void** written) const {
+  for (size_t index = 0; index <= kStates; ++index) {
+    const Given& like = of_output(index);
+    OrtValue* output = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(node.api, context, index, like.shape, like.rank, &output));
+    if (!output) return node.error("all its outputs must have names, output %zu has none", index);
+    GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(node.api, output, &written[index]));
+    const size_t multiple = index && alignment > like.width() ? alignment : like.width();
+    if (reinterpret_cast<uintptr_t>(written[index]) % multiple && !like.empty()) {
+      return node.error("output %zu lies at no multiple of %zu bytes", index, multiple);
+    }
+  }
+  return check_memory(node, written);
+}
+
+OrtStatus* KVInputs::check_memory(const Node& node, void* const* outputs) const {
+  const auto meet = [](const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
+    const auto one = reinterpret_cast<uintptr_t>(a), other = reinterpret_cast<uintptr_t>(b);
+    return a_bytes && b_bytes && one < other + b_bytes && other < one + a_bytes;
+  };
+  for (size_t output = 0; output <= kStates; ++output) {
+    const size_t bytes = of_output(output).bytes();
+    for (size_t input = 0; input < kKVInputs; ++input) {
+      const Given& tensor = tensors[input];
+      if (!meet(outputs[output], bytes, tensor.data, tensor.bytes())) continue;
+      if (output && &tensor == &of_output(output) && tensor.data == outputs[output]) continue;
+      return node.error("output %zu lies in the memory of %s: only a state may be changed in place, by its own output",
+                        output, kNames[input]);
+    }
+    for (size_t other = 0; other < output; ++other) {
+      if (!meet(outputs[output], bytes, outputs[other], of_output(other).bytes())) continue;
+      return node.error("outputs %zu and %zu lie in the same memory", other, output);
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace graphopt

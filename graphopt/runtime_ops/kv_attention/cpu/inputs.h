@@ -1,0 +1,75 @@
+// Reading and checking what a KVAttention node is given: nothing is written before all of it fits.
+#pragma once
+
+#include <memory>
+
+#include "abi/tensor.h"
+#include "kv_attention/cpu/kernels.h"
+
+namespace graphopt {
+
+enum KVInput : size_t {
+  kQuery, kKey, kValue, kPast, kNew, kSinkLogits, kSinkQuery, kKeys, kValues, kScales, kRecent, kSummaries, kKVInputs
+};
+constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is what became of input kKeys + i
+
+// The types of a node's tensors, from that of queries, keys and values, and that of pages.
+template <int Activations>
+struct KVTypes {
+  static constexpr const char* kName = "KVAttention";
+  static constexpr size_t kInputs = kKVInputs, kOutputs = 1 + kStates;
+  static int input_type(size_t index, int pages) {
+    switch (index) {
+      case kQuery: case kKey: case kValue: case kSinkQuery: return Activations;
+      case kPast: case kNew: return kInt64;
+      case kKeys: case kValues: return pages;
+      default: return kFloat;
+    }
+  }
+  static int output_type(size_t index, int pages) { return index == 0 ? Activations : index <= 2 ? pages : kFloat; }
+};
+
+// The attributes of a node.
+struct KVAttributes {
+  Layout layout;  // but for what shapes say
+  std::unique_ptr<Policy[]> policies;
+  bool retrieves = false, wraps = false;  // a head retrieves; all of them stream
+
+  OrtStatus* read(const Node& node, const OrtKernelInfo* info, int type);
+};
+
+// A tensor of up to 4 axes; reading it takes no memory.
+struct Given {
+  void* data = nullptr;
+  int type = 0;
+  size_t rank = 0;
+  int64_t shape[4] = {};
+
+  OrtStatus* read(const Node& node, const OrtValue* value, const char* name);
+  bool empty() const;
+  size_t width() const;  // bytes of a number
+  size_t bytes() const;
+  size_t numbers() const { return bytes() / width(); }
+};
+
+struct KVInputs {
+  static const char* const kNames[kKVInputs];
+  Given tensors[kKVInputs];
+
+  // The input that is like an output: the query like y, and each state like itself.
+  const Given& of_output(size_t output) const {
+    return tensors[output ? kKeys + output - 1 : static_cast<size_t>(kQuery)];
+  }
+  // Makes the outputs and says where each lies, at multiples of `alignment` bytes at least where it is a state. A state
+  // may become that of the output in its own memory; nothing else may be written where something is still read.
+  OrtStatus* make_outputs(const Node& node, OrtKernelContext* context, size_t alignment, void** written) const;
+  // Fills in everything of the call but y and the state.
+  OrtStatus* read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context, Attention* call);
+
+ private:
+  OrtStatus* check_memory(const Node& node, void* const* outputs) const;
+  OrtStatus* check_state(const Node& node, const Attention& call) const;
+  OrtStatus* check_lengths(const Node& node, const KVAttributes& attributes, const Attention& call) const;
+};
+
+}  // namespace graphopt

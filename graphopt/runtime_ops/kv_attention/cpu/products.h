@@ -1,0 +1,224 @@
+// Products of queries with the keys of a page, and of weights with its values, in floats.
+#pragma once
+
+#include <type_traits>
+
+#include "kv_attention/cpu/narrow.h"
+#include "kv_attention/cpu/numbers.h"
+
+namespace graphopt {
+namespace {
+
+inline Floats load_numbers(const float* from) { return load_line<Floats>(from); }
+inline Floats load_numbers(const Half* from) { return load_halves(from); }
+
+// Groups of 16 numbers in a line.
+template <typename Stored>
+constexpr size_t kPerLine = kLine / (kColumns * sizeof(Stored));
+
+// Loads `Count` of them.
+template <typename Stored, size_t Count>
+inline void load_numbers(const Stored* from, Floats (&numbers)[Count]) {
+#if defined(__AVX512VBMI__)
+  if constexpr (sizeof(Stored) == 1 && Count == 4) return load_line_of_float8(from, numbers);
+#endif
+#pragma GCC unroll 4
+  for (size_t i = 0; i < Count; ++i) numbers[i] = load_numbers(from + i * kColumns);
+}
+
+// What registers hold: lines of sums for that many rows by that many lines.
+#if defined(__AVX512F__)
+constexpr size_t kMostTogether = 8, kSumLines = 16;
+#elif defined(__AVX2__)
+constexpr size_t kMostTogether = 4, kSumLines = 4;
+#else
+constexpr size_t kMostTogether = 2, kSumLines = 2;
+#endif
+constexpr size_t kMostLines = 4;
+// Numbers of float8 take registers while they are decoded.
+template <typename Stored>
+constexpr size_t kRowsTogether = sizeof(Stored) == 1 && kMostTogether > 4 ? 4 : kMostTogether;
+
+// Calls with_count(row, count) for runs of rows, with counts that the compiler knows.
+template <size_t Most = kMostTogether, typename WithCount>
+inline void for_rows(size_t rows, const WithCount& with_count, size_t row = 0) {
+  for (; row + Most <= rows; row += Most) with_count(row, std::integral_constant<size_t, Most>());
+  if constexpr (Most > 1) {
+    if (row < rows) for_rows<Most / 2>(rows, with_count, row);
+  }
+}
+
+// Lines that go together with `Rows` rows.
+template <size_t Rows>
+constexpr size_t lines_for = kSumLines / Rows < kMostLines ? kSumLines / Rows : kMostLines;
+
+// Few rows of floats wait for memory, which is fastest where it is read line by line, as it lies there.
+#if defined(__AVX512F__)
+template <typename Stored>
+constexpr size_t kRowsInOrder = sizeof(Stored) == sizeof(float) ? 4 : 0;
+#else
+template <typename Stored>
+constexpr size_t kRowsInOrder = 0;
+#endif
+constexpr size_t kTokensInOrder = 16;  // whose values the first cache holds, for rows that do not fit in registers
+
+// Asks for the line of the next page that lies where `at` lies in this one. Pages are short: what a processor foresees
+// by itself comes too late for most of them. It goes to the second cache: so many more lines can be under way.
+template <typename Stored>
+inline void prefetch_line(const Stored* at, ptrdiff_t to_next) {
+  const uintptr_t next = reinterpret_cast<uintptr_t>(at) + static_cast<uintptr_t>(to_next);
+  __builtin_prefetch(reinterpret_cast<const char*>(next), 0, 2);
+}
+
+// The lines of the page that is read next, asked for one by one while this page is worked on: what is asked for at once
+// waits, and so does all else.
+class Ahead {
+ public:
+  // What is left of the bytes that are asked for now. Loops hold it in registers.
+  struct Run {
+    const char *at = nullptr, *end = nullptr;
+  };
+  Run run;
+
+  void add(const void* from, size_t bytes) {
+    runs_[count_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
+  }
+  void ask(Run* now) {
+    if (__builtin_expect(now->at == now->end, 0)) {
+      if (next_ == count_) return;
+      *now = runs_[next_++];
+    }
+    prefetch_line(now->at, 0);
+    now->at += kLine;
+  }
+  void ask() { ask(&run); }
+  void ask_all() {
+    do ask();
+    while (run.at != run.end || next_ != count_);
+  }
+
+ private:
+  Run runs_[3];
+  size_t count_ = 0, next_ = 0;
+};
+
+template <size_t Rows, size_t Lines, typename Stored>
+inline void multiply_keys(const float* queries, const Stored* keys, ptrdiff_t to_next, size_t size, size_t page,
+                          float* scores) {
+  Floats sums[Rows][Lines] = {};
+  constexpr size_t kChannels = kPerLine<Stored>;
+  for (size_t c = 0; c < size; c += kChannels) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) {
+      const Stored* const at = keys + (i * size + c) * kColumns;
+      Floats line[kChannels];
+      load_numbers(at, line);
+      prefetch_line(at, to_next);
+#pragma GCC unroll 8
+      for (size_t k = 0; k < kChannels; ++k) {
+#pragma GCC unroll 8
+        for (size_t r = 0; r < Rows; ++r) sums[r][i] = fused(line[k], all_lanes(queries[r * size + c + k]), sums[r][i]);
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) store_line(scores + r * page + i * kColumns, sums[r][i]);
+  }
+}
+
+// Scores [rows, page] of the first 16 * `lines` tokens of a page, whose keys are [page / 16, size, 16]; the page that
+// comes next lies `to_next` bytes behind this one.
+template <typename Stored>
+void multiply_keys(const float* queries, size_t rows, const Stored* keys, ptrdiff_t to_next, size_t size, size_t lines,
+                   size_t page, float* scores) {
+  for (size_t line = 0; line < lines;) {
+    const size_t together = lines - line < kMostLines ? lines - line : kMostLines;
+    for_rows<kRowsTogether<Stored>>(rows, [&](size_t row, auto count) {
+      constexpr size_t kRows = decltype(count)::value;
+      constexpr size_t kLines = kRows <= kRowsInOrder<Stored> ? 1 : lines_for<kRows>;
+      size_t i = line;
+      const auto run = [&](auto width) {
+        multiply_keys<kRows, decltype(width)::value>(queries + row * size, keys + i * size * kColumns, to_next, size,
+                                                     page, scores + row * page + i * kColumns);
+        i += decltype(width)::value;
+      };
+      while (i + kLines <= line + together) run(std::integral_constant<size_t, kLines>());
+      while (i < line + together) run(std::integral_constant<size_t, 1>());
+    });
+    line += together;
+  }
+}
+
+template <size_t Rows, size_t Lines, typename Stored>
+inline void multiply_values(const float* weights, const float* factors, const Stored* values, ptrdiff_t to_next,
+                            size_t size, size_t page, size_t first, size_t end, float* sums) {
+  Floats sum[Rows][Lines] = {};
+  constexpr size_t kTogether = Lines % kPerLine<Stored> ? 1 : kPerLine<Stored>;
+  for (size_t t = first; t < end; ++t) {
+    Floats line[Lines / kTogether][kTogether];
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines / kTogether; ++i) {
+      const Stored* const at = values + t * size + i * kTogether * kColumns;
+      load_numbers(at, line[i]);
+      prefetch_line(at, to_next);
+    }
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      const Floats p = all_lanes(weights[r * page + t]);
+#pragma GCC unroll 8
+      for (size_t i = 0; i < Lines; ++i) sum[r][i] = fused(line[i / kTogether][i % kTogether], p, sum[r][i]);
+    }
+  }
+#pragma GCC unroll 8
+  for (size_t r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i < Lines; ++i) {
+      float* const to = sums + r * size + i * kColumns;
+      store_line(to, fused(load_line<Floats>(to), all_lanes(factors[r]), sum[r][i]));
+    }
+  }
+}
+
+// The same for `rows` rows, `Rows` and `Lines` at a time, or as many lines as registers hold for 0.
+template <size_t Rows, size_t Lines, typename Stored>
+inline void multiply_values(const float* weights, const float* factors, size_t rows, const Stored* values,
+                            ptrdiff_t to_next, size_t size, size_t page, size_t first, size_t end, float* sums) {
+  for_rows<Rows>(rows, [&](size_t row, auto count) {
+    constexpr size_t kRows = decltype(count)::value;
+    constexpr size_t kLines = Lines ? Lines : lines_for<kRows>;
+    size_t i = 0;
+    const auto run = [&](auto width) {
+      multiply_values<kRows, decltype(width)::value>(weights + row * page, factors + row, values + i * kColumns,
+                                                     to_next, size, page, first, end, sums + row * size + i * kColumns);
+      i += decltype(width)::value;
+    };
+    const size_t lines = size / kColumns;
+    while (i + kLines <= lines) run(std::integral_constant<size_t, kLines>());
+    while (i < lines) run(std::integral_constant<size_t, 1>());
+  });
+}
+
+// sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size], of tokens first..end;
+// factors become 1. A page is summed up by itself first, or a part of it, so that many tokens round little.
+template <typename Stored>
+void multiply_values(const float* weights, float* factors, size_t rows, const Stored* values, ptrdiff_t to_next,
+                     size_t size, size_t page, size_t first, size_t end, float* sums) {
+  const auto run = [&](auto together, auto lines, size_t from, size_t to) {
+    multiply_values<decltype(together)::value, decltype(lines)::value>(weights, factors, rows, values, to_next, size,
+                                                                       page, from, to, sums);
+    for (size_t r = 0; r < rows; ++r) factors[r] = 1;
+  };
+  if (rows > kRowsInOrder<Stored>) {
+    run(std::integral_constant<size_t, kRowsTogether<Stored>>(), std::integral_constant<size_t, 0>(), first, end);
+    return;
+  }
+  for (size_t token = first; token < end; token += kTokensInOrder) {
+    const size_t to = end - token < kTokensInOrder ? end : token + kTokensInOrder;
+    run(std::integral_constant<size_t, 2>(), std::integral_constant<size_t, kSumLines / 2>(), token, to);
+  }
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,56 @@
+// The pages that queries read, but for what a policy chooses by scores, and those among which it chooses.
+#pragma once
+
+#include "kv_attention/cpu/layout.h"
+
+namespace graphopt {
+
+// The pages that may be chosen for a query: those that hold a visible token which is not read in any case.
+struct Candidates {
+  int64_t first = 0, end = 0;
+
+  GRAPHOPT_INLINE Candidates(const Layout& layout, int64_t position) {
+    int64_t begin = layout.sinks;
+    const int64_t last = position - layout.recent;
+    if (layout.window && position - layout.window + 1 > begin) begin = position - layout.window + 1;
+    if (begin > last) return;
+    first = layout.page_of(begin), end = layout.page_of(last) + 1;
+  }
+};
+
+// Floats that scores of so many candidates take, and that listing them takes: weights lie behind the scores.
+GRAPHOPT_INLINE size_t score_floats(size_t count) { return (count + 15) / 16 * 16; }
+GRAPHOPT_INLINE size_t list_floats(const Layout& layout, size_t count) {
+  return (layout.mass > 0 ? 2 : 1) * score_floats(count);
+}
+
+// The most pages in a list for a query at `position`.
+GRAPHOPT_INLINE size_t longest_list(const Layout& layout, int64_t position) {
+  const int64_t all = layout.page_of(position) + 1;
+  const auto least = [&](int64_t pages) { return pages < all ? pages : all; };
+  const int64_t page = static_cast<int64_t>(layout.page);
+  const int64_t fixed = least(layout.fixed_pages()), recent = least((layout.recent - 1) / page + 2);
+  return static_cast<size_t>(least(fixed + recent + least(layout.budget)));
+}
+
+// The pages 0..`sinks`, then `begin` on, `pages` in all: what queries at positions `first` to `last` read without
+// choosing.
+struct PageRange {
+  int64_t sinks, begin;
+  size_t pages;
+
+  GRAPHOPT_INLINE PageRange(const Layout& layout, Policy policy, int64_t first, int64_t last) {
+    begin = layout.window ? first - layout.window + 1 : 0;
+    if (policy == Policy::kStreaming && first - layout.recent + 1 > begin) begin = first - layout.recent + 1;
+    begin = begin > 0 ? layout.page_of(begin) : 0;
+    const int64_t fixed = layout.fixed_pages();
+    sinks = policy == Policy::kDense ? 0 : fixed < begin ? fixed : begin;
+    pages = static_cast<size_t>(sinks + layout.page_of(last) - begin + 1);
+  }
+  GRAPHOPT_INLINE int64_t page(size_t index) const {
+    const int64_t i = static_cast<int64_t>(index);
+    return i < sinks ? i : begin + (i - sinks);
+  }
+};
+
+}  // namespace graphopt

@@ -1,0 +1,28 @@
+// Attention of the new queries, once the state is up to date, and the scratch that it takes.
+#pragma once
+
+#include "kv_attention/cuda/call.h"
+#include "kv_attention/cuda/plan.h"
+
+namespace graphopt {
+
+// Pages that retrieval chose: lists of `longest` entries, twice a page's index and 1 where the whole of it was chosen,
+// and how many there are: [row][retrieving head][new token].
+struct CudaLists {
+  const int32_t* entries = nullptr;
+  const int32_t* counts = nullptr;
+  int32_t longest = 0;
+};
+
+// One launch: how it is cut into units, one for each warp.
+struct AttendRun {
+  CudaCall call;
+  CudaPlan plan;
+  CudaLists lists;
+  float* partials = nullptr;
+};
+
+// Starts the kernels of a plan: null, or what went wrong.
+const char* attend_and_merge(const AttendRun& run, void* stream);
+
+}  // namespace graphopt

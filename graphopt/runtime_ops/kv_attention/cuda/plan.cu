@@ -1,0 +1,63 @@
+#include "kv_attention/cuda/plan.h"
+
+namespace graphopt {
+namespace {
+
+// Units that keep a large GPU busy; with fewer tiles of queries than that their pages are shared out, but not in parts
+// of fewer tokens than are worth a merge.
+constexpr int64_t kUnits = 2048, kLeastTokens = 256;
+constexpr int64_t kMostUnits = int64_t{1} << 30;
+
+}  // namespace
+
+const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const bool (&takes)[kPolicies]) {
+  const Layout& layout = call.layout;
+  first = from, end = to;
+  units = partials = tiles = segments = 0;
+  int16_t placed = 0;
+  for (int policy = 0; policy < kPolicies; ++policy) {
+    first_head[policy] = placed;
+    for (size_t head = 0; head < layout.kv_heads; ++head) {
+      if (static_cast<int>(call.policies[head]) == policy) heads[placed++] = static_cast<uint8_t>(head);
+    }
+  }
+  first_head[kPolicies] = placed;
+
+  const auto each = [&](const auto& visit) {
+    for (int row = 0; row < call.rows; ++row) {
+      const int32_t count = tokens(call, row);
+      for (int policy = 0; count && policy < kPolicies; ++policy) {
+        if (!takes[policy] || !heads_of(policy)) continue;
+        const Policy of = static_cast<Policy>(policy);
+        const int64_t queries = QueryPlace::tiles(layout, of, count);
+        // the tile of the last queries reads the most, or nearly
+        const QueryPlace earliest(layout, of, count, static_cast<int>(queries - 1), 0);
+        const int64_t last = call.past[row] + first + count - 1;
+        const int64_t pages = static_cast<int64_t>(
+            of == Policy::kRetrieval ? longest_list(layout, last)
+                                     : PageRange(layout, of, call.past[row] + first + earliest.token, last).pages);
+        visit(row, policy, queries, pages);
+      }
+    }
+  };
+  int64_t pages_in_all = 0, tiles_in_all = 0;
+  each([&](int, int policy, int64_t queries, int64_t pages) {
+    // beyond 2^40 a share of the pages is all of them anyway
+    const int64_t most = int64_t{1} << 40, of_head = pages < most / (queries + 1) ? pages * queries : most;
+    pages_in_all += of_head * heads_of(policy), tiles_in_all += queries * heads_of(policy);
+  });
+  if (tiles_in_all > kMostUnits) return "a call has too many queries for one launch: give it fewer tokens at a time";
+  const int64_t least = (kLeastTokens + static_cast<int64_t>(layout.page) - 1) / static_cast<int64_t>(layout.page);
+  const int64_t wanted = (pages_in_all + kUnits - 1) / kUnits;
+  share = static_cast<int32_t>(wanted < least ? least : wanted < INT32_MAX ? wanted : INT32_MAX);
+  each([&](int row, int policy, int64_t queries, int64_t pages) {
+    const int64_t parts = pages > share ? (pages + share - 1) / share : 1, all = queries * heads_of(policy);
+    segment[segments++] = {units, partials, tiles, static_cast<int32_t>(queries), static_cast<int32_t>(parts),
+                           static_cast<uint8_t>(row), static_cast<uint8_t>(policy)};
+    units += static_cast<int32_t>(all * parts);
+    if (parts > 1) partials += static_cast<int32_t>(all * parts), tiles += static_cast<int32_t>(all);
+  });
+  return nullptr;
+}
+
+}  // namespace graphopt

@@ -1,0 +1,106 @@
+"""The first half of what ``ai.graphopt::KVAttention`` means: new tokens go to their pages. In NumPy, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, round_page, to_storage
+
+Array = npt.NDArray[Any]
+Integers = npt.NDArray[np.int64]
+State = dict[str, Array]
+"""keys, values, scales, recent and summaries, by these names."""
+
+
+def append(attributes: KVAttributes, state: State, key: Array, value: Array, past: Integers, new: Integers) -> State:
+    """Return the state after the new tokens.
+
+    Args:
+        attributes: of the node.
+        state: as the shapes of ``KVAttributes.state``; it is left as it is.
+        key: float32 [B, S, Hk, D].
+        value: float32 [B, S, Hk, D].
+        past: int64 [B], tokens of each row that the state holds.
+        new: int64 [B], tokens of each row to append, its last columns.
+    """
+    state = {name: tensor.copy() for name, tensor in state.items()}
+    columns = key.shape[1]
+    for row, (before, count) in enumerate(zip(past.tolist(), new.tolist(), strict=True)):
+        of_row = row_of(state, row)
+        for index in range(count):
+            column = columns - count + index
+            _append_token(attributes, of_row, key[row, column], value[row, column], before + index)
+    return state
+
+
+def row_of(state: State, row: int) -> State:
+    """Return views of a row of the state; what is not used may have fewer, and stays as it is."""
+    return {name: tensor[row] if row < len(tensor) else tensor for name, tensor in state.items()}
+
+
+def _append_token(attributes: KVAttributes, state: State, key: Array, value: Array, position: int) -> None:
+    """Put the token at ``position``, key and value [Hk, D], into the state of a row, all tensors without their B."""
+    heads, channels = key.shape
+    page, offset = divmod(position, attributes.page)
+    physical = int(attributes.physical_page(page, state["keys"].shape[1]))
+    if attributes.levels is None:
+        keys = state["keys"][:, physical].reshape(heads, -1, channels, LANES)  # a view, as these bytes are contiguous
+        keys[:, offset // LANES, :, offset % LANES] = to_storage(key, attributes.storage)
+        values = state["values"][:, physical].reshape(heads, -1, channels)
+        values[:, offset] = to_storage(value, attributes.storage)
+    else:
+        oldest = page - (attributes.recent_pages + 1)
+        if offset == 0 and oldest >= attributes.sink_pages:
+            _round_page(attributes, state, oldest, channels)
+        slot = state["recent"][:, int(attributes.slot(page))].reshape(heads, 2, -1, channels)
+        slot[:, 0, offset] = key
+        slot[:, 1, offset] = value
+    if attributes.retrieves:
+        _summarize(attributes, state["summaries"][:, physical, : attributes.known(channels)], key, offset)
+    if attributes.compensate and position >= attributes.sinks:
+        _follow(attributes, state["summaries"][..., -2 * channels :], np.concatenate([key, value], axis=-1), position)
+
+
+def _round_page(attributes: KVAttributes, state: State, page: int, channels: int) -> None:
+    """Round a page that leaves `recent` to its codes."""
+    assert attributes.levels is not None
+    physical = int(attributes.physical_page(page, state["keys"].shape[1]))
+    slot = state["recent"][:, int(attributes.slot(page))]
+    keys, values = np.moveaxis(slot.reshape(len(slot), 2, attributes.page, channels), 1, 0)
+    key_codes, key_low, key_step = round_page(keys, -2, attributes.levels)
+    value_codes, value_low, value_step = round_page(values, -1, attributes.levels)
+    state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
+    state["values"][:, physical] = pack_values(value_codes, attributes.storage)
+    state["scales"][:, physical] = np.concatenate([key_low, key_step, value_low, value_step], axis=-1)
+
+
+def _summarize(attributes: KVAttributes, summary: Array, key: Array, offset: int) -> None:
+    """Bring the summary of a page [Hk, Z] up to date in place."""
+    channels = key.shape[-1]
+    if attributes.summary == "mean":
+        with np.errstate(invalid="ignore", over="ignore"):
+            summary[:] = key if offset == 0 else summary + (key - summary) / np.float32(offset + 1)
+    else:
+        lowest, highest = summary[:, :channels], summary[:, channels:]
+        lowest[:] = key if offset == 0 else np.minimum(lowest, key)
+        highest[:] = key if offset == 0 else np.maximum(highest, key)
+
+
+def _follow(attributes: KVAttributes, means: Array, token: Array, position: int) -> None:
+    """Bring the mean of all tokens from the sinks on up to date, in the page of the newest.
+
+    Args:
+        attributes: of the node.
+        means: [Hk, P, 2 D], mean keys and mean values; changed in place.
+        token: key and value, [Hk, 2 D].
+        position: of the token, not below the sinks.
+    """
+    page, offset = divmod(position, attributes.page)
+    here, before = attributes.physical_page([page, page if offset else page - 1], means.shape[1])
+    count = position - attributes.sinks + 1
+    with np.errstate(invalid="ignore", over="ignore"):
+        means[:, here] = token if count == 1 else means[:, before] + (token - means[:, before]) / np.float32(count)

@@ -1,0 +1,251 @@
+"""The attributes of ``ai.graphopt::KVAttention``, and what follows from them: where pages lie, what the state takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+DENSE, STREAMING, RETRIEVAL = range(3)
+"""What a head reads: everything, sinks and recent tokens, or chosen pages besides."""
+
+PAGES = (16, 32, 64, 128)
+SUMMARIES = ("bounds", "mean")
+
+FLOATS: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float8": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+"""The type of a storage of floats."""
+
+LEVELS = {"int8": 255, "int4": 15}
+"""The largest code of a storage of integers."""
+
+STORAGES = (*FLOATS, *LEVELS)
+
+LARGEST_FLOAT8 = 448.0
+"""Larger numbers, infinite ones too, are stored as float8 as this: the type has no infinity."""
+
+LANES = 16
+"""Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
+
+Dimension = int | str
+
+
+@dataclass(frozen=True)
+class KVAttributes:
+    """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.op`.
+
+    ``scale``, ``softcap`` and ``mass`` are rounded to float32, as a node holds them.
+
+    Raises:
+        ValueError: an attribute is out of its range, or two do not fit one another.
+    """
+
+    kv_heads: int
+    scale: float
+    softcap: float = 0.0
+    window: int = 0
+    page: int = 64
+    storage: str = "float32"
+    sink_pages: int = 0
+    recent_pages: int = 0
+    policies: tuple[int, ...] = (DENSE,)
+    sinks: int = 0
+    recent: int = 1
+    budget: int = 0
+    summary: str = "bounds"
+    mass: float = 0.0
+    channels: int = 0
+    compensate: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policies", tuple(self.policies))
+        with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
+            for name in ("scale", "softcap", "mass"):
+                object.__setattr__(self, name, float(np.float32(getattr(self, name))))
+        for name, least in (("kv_heads", 1), ("recent", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"KVAttention: {name} is at least {least}, not {getattr(self, name)}")
+        for name in ("softcap", "window", "sink_pages", "recent_pages", "sinks", "budget", "channels"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"KVAttention: {name} is at least 0, not {getattr(self, name)}")
+        for name, known in (("page", PAGES), ("storage", STORAGES), ("summary", SUMMARIES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"KVAttention: {name} is one of {known}, not {getattr(self, name)!r}")
+        if not 0 <= self.mass <= 1:
+            raise ValueError(f"KVAttention: mass is a share from 0 to 1, not {self.mass}")
+        if self.compensate not in (0, 1):
+            raise ValueError(f"KVAttention: compensate is 0 or 1, not {self.compensate}")
+        if self.compensate and self.window:
+            raise ValueError(
+                f"KVAttention: with a window of the model's own, {self.window}, no token that streaming drops is to be "
+                "seen: compensate must be 0"
+            )
+        if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
+            raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
+        if len(self.policies) not in (1, self.kv_heads) or not set(self.policies) <= {DENSE, STREAMING, RETRIEVAL}:
+            raise ValueError(
+                f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of "
+                f"{DENSE} (dense), {STREAMING} (streaming), {RETRIEVAL} (retrieval), not {list(self.policies)}"
+            )
+
+    def for_node(self) -> dict[str, Any]:
+        """Return the attributes by name, as a node takes them."""
+        return {**asdict(self), "policies": list(self.policies)}
+
+    @property
+    def levels(self) -> int | None:
+        """The largest code of the storage; ``None`` where it is floats."""
+        return LEVELS.get(self.storage)
+
+    @property
+    def slots(self) -> int:
+        """R, the pages that a storage of integers holds as floats; 0 where all pages are floats."""
+        return 0 if self.levels is None else self.sink_pages + self.recent_pages + 1
+
+    @property
+    def retrieves(self) -> bool:
+        """Whether a head chooses pages, so that pages have summaries to choose by."""
+        return RETRIEVAL in self.policies
+
+    @property
+    def chooses(self) -> bool:
+        """Whether retrieval may read a page besides what it always reads."""
+        return self.budget > 0 or self.mass > 0
+
+    @property
+    def summarizes(self) -> bool:
+        """Whether `summaries` are in use: to choose pages by, or for what streaming drops."""
+        return self.retrieves or self.compensate > 0
+
+    @property
+    def first_pages(self) -> int:
+        """F, the pages of the sinks, which stay where they are when the cache wraps."""
+        return -(-self.sinks // self.page)
+
+    def policy(self, head: int) -> int:
+        """Return the policy of a KV head."""
+        return self.policies[head if len(self.policies) > 1 else 0]
+
+    def may_wrap(self, pages: int, columns: int) -> bool:
+        """Return whether new tokens may take the place of old ones.
+
+        That is so if every head streams and a call of ``columns`` tokens overwrites nothing that its queries read. With
+        ``compensate`` that is one page more, whose summary stands for all that was dropped.
+
+        Args:
+            pages: P, the capacity.
+            columns: S, of the call.
+        """
+        ring = pages - self.first_pages
+        return set(self.policies) == {STREAMING} and ring > 0 and ring * self.page >= self.kept(columns)
+
+    def kept(self, columns: int) -> int:
+        """Return the tokens that pages behind the sinks must hold to be used again by calls of ``columns`` tokens."""
+        return max(self.recent, self.window) + columns + (1 + self.compensate) * self.page
+
+    def physical_page(self, page: npt.ArrayLike, pages: int) -> npt.NDArray[np.int64]:
+        """Return which of the ``pages`` pages of capacity holds page ``page`` of the sequence."""
+        page, first = np.asarray(page, np.int64), self.first_pages
+        return np.where(page < first, page, first + (page - first) % max(1, pages - first))
+
+    def slot(self, page: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """Return which slot of `recent` page ``page`` of the sequence has, while it is the newest that has it."""
+        page = np.asarray(page, np.int64)
+        ring = self.sink_pages + (page - self.sink_pages) % (self.recent_pages + 1)
+        return np.where(page < self.sink_pages, page, ring)
+
+    def is_recent(self, page: npt.ArrayLike, tokens: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+        """Return whether page ``page`` is read from `recent` once a row has ``tokens`` tokens; for integers only."""
+        page, newest = np.asarray(page, np.int64), (np.asarray(tokens, np.int64) - 1) // self.page
+        return (page < self.sink_pages) | (page > newest - (self.recent_pages + 1))
+
+    def known(self, head_size: int) -> int:
+        """Return the first numbers of a page's summary, which retrieval chooses by; means for streaming come behind."""
+        if not self.retrieves:
+            return 0
+        return head_size if self.summary == "mean" else 2 * head_size
+
+    def state(self, batch: Dimension, pages: Dimension, head_size: int) -> StateShapes:
+        """Return the shapes and types of the five tensors of the state; a string stands for a dimension of that name.
+
+        Raises:
+            ValueError: the head size is not supported.
+        """
+        if head_size % LANES or not LANES <= head_size <= 256:
+            raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
+        numbers, integers = self.page * head_size, self.levels is not None
+        stored = numbers // 2 if self.storage == "int4" else numbers
+        dtype = np.dtype(np.uint8) if integers else FLOATS[self.storage]
+        summaries = self.known(head_size) + 2 * head_size * self.compensate
+        leading = (batch, self.kv_heads, pages)
+        return StateShapes(
+            keys=StateTensor((*leading, stored), dtype),
+            values=StateTensor((*leading, stored), dtype),
+            scales=StateTensor((*leading, 2 * (head_size + self.page) if integers else 0)),
+            recent=StateTensor((batch, self.kv_heads, self.slots, 2 * numbers)),
+            summaries=StateTensor((*leading, summaries)),
+        )
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """Shape and type of one tensor of the state."""
+
+    shape: tuple[Dimension, ...]
+    dtype: np.dtype[Any] = field(default_factory=lambda: np.dtype(np.float32))
+
+    @property
+    def bytes(self) -> int:
+        """What it takes.
+
+        Raises:
+            ValueError: a dimension is only a name.
+        """
+        return self.dtype.itemsize * math.prod(self._sizes())
+
+    def zeros(self) -> npt.NDArray[Any]:
+        """Return it as it is before the first token.
+
+        Raises:
+            ValueError: a dimension is only a name.
+        """
+        return np.zeros(self._sizes(), self.dtype)
+
+    def _sizes(self) -> tuple[int, ...]:
+        sizes = tuple(size for size in self.shape if isinstance(size, int))
+        if len(sizes) < len(self.shape):
+            raise ValueError(f"a tensor of shape {list(self.shape)} has no size: a dimension is only a name")
+        return sizes
+
+
+@dataclass(frozen=True)
+class StateShapes:
+    """The five tensors of the state, in the order in which they are inputs (from 7) and outputs (from 1)."""
+
+    keys: StateTensor
+    values: StateTensor
+    scales: StateTensor
+    recent: StateTensor
+    summaries: StateTensor
+
+    def __iter__(self) -> Iterator[tuple[str, StateTensor]]:
+        for tensor in fields(self):
+            yield tensor.name, getattr(self, tensor.name)
+
+    @property
+    def bytes(self) -> int:
+        """What all of them take."""
+        return sum(tensor.bytes for _, tensor in self)
+
+    def zeros(self) -> dict[str, npt.NDArray[Any]]:
+        """Return a state without tokens, by name and in order."""
+        return {name: tensor.zeros() for name, tensor in self}

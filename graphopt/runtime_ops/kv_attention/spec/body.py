@@ -1,0 +1,194 @@
+"""The body of ``ai.graphopt::KVAttention``: standard ONNX operators, for one set of attributes.
+
+Types and shapes of the state follow from the attributes, and so does which nodes there are: an ``If`` on an attribute
+would still have branches whose types do not fit. So each set of attributes has a body of its own, told apart by the
+overload, the part of a function's name that ONNX has for this. onnxruntime 1.31 gives each node the body of its
+overload, and a kernel takes nodes of all overloads. onnxruntime 1.18 to 1.24 know no overloads, and give all nodes
+the same body: so a body compares the attributes of its node with those that it was made for, and where they differ it
+fails. For their sake, and to have fewer bodies, what layers differ in most is read from the node: its window, and its
+policies.
+
+The body computes scores of all pages, then hides what is not read: it says what is meant, and costs what dense
+attention costs.
+"""
+
+# onnxscript's builder makes operators by name, so its values have no static type.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.body_append import (
+    Call,
+    append_floats,
+    append_integers,
+    append_summaries,
+)
+from graphopt.runtime_ops.kv_attention.spec.body_compensation import append_means, extra_token
+from graphopt.runtime_ops.kv_attention.spec.body_read import attend, heads_apart, read_mask
+from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
+from graphopt.runtime_ops.operator import DOMAIN
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
+
+NAME = "KVAttention"
+
+INPUTS = (
+    *("query", "key", "value", "past", "new", "sink_logits", "sink_query"),
+    *("keys", "values", "scales", "recent", "summaries"),
+)
+OUTPUTS = ("y", "new_keys", "new_values", "new_scales", "new_recent", "new_summaries")
+
+_KINDS = {
+    **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
+    **dict.fromkeys(("sinks", "recent", "budget", "channels", "compensate"), ir.AttributeType.INT),
+    **dict.fromkeys(("scale", "softcap", "mass"), ir.AttributeType.FLOAT),
+    **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
+    "policies": ir.AttributeType.INTS,
+}
+
+# What a Constant calls a value of that kind.
+_FIELDS = {
+    ir.AttributeType.INT: "value_int",
+    ir.AttributeType.FLOAT: "value_float",
+    ir.AttributeType.STRING: "value_string",
+    ir.AttributeType.INTS: "value_ints",
+}
+
+# Layers differ in these. The body reads them from its node, so that such layers share it.
+_OF_NODE = ("window", "policies")
+
+
+def function(opset: int, **attributes: Any) -> ir.Function:
+    """Return the body for a node with these attributes, as a function of the given ONNX opset.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+    # heavy, and needed only where a model is made
+    from onnxscript import build_function
+
+    attrs = KVAttributes(**attributes)
+
+    def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
+        outputs = _write(op, attrs, dict(zip(INPUTS, inputs, strict=True)))
+        for name, value in zip(OUTPUTS, outputs, strict=True):
+            value.name = name
+        return outputs
+
+    inputs = [ir.Value(name=name) for name in INPUTS]
+    made = build_function(write, inputs, domain=DOMAIN, name=NAME, opset_imports={"": opset})
+    kinds = [ir.Attr(name, kind, None) for name, kind in _KINDS.items()]
+    return ir.Function(DOMAIN, NAME, overload(**attributes), graph=made.graph, attributes=kinds)
+
+
+def overload(**attributes: Any) -> str:
+    """Return the name of the body for these attributes: those that it is made for, floats as a file holds them.
+
+    Raises:
+        ValueError: an attribute is out of its range.
+    """
+    attrs = KVAttributes(**attributes)
+    parts = [f"retrieves={int(attrs.retrieves)}"]
+    for name, value in attrs.for_node().items():
+        if name not in _OF_NODE:
+            # np.float32 says 0.1 where Python says 0.10000000149011612
+            parts.append(f"{name}={str(np.float32(value)) if isinstance(value, float) else value}")
+    return ",".join(parts)
+
+
+def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
+    query, key, value = (op.Cast(given[name], to=ir.DataType.FLOAT) for name in ("query", "key", "value"))
+    past, new = (op.Reshape(given[name], [-1, 1]) for name in ("past", "new"))
+    pages, columns = op.Shape(given["keys"], start=2, end=3), op.Shape(key, start=1, end=2)
+    window = op.Reshape(_of_node(op, "window"), [1])
+    policies = _of_node(op, "policies")
+    past = op.Add(past, _refusal(op, attrs, past, new, columns, pages, window, policies))
+    channels = op.Div(op.Shape(key, start=2), attrs.kv_heads)
+    call = Call(op, attrs, past, op.Add(past, new), columns, pages, channels)
+    if attrs.levels is None:
+        K, keys = append_floats(call, given["keys"], key, is_keys=True)
+        V, values = append_floats(call, given["values"], value, is_keys=False)
+        scales, recent = op.Identity(given["scales"]), op.Identity(given["recent"])
+    else:
+        state = (given["keys"], given["values"], given["scales"], given["recent"])
+        made = append_integers(call, state, key, value)
+        keys, values, scales, recent, K, V = made.keys, made.values, made.scales, made.recent, made.K, made.V
+    summaries = given["summaries"]
+    if attrs.retrieves:
+        summaries = append_summaries(call, summaries, key)
+    if attrs.compensate:
+        summaries = append_means(call, summaries, key, value)
+    if not attrs.summarizes:
+        summaries = op.Identity(summaries)
+    every = op.Concat([0, 0, -1], channels, axis=0)
+    K, V = (op.Reshape(op.Transpose(each, perm=[0, 2, 1, 3, 4]), every) for each in (K, V))
+    q, first = heads_apart(call, query), None
+    if attrs.sinks:
+        # one behind the other, the first of them is sink_query where that is given
+        sink_query = op.Cast(given["sink_query"], to=ir.DataType.FLOAT)
+        flat = op.Concat(op.Reshape(sink_query, [-1]), op.Reshape(query, [-1]), axis=0)
+        shape = op.Shape(query)
+        first_query = op.Reshape(op.Slice(flat, [0], op.ReduceProd(shape, keepdims=1)), shape)
+        first = heads_apart(call, first_query)
+    is_read = read_mask(call, q, summaries, window, policies)
+    extra = extra_token(call, q, summaries, policies) if attrs.compensate else None
+    read = attend(call, q, first, K, V, is_read, given["sink_logits"], extra)
+    is_token = op.GreaterOrEqual(op.Add(call.range(columns), new), columns)  # B, S
+    shown = op.Where(op.Reshape(is_token, [0, 1, 1, -1, 1]), read, 0.0)
+    y = op.Reshape(op.Transpose(shown, perm=[0, 3, 1, 2, 4]), op.Shape(query))
+    return op.CastLike(y, given["query"]), keys, values, scales, recent, summaries
+
+
+def _refusal(
+    op: OpBuilder,
+    attrs: KVAttributes,
+    past: ir.Value,
+    new: ir.Value,
+    columns: ir.Value,
+    pages: ir.Value,
+    window: ir.Value,
+    policies: ir.Value,
+) -> ir.Value:
+    """Return 0, int64 [1]; if numbers of tokens or attributes do not fit, a Gather fails: ONNX has no other error."""
+    is_wrong = op.Or(op.Less(past, 0), op.Or(op.Less(new, 0), op.Greater(new, columns)))
+    is_wrong = op.Or(is_wrong, op.Greater(past, op.Sub(MOST_TOKENS, new)))
+    is_full = op.Greater(past, op.Sub(op.Mul(pages, attrs.page), new))
+    ring = op.Sub(pages, attrs.first_pages)
+    needed = op.Add(columns, op.Add(op.Max(window, attrs.recent), (1 + attrs.compensate) * attrs.page))
+    fits = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
+    wraps = op.And(fits, op.Not(_any(op, op.Not(op.Equal(policies, STREAMING)))))
+    is_wrong = op.Or(op.Or(is_wrong, op.And(is_full, op.Not(wraps))), _is_for_another(op, attrs, policies))
+    if attrs.compensate:
+        is_wrong = op.Or(is_wrong, op.Greater(window, 0))
+    wrong = op.ReduceMax(op.Cast(is_wrong, to=ir.DataType.INT32), keepdims=0)
+    return op.Gather([0], op.Reshape(wrong, [1]))
+
+
+def _is_for_another(op: OpBuilder, attrs: KVAttributes, policies: ir.Value) -> ir.Value:
+    """Return whether the node needs another body, bool [1]; constant, so folded when a model loads."""
+    differs = [
+        op.Not(op.Equal(_any(op, op.Equal(policies, RETRIEVAL)), op.Constant(value=ir.tensor([attrs.retrieves]))))
+    ]
+    for name, value in attrs.for_node().items():
+        if name not in _OF_NODE:
+            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[_KINDS[name]]: value}))
+            differs.append(op.Reshape(op.Not(same), [1]))
+    return _any(op, op.Concat(*differs, axis=0))
+
+
+def _of_node(op: OpBuilder, name: str) -> ir.Value:
+    """Return an attribute of the node: a scalar, or int64 [n]."""
+    field = _FIELDS[_KINDS[name]]
+    return op.Constant(**{field: ir.RefAttr(field, name, _KINDS[name])})
+
+
+def _any(op: OpBuilder, flags: ir.Value) -> ir.Value:
+    """Return whether one of the flags [n] is set, bool [1]."""
+    return op.Cast(op.ReduceMax(op.Cast(flags, to=ir.DataType.INT32), keepdims=1), to=ir.DataType.BOOL)

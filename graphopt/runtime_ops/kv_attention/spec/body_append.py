@@ -1,0 +1,267 @@
+"""The first half of the body of ``KVAttention``: new tokens go to their pages, rows side by side.
+
+Nothing is scattered: each place of the state asks which token it holds after the call, and whether that one is new.
+Where the reference goes token by token, the body knows the newest page p' <= p of a ring of n pages that a place
+belongs to: p' = f + n ((p - f) div n) for the place's own page f.
+"""
+
+# onnxscript's builder makes operators by name, so its values have no static type.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.body_storage import (
+    as_stored,
+    packed_keys,
+    packed_values,
+    restored,
+    rounded,
+    unpacked_keys,
+    unpacked_values,
+)
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
+
+
+@dataclass(frozen=True)
+class Call:
+    """What both halves of the body know of a call.
+
+    Attributes:
+        op: takes the nodes.
+        attrs: of the node.
+        past: int64 [B, 1], tokens before the call.
+        total: int64 [B, 1], tokens after it.
+        columns: int64 [1], S.
+        pages: int64 [1], P.
+        channels: int64 [1], D.
+    """
+
+    op: OpBuilder
+    attrs: KVAttributes
+    past: ir.Value
+    total: ir.Value
+    columns: ir.Value
+    pages: ir.Value
+    channels: ir.Value
+
+    def range(self, size: ir.Value) -> ir.Value:
+        """Return 0 .. size - 1 for a size int64 [1]."""
+        return self.op.Range(0, self.op.Squeeze(size, [0]), 1)
+
+    def newest_page(self) -> ir.Value:
+        """Return the page of each row's last token, int64 [B, 1]; -1 where there is none."""
+        return self.before(self.total)
+
+    def before(self, tokens: ir.Value) -> ir.Value:
+        """Return (tokens - 1) div T, rounded down; -1 for 0 tokens. ONNX divides towards 0."""
+        page = self.attrs.page
+        return self.op.Sub(self.op.Div(self.op.Add(tokens, page - 1), page), 1)
+
+    def pages_held(self, newest: ir.Value) -> ir.Value:
+        """Return which page each physical page holds, int64 [B, P], if ``newest`` [B, 1] is the last one written.
+
+        A physical page that was never written names a page beyond ``newest``. Until a cache wraps, all name themselves.
+        """
+        op, own = self.op, self.range(self.pages)
+        every = op.Add(own, op.Mul(newest, 0))
+        first = self.attrs.first_pages
+        ring = op.Max(op.Sub(self.pages, first), 1)
+        rounds = op.Div(op.Max(op.Sub(newest, own), 0), ring)
+        return op.Where(op.Less(own, first), every, op.Add(own, op.Mul(rounds, ring)))
+
+    def positions(self, pages: ir.Value) -> ir.Value:
+        """Return the positions of the tokens of pages [B, n], int64 [B, n, T]."""
+        op, page = self.op, self.attrs.page
+        return op.Add(op.Mul(op.Unsqueeze(pages, [-1]), page), list(range(page)))
+
+    def new_tokens(self, source: ir.Value, positions: ir.Value) -> tuple[ir.Value, ir.Value]:
+        """Return the new tokens at ``positions`` [B, n, T], and which positions are new.
+
+        Args:
+            source: key or value, float [B, S, H D].
+            positions: int64 [B, n, T].
+
+        Returns:
+            float [B, n, H, T, D], any tokens where a position is not new; bool [B, n, 1, T, 1].
+        """
+        op, attrs = self.op, self.attrs
+        flat = op.Reshape(positions, [0, -1])
+        is_new = op.And(op.GreaterOrEqual(flat, self.past), op.Less(flat, self.total))
+        from_end = op.Sub(flat, op.Sub(self.total, self.columns))
+        column = op.Max(op.Min(from_end, op.Sub(self.columns, 1)), 0)
+        tokens = op.GatherND(source, op.Unsqueeze(column, [-1]), batch_dims=1)
+        shape = op.Concat([0, -1, attrs.page, attrs.kv_heads], self.channels, axis=0)
+        split = op.Transpose(op.Reshape(tokens, shape), perm=[0, 1, 3, 2, 4])
+        return split, op.Reshape(is_new, [0, -1, 1, attrs.page, 1])
+
+    def pick(self, tensor: ir.Value, index: ir.Value) -> ir.Value:
+        """Return tensor [B, m, ...] at index [B, n], which is brought into range, [B, n, ...]."""
+        op = self.op
+        last = op.Sub(op.Shape(tensor, start=1, end=2), 1)
+        safe = op.Max(op.Min(index, last), 0)
+        return op.GatherND(tensor, op.Unsqueeze(safe, [-1]), batch_dims=1)
+
+
+def by_page(op: OpBuilder, tensor: ir.Value) -> ir.Value:
+    """Return [B, H, P, n] as [B, P, H, n], or the other way around."""
+    return op.Transpose(tensor, perm=[0, 2, 1, 3])
+
+
+def append_floats(call: Call, stored: ir.Value, source: ir.Value, *, is_keys: bool) -> tuple[ir.Value, ir.Value]:
+    """Return keys or values after the call: float [B, P, H, T, D], and as they are stored."""
+    op, attrs = call.op, call.attrs
+    tokens, is_new = call.new_tokens(source, call.positions(call.pages_held(call.newest_page())))
+    unpack, pack = (unpacked_keys, packed_keys) if is_keys else (unpacked_values, packed_values)
+    old = unpack(op, by_page(op, stored), attrs)
+    merged = op.Where(is_new, as_stored(op, tokens, attrs), old)
+    return merged, by_page(op, pack(op, merged, attrs))
+
+
+@dataclass(frozen=True)
+class Integers:
+    """A state of integers after the call; K and V are float [B, P, H, T, D], as they are read."""
+
+    keys: ir.Value
+    values: ir.Value
+    scales: ir.Value
+    recent: ir.Value
+    K: ir.Value
+    V: ir.Value
+
+
+def append_integers(
+    call: Call, state: tuple[ir.Value, ir.Value, ir.Value, ir.Value], key: ir.Value, value: ir.Value
+) -> Integers:
+    """Return the state after the call; ``state`` is keys, values, scales and recent."""
+    op, attrs = call.op, call.attrs
+    slots = op.Concat([0, 0, attrs.slots, 2, attrs.page], call.channels, axis=0)
+    before = op.Transpose(op.Reshape(state[3], slots), perm=[0, 2, 1, 3, 4, 5])  # B, R, H, 2, T, D
+    codes = _round_pages(call, state, before, key, value)
+    after = _fill_slots(call, before, key, value)
+    newest = call.newest_page()
+    page = call.pages_held(newest)
+    is_recent = op.Greater(page, op.Sub(newest, attrs.recent_pages + 1))
+    if attrs.sink_pages:
+        is_recent = op.Or(is_recent, op.Less(page, attrs.sink_pages))
+    is_recent = op.Reshape(is_recent, [0, -1, 1, 1, 1])
+    floats = call.pick(after, _slot(call, page))
+    stored = [by_page(op, tensor) for tensor in codes]
+    keys, values = unpacked_keys(op, stored[0], attrs), unpacked_values(op, stored[1], attrs)
+    of_tokens = op.Slice(stored[2], [-2 * attrs.page], [2**62], [-1])
+    of_channels = op.Slice(stored[2], [0], [-2 * attrs.page], [-1])
+    key_low, key_step = op.Split(op.Reshape(of_channels, [0, 0, 0, 2, -1]), axis=3, num_outputs=2, _outputs=2)
+    pair = op.Reshape(of_tokens, [0, 0, 0, 2, attrs.page, 1])
+    value_low, value_step = (op.Gather(pair, index, axis=3) for index in range(2))
+    K = op.Where(is_recent, op.Gather(floats, 0, axis=3), restored(op, keys, key_low, key_step))
+    V = op.Where(is_recent, op.Gather(floats, 1, axis=3), restored(op, values, value_low, value_step))
+    recent = op.Reshape(op.Transpose(after, perm=[0, 2, 1, 3, 4, 5]), [0, 0, attrs.slots, -1])
+    return Integers(*codes, recent, K, V)
+
+
+def _slot(call: Call, page: ir.Value) -> ir.Value:
+    op, attrs = call.op, call.attrs
+    ring = op.Add(op.Mod(op.Sub(page, attrs.sink_pages), attrs.recent_pages + 1), attrs.sink_pages)
+    return op.Where(op.Less(page, attrs.sink_pages), page, ring) if attrs.sink_pages else ring
+
+
+def _fill_slots(call: Call, before: ir.Value, key: ir.Value, value: ir.Value) -> ir.Value:
+    """Return `recent` [B, R, H, 2, T, D] after the call.
+
+    A place is asked for the newest token at its own offset: behind the last token that is one of an earlier page.
+    """
+    op, attrs = call.op, call.attrs
+    own = op.Reshape(op.Range(0, attrs.slots, 1), [1, -1, 1])
+    offset = list(range(attrs.page))
+    newest = call.before(op.Sub(op.Unsqueeze(call.total, [-1]), offset))  # B, 1, T
+    rounds = op.Div(op.Max(op.Sub(newest, own), 0), attrs.recent_pages + 1)
+    if attrs.sink_pages:
+        rounds = op.Where(op.Less(own, attrs.sink_pages), 0, rounds)
+    page = op.Add(own, op.Mul(rounds, attrs.recent_pages + 1))
+    positions = op.Add(op.Mul(page, attrs.page), offset)
+    filled = []
+    for index, source in enumerate((key, value)):
+        tokens, is_new = call.new_tokens(source, positions)
+        filled.append(op.Unsqueeze(op.Where(is_new, tokens, op.Gather(before, index, axis=3)), [3]))
+    return op.Concat(*filled, axis=3)
+
+
+def _round_pages(
+    call: Call, state: tuple[ir.Value, ...], before: ir.Value, key: ir.Value, value: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return keys, values and scales after the pages that leave `recent` in this call were rounded.
+
+    Page l leaves when page l + recent_pages + 1 begins, so at most one for each T columns, and one more.
+    """
+    op, attrs = call.op, call.attrs
+    assert attrs.levels is not None
+    kept = attrs.recent_pages + 1
+    first = op.Sub(op.Add(call.before(call.past), 1), kept)
+    most = op.Div(op.Add(call.columns, attrs.page - 1), attrs.page)
+    leaving = op.Add(first, call.range(most))
+    positions = call.positions(leaving)
+    tensors = []
+    scales = []
+    for index, (source, axis, pack) in enumerate(((key, -2, packed_keys), (value, -1, packed_values))):
+        tokens, is_new = call.new_tokens(source, positions)
+        old = call.pick(op.Gather(before, index, axis=3), _slot(call, leaving))
+        codes, low, step = rounded(op, op.Where(is_new, tokens, old), axis, attrs.levels)
+        tensors.append(pack(op, codes, attrs))
+        scales += [op.Squeeze(low, [axis]), op.Squeeze(step, [axis])]
+    tensors.append(op.Concat(*scales, axis=-1))
+    last = op.Sub(call.newest_page(), kept)
+    page, own = call.pages_held(last), call.range(call.pages)
+    is_written = op.And(op.GreaterOrEqual(page, first), op.LessOrEqual(own, last))
+    if attrs.sink_pages:
+        is_written = op.And(is_written, op.GreaterOrEqual(page, attrs.sink_pages))
+    is_written = op.Reshape(is_written, [0, 1, -1, 1])
+    place = op.Sub(page, first)
+    keys, values, all_scales = (
+        op.Where(is_written, by_page(op, call.pick(made, place)), old)
+        for made, old in zip(tensors, state, strict=False)
+    )
+    return keys, values, all_scales
+
+
+def append_summaries(call: Call, summaries: ir.Value, key: ir.Value) -> ir.Value:
+    """Return the summaries [B, H, P, Z] after the call, as far as pages are chosen by them."""
+    op, attrs = call.op, call.attrs
+    means = None
+    if attrs.compensate:
+        at = op.Mul(call.channels, -2)
+        summaries, means = op.Slice(summaries, [0], at, [-1]), op.Slice(summaries, at, [2**62], [-1])
+    first = op.Div(call.past, attrs.page)
+    most = op.Add(op.Div(op.Add(call.columns, attrs.page - 2), attrs.page), 1)
+    touched = op.Add(first, call.range(most))
+    tokens, is_new = call.new_tokens(key, call.positions(touched))  # B, n, H, T, D
+    old = call.pick(by_page(op, summaries), touched)  # B, n, H, Z
+    known = op.Max(op.Sub(call.past, op.Mul(touched, attrs.page)), 0)  # tokens that the summary knows, B, n
+    was_empty = op.Reshape(op.Equal(known, 0), [0, -1, 1, 1])
+    if attrs.summary == "mean":
+        count = op.Cast(op.Reshape(known, [0, -1, 1, 1]), to=ir.DataType.FLOAT)
+        added = op.Squeeze(op.ReduceSum(op.Cast(is_new, to=ir.DataType.FLOAT), [3], keepdims=1), [4])
+        old_sum = op.Where(was_empty, 0.0, op.Mul(old, count))
+        total = op.Add(old_sum, op.ReduceSum(op.Where(is_new, tokens, 0.0), [3], keepdims=0))
+        made = op.Div(total, op.Max(op.Add(count, added), 1.0))
+    else:
+        low, high = op.Split(old, axis=3, num_outputs=2, _outputs=2)
+        least = op.ReduceMin(op.Where(is_new, tokens, math.inf), [3], keepdims=0)
+        most_ = op.ReduceMax(op.Where(is_new, tokens, -math.inf), [3], keepdims=0)
+        low = op.Min(op.Where(was_empty, math.inf, low), least)
+        high = op.Max(op.Where(was_empty, -math.inf, high), most_)
+        made = op.Concat(low, high, axis=3)
+    place = op.Sub(call.range(call.pages), first)
+    begins = op.Mul(call.range(call.pages), attrs.page)
+    is_touched = op.And(op.GreaterOrEqual(place, 0), op.Less(begins, call.total))
+    # a call without tokens for a row touches nothing, and neither does one behind a full page
+    has_new = op.And(is_touched, op.Less(op.Max(call.past, begins), call.total))
+    after = op.Where(op.Reshape(has_new, [0, 1, -1, 1]), by_page(op, call.pick(made, place)), summaries)
+    return after if means is None else op.Concat(after, means, axis=-1)

@@ -1,0 +1,115 @@
+"""Pages in the body of ``KVAttention``: the layout and rounding of ``layout.py``, as nodes.
+
+Shapes: B rows, n pages, H KV heads, T tokens of a page, D channels. Constants are written as Python numbers.
+"""
+
+# onnxscript's builder makes operators by name, so its values have no static type.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LANES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.layout import TINY
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
+
+
+def packed_keys(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
+    """Return pages [.., .., .., T, D], floats or codes, as they are stored, [.., .., .., numbers or bytes]."""
+    if attrs.levels is not None:
+        return _packed_codes(op, page, attrs.page // LANES, -1, attrs)
+    blocks = op.Reshape(page, [0, 0, 0, attrs.page // LANES, LANES, -1])
+    return _stored_floats(op, op.Transpose(blocks, perm=[0, 1, 2, 3, 5, 4]), attrs)
+
+
+def packed_values(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
+    """Return pages as they are stored, see :func:`packed_keys`."""
+    if attrs.levels is not None:
+        turned = op.Transpose(page, perm=[0, 1, 2, 4, 3])
+        return _packed_codes(op, turned, -1, attrs.page // 4, attrs)
+    return _stored_floats(op, page, attrs)
+
+
+def unpacked_keys(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Value:
+    """Return stored keys as float [.., .., .., T, D]: the numbers, or codes."""
+    if attrs.levels is not None:
+        blocks = _unpacked_codes(op, packed, attrs.page // LANES, -1, attrs)
+        codes = op.Reshape(blocks, [0, 0, 0, attrs.page, -1])
+        return op.Cast(codes, to=ir.DataType.FLOAT)
+    numbers = op.Cast(packed, to=ir.DataType.FLOAT)
+    blocks = op.Reshape(numbers, [0, 0, 0, attrs.page // LANES, -1, LANES])
+    return op.Reshape(op.Transpose(blocks, perm=[0, 1, 2, 3, 5, 4]), [0, 0, 0, attrs.page, -1])
+
+
+def unpacked_values(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.Value:
+    """Return stored values as float [.., .., .., T, D]: the numbers, or codes."""
+    if attrs.levels is not None:
+        blocks = _unpacked_codes(op, packed, -1, attrs.page // 4, attrs)
+        codes = op.Transpose(op.Reshape(blocks, [0, 0, 0, -1, attrs.page]), perm=[0, 1, 2, 4, 3])
+        return op.Cast(codes, to=ir.DataType.FLOAT)
+    return op.Reshape(op.Cast(packed, to=ir.DataType.FLOAT), [0, 0, 0, attrs.page, -1])
+
+
+def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value:
+    """Return float numbers as a storage of floats gives them back."""
+    if attrs.storage == "float32":
+        return numbers
+    return op.Cast(op.Cast(numbers, to=_type(attrs)), to=ir.DataType.FLOAT)
+
+
+def rounded(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
+    low = op.ReduceMin(page, [axis], keepdims=1)
+    span = op.Sub(op.ReduceMax(page, [axis], keepdims=1), low)
+    # minima and maxima may lose a NaN; x 0 is 0, but for what is not finite
+    nothing = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
+    is_bad = op.IsNaN(nothing)
+    is_flat = op.Or(is_bad, op.Less(span, float(TINY)))
+    divisor = op.Where(is_flat, 1.0, span)
+    step = op.Where(is_flat, 0.0, op.Div(divisor, float(levels)))
+    steps = op.Mul(op.Sub(page, low), op.Div(float(levels), divisor))
+    nearest = op.Clip(op.Round(op.Where(is_flat, 0.0, steps)), 0.0, float(levels))
+    return op.Cast(nearest, to=ir.DataType.UINT8), op.Where(is_bad, math.nan, low), step
+
+
+def restored(op: OpBuilder, codes: ir.Value, low: ir.Value, step: ir.Value) -> ir.Value:
+    """Return the numbers that codes stand for, as float."""
+    return op.Add(low, op.Mul(step, codes))
+
+
+def _stored_floats(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
+    flat = op.Reshape(page, [0, 0, 0, -1])
+    return flat if attrs.storage == "float32" else op.Cast(flat, to=_type(attrs))
+
+
+def _type(attrs: KVAttributes) -> ir.DataType:
+    """Return the type that a storage of floats is cast to, which saturates where the type has no infinity."""
+    return ir.DataType.from_numpy(FLOATS[attrs.storage])
+
+
+def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
+    """Pack codes [.., lanes, summed]: ``blocks`` of 16 lanes and ``fours`` of what is summed over, one of them -1."""
+    split = op.Reshape(codes, [0, 0, 0, blocks, LANES, fours, 4])
+    ordered = op.Transpose(split, perm=[0, 1, 2, 3, 5, 4, 6])
+    if attrs.storage == "int4":
+        pairs = op.Reshape(ordered, [0, 0, 0, 0, -1, 2, LANES, 4])
+        low, high = op.Split(pairs, axis=5, num_outputs=2, _outputs=2)
+        ordered = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
+    return op.Reshape(ordered, [0, 0, 0, -1])
+
+
+def _unpacked_codes(op: OpBuilder, packed: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
+    """Return codes as blocks [.., lanes / 16, 16, summed / 4, 4]; arguments of :func:`_packed_codes`."""
+    if attrs.storage == "int4":
+        pairs = op.Reshape(packed, [0, 0, 0, blocks, fours // 2 if fours > 0 else -1, 1, LANES, 4])
+        low = op.BitwiseAnd(pairs, 15)
+        high = op.BitShift(pairs, 4, direction="RIGHT")
+        packed = op.Concat(low, high, axis=5)
+    ordered = op.Reshape(packed, [0, 0, 0, blocks, fours, LANES, 4])
+    return op.Transpose(ordered, perm=[0, 1, 2, 3, 5, 4, 6])

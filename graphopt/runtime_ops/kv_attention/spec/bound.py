@@ -1,0 +1,242 @@
+"""How far y of a ``KVAttention`` may be from its reference, and how far a storage of integers from floats; derived.
+
+Both say: a token whose score errs by at most e_j, rounding of its weight included, weighs p'_j in place of p_j. As
+weights are divided by their sum, with a = sum p_j e^e_j and b = sum p_j e^-e_j over all tokens read and the sink,
+
+    e^-e_j / a <= p'_j / p_j <= e^e_j / b,   so   |p'_j - p_j| <= p_j r_j,  r_j = max(e^e_j / b - 1, 1 - e^-e_j / a),
+
+and y errs by sum p_j r_j |v_j| for this, plus what the values err by, times p_j (1 + r_j). Where scores are large and
+err by more than a little, another bound is the smaller one: no set of tokens gains more than tanh(e / 2) of the weight,
+with e the largest e_j, as its odds change by e^(2 e) at most. So y errs by at most 2 tanh(e / 2) max|v|.
+
+Write u = 2^-24 and gamma(n) = n u / (1 - n u) (Higham 2002, Accuracy and stability, lemma 3.1). A stored number is
+low + step code; a float is its own low.
+
+**A kernel** computes in float32, in any order of sums, and may round what it multiplies codes with, for each query and
+page, to integers of 15 bits: r = q_c step_c over the channels for scores, r = p_j step_j over the tokens for y. Then r
+errs by half of max|r| / L, L = 2^14 - 1, and by a share of 4 u for the quotients, so its product with codes by
+
+    max|r| (1 / (2 L) + 4 u) sum code.
+
+- e_j = scale (that + gamma(D + 8) sum_c |q_c| (|low_c| + |step_c| code_c)) for the product, where D + 8 counts the
+  products and sums of both parts, and the products with scale and step. A softcap c has a slope of at most 1, and
+  errs by 8 u c itself. The difference to the largest score is rounded once, u |s_j - max s|; exp errs by 4 u of itself.
+- The sums of y and of weights meet at most N + 4 n + 16 roundings each, for N tokens read on n pages: a page's sum is
+  rescaled when a larger score comes, and pages are merged. So gamma(2 (N + 4 n + 16)) of the sum of magnitudes
+  p'_j (|low_j| + |step_j| code_j), and of what rounding r adds. Where results are subnormal each errs by 2^-150 more.
+- What is below e^-87 of the largest weight, or in r below 1e-30, may count as that or as nothing.
+
+**A storage of integers** gives x back within step (1/2 + 5 u levels): (x - low) (levels / span) meets 3 roundings,
+each of at most u levels steps, and step and span one each. A float of s significant bits and a least exponent e gives
+x back within a share of 2^-s of what it stores for x (Higham, theorem 2.3), or within half of its least number, 2^(e -
+s): float16 has s = 11 and e = -14, bfloat16 8 and -126, float8 4 and -6. A float8 of 448 may stand for anything above.
+Pages that retrieval chooses are the same, as summaries are made of the float keys. So e_j = scale sum_c |q_c| step_c
+(1/2 + 5 u levels), and a value errs by step_j (1/2 + 5 u levels).
+
+**A token that stands for those that streaming dropped** has a mean that errs as :mod:`.compensation` says, so its score
+by scale sum_c |q_c| err_c more, and log N errs by 2 u of itself, their sum by u. Its value errs by p'_j err.
+
+A bound holds if both sides choose the same pages: where two scores of pages are within float32 rounding of each other
+retrieval may read the other one. Where rounding may change how many pages hold `mass` the bound is infinite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import LARGEST_FLOAT8, RETRIEVAL, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.reference import scores, softmax_weights
+from graphopt.runtime_ops.kv_attention.spec.selection import UNIT, candidate_pages, is_open, page_scores
+from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
+
+Array = npt.NDArray[Any]
+Doubles = npt.NDArray[np.float64]
+
+LEVELS = 2**14 - 1
+"""The largest integer of 15 bits, with its sign."""
+
+_FLOATS = {"float16": (11, -14), "bfloat16": (8, -126), "float8": (4, -6)}
+"""Significant bits, the implied one included, and the exponent of the least normal number."""
+
+_SMALLEST_WEIGHT = float(np.exp(-87))
+_SMALLEST_FACTOR = 1e-30
+_SMALLEST_ERROR = 2.0**-150
+
+
+def bound(*inputs: Array, **attributes: Any) -> Doubles:
+    """Return the largest |y - reference| that the operator allows, from its inputs and attributes.
+
+    Returns:
+        float64 [B, S, Hq D]; infinite where a query or what it reads is not finite, or a float32 may overflow.
+
+    Raises:
+        ValueError: as the reference.
+    """
+    return _for_each(_of_kernel, inputs, attributes)
+
+
+def storage_bound(*inputs: Array, **attributes: Any) -> Doubles:
+    """Return the largest distance, of exact arithmetic, between y of this state and y of one that rounds nothing.
+
+    Returns:
+        float64 [B, S, Hq D]; infinite where a query or something that it reads is not finite.
+
+    Raises:
+        ValueError: as the reference.
+    """
+    return _for_each(_of_storage, inputs, attributes)
+
+
+def _for_each(
+    limit: Callable[[KVAttributes, Reading], Doubles], inputs: tuple[Array, ...], attributes: dict[str, Any]
+) -> Doubles:
+    attrs = KVAttributes(**attributes)
+    query, key = inputs[:2]
+    limits = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
+    past, new = inputs[3:5]
+    for reading in readings(attrs, inputs)[1]:
+        last = int(past[reading.row] + new[reading.row])
+        with np.errstate(all="ignore"):  # infinite is a limit too
+            of_reading = limit(attrs, reading) + _open(attrs, reading, last - len(reading.q))
+        limits[reading.row, reading.columns, reading.head] = np.where(np.isfinite(of_reading), of_reading, np.inf)
+    return limits.reshape(query.shape)
+
+
+def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:
+    """Return infinity for queries that may read one page more or less for their `mass`, else 0, [n, 1, 1]."""
+    opened = np.zeros((len(reading.q), 1, 1))
+    if attrs.policy(reading.head) == RETRIEVAL and 0 < attrs.mass < 1:
+        for index, q in enumerate(reading.q):
+            summaries = reading.summaries[candidate_pages(attrs, first + index)]
+            if is_open(attrs, summaries, q, page_scores(attrs, summaries, q)):
+                opened[index] = np.inf
+    return opened
+
+
+def _products(attrs: KVAttributes, reading: Reading, numbers: Doubles) -> Doubles:
+    """Return scale |q| . numbers for all stored tokens, [n, G, m], for numbers [m, D] that are not negative."""
+    of_rest, of_sinks = (np.abs(query) @ numbers.T for query in (reading.q, reading.first_q))
+    products: Doubles = np.where(reading.positions < attrs.sinks, of_sinks, of_rest)
+    return products * abs(attrs.scale)
+
+
+def _shares(reading: Reading, p: Doubles, e: Doubles, e_sink: Doubles) -> Doubles:
+    """Return r_j, [n, G, m]; ``e_sink`` [n, G, 1] is the error of the sink's weight, if there is one."""
+    e = np.where(reading.is_read[:, None], e, 0)
+    # without a sink p sums to 1, up to rounding
+    p_sink = 0.0 if reading.sink_logits is None else np.maximum(1 - p.sum(axis=-1, keepdims=True), 0)
+    a = (p * np.exp(e)).sum(axis=-1, keepdims=True) + p_sink * np.exp(e_sink)
+    b = (p * np.exp(-e)).sum(axis=-1, keepdims=True) + p_sink * np.exp(-e_sink)
+    shares: Doubles = np.maximum(np.exp(e) / b - 1, 1 - np.exp(-e) / a)
+    return shares
+
+
+def _of_storage(attrs: KVAttributes, reading: Reading) -> Doubles:
+    p = softmax_weights(reading, scores(attrs, reading))
+    e = _products(attrs, reading, _storage_error(attrs, reading.keys))
+    r = _shares(reading, p, e, np.zeros(1))
+    values, value_error = np.abs(reading.values.numbers), _storage_error(attrs, reading.values)
+    of_values = np.minimum((p * (1 + r)) @ _read(value_error), _largest_read(reading, value_error))
+    limit = _moved(reading, p, e, r, values) + of_values + _bad_reads(reading)
+    if attrs.storage == "float8":
+        cut_off = (np.abs(each.numbers) == LARGEST_FLOAT8 for each in (reading.keys, reading.values))
+        limit = limit + _reads_of(reading, *cut_off)
+    return limit
+
+
+def _moved(reading: Reading, p: Doubles, e: Doubles, r: Doubles, values: Doubles) -> Doubles:
+    """Return what y errs by if scores err by ``e``, [n, G, D]; ``values`` are magnitudes, [m, D]."""
+    largest = np.where(reading.is_read[:, None], e, 0).max(axis=-1, keepdims=True, initial=0)
+    moved: Doubles = np.minimum((p * r) @ _read(values), 2 * np.tanh(largest / 2) * _largest_read(reading, values))
+    return moved
+
+
+def _largest_read(reading: Reading, numbers: Doubles) -> Doubles:
+    """Return the largest of ``numbers`` [m, D], none of them negative, that each query reads, [n, 1, D]."""
+    read: Doubles = np.where(reading.is_read[..., None], _read(numbers), 0).max(axis=1, initial=0)
+    return read[:, None]
+
+
+def _storage_error(attrs: KVAttributes, stored: Stored) -> Doubles:
+    """Return how far the stored numbers are at most from what was stored, [m, D]."""
+    if attrs.storage in _FLOATS:
+        bits, exponent = _FLOATS[attrs.storage]
+        known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**exponent)
+        return known * 2.0**-bits
+    return stored.step * (0.5 + 5 * UNIT * (attrs.levels or 0))
+
+
+def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
+    keys, values = reading.keys, reading.values
+    channels = keys.low.shape[1]
+    exact = scores(attrs, reading)
+    # a state may come from anywhere, so that steps may be negative
+    key_step, value_step = np.abs(keys.step), np.abs(values.step)
+    magnitude = _products(attrs, reading, np.abs(keys.low) + key_step * keys.codes)
+    e = _gamma(channels + 8) * magnitude
+    codes = keys.codes.sum(axis=-1)
+    of_rest, of_sinks = (_largest_factor(query, key_step) for query in (reading.q, reading.first_q))
+    largest = np.where(reading.positions < attrs.sinks, of_sinks, of_rest) * abs(attrs.scale)
+    e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
+    read = np.where(reading.is_read[:, None], exact, -np.inf)
+    top = read.max(axis=-1, keepdims=True, initial=-np.inf)
+    if reading.sink_logits is not None:
+        top = np.maximum(top, reading.sink_logits[:, None])
+        e_sink = UNIT * (top - reading.sink_logits[:, None]) + 4 * UNIT
+    else:
+        e_sink = np.zeros_like(top)
+    e = e + UNIT * (top - exact) + 4 * UNIT + 3 * UNIT * np.log(reading.counts)
+    e = e + np.where(reading.counts > 1, UNIT * magnitude, 0) + _products(attrs, reading, keys.error)
+    p = softmax_weights(reading, exact)
+    r = _shares(reading, p, e, e_sink)
+    heavy = np.minimum(p * (1 + r), 1)
+    rounding = np.zeros((*p.shape[:2], channels))
+    page = reading.positions // attrs.page
+    for these in (page == each for each in np.unique(page)):
+        factor = (heavy * value_step[:, 0])[..., these].max(axis=-1, keepdims=True)
+        of_codes = reading.is_read[:, these].astype(np.float64) @ values.codes[these]
+        rounding += (factor * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * of_codes[:, None]
+    count = reading.is_read.sum(axis=-1)[:, None, None]
+    known = np.abs(values.numbers)
+    rounding += heavy @ _read(values.error)
+    of_values = _read(np.abs(values.low) + value_step * values.codes)
+    sums = heavy @ of_values + rounding
+    roundings = 2 * (count + 4 * len(np.unique(page)) + 16)
+    gamma = _gamma(roundings)
+    tiny = 2 * count * _SMALLEST_WEIGHT * _largest_read(reading, known) + roundings * _SMALLEST_ERROR
+    limit = _moved(reading, p, np.maximum(e, e_sink), r, known) + rounding + gamma * sums + tiny + _bad_reads(reading)
+    fits = (np.where(reading.is_read[:, None], magnitude, 0) < np.finfo(np.float32).max / 4).all(axis=-1, keepdims=True)
+    # until they are divided at the end, sums of a part have its largest weight as 1
+    fits = fits & (count * _largest_read(reading, of_values) < np.finfo(np.float32).max / 4)
+    return np.where(fits, limit, np.inf)
+
+
+def _largest_factor(query: Doubles, step: Doubles) -> Doubles:
+    """Return max_c |q_c| step_c for each query and token, [n, G, m], of steps that are not negative."""
+    factors: Doubles = (np.abs(query)[..., None, :] * step).max(axis=-1)
+    return factors
+
+
+def _gamma(n: Any) -> Any:
+    """Return what n roundings, an array or a number, make of one."""
+    return n * UNIT / (1 - n * UNIT)
+
+
+def _read(numbers: Doubles) -> Doubles:
+    """Return numbers [m, D] with 0 for what is not finite: a weight of 0 would make NaN of it."""
+    return np.where(np.isfinite(numbers), numbers, 0)
+
+
+def _bad_reads(reading: Reading) -> Doubles:
+    """Return infinity where something is read that is not finite, else 0, [n, 1, D]."""
+    return _reads_of(reading, ~np.isfinite(reading.keys.numbers), ~np.isfinite(reading.values.numbers))
+
+
+def _reads_of(reading: Reading, keys: Mask, values: Mask) -> Doubles:
+    """Return infinity where one of the keys or values that a mask [m, D] marks is read, else 0, [n, 1, D]."""
+    bad = keys.any(axis=-1, keepdims=True) | values
+    return np.where((reading.is_read.astype(np.int64) @ bad)[:, None] > 0, np.inf, 0.0)

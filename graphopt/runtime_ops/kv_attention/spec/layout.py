@@ -1,0 +1,134 @@
+"""How ``ai.graphopt::KVAttention`` stores a page of T tokens with D channels.
+
+Floats: keys [T/16, D, 16], so that one channel of 16 tokens is one load; values [T, D], as they come. They have no
+scales, float8 neither: that is what others do who store caches so and were told none.
+
+Integers: keys [T/16, D/4, 16, 4], so that four channels of a token are neighbours, as a dot product of bytes takes
+them; values the same with the axes changed, [D/16, T/4, 16, 4]: what is summed over, channels for keys and tokens for
+values, lies in fours. int4 has two neighbouring fours in a byte, the first of them in its low 4 bits.
+
+Keys are rounded with a scale per channel and page, values with a scale per token, after KIVI (Liu et al. 2024): a
+few channels of keys are large throughout, while values have no such channels.
+
+This layout is part of the operator's meaning.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LANES, LARGEST_FLOAT8
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Singles = npt.NDArray[np.float32]
+
+TINY = np.float32(1e-30)
+"""Numbers that differ by less count as one number: their step could not be divided by."""
+
+
+def pack_keys(page: Array, storage: str) -> Array:
+    """Return keys as they are stored.
+
+    Args:
+        page: [..., T, D], floats, or codes as uint8 for a storage of integers.
+        storage: one of ``STORAGES``.
+
+    Returns:
+        [..., n] in the storage's type: n = T D numbers, or T D / 2 bytes for int4.
+    """
+    if storage.startswith("int"):
+        return _pack_codes(page, storage)
+    *leading, tokens, channels = page.shape
+    blocks = page.reshape(*leading, tokens // LANES, LANES, channels).swapaxes(-1, -2)
+    return _flat(to_storage(blocks, storage), leading)
+
+
+def unpack_keys(packed: Array, tokens: int, channels: int, storage: str) -> Array:
+    """Return what :func:`pack_keys` was given, [..., T, D]: uint8 for a storage of integers, else the stored type."""
+    if storage.startswith("int"):
+        return _unpack_codes(packed, tokens, channels, storage)
+    leading = packed.shape[:-1]
+    blocks = packed.reshape(*leading, tokens // LANES, channels, LANES).swapaxes(-1, -2)
+    return np.ascontiguousarray(blocks).reshape(*leading, tokens, channels)
+
+
+def pack_values(page: Array, storage: str) -> Array:
+    """Return values as they are stored; arguments and result as of :func:`pack_keys`."""
+    if storage.startswith("int"):
+        return _pack_codes(page.swapaxes(-1, -2), storage)
+    return _flat(to_storage(page, storage), page.shape[:-2])
+
+
+def unpack_values(packed: Array, tokens: int, channels: int, storage: str) -> Array:
+    """Return what :func:`pack_values` was given, [..., T, D]: uint8 for a storage of integers, else the stored type."""
+    if storage.startswith("int"):
+        return np.ascontiguousarray(_unpack_codes(packed, channels, tokens, storage).swapaxes(-1, -2))
+    return packed.reshape(*packed.shape[:-1], tokens, channels)
+
+
+def to_storage(numbers: Array, storage: str) -> Array:
+    """Return numbers, of float32 or stored already, in the type of a storage of floats.
+
+    To the nearest, ties to even. What is too large becomes infinite, but for float8: that becomes the largest number,
+    infinity too, and only what is no number stays none (``Cast`` of ONNX with ``saturate=1``).
+    """
+    dtype = FLOATS[storage]
+    if storage == "float8" and numbers.dtype != dtype:
+        numbers = numbers.clip(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    with np.errstate(over="ignore", invalid="ignore"):
+        return numbers.astype(dtype)
+
+
+def round_page(page: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
+    """Round numbers to codes, all of it in float32 arithmetic.
+
+    low = min, span = max - min. Where span < 1e-30, step and codes are 0; else step = span / levels and
+    code = round((x - low) (levels / span)), ties to even, from 0 to levels. A set that is not finite, or whose span is
+    not, has low = NaN, step = 0 and codes 0.
+
+    Args:
+        page: float32, of any shape.
+        axis: the numbers along it share a scale: tokens for keys, channels for values.
+        levels: the largest code.
+
+    Returns:
+        codes uint8, the shape of ``page``; low and step, float32, without ``axis``.
+    """
+    low, high = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
+        span = high - low
+        is_finite = np.isfinite(span)
+        is_flat = ~is_finite | (span < TINY)
+        divisor = np.where(is_flat, np.float32(1), span)
+        step = np.where(is_flat, np.float32(0), divisor / np.float32(levels))
+        steps = (page - low) * (np.float32(levels) / divisor)
+    nearest = np.clip(np.rint(np.where(is_flat, np.float32(0), steps)), 0, levels)
+    low = np.where(is_finite, low, np.float32(np.nan))
+    return nearest.astype(np.uint8), low.squeeze(axis), step.squeeze(axis)
+
+
+def _pack_codes(codes: Bytes, storage: str) -> Bytes:
+    *leading, lanes, summed = codes.shape
+    blocks = codes.reshape(*leading, lanes // LANES, LANES, summed // 4, 4).swapaxes(-2, -3)
+    if storage == "int4":
+        pairs = blocks.reshape(*leading, lanes // LANES, summed // 8, 2, LANES, 4)
+        blocks = pairs[..., 0, :, :] | pairs[..., 1, :, :] << np.uint8(4)
+    return _flat(blocks, leading)
+
+
+def _unpack_codes(packed: Bytes, lanes: int, summed: int, storage: str) -> Bytes:
+    leading = packed.shape[:-1]
+    if storage == "int4":
+        pairs = packed.reshape(*leading, lanes // LANES, summed // 8, LANES, 4)
+        packed = np.stack([pairs & 15, pairs >> 4], axis=-3)
+    blocks = packed.reshape(*leading, lanes // LANES, summed // 4, LANES, 4).swapaxes(-2, -3)
+    return np.ascontiguousarray(blocks).reshape(*leading, lanes, summed)
+
+
+def _flat(blocks: Array, leading: list[int] | tuple[int, ...]) -> Array:
+    return np.ascontiguousarray(blocks).reshape(*leading, prod(blocks.shape[len(leading) :]))

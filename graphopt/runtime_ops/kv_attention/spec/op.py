@@ -1,0 +1,101 @@
+"""``ai.graphopt::KVAttention``, version 1: attention that owns its cache, in pages, of which a policy reads some.
+
+B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
+D head size (a multiple of 16, up to 256), T tokens of a page, P pages of capacity.
+
+Inputs, all required; what is not used has no elements:
+    query: float or float16 [B, S, Hq D].
+    key, value: the type of query, [B, S, Hk D].
+    past: int64 [B], tokens that a row has stored.
+    new: int64 [B], tokens of a row in this call, its last columns. They have positions past .. past + new - 1.
+    sink_logits: float [Hq] or [0], logits without a value that take part in the softmax (gpt-oss).
+    sink_query: the type of query, [B, S, Hq D] or [0], the query for positions below ``sinks`` (LM-Infinite, Han et al.
+        2024, caps the distance to them: another rotary angle); else ``query`` reads them.
+    keys, values: [B, Hk, P, n], float, float16, bfloat16, float8e4m3fn or uint8, the pages, see :mod:`.layout`.
+    scales: float [B, Hk, P, 2 D + 2 T], of a page: key low [D], key step [D], value low [T], value step [T].
+    recent: float [B, Hk, R, 2 T D], R = sink_pages + recent_pages + 1 slots: keys [T, D], then values [T, D].
+    summaries: float [B, Hk, P, Z], Z = 2 D (min and max of the keys of a page) or D (their mean), 0 where no head
+        retrieves, and 2 D more with ``compensate``.
+    Storages of floats use no scales and no `recent`; without retrieval and ``compensate`` there are no summaries. What
+    is not used is any tensor of rank 4 without elements.
+
+Attributes:
+    kv_heads: int, Hk.
+    scale: float, of q . k.
+    softcap: float, c in c tanh(s / c), after ``scale``; 0 for none.
+    window: int, the model's own: position p sees positions > p - window; 0 for none.
+    page: int, T: 16, 32, 64 or 128.
+    storage: string, float32, float16, bfloat16, float8 (E4M3FN, Micikevicius et al. 2022), int8 or int4.
+    sink_pages, recent_pages: int, full pages that a storage of integers keeps as floats, besides the newest.
+    policies: ints, one or Hk: 0 dense, 1 streaming, 2 retrieval.
+    sinks, recent: int, tokens that streaming and retrieval always read, the first and the last.
+    budget: int, pages that retrieval reads besides, at most; 0 with a ``mass`` sets no limit.
+    summary: string, bounds or mean: what retrieval knows of a page.
+    mass: float, 0 to 1, the share of the softmax of the scores that the pages together need; 0 where ``budget`` alone
+        counts, and at 1 all candidates are needed.
+    channels: int, of the queries, by which scores are made; 0 for all D.
+    compensate: int, 0 or 1: heads that stream read one token more, for those that they dropped. With a ``window`` it
+        must be 0.
+    The kernel takes nodes without the last three, as 0.
+
+Outputs:
+    y: the type of query, [B, S, Hq D]; 0 in columns that are no tokens.
+    keys, values, scales, recent, summaries after the call, in the shapes and types of the inputs.
+
+The new tokens are appended first, then each query at position p reads, of the positions <= p (> p - window)::
+
+    dense      all
+    streaming  those < sinks or > p - recent                        (StreamingLLM, Xiao et al. 2024)
+    retrieval  these, and all in the ``budget`` pages of the highest score; of equal scores in the lower page. Pages
+               with a visible token beyond those are candidates. A score is the largest, among the G query heads, of
+               sum max(q min, q max)   (bounds: Quest, Tang et al. 2024; LServe, Yang et al. 2025)
+               sum q mean              (mean: TriForce, Sun et al. 2024)
+               where NaN counts as infinite
+
+``channels`` uses the channels with the largest sums of |q| over the G heads, of equal sums the lower, NaN counts as
+infinite (SparQ, Ribar et al. 2024). ``mass`` takes pages in that order until they have the share, each with a weight of
+exp(scale (score - the highest score of a candidate)), in float32 (top-p: Twilight, Lin et al. 2025). Pages of the
+highest score weigh 1, also where that is infinite.
+
+``compensate`` (RazorAttention, Tang et al. 2024): the last 2 D numbers of a page's summary are the mean key and the
+mean value of all tokens at positions >= ``sinks``, up to and including the newest of the page: m += (x - m) / count,
+float32, from the numbers before any rounding; the first token of a page goes on from the page before. A query at
+position p of a head that streams reads, besides, the mean as it was before page (p - recent + 1) div T, if N > 0 tokens
+are in it: with the score softcapped(scale q . mean key) + log N, ``query`` being q. It stands for the tokens that were
+dropped, but for those in front of the newest in the page where these begin.
+
+A policy per head follows RazorAttention (Tang et al. 2024). y = softmax(scale q . k, softcapped, and the sink logit) V;
+a query that reads nothing has y = 0. A key that is read and not finite makes y NaN, a value that is read its channel.
+
+Page l = position div T lies in physical page l, until a cache whose heads all stream is full: its pages behind the F =
+ceil(sinks / T) first are then a ring, F + (l - F) mod (P - F), if (P - F) T >= max(recent, window) + S + T, or 2 T
+with ``compensate``. Other caches must hold all tokens. Under a storage of integers page l begins in `recent`, in slot
+l < sink_pages ? l : sink_pages + (l - sink_pages) mod (recent_pages + 1), and is rounded to codes when the page begins
+that takes its slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from graphopt.runtime_ops.kv_attention.spec.body import NAME, function, overload
+from graphopt.runtime_ops.kv_attention.spec.reference import reference
+from graphopt.runtime_ops.operator import Cost, Operator
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes that reads the whole cache; a policy that reads less takes less.
+
+    Each query head reads the key and the value of each token: a multiplication and an addition for each of their
+    numbers. Shapes tell no types: pages without scales count as float32.
+    """
+    query, key, _, _, _, _, _, keys, values, scales, *others = shapes
+    head_size = key[2] // keys[1]
+    tokens = keys[2] * (scales[3] // 2 - head_size) if scales[3] else prod(keys[2:]) // head_size
+    pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
+    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in others)
+    return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
+
+
+KV_ATTENTION = Operator(NAME, 1, function, reference, cost, overload)

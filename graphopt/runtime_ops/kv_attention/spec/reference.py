@@ -1,0 +1,79 @@
+"""What ``ai.graphopt::KVAttention`` means, in NumPy: written from the definition, to be read and not to be fast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.stored import Reading, readings
+
+Array = npt.NDArray[Any]
+Doubles = npt.NDArray[np.float64]
+
+
+def reference(*inputs: Array, **attributes: Any) -> tuple[Array, ...]:
+    """Return what the operator means.
+
+    The state is rounded in float32 as the operator says, page scores are exact and then rounded to float32, and
+    everything behind them is float64. No input is changed.
+
+    Args:
+        inputs: all twelve of the node, see :mod:`graphopt.runtime_ops.kv_attention.spec.op`.
+        attributes: of the node.
+
+    Returns:
+        y float64 [B, S, Hq D] and the state after the call: keys, values, scales, recent, summaries.
+
+    Raises:
+        ValueError: an attribute, a shape, a type or a number of tokens does not fit; nothing is computed then.
+    """
+    attrs = KVAttributes(**attributes)
+    state, every = readings(attrs, inputs)
+    query, key = inputs[:2]
+    y = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
+    for reading in every:
+        y[reading.row, reading.columns, reading.head] = attend(attrs, reading)
+    return (y.reshape(query.shape), *state.values())
+
+
+def attend(attrs: KVAttributes, reading: Reading) -> Doubles:
+    """Return the softmax over what is read times its values, float64 [n, G, D].
+
+    Where a key that is read is not finite all channels are NaN, where a value is not, its channel is.
+    """
+    K, V = reading.keys.numbers, reading.values.numbers
+    bad = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
+    with np.errstate(invalid="ignore", over="ignore"):
+        y = softmax_weights(reading, scores(attrs, reading)) @ np.where(bad, 0, V)
+    reads = reading.is_read.astype(np.int64) @ bad
+    return np.where(reads[:, None] > 0, np.nan, y)
+
+
+def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
+    """Return scale q . k, softcapped, for all tokens, float64 [n, G, m]; a key that is not finite is as 0.
+
+    A token that stands for N others has log N more.
+    """
+    K = reading.keys.numbers
+    turned = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
+    products = np.where(reading.positions < attrs.sinks, reading.first_q @ turned, reading.q @ turned)
+    scaled: Doubles = products * attrs.scale
+    if attrs.softcap:
+        scaled = attrs.softcap * np.tanh(scaled / attrs.softcap)
+    return scaled + np.log(reading.counts)
+
+
+def softmax_weights(reading: Reading, scores: Doubles) -> Doubles:
+    """Return the share of each stored token, [n, G, m]; they sum to 1, less the share of the sink logit."""
+    read = np.where(reading.is_read[:, None], scores, -np.inf)
+    largest = read.max(axis=-1, keepdims=True, initial=-np.inf)
+    logit = None if reading.sink_logits is None else reading.sink_logits[:, None]
+    if logit is not None:
+        largest = np.maximum(largest, logit)
+    largest = np.where(np.isneginf(largest), 0, largest)  # nothing is read
+    weights: Doubles = np.exp(read - largest)
+    total = weights.sum(axis=-1, keepdims=True) + (0 if logit is None else np.exp(logit - largest))
+    return weights / np.where(total == 0, 1, total)

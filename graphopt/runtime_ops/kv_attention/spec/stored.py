@@ -1,0 +1,212 @@
+"""What the queries of a call find: tokens as the state gives them back, and which of them the policies allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.append import Integers, State, append, row_of
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.check import check
+from graphopt.runtime_ops.kv_attention.spec.compensation import Dropped, dropped
+from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
+from graphopt.runtime_ops.kv_attention.spec.selection import candidate_pages, chosen_pages, page_scores
+
+Array = npt.NDArray[Any]
+Doubles = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Numbers low + step code, float64 [n, D] each; what is stored as a float is its own low, with a step of 0.
+
+    ``error`` is by how much float32 may have another low after this call.
+    """
+
+    low: Doubles
+    step: Doubles
+    codes: Doubles
+    error: Doubles
+
+    @property
+    def numbers(self) -> Doubles:
+        """What the codes stand for, float64 [n, D]."""
+        return self.low + self.step * self.codes
+
+    def with_floats(self, numbers: Doubles, error: Doubles) -> Stored:
+        """Return these and, behind them, ``numbers`` [m, D] that are stored as floats."""
+        nothing = np.zeros_like(numbers)
+        added = (numbers, nothing, nothing, error)
+        here = (self.low, self.step, self.codes, self.error)
+        return Stored(*(np.concatenate(pair) for pair in zip(here, added, strict=True)))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the queries of one row and one KV head have before them.
+
+    Attributes:
+        row: b.
+        columns: of the row's tokens in this call.
+        head: the KV head.
+        q: float64 [n, G, D], queries for positions from ``sinks`` on.
+        first_q: the same for positions below.
+        keys, values: of the stored tokens, and of those that stand for what was dropped, [m, D].
+        positions: int64 [m], of the tokens.
+        counts: float64 [m], the tokens that each stands for: 1 for a stored one.
+        is_read: bool [n, m].
+        summaries: float32 [P, Z], of the head.
+        sink_logits: float64 [G], or ``None``.
+    """
+
+    row: int
+    columns: slice
+    head: int
+    q: Doubles
+    first_q: Doubles
+    keys: Stored
+    values: Stored
+    positions: Integers
+    counts: Doubles
+    is_read: Mask
+    summaries: Array
+    sink_logits: Doubles | None
+
+    def with_dropped(self, more: Dropped) -> Reading:
+        """Return this and, behind the stored tokens, what stands for those that were dropped."""
+        return replace(
+            self,
+            keys=self.keys.with_floats(more.keys, more.key_errors),
+            values=self.values.with_floats(more.values, more.value_errors),
+            positions=np.concatenate([self.positions, more.positions]),
+            counts=np.concatenate([self.counts, more.counts]),
+            is_read=np.concatenate([self.is_read, more.is_read], axis=1),
+        )
+
+
+def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Iterator[Reading]]:
+    """Append the new tokens, and return the state and what each row and KV head then has before it.
+
+    Args:
+        attrs: of the node.
+        inputs: of the node.
+
+    Raises:
+        ValueError: a shape, a type or a number of tokens does not fit.
+    """
+    query, key, value, past, new, sink_logits, sink_query, *tensors = inputs
+    state = dict(zip(("keys", "values", "scales", "recent", "summaries"), tensors, strict=True))
+    check(attrs, query, key, value, past, new, sink_logits, sink_query, state)
+    batch, columns, width = key.shape
+    split = (batch, columns, attrs.kv_heads, width // attrs.kv_heads)
+    after = append(attrs, state, key.reshape(split), value.reshape(split), past, new)
+    # query heads are group by group: head h reads KV head h div G
+    grouped = (*split[:3], query.shape[2] // width, split[3])
+    queries = query.astype(np.float64).reshape(grouped)
+    first_queries = sink_query.astype(np.float64).reshape(grouped) if sink_query.size else queries
+    logits = sink_logits.astype(np.float64).reshape(attrs.kv_heads, -1) if sink_logits.size else None
+
+    def every() -> Iterator[Reading]:
+        for row in range(batch):
+            of_row = row_of(after, row)
+            tokens, count = int(past[row] + new[row]), int(new[row])
+            positions = stored_positions(attrs, tokens, after["keys"].shape[2])
+            asked = np.arange(tokens - count, tokens)
+            these = slice(columns - count, columns)
+            for head in range(attrs.kv_heads):
+                q, first_q = queries[row, these, head], first_queries[row, these, head]
+                keys, values = stored_tokens(attrs, of_row, head, positions, tokens, split[3])
+                is_read = read_mask(attrs, head, of_row["summaries"], q, asked, positions)
+                logit = None if logits is None else logits[head]
+                summaries = of_row["summaries"][head] if attrs.summarizes else np.zeros((0, 0), np.float32)
+                counts = np.ones(len(positions))
+                reading = Reading(
+                    row, these, head, q, first_q, keys, values, positions, counts, is_read, summaries, logit
+                )
+                if attrs.compensate and attrs.policy(head) == STREAMING:
+                    token = [each.reshape(split)[row, these, head] for each in (key, value)]
+                    new_tokens = np.concatenate(token, axis=-1)[asked >= attrs.sinks]
+                    before = state["summaries"][row, head]
+                    reading = reading.with_dropped(dropped(attrs, summaries, before, new_tokens, asked))
+                yield reading
+
+    return after, every()
+
+
+def stored_positions(attrs: KVAttributes, tokens: int, pages: int) -> Integers:
+    """Return the positions, of a row with ``tokens`` tokens, whose pages no later page has overwritten."""
+    newest, stay = (tokens - 1) // attrs.page, min(attrs.first_pages * attrs.page, tokens)
+    ring = min(tokens, max(stay, (newest - (pages - attrs.first_pages) + 1) * attrs.page))
+    kept: Integers = np.concatenate([np.arange(stay), np.arange(ring, tokens)])
+    return kept
+
+
+def stored_tokens(
+    attrs: KVAttributes, state: State, head: int, positions: Integers, tokens: int, channels: int
+) -> tuple[Stored, Stored]:
+    """Return the keys and values of a KV head at ``positions``, [n, D] each, of a row that has ``tokens`` tokens."""
+    parts = np.zeros((2, 4, len(positions), channels))
+    pages = positions // attrs.page
+    for page in np.unique(pages):
+        these = pages == page
+        offsets = positions[these] % attrs.page
+        for index, stored in enumerate(_stored_page(attrs, state, head, int(page), tokens, channels)):
+            for part, numbers in enumerate((stored.low, stored.step, stored.codes)):
+                parts[index, part, these] = np.broadcast_to(numbers, (attrs.page, channels))[offsets]
+    return Stored(*parts[0]), Stored(*parts[1])
+
+
+def _stored_page(
+    attrs: KVAttributes, state: State, head: int, page: int, tokens: int, channels: int
+) -> tuple[Stored, Stored]:
+    """Return keys and values of a page, of shapes that broadcast to [T, D]."""
+    nothing = np.zeros((1, 1))
+    if attrs.levels is not None and attrs.is_recent(page, tokens):
+        keys, values = state["recent"][head, attrs.slot(page)].reshape(2, attrs.page, channels).astype(np.float64)
+        return Stored(keys, nothing, nothing, nothing), Stored(values, nothing, nothing, nothing)
+    physical = attrs.physical_page(page, state["keys"].shape[1])
+    shape = (attrs.page, channels)
+    keys = unpack_keys(state["keys"][head, physical], *shape, attrs.storage).astype(np.float64)
+    values = unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64)
+    if attrs.levels is None:
+        return Stored(keys, nothing, nothing, nothing), Stored(values, nothing, nothing, nothing)
+    scales = state["scales"][head, physical].astype(np.float64)
+    key_low, key_step = scales[: 2 * channels].reshape(2, 1, channels)
+    value_low, value_step = scales[2 * channels :].reshape(2, attrs.page, 1)
+    return Stored(key_low, key_step, keys, nothing), Stored(value_low, value_step, values, nothing)
+
+
+def read_mask(
+    attrs: KVAttributes, head: int, summaries: Array, queries: Doubles, asked: Integers, positions: Integers
+) -> Mask:
+    """Return which tokens each query reads.
+
+    Args:
+        attrs: of the node.
+        head: the KV head.
+        summaries: float32 [Hk, P, Z]; where a head retrieves page l is in place l.
+        queries: [n, G, D], the queries that choose pages together.
+        asked: [n], their positions.
+        positions: [m], of the stored tokens.
+
+    Returns:
+        bool [n, m].
+    """
+    p, positions = asked[:, None], positions[None]
+    visible = (positions <= p) & ((positions > p - attrs.window) if attrs.window else True)
+    always = visible & ((positions < attrs.sinks) | (positions > p - attrs.recent))
+    policy = attrs.policy(head)
+    if policy == DENSE:
+        return visible
+    if policy == RETRIEVAL:
+        pages, summaries = positions[0] // attrs.page, summaries[head]
+        for index, q in enumerate(queries):
+            candidates = candidate_pages(attrs, int(asked[index]))
+            chosen = candidates[chosen_pages(attrs, page_scores(attrs, summaries[candidates], q))]
+            always[index] |= visible[index] & np.isin(pages, chosen)
+    return always

@@ -1,0 +1,76 @@
+#include "matmul_dynamic/cpu/op.h"
+
+#include <cmath>
+
+#include "hadamard/cpu/matrix.h"
+#include "matmul_table/cpu/product.h"
+
+namespace graphopt {
+namespace {
+
+enum Matrix : size_t { kLeft = kMatMulInputs, kRight, kAllInputs };
+
+struct Rotation : Before {
+  OwnedFactor left, right;
+  HadamardKernel kernel = nullptr;
+  size_t width = 0;  // of a row
+
+  size_t scratch() const override { return hadamard_scratch(left, right, sizeof(float)); }
+
+  void run(const float* rows, size_t count, float* to, void* scratch) const override {
+    const size_t order = left.order() * right.order();
+    const double scale = 1 / std::sqrt(static_cast<double>(order));
+    kernel({rows, to, count * (width / order), left, right, scale, scratch, false});
+  }
+};
+
+struct Kernel : ProductTypes {
+  static constexpr const char* kName = "MatMulDynamic";
+  static constexpr size_t kInputs = kAllInputs;
+  static constexpr size_t kOutputs = 1;
+  Product product;
+  Rounded how;
+  Rotation rotation;
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
+    GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
+    const Node& node = product.node;
+    GRAPHOPT_RETURN_IF_ERROR(read_token_rounding(node, info, &how.levels, &how.clip));
+    how.kind = Activations::kInt8;
+    how.whole_row = true;
+    GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kLeft, "left", &rotation.left));
+    GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kRight, "right", &rotation.right));
+    rotation.width = product.weights.rows;
+    GRAPHOPT_RETURN_IF_ERROR(check_rotation(node, product.weights, rotation.left.order(), rotation.right.order()));
+    const HadamardKernels* kernels = &kHadamardScalar;
+#if defined(__x86_64__)
+    if (product.instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
+    if (product.instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
+#endif
+    rotation.kernel = kernels->single;
+    return nullptr;
+  }
+
+  OrtStatus* read_constant_matrix(const OrtKernelInfo* info, size_t index, const char* name,
+                                  OwnedFactor* factor) const {
+    const Node& node = product.node;
+    int given = 0;
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelInfoGetConstantInput::call(node.api, info, index, &given, &value));
+    return given ? read_matrix(node, value, name, factor) : node.error("%s must be an initializer of the graph", name);
+  }
+
+  OrtStatus* compute(OrtKernelContext* context) const {
+    // [[-1]] is a Hadamard matrix of order 1 too
+    const auto &left = rotation.left, &right = rotation.right;
+    const bool none = left.order() * right.order() == 1 && !left.codes && !right.codes;
+    return product.run(context, how, none ? nullptr : &rotation);
+  }
+};
+
+}  // namespace
+
+const OrtCustomOp* const kMatMulDynamicOps[4] = {&kProductOps<Kernel>[0], &kProductOps<Kernel>[1], &kProductOps<Kernel>[2],
+                                            &kProductOps<Kernel>[3]};
+
+}  // namespace graphopt

@@ -1,0 +1,86 @@
+// Few rows of 8 bits: every code is read, looked up and multiplied at once, as fast as memory hands it over.
+#pragma once
+
+#include "matmul_table/cpu/decode.h"
+#include "matmul_table/cpu/scaled.h"
+
+namespace graphopt {
+namespace {
+
+// How far ahead of its use a line is asked for: past what the processor sees coming by itself.
+constexpr size_t kAhead = 1536;
+
+template <size_t Count>
+inline Integers total_of(const Integers (&sums)[Count]) {
+  Integers total = sums[0];
+#pragma GCC unroll 4
+  for (size_t i = 1; i < Count; ++i) {
+    total = by_parts<Integers>([&](size_t part) { return total.part[part] + sums[i].part[part]; });
+  }
+  return total;
+}
+
+template <int Bits, bool Wide, bool ByXor, bool Small, size_t Width>
+void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size_t first_tile, size_t end_tile) {
+  constexpr size_t kUnitBytes = 32 * Bits;
+  // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
+  constexpr size_t kSums = Width < 4 ? 4 / Width : 1;
+  const Table& table = weights.table;
+  const float inverse_step = static_cast<float>(1 / table.step);
+  const size_t rows = rounded.rows(), segments = weights.segments();
+  const bool two = rounded.kind == Activations::kInt16;
+  for (size_t tile = first_tile; tile < end_tile; ++tile) {
+    const uint8_t* unit = weights.codes + tile * weights.tile_bytes();
+    const uint32_t* word = rounded.words;
+    Floats totals[Width] = {};
+    for (size_t index = 0; index < segments; ++index) {
+      const Segment segment = segment_at(weights, index);
+      const size_t of_rows = index * Width;
+      Integers low[Width][kSums] = {}, high[Wide ? Width : 1][kSums] = {};
+#pragma GCC unroll 8
+      for (size_t row = 0; row < Width; ++row) {
+        low[row][0] = all_lanes(rounded.starts[0][of_rows + row]);
+        if constexpr (Wide) high[row][0] = all_lanes(rounded.starts[1][of_rows + row]);
+      }
+      for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * Width) {
+#pragma GCC unroll 4
+        for (size_t at = 0; at < kUnitBytes; at += kLine) __builtin_prefetch(unit + kAhead + at);
+        for_each_line([&](auto j) {
+          constexpr size_t J = decltype(j)::value;
+          const Bytes codes = codes_of_line<Bits, !(ignores_upper_bits(Bits) && !ByXor), J>(unit);
+          const Bytes below = integers_of<Bits, ByXor>(table.low, codes);
+#pragma GCC unroll 8
+          for (size_t row = 0; row < Width; ++row) {
+            low[row][J % kSums] = dot<Small>(low[row][J % kSums], below, word[J * Width + row]);
+          }
+          if constexpr (Wide) {
+            const Bytes above = integers_of<Bits, false>(table.high, codes);
+#pragma GCC unroll 8
+            for (size_t row = 0; row < Width; ++row) {
+              high[row][J % kSums] = dot<false>(high[row][J % kSums], above, word[J * Width + row]);
+            }
+          }
+        });
+      }
+      const ColumnScales of = column_scales(weights, tile, segment.group, inverse_step);
+#pragma GCC unroll 8
+      for (size_t row = 0; row < Width; ++row) {
+        Floats sum = to_floats(total_of(low[row]));
+        if constexpr (Wide) sum = to_floats(total_of(high[row])) * 256.0f + sum;
+        totals[row] = add_scaled(totals[row], sum, of, rounded.scales[of_rows + row], rounded.sums[of_rows + row]);
+      }
+    }
+#pragma GCC unroll 8
+    for (size_t row = 0; row < Width; ++row) {
+      if (two) {
+        if (row % 2 || row >= rows) continue;
+        finish(weights, totals[row] + totals[row + 1 < Width ? row + 1 : row], tile, y + row / 2 * weights.columns);
+      } else if (row < rows) {
+        finish(weights, totals[row], tile, y + row * weights.columns);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace graphopt

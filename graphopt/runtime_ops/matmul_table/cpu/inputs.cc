@@ -1,0 +1,148 @@
+#include "matmul_table/cpu/inputs.h"
+
+#include <cmath>
+#include <initializer_list>
+
+namespace graphopt {
+namespace {
+
+constexpr int64_t kLargestSize = int64_t{1} << 31;
+
+}  // namespace
+
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
+  Weights& weights = *to;
+  int64_t rows = 0, columns = 0, group = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "rows", &rows));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "columns", &columns));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "group", &group));
+  if (rows < 1 || rows > kLargestSize || columns < 1 || columns > kLargestSize) {
+    return node.error("rows and columns must be from 1 to 2^31, they are %lld and %lld", static_cast<long long>(rows),
+                      static_cast<long long>(columns));
+  }
+  if (group < 1 || group > kLargestSize || (group % 16 && group != rows)) {
+    return node.error("group must be a multiple of 16, or all %lld rows, it is %lld", static_cast<long long>(rows),
+                      static_cast<long long>(group));
+  }
+  weights.rows = static_cast<size_t>(rows);
+  weights.columns = static_cast<size_t>(columns);
+  weights.group = static_cast<size_t>(group);
+  Tensor codes, scales, zero_points, bias;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
+  bool constant = true;
+  for (MatMulInput index : {kScales, kZeroPoints}) {
+    bool is_constant = false;
+    GRAPHOPT_RETURN_IF_ERROR(node.find_constant(info, index, &is_constant));
+    constant = constant && is_constant;
+  }
+  if (computed) *computed = !constant;
+  const bool reads_scales = constant || !computed;
+  if (reads_scales) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kScales, "scales", &scales));
+    GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kZeroPoints, "zero_points", &zero_points));
+  }
+  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kBias, "bias", &bias));
+  const auto tiles = static_cast<int64_t>(weights.tiles()), units = static_cast<int64_t>(weights.units());
+  const int64_t unit = codes.rank == 3 ? codes.shape[2] : 0;
+  if (codes.rank != 3 || codes.shape[0] != tiles || codes.shape[1] != units || unit % 32 || unit < 32 || unit > 256) {
+    return node.error("codes must have the shape [%lld, %lld, 32 * bits] for %lld rows and %lld columns",
+                      static_cast<long long>(tiles), static_cast<long long>(units), static_cast<long long>(rows),
+                      static_cast<long long>(columns));
+  }
+  weights.bits = static_cast<int>(unit / 32);
+  weights.codes = static_cast<const uint8_t*>(codes.data);
+  if (reads_scales) GRAPHOPT_RETURN_IF_ERROR(set_scales(node, scales, zero_points, to));
+  const bool no_bias = bias.rank == 1 && bias.shape[0] == 1 && *static_cast<const float*>(bias.data) == 0;
+  if (!no_bias && (bias.rank != 1 || bias.shape[0] != columns)) {
+    return node.error("bias must be [0], or have %lld numbers, one for each column", static_cast<long long>(columns));
+  }
+  if (!no_bias) weights.bias = static_cast<const float*>(bias.data);
+  return nullptr;
+}
+
+OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* to) {
+  Weights& weights = *to;
+  const auto tiles = static_cast<int64_t>(weights.tiles()), groups = static_cast<int64_t>(weights.groups());
+  const auto one_for_each_group = [&](const Tensor& tensor) {
+    return tensor.rank == 3 && tensor.shape[0] == tiles && tensor.shape[1] == groups && tensor.shape[2] == 16;
+  };
+  if (!one_for_each_group(scales)) {
+    return node.error("scales must have the shape [%lld, %lld, 16]", static_cast<long long>(tiles),
+                      static_cast<long long>(groups));
+  }
+  const bool half = scales.type == kFloat16;
+  if (half) weights.half_scales = static_cast<const Half*>(scales.data);
+  if (!half) weights.scales = static_cast<const float*>(scales.data);
+  const int64_t* const of_zeros = zero_points.shape.get();
+  const bool one = zero_points.rank == 3 && of_zeros[0] == 1 && of_zeros[1] == 1 && of_zeros[2] == 1;
+  const bool neutral = one && (half ? !(static_cast<const Half*>(zero_points.data)->bits & 0x7fff)
+                                    : *static_cast<const float*>(zero_points.data) == 0);
+  if (!neutral) {
+    if (!one_for_each_group(zero_points)) {
+      return node.error("zero_points must be [[[0]]], or have the shape of scales, [%lld, %lld, 16]",
+                        static_cast<long long>(tiles), static_cast<long long>(groups));
+    }
+    if (half) weights.half_zero_points = static_cast<const Half*>(zero_points.data);
+    if (!half) weights.zero_points = static_cast<const float*>(zero_points.data);
+  }
+  return nullptr;
+}
+
+OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights& weights, TableInput* to) {
+  Tensor table;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kTable, "table", &table));
+  const int64_t size = int64_t{1} << weights.bits, entries = table.rank == 1 ? table.shape[0] : 0;
+  if (entries < 1 || entries > size) {
+    return node.error("table must have from 1 to %lld numbers, for codes of %d bits", static_cast<long long>(size),
+                      weights.bits);
+  }
+  const auto* const values = static_cast<const float*>(table.data);
+  for (int64_t i = 0; i < entries; ++i) {
+    if (std::isfinite(values[i])) continue;
+    return node.error("entry %lld of the table is no finite number", static_cast<long long>(i));
+  }
+  *to = {values, static_cast<size_t>(entries)};
+  return nullptr;
+}
+
+OrtStatus* check_codes(const Node& node, const TableInput& table, int largest) {
+  if (largest < static_cast<int>(table.entries)) return nullptr;
+  return node.error("a code is %d, in a table of %zu numbers", largest, table.entries);
+}
+
+OrtStatus* read_activations(const Node& node, const OrtKernelInfo* info, Activations* to) {
+  char text[16] = {};
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "activations", text, sizeof text));
+  constexpr const char* kKinds[] = {"float32", "bfloat16", "int8", "int16"};
+  for (int kind = 0; kind < 4; ++kind) {
+    *to = static_cast<Activations>(kind);
+    if (!std::strcmp(text, kKinds[kind])) return nullptr;
+  }
+  return node.error("activations must be float32, bfloat16, int8 or int16, not '%s'", text);
+}
+
+OrtStatus* read_token_rounding(const Node& node, const OrtKernelInfo* info, int* levels, float* clip) {
+  int64_t bits = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "bits", &bits));
+  if (bits != 8 && bits != 4) return node.error("bits must be 8 or 4, not %lld", static_cast<long long>(bits));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "clip", clip));
+  if (!(*clip > 0 && *clip <= 1)) return node.error("clip must be above 0 and at most 1, it is %g", *clip);
+  *levels = bits == 8 ? 127 : 7;
+  return nullptr;
+}
+
+OrtStatus* check_rotation(const Node& node, const Weights& weights, size_t left, size_t right) {
+  if (weights.rows % (left * right) == 0) return nullptr;
+  return node.error("the %zu rows of the weights are no multiple of %zu x %zu", weights.rows, left, right);
+}
+
+OrtStatus* count_rows(const Node& node, const Weights& weights, const Tensor& x, size_t* rows) {
+  if (x.rank < 1 || x.shape[x.rank - 1] != static_cast<int64_t>(weights.rows)) {
+    return node.error("the last axis of x must have %zu numbers, as there are rows of weights", weights.rows);
+  }
+  *rows = 1;
+  for (size_t axis = 0; axis + 1 < x.rank; ++axis) *rows *= static_cast<size_t>(x.shape[axis]);
+  return nullptr;
+}
+
+}  // namespace graphopt

@@ -1,0 +1,49 @@
+// What the products with packed weights are given: read and checked, the same for every device. Inputs that are
+// constant must be in memory of the host.
+#pragma once
+
+#include "abi/tensor.h"
+#include "matmul_table/cpu/weights.h"
+
+namespace graphopt {
+
+// Positions of the inputs that both operators have.
+enum MatMulInput : size_t { kX, kCodes, kScales, kTable, kZeroPoints, kBias, kMatMulInputs };
+
+// The types of a product's tensors, from those of x and of scales; matrices that follow the weights hold signs.
+struct ProductTypes {
+  static constexpr int of(int x, int scales) { return x << 8 | scales; }
+  static constexpr int x_of(int types) { return types >> 8; }
+  static constexpr int scales_of(int types) { return types & 255; }
+  static int input_type(size_t index, int types) {
+    if (index == kX) return x_of(types);
+    if (index == kCodes) return kUint8;
+    if (index == kScales || index == kZeroPoints) return scales_of(types);
+    return index < kMatMulInputs ? kFloat : kInt8;
+  }
+  static int output_type(size_t, int types) { return x_of(types); }
+};
+
+// Sizes, and every input but x and the table. Where scales or zero points are no constants, a call has to read them:
+// `computed` says so, or, where it is null, that is an error.
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed = nullptr);
+OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* weights);
+
+struct TableInput {
+  const float* values;
+  size_t entries;
+};
+OrtStatus* read_table(const Node& node, const OrtKernelInfo* info, const Weights& weights, TableInput* table);
+// largest: of all codes.
+OrtStatus* check_codes(const Node& node, const TableInput& table, int largest);
+
+// MatMulTable's attribute.
+OrtStatus* read_activations(const Node& node, const OrtKernelInfo* info, Activations* activations);
+// MatMulDynamic's attributes, and whether its matrices fit the weights.
+OrtStatus* read_token_rounding(const Node& node, const OrtKernelInfo* info, int* levels, float* clip);
+OrtStatus* check_rotation(const Node& node, const Weights& weights, size_t left, size_t right);
+
+// Rows of x, whose last axis is K.
+OrtStatus* count_rows(const Node& node, const Weights& weights, const Tensor& x, size_t* rows);
+
+}  // namespace graphopt

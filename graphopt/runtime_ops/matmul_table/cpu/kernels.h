@@ -1,0 +1,66 @@
+// Kernels of the products with packed weights: raw pointers in, raw pointers out. cpu.cc is compiled once for each set
+// of instructions.
+#pragma once
+
+#include "matmul_table/cpu/weights.h"
+
+namespace graphopt {
+
+// Rows of x, rounded and laid out for the products.
+//
+// A row is cut into words of 32 bits: 4 numbers of 8 bits, 2 bfloat16 or 1 float. Rows stand together in panels, so
+// that a product reads from one end to the other: [segment][panel][word of the segment][row of the panel]. What is
+// rounded to 16 bits is 128 * upper + lower, two rows of 8 bits.
+struct Rounded {
+  Activations kind = Activations::kFloat;
+  int levels = 127;        // the largest magnitude of a rounded number, upper half by itself where there are two
+  float clip = 1;          // of the largest magnitude, which `levels` stands for
+  bool whole_row = false;  // a row has one scale, not one for each group of the weights
+  size_t rows_of_x = 0;
+  size_t panel = 1;   // rows of each panel but the last
+  size_t padded = 1;  // rows of all panels
+  uint32_t* words = nullptr;
+  // For each segment and row, [segment][row]:
+  float* scales = nullptr;      // of the rounded numbers, times the step of the table where they are integers
+  float* sums = nullptr;        // of the rounded numbers before they are scaled
+  int32_t* starts[2] = {};      // what a sum of products begins with, of low and high bytes: their offset is taken off
+
+  size_t rows_of_one() const { return kind == Activations::kInt16 ? 2 : 1; }  // that a row of x becomes
+  size_t rows() const { return rows_of_one() * rows_of_x; }
+  size_t panels() const { return (rows() + panel - 1) / panel; }
+  size_t words_of_unit() const { return kind == Activations::kFloat ? 16 : kind == Activations::kBfloat16 ? 8 : 4; }
+  // Rows that panel `index` has room for: enough for those that are left.
+  size_t width(size_t index) const;
+  // The words of a panel in a segment of `units` units from `unit` on.
+  uint32_t* words_of(size_t unit, size_t units, size_t index) const {
+    return words + (unit * padded + units * index * panel) * words_of_unit();
+  }
+};
+
+// The widths that kernels are made for; `rows` is at most the last of them.
+constexpr size_t kWidths[] = {1, 2, 4, 8, 12}, kMostRows = 12;
+inline size_t width_for(size_t rows) {
+  for (size_t width : kWidths) {
+    if (rows <= width) return width;
+  }
+  return 0;
+}
+
+inline size_t Rounded::width(size_t index) const {
+  const size_t left = rows() - index * panel;
+  return left < panel ? width_for(left) : panel;
+}
+
+struct MatMulKernels {
+  // With up to `few` rows of 8 bits, codes are looked up as they are multiplied; with more of them, or others, the
+  // looked up values of two tiles are kept for panels of `panel` rows.
+  size_t few, panel;
+  void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
+  void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
+  void (*multiply)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
+  int (*largest_code)(const Weights&, size_t first_tile, size_t end_tile);
+};
+
+extern const MatMulKernels kMatMulScalar, kMatMulAvx2, kMatMulAvx512;
+
+}  // namespace graphopt

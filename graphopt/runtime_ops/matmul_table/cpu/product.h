@@ -1,0 +1,48 @@
+// What the products with packed weights have in common: reading the weights, and running a call on all threads.
+#pragma once
+
+#include "abi/custom_op.h"
+#include "abi/instructions.h"
+#include "abi/large_pages.h"
+#include "abi/pool.h"
+#include "abi/tensor.h"
+#include "matmul_table/cpu/kernels.h"
+#include "matmul_table/cpu/inputs.h"
+
+namespace graphopt {
+
+// Something done to the rows of x before they are rounded; `to` has room for the rows.
+struct Before {
+  virtual size_t scratch() const = 0;  // bytes that `run` needs, at a multiple of 64
+  virtual void run(const float* rows, size_t count, float* to, void* scratch) const = 0;
+
+ protected:
+  ~Before() = default;
+};
+
+// A product's operators, one for each pair of types that x and scales may have.
+template <typename Kernel>
+const OrtCustomOp kProductOps[4] = {
+    custom_op<Kernel, ProductTypes::of(kFloat, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat, kFloat16)>(),
+    custom_op<Kernel, ProductTypes::of(kFloat16, kFloat)>(), custom_op<Kernel, ProductTypes::of(kFloat16, kFloat16)>()};
+
+struct Product {
+  Node node;
+  Instructions instructions = Instructions::kScalar;
+  const MatMulKernels* kernels = nullptr;
+  Weights weights;
+  bool computed = false;  // scales and zero points are given by each call
+  mutable Pool calls, tasks, floats;  // memory of a call, of a task of it, and for x and y that are float16
+  LargeCopy copy;  // of the codes
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
+  // Multiplies the first input; `before` may be null.
+  OrtStatus* run(OrtKernelContext* context, Rounded how, const Before* before) const;
+
+ private:
+  OrtStatus* run(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before) const;
+  OrtStatus* multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
+                      const float* x, float* y) const;
+};
+
+}  // namespace graphopt

@@ -1,0 +1,185 @@
+// Rows of x to the numbers that a product multiplies.
+#pragma once
+
+#include "matmul_table/cpu/kernels.h"
+#include "matmul_table/cpu/segments.h"
+#include "matmul_table/cpu/vector.h"
+
+namespace graphopt {
+namespace {
+
+// Magnitudes as integers: they have the same order, with infinity and then what is no number above all others.
+inline uint32_t largest_magnitude(const float* x, size_t count) {
+  uint32_t largest = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t magnitude = bits_of<uint32_t>(x[i]) & 0x7fffffffu;
+    largest = magnitude > largest ? magnitude : largest;
+  }
+  return largest;
+}
+
+struct Scale {
+  float scale = 0, inverse = 0;
+};
+
+inline Scale scale_for(uint32_t largest, float clip, float levels) {
+  const float magnitude = bits_of<float>(largest) * clip;
+  if (largest >= 0x7f800000u) return {__builtin_nanf(""), 0};
+  if (magnitude < 1e-30f) return {};
+  return {magnitude / levels, levels / magnitude};
+}
+
+// x * inverse to the nearest integer, to the even one of two, within the levels. Adding 1.5 * 2^23 leaves no bits for
+// what is less than 1. What is no number becomes the highest level, and its scale says the rest.
+inline int32_t nearest(float x, float inverse, float levels) {
+  constexpr float kShift = 12582912.0f;
+  float scaled = x * inverse;
+  scaled = scaled < levels ? scaled : levels;
+  scaled = scaled > -levels ? scaled : -levels;
+  return static_cast<int32_t>(bits_of<uint32_t>(scaled + kShift) - bits_of<uint32_t>(kShift));
+}
+
+inline uint16_t bfloat16(float value) {
+  const uint32_t bits = bits_of<uint32_t>(value);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+// The most numbers of a row that are rounded at a time.
+constexpr size_t kMost = Weights::kSegment;
+
+// Puts the `count` words of a row where they belong, `width` apart.
+inline void place(const void* row, uint32_t* to, size_t count, size_t width) {
+  if (width == 1) {
+    __builtin_memcpy(to, row, count * sizeof(uint32_t));
+    return;
+  }
+  const auto* const words = static_cast<const uint32_t*>(row);
+  for (size_t i = 0; i < count; ++i) to[i * width] = words[i];
+}
+
+// One row of a panel, on its way to where the products read it.
+struct Row {
+  const Weights* weights;
+  const Rounded* rounded;
+  const float* x;
+  size_t panel, width, row;  // the last counts from the first row of the panel
+  Scale scale;
+
+  size_t at(const Segment& segment) const { return segment.index * rounded->padded + panel * rounded->panel + row; }
+  uint32_t* words(const Segment& segment) const { return rounded->words_of(segment.unit, segment.units, panel) + row; }
+  // Numbers of the segment that are there; the others are 0.
+  size_t count(const Segment& segment) const {
+    const size_t left = weights->rows - segment.row;
+    return left < segment.units * 16 ? left : segment.units * 16;
+  }
+  void put_integers(const Segment& segment, const uint32_t* integers, size_t after, float of_one, int32_t sum) const {
+    place(integers, words(segment) + after, segment.units * 4, width);
+    rounded->scales[at(segment) + after] = of_one * static_cast<float>(weights->table.step);
+    rounded->sums[at(segment) + after] = static_cast<float>(sum);
+    rounded->starts[0][at(segment) + after] = -weights->table.low.offset * sum;
+    rounded->starts[1][at(segment) + after] = -weights->table.high.offset * sum;
+  }
+};
+
+// The largest rounded number.
+inline float levels_of(const Rounded& rounded) {
+  return static_cast<float>(rounded.kind == Activations::kInt16 ? rounded.levels * 128 : rounded.levels);
+}
+
+inline void round_to_integers(Row& row, const Segment& segment) {
+  const Weights& weights = *row.weights;
+  const float levels = levels_of(*row.rounded);
+  if (!row.rounded->whole_row && segment.begins_group) {
+    const size_t end = segment.row + weights.group < weights.rows ? segment.row + weights.group : weights.rows;
+    row.scale = scale_for(largest_magnitude(row.x + segment.row, end - segment.row), row.rounded->clip, levels);
+  }
+  const size_t count = row.count(segment);
+  const float *const from = row.x + segment.row, inverse = row.scale.inverse;
+  uint32_t words[kMost / 4];
+  auto* const integers = reinterpret_cast<int8_t*>(words);
+  __builtin_memset(integers + count, 0, segment.units * 16 - count);
+  int32_t sum = 0;
+  if (row.rounded->kind == Activations::kInt8) {
+    for (size_t i = 0; i < count; ++i) {
+      const int32_t integer = nearest(from[i], inverse, levels);
+      integers[i] = static_cast<int8_t>(integer);
+      sum += integer;
+    }
+    return row.put_integers(segment, words, 0, row.scale.scale, sum);
+  }
+  uint32_t rest_words[kMost / 4];
+  auto* const rest = reinterpret_cast<int8_t*>(rest_words);
+  __builtin_memset(rest + count, 0, segment.units * 16 - count);
+  int32_t rest_sum = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const int32_t integer = nearest(from[i], inverse, levels), above = (integer + 64) >> 7;
+    integers[i] = static_cast<int8_t>(above);
+    rest[i] = static_cast<int8_t>(integer - above * 128);
+    sum += above;
+    rest_sum += integer - above * 128;
+  }
+  row.put_integers(segment, words, 0, row.scale.scale * 128.0f, sum);
+  row.put_integers(segment, rest_words, 1, row.scale.scale, rest_sum);
+}
+
+inline void round_to_floats(const Row& row, const Segment& segment) {
+  const size_t count = row.count(segment), all = segment.units * row.rounded->words_of_unit();
+  const float* const from = row.x + segment.row;
+  uint32_t words[kMost];
+  if (count < segment.units * 16) __builtin_memset(words, 0, all * sizeof(uint32_t));
+  float sum = 0;
+  if (row.rounded->kind == Activations::kBfloat16) {
+    auto* const halves = reinterpret_cast<uint16_t*>(words);
+    for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
+    // nobody else reads the sums
+    const bool with_zero_points = row.weights->zero_points || row.weights->half_zero_points;
+    for (size_t i = 0; with_zero_points && i < count; ++i) {
+      sum += bits_of<float>(static_cast<uint32_t>(halves[i]) << 16);
+    }
+  } else {
+    __builtin_memcpy(words, from, count * sizeof(float));
+  }
+  place(words, row.words(segment), all, row.width);
+  row.rounded->sums[row.at(segment)] = sum;
+}
+
+// Rows that are not there, in a panel that has room for them.
+void clear(const Rounded& rounded, const Segment& segment, size_t panel, size_t width) {
+  __builtin_memset(rounded.words_of(segment.unit, segment.units, panel), 0,
+                   segment.units * rounded.words_of_unit() * width * sizeof(uint32_t));
+  const size_t at = segment.index * rounded.padded + panel * rounded.panel;
+  for (size_t row = at; row < at + width; ++row) {
+    rounded.scales[row] = rounded.sums[row] = 0;
+    rounded.starts[0][row] = rounded.starts[1][row] = 0;
+  }
+}
+
+void round_panel(const Weights& weights, const Rounded& rounded, const float* x, size_t panel) {
+  const size_t first = panel * rounded.panel, width = rounded.width(panel), all = rounded.rows();
+  const size_t count = all - first < width ? all - first : width;
+  const bool integers = rounded.kind == Activations::kInt16 || rounded.kind == Activations::kInt8;
+  Row rows[kMostRows];
+  size_t used = 0;
+  for (size_t row = 0; row < count; row += rounded.rows_of_one(), x += weights.rows) {
+    rows[used] = {&weights, &rounded, x, panel, width, row, {}};
+    if (rounded.whole_row) {
+      rows[used].scale = scale_for(largest_magnitude(x, weights.rows), rounded.clip, levels_of(rounded));
+    }
+    ++used;
+  }
+  // segment by segment, so that what the rows of a panel share is written while it is near
+  for_each_segment(weights, [&](const Segment& segment) {
+    if (count < width) clear(rounded, segment, panel, width);
+    for (size_t i = 0; i < used; ++i) {
+      if (integers) {
+        round_to_integers(rows[i], segment);
+      } else {
+        round_to_floats(rows[i], segment);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace graphopt

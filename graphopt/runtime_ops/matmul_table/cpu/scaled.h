@@ -1,0 +1,61 @@
+// What is done with the sum of a segment, the same in every product: so a row gives the same bits whatever stands
+// beside it.
+#pragma once
+
+#include "matmul_table/cpu/kernels.h"
+#include "matmul_table/cpu/segments.h"
+#include "matmul_table/cpu/vector.h"
+
+namespace graphopt {
+namespace {
+
+// Scales and zero points of the columns of a tile in one segment.
+struct ColumnScales {
+  Floats scale, zero_point;  // the latter in steps of the table
+  bool with_zero_point;
+};
+
+inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t group, float inverse_step) {
+  const size_t at = (tile * weights.groups() + group) * kColumns;
+  ColumnScales of = {};
+  of.scale = weights.scales ? load_line<Floats>(weights.scales + at) : load_halves(weights.half_scales + at);
+  of.with_zero_point = weights.zero_points || weights.half_zero_points;
+  if (weights.zero_points) of.zero_point = load_line<Floats>(weights.zero_points + at) * inverse_step;
+  if (weights.half_zero_points) of.zero_point = load_halves(weights.half_zero_points + at) * inverse_step;
+  return of;
+}
+
+// total + what a segment gives: (sum - zero point * the sum of x) * scale of x * scale of the column.
+inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float scale, float sum_of_x) {
+  if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
+  return multiply_add(sum * scale, of.scale, total);
+}
+
+// The same for what is no integer, and has no scale of its own.
+inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float sum_of_x) {
+  if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
+  return multiply_add(sum, of.scale, total);
+}
+
+// Columns of a tile that are there.
+inline size_t columns_of(const Weights& weights, size_t tile) {
+  const size_t left = weights.columns - tile * kColumns;
+  return left < kColumns ? left : kColumns;
+}
+
+// Writes one row of x times a tile.
+inline void finish(const Weights& weights, Floats line, size_t tile, float* row_of_y) {
+  const size_t count = columns_of(weights, tile), column = tile * kColumns;
+  if (count == kColumns) {
+    if (weights.bias) line = line + load_line<Floats>(weights.bias + column);
+    return store_line(row_of_y + column, line);
+  }
+  float numbers[kColumns];
+  store_line(numbers, line);
+  for (size_t i = 0; i < count; ++i) {
+    row_of_y[column + i] = weights.bias ? numbers[i] + weights.bias[column + i] : numbers[i];
+  }
+}
+
+}  // namespace
+}  // namespace graphopt

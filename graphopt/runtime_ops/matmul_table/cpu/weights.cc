@@ -1,0 +1,71 @@
+#include "matmul_table/cpu/weights.h"
+
+#include <cmath>
+#include <cstring>
+
+namespace graphopt {
+namespace {
+
+// The largest power of two that all values are multiples of; 1 where all are 0.
+double step_of(const float* values, size_t entries) {
+  int lowest = 1024;
+  for (size_t i = 0; i < entries; ++i) {
+    int exponent = 0;
+    double fraction = std::frexp(static_cast<double>(values[i]), &exponent);
+    if (fraction == 0) continue;
+    while (fraction != std::trunc(fraction)) {
+      fraction *= 2;
+      --exponent;
+    }
+    if (exponent < lowest) lowest = exponent;
+  }
+  return lowest == 1024 ? 1 : std::ldexp(1, lowest);
+}
+
+uint16_t bfloat16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+}  // namespace
+
+void Table::make(const float* values, size_t entries, int bits) {
+  double largest = 0, least = values[0], greatest = values[0];
+  for (size_t i = 0; i < entries; ++i) {
+    if (std::fabs(values[i]) > largest) largest = std::fabs(values[i]);
+    if (values[i] < least) least = values[i];
+    if (values[i] > greatest) greatest = values[i];
+  }
+  constexpr double kLargest = 32767;
+  step = step_of(values, entries);
+  wide = (greatest - least) / step > 255 || std::fabs(least) / step > kLargest || greatest / step > kLargest;
+  if (largest / step > kLargest) step = largest / kLargest;
+  low.offset = wide ? 0 : -static_cast<int>(least / step);
+  high.offset = 128;
+  const size_t size = size_t{1} << bits;
+  for (size_t i = 0; i < 256; ++i) {
+    const size_t code = i % size;
+    const float value = code < entries ? values[code] : values[0];
+    uint32_t as_float;
+    std::memcpy(&as_float, &value, sizeof as_float);
+    for (int k = 0; k < 4; ++k) floats[k][i] = static_cast<uint8_t>(as_float >> 8 * k);
+    for (int k = 0; k < 2; ++k) bfloat16s[k][i] = static_cast<uint8_t>(bfloat16(value) >> 8 * k);
+    const int integer = static_cast<int>(std::nearbyint(value / step));
+    low.table[i] = static_cast<uint8_t>(wide ? integer & 255 : integer + low.offset);
+    high.table[i] = static_cast<uint8_t>((integer >> 8) + high.offset);
+  }
+  low.mask = low.table[0];
+  by_xor = small = !wide;
+  for (size_t code = 0; code < size; ++code) {
+    by_xor = by_xor && low.table[code] == (code ^ low.mask);
+    small = small && low.table[code] <= 128;
+  }
+}
+
+size_t Weights::segments() const {
+  const size_t of_group = segments_of_group(), before = groups() - 1;
+  return before * of_group + (rows - before * group + kSegment - 1) / kSegment;
+}
+
+}  // namespace graphopt

@@ -1,0 +1,58 @@
+// Packed weights as a kernel sees them; how they are laid out is written down in matmul_table/op.py.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "hadamard/cpu/kernels.h"
+
+namespace graphopt {
+
+enum class Activations { kFloat, kBfloat16, kInt8, kInt16 };
+
+// One byte of a table of integers: the value of a code is table[code] - offset, as far as this byte goes.
+struct IntegerPlane {
+  uint8_t table[256];  // repeated to 64 entries where it has fewer
+  int offset = 0;
+  uint8_t mask = 0;  // table[code] == code ^ mask, where by_xor says so
+};
+
+// What codes mean, in every form that a kernel reads.
+struct Table {
+  // Bytes of each value as a float and as a bfloat16, lowest byte first; repeated to 64 entries where there are fewer.
+  uint8_t floats[4][256], bfloat16s[2][256];
+  // value = step * integer, or the nearest there is; integer = low + 256 * high, and high is there where `wide` says
+  // so.
+  double step = 1;
+  // `small`: low is all there is, and no byte of it exceeds 128.
+  bool wide = false, by_xor = false, small = false;
+  IntegerPlane low, high;
+
+  // entries: 1 to 256 finite values; bits: those of a code, 2^bits >= entries.
+  void make(const float* values, size_t entries, int bits);
+};
+
+struct Weights {
+  size_t rows = 0, columns = 0, group = 0;
+  int bits = 0;
+  const uint8_t* codes = nullptr;
+  const float* scales = nullptr;       // of these two,
+  const Half* half_scales = nullptr;   // one is there
+  const float* zero_points = nullptr;  // neither of these two
+  const Half* half_zero_points = nullptr;  // where all zero points are 0
+  const float* bias = nullptr;             // null where there is none
+  Table table;
+
+  size_t tiles() const { return (columns + 15) / 16; }
+  size_t units() const { return (rows + 15) / 16; }
+  size_t groups() const { return (rows + group - 1) / group; }
+  size_t unit_bytes() const { return 32 * static_cast<size_t>(bits); }
+  size_t tile_bytes() const { return units() * unit_bytes(); }
+
+  // A segment is what is summed up before it is scaled: a group, or a piece of one that is long.
+  static constexpr size_t kSegment = 512;
+  size_t segments_of_group() const { return (group + kSegment - 1) / kSegment; }
+  size_t segments() const;
+};
+
+}  // namespace graphopt

@@ -1,0 +1,97 @@
+"""The body of ``ai.graphopt::MatMulTable``: standard ONNX operators, the same for all bits, groups and shapes.
+
+The weight depends on constants alone, and so does which way activations are rounded: onnxruntime folds both when it
+loads the model, and what is left is the rounding, a ``MatMul`` with float weights and an ``Add``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.runtime_ops.matmul_table.spec.activations import MODES, bfloat16_nodes, rounding_nodes
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
+from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops.tape import choice, ints, number_of
+
+NAME = "MatMulTable"
+
+_INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias")
+
+
+def function(opset: int) -> ir.Function:
+    """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
+    inputs = [ir.Value(name=name) for name in _INPUTS]
+    x, codes, scales, table, zero_points, bias = inputs
+    tape = ir.tape.Tape()
+    rows, columns, group = (number_of(tape, name) for name in ("rows", "columns", "group"))
+    mode = choice(tape, "activations", ir.AttributeType.STRING, MODES)
+    is_bfloat16 = tape.op("Equal", [mode, ints(tape, MODES.index("bfloat16"))])
+    values = tape.op("Where", [is_bfloat16, bfloat16_nodes(tape, table), table])
+    indices = tape.op("Cast", [_unpacked(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
+    looked_up = tape.op("Gather", [values, indices], {"axis": 0})
+    full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
+    shifted = tape.op("Sub", [looked_up, _for_each_row(tape, full_zeros, rows, columns, group)])
+    weight = tape.op("Mul", [shifted, _for_each_row(tape, scales, rows, columns, group)])
+    rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
+    y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias]), x])
+    y.name = "y"
+    graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=NAME)
+    kinds = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
+    kinds["activations"] = ir.AttributeType.STRING
+    attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
+    return ir.Function(DOMAIN, NAME, graph=graph, attributes=attributes)
+
+
+def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
+    """Return the codes as uint8 [K, N]."""
+    bits = tape.op("Div", [tape.op("Shape", [codes], {"start": 2}), ints(tape, 32)])
+    positions = _plane(tape, codes, bits, WIDTHS[0])
+    for width in WIDTHS[1:]:
+        positions = tape.op("BitwiseOr", [positions, _plane(tape, codes, bits, width)])
+    in_order = tape.op(
+        "Transpose",
+        [tape.op("Reshape", [positions, ints(tape, 0, 0, 4, 16, 4)])],  # t, u, j, r, i
+        {"perm": [1, 2, 4, 0, 3]},
+    )
+    padded_columns = tape.op("Mul", [tape.op("Shape", [codes], {"start": 0, "end": 1}), ints(tape, TILE)])
+    padded = tape.op("Reshape", [in_order, tape.op("Concat", [ints(tape, -1), padded_columns], {"axis": 0})])
+    ends = tape.op("Concat", [rows, columns], {"axis": 0})
+    return tape.op("Slice", [padded, ints(tape, 0, 0), ends])
+
+
+def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int) -> ir.Value:
+    """Return what the plane of ``width`` bits adds to each code, uint8 [T, U, 256]; zeros where there is no such plane.
+
+    A plane that is absent is a slice of no bytes, padded to a plane of zeros.
+    """
+    twice, once = ints(tape, 2 * width), ints(tape, width)
+    start = tape.op("Mul", [tape.op("Div", [bits, twice]), twice])
+    end = tape.op("Mul", [tape.op("Div", [bits, once]), once])
+    first, behind = (tape.op("Mul", [place, ints(tape, 32)]) for place in (start, end))
+    part = tape.op("Slice", [codes, first, behind, ints(tape, 2)])
+    missing = tape.op("Sub", [ints(tape, 32 * width), tape.op("Sub", [behind, first])])
+    pads = tape.op("Concat", [ints(tape, 0), missing], {"axis": 0})
+    plane = tape.op("Pad", [part, pads, _bytes(tape, 0), ints(tape, 2)])
+    lines = tape.op("Reshape", [plane, ints(tape, 0, 0, -1, 1, line_bytes(width))])
+    shifts = tape.op("Reshape", [_bytes(tape, *range(0, 8, width)), ints(tape, -1, 1)])
+    shifted = tape.op("BitShift", [lines, shifts], {"direction": "RIGHT"})
+    digits = tape.op("BitwiseAnd", [shifted, _bytes(tape, 2**width - 1)])
+    positions = tape.op("Reshape", [digits, ints(tape, 0, 0, 256)])
+    # an absent plane of a byte would begin at bit 8, and no shift may be that far
+    place = tape.op("Cast", [tape.op("Mod", [start, ints(tape, 8)])], {"to": ir.DataType.UINT8})
+    return tape.op("BitShift", [positions, place], {"direction": "LEFT"})
+
+
+def _for_each_row(tape: ir.tape.Tape, tiled: ir.Value, rows: ir.Value, columns: ir.Value, group: ir.Value) -> ir.Value:
+    """Return scales or zero points [T, G, 16] as float [K, N]."""
+    shape = tape.op("Concat", [tape.op("Shape", [tiled], {"start": 1, "end": 2}), ints(tape, -1)], {"axis": 0})
+    padded = tape.op("Reshape", [tape.op("Transpose", [tiled], {"perm": [1, 0, 2]}), shape])
+    per_group = tape.op("Slice", [padded, ints(tape, 0), columns, ints(tape, 1)])
+    every_row = tape.op("Range", [tape.op("Squeeze", [value]) for value in (ints(tape, 0), rows, ints(tape, 1))])
+    numbers = tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT})
+    return tape.op("Gather", [numbers, tape.op("Div", [every_row, group])], {"axis": 0})
+
+
+def _bytes(tape: ir.tape.Tape, *numbers: int) -> ir.Value:
+    return tape.op("Constant", [], {"value": ir.tensor(np.array(numbers, np.uint8))})

@@ -1,0 +1,109 @@
+"""``ai.graphopt::MatMulTable``, version 1: a product with a weight whose codes are looked up in a table.
+
+Inputs, all of them required:
+    x: float or float16 [..., K], of rank 1 or more.
+    codes: uint8 [T, U, 32 bits], T = ceil(N / 16), U = ceil(K / 16), bits = 1 to 8; see :mod:`.packing`.
+    scales: float or float16 [T, G, 16], G = ceil(K / group); finite.
+    table: float [entries], 1 <= entries <= 2^bits, finite. A code that is not below entries is an error.
+    zero_points: the type of scales, [T, G, 16] or [1, 1, 1]: values, in units of the table. [[[0]]] is neutral.
+    bias: float [N], or [1], where [0] is neutral.
+
+Attributes:
+    rows, columns: int, K and N.
+    group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
+    activations: string, what x is rounded to, below.
+
+Output:
+    y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
+
+        W[k, n] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
+        y = round(x) W + bias
+
+    float32    round(x) = x
+    bfloat16   x to the nearest, ties to even; the numbers of the table as well
+    int8       q s with s = m / 127, m = max|x| of a row of x within a group, q = round(x (127 / m)), ties to even
+    int16      the same with 16256 in place of 127
+
+    Where m < 1e-30, q is 0. A number that is not finite makes all products of its group NaN. All of this is arithmetic
+    of float32. Sums are exact or of float32, in any order. Under int8 and int16 a kernel may also round the table to
+    multiples of max|table| / 32767, unless its numbers are multiples, of 32767 at most, of one step. The bound on what
+    all of this does to y is :func:`graphopt.runtime_ops.matmul_table.spec.bound.bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.matmul_table.spec.activations import round_activations, to_bfloat16
+from graphopt.runtime_ops.matmul_table.spec.body import NAME, function
+from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
+from graphopt.runtime_ops.operator import Cost, Operator
+
+Floats = npt.NDArray[np.floating[Any]]
+Doubles = npt.NDArray[np.float64]
+
+
+def reference(
+    x: Floats,
+    codes: npt.NDArray[np.uint8],
+    scales: Floats,
+    table: Floats,
+    zero_points: Floats,
+    bias: Floats,
+    rows: int,
+    columns: int,
+    group: int,
+    activations: str,
+) -> Doubles:
+    """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
+
+    Returns:
+        float64 [..., N].
+
+    Raises:
+        ValueError: the shapes do not fit one another, or there is no such rounding of activations.
+        IndexError: a code has no entry in the table.
+    """
+    rounded = round_activations(x, group, activations)
+    if activations == "bfloat16":
+        table = to_bfloat16(table)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group)
+    with np.errstate(invalid="ignore"):  # what is not finite in x may be so in y
+        y: Doubles = rounded @ weight + bias.astype(np.float64)
+    return y
+
+
+def dequantize(
+    codes: npt.NDArray[np.uint8],
+    scales: Floats,
+    table: Floats,
+    zero_points: Floats,
+    rows: int,
+    columns: int,
+    group: int,
+) -> Doubles:
+    """Return the weight [K, N] that the operator's inputs stand for, exact but for the rounding of float64."""
+    scales_GN = untile(scales.astype(np.float64), columns)
+    zeros_GN = untile(np.broadcast_to(zero_points.astype(np.float64), scales.shape), columns)
+    if len(scales_GN) != -(-rows // group):
+        raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {len(scales_GN)}")
+    of_row = np.arange(rows) // group
+    values = table.astype(np.float64)[unpack(codes, rows, columns)]
+    weight: Doubles = (values - zeros_GN[of_row]) * scales_GN[of_row]
+    return weight
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes, with float scales and the padding of the last tile."""
+    x, codes, scales, *small = shapes
+    outputs = prod(x[:-1]) * 16 * codes[0]
+    numbers = prod(x) + outputs + prod(scales) + sum(prod(shape) for shape in small)
+    return Cost(operations=2 * outputs * x[-1], bytes=prod(codes) + 4 * numbers)
+
+
+MATMUL_TABLE = Operator(NAME, 1, function, reference, cost)

@@ -1,0 +1,38 @@
+"""The checker shares nothing with the rewriter but the graph and the claims."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import graphopt
+
+PACKAGE = Path(graphopt.__file__).parent
+# Data that the checker confirms, or compares with: matrices, signs, claims, and the operator's own body.
+DATA = {
+    "graphopt.errors",
+    "graphopt.rotations.claims",
+    "graphopt.rotations.hadamard",
+    "graphopt.rotations.orthogonal",
+    "graphopt.runtime_ops",
+}
+
+
+def test_no_code_of_the_passes_or_the_analysis_is_imported() -> None:
+    imported = set()
+    for file in (PACKAGE / "certificate").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("graphopt"):
+                imported.add(node.module)
+            if isinstance(node, ast.Import):
+                imported |= {name.name for name in node.names if name.name.startswith("graphopt")}
+    assert {name for name in imported if not name.startswith("graphopt.checks.certificate")} <= DATA
+
+
+def test_no_rotation_is_applied_by_the_rewriter_s_code() -> None:
+    names = set()
+    for file in (PACKAGE / "certificate").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "graphopt.rotations.orthogonal":
+                names |= {name.name for name in node.names}
+    assert names <= {"RandomRotation", "signs"}

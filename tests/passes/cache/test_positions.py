@@ -1,0 +1,126 @@
+"""Positions inside the cache: sequences that go on past the positions of a model, and what keeps others from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+
+from graphopt.decoding.decoder import Decoder
+from graphopt.errors import InputError
+from graphopt.evaluate import evaluate
+from graphopt.passes.cache.page_kv.positions import exact_angles
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe
+from graphopt.session import Session, load
+from tests.families import POSITIONS, VOCABULARY, make_model
+
+SINKS, RECENT = 8, 40
+
+
+def streaming(source: Path, folder: Path, **options: object) -> Session:
+    step = {"step": "sparse_kv", "policy": "streaming", "sinks": SINKS, "recent": RECENT, "page": 16, **options}
+    optimize(source, Recipe.model_validate({"name": "mine", "steps": [{"step": "canonicalize"}, step]}), folder)
+    return load(folder)
+
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer, whose keys and values depend on their own token alone."""
+    from graphopt.models.export import export
+
+    folder = tmp_path_factory.mktemp("one") / "layer"
+    model = make_model("llama")
+    del model.model.layers[1:]
+    model.config.num_hidden_layers = 1
+    model.save_pretrained(folder)
+    export(folder, folder.with_name("exported"))
+    return folder.with_name("exported")
+
+
+def last_logits(session: Session, ids: np.ndarray) -> np.ndarray:
+    *_, (_, logits) = Decoder(session, 1).feed(ids[None])
+    return np.array(logits[0, -1])
+
+
+@pytest.mark.parametrize("length", [20, SINKS + RECENT, 100, 5 * POSITIONS])
+def test_a_long_text_is_its_first_and_newest_tokens_side_by_side(one_layer: Path, tmp_path: Path, length: int) -> None:
+    """StreamingLLM's definition: what was let go might never have been there. It holds layer by layer."""
+    session = streaming(one_layer, tmp_path / "made")
+    assert session.endless
+    assert session.max_positions is None
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, length)
+    kept = ids if length <= SINKS + RECENT else np.concatenate((ids[:SINKS], ids[-RECENT:]))
+    expected = last_logits(load(one_layer), kept)
+    # float32: the angles of 640 positions are good to 640 * 6e-8 radians in the plain model
+    np.testing.assert_allclose(last_logits(session, ids), expected, atol=1e-4 * np.abs(expected).max())
+
+
+def test_text_longer_than_the_positions_is_scored_and_the_cache_stays(llama_artifact: Path, tmp_path: Path) -> None:
+    text = "import os\n" * 120
+    plain, session = load(llama_artifact), streaming(llama_artifact, tmp_path / "made")
+    assert len(session.encode(text)) > POSITIONS
+    found = evaluate(session, text)
+    assert found.window > POSITIONS
+    assert np.isfinite(found.nats)
+    decoder, ids = Decoder(session, 1), np.zeros((1, POSITIONS), np.int64)
+    decoder.step(ids)
+    decoder.step(ids)  # beside what the first of these tokens still read
+    size = decoder.cache.bytes
+    for _ in range(3):
+        decoder.step(ids)
+    assert decoder.cache.bytes == size
+    with pytest.raises(InputError, match=f"longer than the model's {POSITIONS} positions"):
+        Decoder(plain, 1).step(np.zeros((1, POSITIONS + 1), np.int64))
+
+
+def test_a_reach_that_was_never_trained_on_stays_bound(llama_artifact: Path, tmp_path: Path) -> None:
+    session = streaming(llama_artifact, tmp_path / "made", recent=POSITIONS)
+    assert not session.endless
+    assert session.max_positions == POSITIONS
+
+
+def test_learned_positions_end_where_they_end(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
+    session = streaming(make_artifact("gpt2"), tmp_path / "made")
+    assert session.max_positions == POSITIONS
+    (record,) = [each for each in session.manifest.passes if each.name == "sparse_kv"]
+    reasons = [skip.reason for skip in record.skips]
+    assert reasons
+    assert all(reason.startswith("sequences end where the model's positions do: ") for reason in reasons)
+
+
+def test_angles_of_a_billion_positions_are_right() -> None:
+    frequencies = (10000.0 ** (-np.arange(0, 64, 2) / 64)).astype(np.float32)
+    positions = ir.val("position_ids", ir.DataType.INT64, [1, "n"])
+    weight = ir.Value(name="w", const_value=ir.tensor(frequencies), type=ir.TensorType(ir.DataType.FLOAT))
+    axes = ir.Value(name="axes", const_value=ir.tensor(np.array([2])), type=ir.TensorType(ir.DataType.INT64))
+    wide = ir.node("Unsqueeze", [positions, axes], name="wide")
+    cast = ir.node("Cast", wide.outputs, {"to": ir.DataType.FLOAT}, name="cast")
+    angle = ir.node("Mul", [cast.outputs[0], weight], name="angle")
+    cos = ir.node("Cos", angle.outputs, name="cos")
+    for node in (wide, cast, angle, cos):
+        node.outputs[0].name, node.outputs[0].dtype = f"{node.name}.output", ir.DataType.FLOAT
+    wide.outputs[0].dtype = ir.DataType.INT64
+    graph = ir.Graph(
+        [positions],
+        cos.outputs,
+        nodes=[wide, cast, angle, cos],
+        initializers=[weight, axes],
+        opset_imports={"": 23},
+        name="angles",
+    )
+    p = np.array([[0, 1, 1000, 1_000_003, 1_000_000_007]])
+    truth = np.cos(p[..., None].astype(np.float64) * frequencies.astype(np.float64))
+
+    def error() -> float:
+        session = onnxruntime.InferenceSession(ir.to_proto(ir.Model(graph, ir_version=10)).SerializeToString())
+        return float(np.abs(session.run(None, {"position_ids": p})[0] - truth).max())
+
+    assert error() > 0.1  # as exporters spell it out
+    assert [node.name for node in exact_angles(graph)] == ["angle.angle"]
+    # 1e9 in float64 is good to 1e-7 radians, and an angle below 2 pi in float32 to 5e-7
+    assert error() < 1e-6

@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from graphopt import provenance
+from graphopt.analysis.structure import dequantize_of
+from graphopt.formats import FORMATS, format_of
+from graphopt.passes.codes.quantize_weights import (
+    EmbeddingFormat,
+    LinearFormat,
+    QuantizeWeights,
+    QuantizeWeightsOptions,
+)
+from graphopt.rounding import round_to_nearest
+from graphopt.rounding.half import fits_half
+from graphopt.runtime import ACCURACY_LEVEL, open_session
+from tests.graphs import residual_model, save, session
+
+
+def options(**given: object) -> QuantizeWeightsOptions:
+    defaults = {"linear": LinearFormat(group=16), "head": LinearFormat(format="int8", group=16)}
+    return QuantizeWeightsOptions(**{**defaults, **given})  # type: ignore[arg-type]
+
+
+def quantize(model: ir.Model, chosen: QuantizeWeightsOptions | None = None) -> Any:
+    return QuantizeWeights(chosen or options())(model).report
+
+
+def changes_of(report: Any) -> dict[str, str]:
+    return {change.where: change.what for change in report.changes}
+
+
+def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
+    """Return a float copy of ``model`` whose weights are what the codes stand for, computed by the definition."""
+    copy = model.clone(deep_copy=True)
+    for name, value in copy.graph.initializers.items():
+        if name == "table":
+            wanted, turned = chosen.embedding, True
+        elif name.endswith(".weight"):
+            wanted, turned = (chosen.head if name.startswith("head") else chosen.linear), False
+        else:
+            continue
+        if wanted is None:
+            continue
+        array = value.const_value.numpy()
+        array = array.T if turned else array
+        table = format_of(wanted.format)
+        half = not turned and fits_half(array, table, wanted.group or len(array))
+        stored = np.float16 if half else np.float32
+        result = round_to_nearest(array, table, wanted.group, chosen.scale, scale_type=stored).dequantize()
+        value.const_value = ir.tensor((result.T if turned else result).astype(np.float32), name=name)
+    return copy
+
+
+@given(
+    seed=st.integers(0, 1000),
+    linear=st.sampled_from(["int4", "int8", "uint4", "uint8"]),
+    head=st.sampled_from(["int4", "int8", "uint4", "uint8", None]),
+    embedding=st.sampled_from([("int8", None), ("int8", 16), ("uint8", 8), None]),
+    scale=st.sampled_from(["extreme", "least_squares"]),
+)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_onnxruntime_computes_what_the_codes_stand_for(
+    tmp_path: Path, seed: int, linear: str, head: str | None, embedding: tuple[str, int | None] | None, scale: str
+) -> None:
+    chosen = options(
+        linear=LinearFormat(format=linear, group=16),
+        head=None if head is None else LinearFormat(format=head, group=16),
+        embedding=None if embedding is None else EmbeddingFormat(format=embedding[0], group=embedding[1]),
+        scale=scale,
+    )
+    model = residual_model(width=32, inner=48, seed=seed, biased=True)
+    expected = session(dequantized(model, chosen), tmp_path / "float")
+    quantize(model, chosen)
+    # float32 activations, so that only the weights differ from the original
+    actual = open_session(save(model, tmp_path), entries={ACCURACY_LEVEL: "0"})
+    ids = {"input_ids": np.random.default_rng(seed).integers(0, 24, (2, 6))}
+    want, got = (s.run(["logits"], ids)[0] for s in (expected, actual))
+    # float32 sums of up to 48 terms in another order: 48 * 6e-8, through 2 layers; seen 1e-6
+    assert np.abs(want - got).max() < 2e-5 * np.abs(want).max()
+
+
+@given(
+    seed=st.integers(0, 1000),
+    name=st.sampled_from([n for n in FORMATS if n not in ("int4", "int8", "uint4", "uint8")]),
+    group=st.sampled_from([16, 32, None]),
+    width=st.sampled_from([20, 32, 40]),
+)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_other_formats_and_groups_compute_what_the_codes_stand_for(
+    tmp_path: Path, seed: int, name: str, group: Any, width: int
+) -> None:
+    wanted = LinearFormat(format=name, group=group)
+    chosen = options(linear=wanted, head=wanted, embedding=None, activations="float32")
+    model = residual_model(width=width, inner=48, seed=seed)
+    expected = session(dequantized(model, chosen), tmp_path / "float")
+    quantize(model, chosen)
+    ids = {"input_ids": np.random.default_rng(seed).integers(0, 24, (2, 6))}
+    (want,) = expected.run(["logits"], ids)
+    path = save(model, tmp_path)
+    for native in (False, True):
+        (got,) = open_session(path, entries={ACCURACY_LEVEL: "0"}, native=native).run(["logits"], ids)
+        # float32 sums of up to 48 terms in another order, through 2 layers; seen 1e-6
+        assert np.abs(want - got).max() < 2e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "group", "op_type"),
+    [
+        ("int4", 32, 32, "MatMul"),
+        ("int2", 32, 32, "MatMulTable"),  # the type came with opset 25
+        ("int4", 32, None, "MatMulTable"),  # onnxruntime fuses no scale per column
+        ("int4", 40, 32, "MatMulTable"),  # and no ragged group
+        ("int6", 32, 32, "MatMulTable"),
+        ("fp4", 32, 32, "MatMulTable"),  # a type of ONNX that no CPU kernel reads
+        ((-1.0, 0.0, 0.5), 32, 32, "MatMulTable"),
+    ],
+)
+def test_what_onnxruntime_has_a_kernel_for_keeps_its_standard_form(
+    name: Any, rows: int, group: Any, op_type: str
+) -> None:
+    model = residual_model(width=rows, inner=48)
+    quantize(model, options(linear=LinearFormat(format=name, group=group)))
+    up = next(node for node in model.graph if node.name == "up0")
+    assert up.op_type == op_type
+    assert dequantize_of(up) is not None or (up.domain, "MatMulTable", "") in model.functions
+
+
+def test_int2_is_a_standard_type_from_opset_25_on(tmp_path: Path) -> None:
+    model = residual_model(width=32, inner=48)
+    model.opset_imports[""] = 25
+    quantize(model, options(linear=LinearFormat(format="int2", group=16)))
+    open_session(save(model, tmp_path), optimized_to=tmp_path / "optimized.onnx")
+    kinds = Counter(node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph)
+    assert (kinds["MatMulNBits"], kinds["MatMul"]) == (5, 0)
+
+
+@pytest.mark.parametrize("activations", ["float32", "bfloat16", "int8", "int16"])
+def test_the_node_and_the_report_say_what_inputs_are_rounded_to(activations: Any) -> None:
+    model = residual_model(width=40, inner=48)
+    report = quantize(model, options(linear=LinearFormat(format="nf4", group=32), activations=activations))
+    up = next(node for node in model.graph if node.name == "up0")
+    assert up.attributes["activations"].as_string() == activations
+    assert [up.attributes[name].as_int() for name in ("rows", "columns", "group")] == [40, 48, 32]
+    assert f"up0.weight as nf4 in groups of 32, inputs rounded to {activations}" in changes_of(report)["up0"]
+    assert up.inputs[2].dtype == ir.DataType.FLOAT16
+    assert list(up.inputs[1].shape) == [3, 3, 32 * 4]
+
+
+def test_scales_that_float16_cannot_hold_are_float32_and_the_report_says_so() -> None:
+    model = residual_model(width=32, inner=48)
+    weight = model.graph.initializers["up0.weight"]
+    tiny = weight.const_value.numpy().copy()
+    tiny[16:, 3] *= 1e-5
+    weight.const_value = ir.tensor(tiny, name="up0.weight")
+    report = quantize(model, options(linear=LinearFormat(format="fp6-e2m3", group=16)))
+    said = changes_of(report)
+    assert "scales are float32" in said["up0"]
+    assert "scales are float32" not in said["down0"]
+    up, down = (next(node for node in model.graph if node.name == name) for name in ("up0", "down0"))
+    assert (up.inputs[2].dtype, up.inputs[4].dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT)
+    assert (down.inputs[2].dtype, down.inputs[4].dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT16)
+
+
+def test_tables_and_what_is_neutral_are_stored_once() -> None:
+    model = residual_model(width=32, inner=48)
+    wanted = LinearFormat(format="fp6-e2m3", group=16)
+    quantize(model, options(linear=wanted, head=wanted))
+    names = set(model.graph.initializers)
+    assert {"fp6-e2m3.table", "no_zero_points.float16", "no_bias"} < names
+    assert not {name for name in names if name.endswith(".1") or name.endswith(".weight")}
+
+
+def test_a_product_of_another_type_than_float_is_left_alone() -> None:
+    model = residual_model(width=32, inner=48)
+    weight = model.graph.initializers["up0.weight"]
+    weight.const_value = ir.tensor(weight.const_value.numpy().astype(np.float16), name="up0.weight")
+    weight.dtype = ir.DataType.FLOAT16
+    report = quantize(model, options(linear=LinearFormat(format="nf4", group=16)))
+    assert any(skip.where == "up0" and "MatMulTable multiplies float" in skip.reason for skip in report.skips)
+
+
+def test_every_product_becomes_the_fused_kernel_and_no_float_weight_stays(tmp_path: Path) -> None:
+    model = residual_model(width=32, inner=48)
+    quantize(model)
+    path = save(model, tmp_path)
+    stored = {n: v.const_value for n, v in ir.load(path).graph.initializers.items()}
+    assert not {name for name in stored if name.endswith(".weight") or name == "table"}
+    assert max(t.size for t in stored.values() if t.dtype == ir.DataType.FLOAT) < 32 * 48 / 8
+    open_session(path, optimized_to=tmp_path / "optimized.onnx")
+    kinds = Counter(node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph)
+    assert kinds["MatMulNBits"] == 5
+    assert kinds["MatMul"] == 0
+    # what is dequantized is the rows that were looked up, never a stored weight
+    unpacked = [node for node in ir.load(tmp_path / "optimized.onnx").graph if node.op_type == "DequantizeLinear"]
+    assert unpacked
+    assert {node.inputs[0].producer().op_type for node in unpacked} == {"Gather"}
+
+
+def test_the_embedding_is_looked_up_as_codes() -> None:
+    model = residual_model(width=32)
+    quantize(model)
+    lookup = next(node for node in model.graph if node.op_type == "Gather")
+    assert lookup.inputs[0].dtype == ir.DataType.INT8
+    assert lookup.outputs[0].uses()[0].node.op_type == "DequantizeLinear"
+
+
+def test_rows_that_the_group_does_not_divide_take_a_smaller_one_and_say_so() -> None:
+    model = residual_model(width=96, inner=32)
+    report = quantize(model, options(linear=LinearFormat(group=128)))
+    assert "groups of 32 (128 does not divide 96 rows)" in changes_of(report)["up0.dequantize"]
+
+
+@pytest.mark.parametrize(
+    ("model", "chosen", "where", "reason"),
+    [
+        (residual_model(width=32), options(linear=None), "up0", "leaves it in floating point"),
+        (residual_model(width=32), options(embedding=None), "embedding", "leaves it in floating point"),
+        (
+            residual_model(width=32),
+            options(embedding=EmbeddingFormat(group=24)),
+            "embedding",
+            "multiple of the group 24",
+        ),
+    ],
+)
+def test_what_is_left_alone_has_its_reason(
+    model: ir.Model, chosen: QuantizeWeightsOptions, where: str, reason: str
+) -> None:
+    assert any(skip.where == where and reason in skip.reason for skip in quantize(model, chosen).skips)
+
+
+def test_a_table_that_tokens_do_not_index_is_left_alone() -> None:
+    model = residual_model(width=32)
+    lookup = next(node for node in model.graph if node.op_type == "Gather")
+    lookup.inputs[1].name = "position_ids"
+    assert any("not looked up by input_ids" in skip.reason for skip in quantize(model).skips)
+
+
+def test_a_stack_of_matrices_is_left_alone_with_its_shape() -> None:
+    model = residual_model(width=32, inner=32)
+    up = next(node for node in model.graph if node.name == "up0")
+    stacked = ir.val("stacked", const_value=ir.tensor(np.zeros((1, 32, 32), np.float32), name="stacked"))
+    model.graph.initializers["stacked"] = stacked
+    up.replace_input_with(1, stacked)
+    assert any(skip.where == "up0" and "[1, 32, 32]" in skip.reason for skip in quantize(model).skips)
+
+
+def test_new_nodes_know_where_they_come_from() -> None:
+    model = residual_model(width=32)
+    quantize(model)
+    made = next(node for node in model.graph if node.name == "up0.dequantize")
+    assert provenance.history(made) == (["quantize_weights"], ["up0.weight"])
+
+
+@pytest.mark.parametrize("bad", [{"format": "int9"}, {"format": [1.0]}, {"group": 48}, {"grup": 32}])
+def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        LinearFormat(**bad)  # type: ignore[arg-type]
+
+
+def test_an_embedding_of_4_bits_is_refused() -> None:
+    with pytest.raises(ValidationError, match="int8"):
+        EmbeddingFormat(format="int4")  # type: ignore[arg-type]
+
+
+def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Callable[[str], Path]) -> None:
+    from graphopt import artifact
+    from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+
+    model = artifact.read(make_artifact("mixtral")).model
+    Canonicalize(CanonicalizeOptions())(model)
+    report = quantize(model)
+    assert [(skip.where, skip.reason) for skip in report.skips] == [
+        (f"model.layers.{layer}.mlp.gate.Gemm", "it chooses experts: its few columns stay in floating point")
+        for layer in range(2)
+    ]
+    experts = [change for change in report.changes if ".experts." in change.where]
+    # of each of four experts in two layers, gate and up in one matrix, and down
+    assert len(experts) == 2 * 4 * 2

@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from graphopt.analysis.contrib import settle_caches
+from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.lift.canonicalize.mask_input import one_mask
+from graphopt.passes.lower.products import shared
+from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
+from tests.graphs import relative, run_pass
+
+FLOAT, BOOL = ir.DataType.FLOAT, ir.DataType.BOOL
+
+
+def spelled_out(
+    *,
+    factor: str = "product",
+    mask: str = "add",
+    keys: str = "last",
+    softcap: float = 0.0,
+    guard: bool = False,
+    repeated: bool = True,
+) -> tuple[ir.Model, ir.Node]:
+    """Return a model whose attention is products and a softmax on caches that are concatenated, and the softmax."""
+    model = group_query_model(Layer(groups=2 if repeated else 4, window=50, softcap=softcap))
+    settle_caches(model)
+    run_pass(model, "canonicalize")
+    graph = model.graph
+    node = next(node for node in graph if node.op_type == "Attention")
+    query, key, value, near, past_key, past_value = node.inputs
+    insert = Inserter(graph, node, "by_hand")
+    values = {each.name: each for other in graph for each in other.outputs}
+    columns, rows = (values[f"window_mask.50.{name}.output"] for name in ("columns", "query_column"))
+    causal = insert.op("LessOrEqual", [columns, rows], list(near.shape)[2:], BOOL, "causal")
+    whole = insert.op("And", [near, causal], list(near.shape), BOOL, "visible")
+    scale = 0.3
+
+    def number(number: float) -> ir.Value:
+        return shared(graph, f"number.{number}", np.array(number, np.float32))
+
+    def times(x: ir.Value, by: float, suffix: str) -> ir.Value:
+        return insert.op("Mul", [number(by), x], list(x.shape), FLOAT, suffix)
+
+    node.attributes["scale"] = ir.AttrFloat32("scale", scale)
+    node.attributes["is_causal"] = ir.AttrInt64("is_causal", 0)
+    node.replace_input_with(3, whole)
+    presents = []
+    for past, new, old, suffix in (
+        (past_key, key, node.outputs[1], "keys"),
+        (past_value, value, node.outputs[2], "values"),
+    ):
+        both = insert.op("Concat", [past, new], list(old.shape), FLOAT, suffix, axis=-2)
+        presents.append((old, both))
+        if repeated:
+            batch, groups, length, size = both.shape
+            expanded = [batch, groups, 2, length, size]
+            wide = insert.op(
+                "Unsqueeze", [both, insert.integers([2])], [batch, groups, 1, length, size], FLOAT, f"{suffix}.5"
+            )
+            wide = insert.op("Expand", [wide, insert.integers([1, 1, 2, 1, 1])], expanded, FLOAT, f"{suffix}.wide")
+            dims = [batch, groups * 2, length, size]
+            both = insert.op("Reshape", [wide, insert.integers([0, 4, -1, 16])], dims, FLOAT, f"{suffix}.repeated")
+        if suffix == "keys":
+            key = both
+        else:
+            value = both
+    batch, heads, length, size = key.shape
+    upright = [batch, heads, size, length]
+    if keys == "last":
+        turned = insert.op("Transpose", [key], upright, FLOAT, "turned", perm=[0, 1, 3, 2])
+    else:
+        # As GPT-2's were: heads apart, positions first.
+        first = insert.op("Transpose", [key], [batch, length, heads, size], FLOAT, "first", perm=[0, 2, 1, 3])
+        turned = insert.op("Transpose", [first], upright, FLOAT, "turned", perm=[0, 2, 3, 1])
+    if factor in ("query", "both"):
+        query = times(query, scale if factor == "query" else scale**0.5, "scaled_query")
+    if factor == "both":
+        turned = times(turned, scale**0.5, "scaled_keys")
+    dims = list(near.shape)
+    dims[1] = heads
+    scores = insert.op("MatMul", [query, turned], dims, FLOAT, "scores")
+    if factor == "product":
+        scores = insert.op("Div", [scores, number(1 / scale)], dims, FLOAT, "divided")
+    if softcap:
+        scores = insert.op("Tanh", [times(scores, 1 / softcap, "inside")], dims, FLOAT, "tanh")
+        scores = times(scores, softcap, "capped")
+    lowest = number(float(np.finfo(np.float32).min))
+    if mask == "where":
+        scores = insert.op("Where", [whole, scores, lowest], dims, FLOAT, "masked")
+    elif mask == "where not":
+        hidden = insert.op("Not", [whole], list(near.shape), BOOL, "hidden")
+        scores = insert.op("Where", [hidden, number(-1e4), scores], dims, FLOAT, "masked")
+    elif mask == "add":
+        added = insert.op("Where", [whole, number(0.0), lowest], list(near.shape), FLOAT, "added")
+        scores = insert.op("Add", [scores, added], dims, FLOAT, "masked")
+    else:
+        # GPT-J's: order by Where, padding added.
+        scores = insert.op("Where", [causal, scores, lowest], dims, FLOAT, "ordered")
+        added = insert.op("Where", [near, number(0.0), lowest], list(near.shape), FLOAT, "added")
+        scores = insert.op("Add", [added, scores], dims, FLOAT, "masked")
+    probabilities = insert.op("Softmax", [scores], dims, FLOAT, "softmax", axis=-1)
+    softmax = probabilities.producer()
+    if guard:
+        nan = insert.op("IsNaN", [probabilities], dims, BOOL, "nan")
+        probabilities = insert.op("Where", [nan, number(0.0), probabilities], dims, FLOAT, "guarded")
+    y = insert.op("MatMul", [probabilities, value], list(node.outputs[0].shape), FLOAT, "mixed")
+    take_place(node.outputs[0], y)
+    for old, new in presents:
+        take_place(old, new)
+    graph.remove(node, safe=True)
+    assert softmax is not None
+    return model, softmax
+
+
+@settings(max_examples=6)
+@given(
+    factor=st.sampled_from(["product", "query", "both"]),
+    mask=st.sampled_from(["add", "where", "where not", "two"]),
+    keys=st.sampled_from(["last", "first"]),
+    softcap=st.sampled_from([0.0, 2.0]),
+    guard=st.booleans(),
+    repeated=st.booleans(),
+)
+@example(factor="both", mask="two", keys="last", softcap=2.0, guard=True, repeated=True)
+@example(factor="product", mask="where not", keys="first", softcap=0.0, guard=False, repeated=False)
+def test_products_and_a_softmax_become_attention(
+    factor: str, mask: str, keys: str, softcap: float, guard: bool, repeated: bool
+) -> None:
+    # Keys that lie position by position are heads apart again before they are repeated, never after.
+    repeated &= keys == "last"
+    model, _ = spelled_out(factor=factor, mask=mask, keys=keys, softcap=softcap, guard=guard, repeated=repeated)
+    calls = tokens(2, 5, 3, 1)
+    before = run(model, *calls)
+    run_pass(model, "canonicalize")
+    kinds = Counter(node.op_type for node in model.graph)
+    assert (kinds["Attention"], kinds["Softmax"], kinds["Tanh"]) == (1, 0, 0)
+    (node,) = (node for node in model.graph if node.op_type == "Attention")
+    assert node.attributes.get_float("scale") == pytest.approx(0.3)
+    assert node.attributes.get_float("softcap", 0.0) == pytest.approx(softcap)
+    if keys == "last":
+        assert [value.name for value in node.inputs[4:]] == ["past_key_values.0.key", "past_key_values.0.value"]
+        assert node.inputs[1].shape[1] == (2 if repeated else 4)
+    assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
+
+
+def test_padding_of_one_row_is_broadcast_over_queries_that_onnxruntime_wants_spelled_out() -> None:
+    model, _ = spelled_out(mask="add")
+    added = next(node for node in model.graph if node.name == "by_hand.added")
+    # A mask [1, 1, 1, keys] that shows all but every third key: no pattern of ours, so it stays a mask.
+    insert = Inserter(model.graph, added, "odd")
+    columns = next(v for node in model.graph for v in node.outputs if v.name == "window_mask.50.columns.output")
+    third = insert.op("Mod", [columns, insert.integers(3)], list(columns.shape), ir.DataType.INT64)
+    shown = insert.op("Less", [third, insert.integers(2)], list(columns.shape), BOOL)
+    shown = insert.op("Unsqueeze", [shown, insert.integers([0, 1, 2])], [1, 1, 1, columns.shape[0]], BOOL)
+    added.replace_input_with(0, shown)
+    added.outputs[0].shape = shown.shape
+    calls = tokens(2, 5, 1)
+    before = run(model, *calls)
+    report = run_pass(model, "canonicalize")
+    assert any("neither causal nor causal with padding" in skip.reason for skip in report.skips)
+    assert Counter(node.op_type for node in model.graph)["Attention"] == 1
+    assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
+
+
+def test_probabilities_that_something_else_reads_stay() -> None:
+    model, softmax = spelled_out()
+    extra = ir.node("ReduceSum", [softmax.outputs[0]], {"keepdims": 0}, name="entropy")
+    extra.outputs[0].name, extra.outputs[0].dtype = "sum", FLOAT
+    model.graph.append(extra)
+    model.graph.outputs.append(extra.outputs[0])
+    report = run_pass(model, "canonicalize")
+    assert [s.reason for s in report.skips if s.where == "by_hand.softmax"] == [
+        "its probabilities are read elsewhere too"
+    ]
+    assert Counter(node.op_type for node in model.graph)["Softmax"] == 1
+
+
+def test_a_softmax_over_something_else_than_keys_stays() -> None:
+    model, softmax = spelled_out()
+    softmax.attributes["axis"] = ir.AttrInt64("axis", 2)
+    report = run_pass(model, "canonicalize")
+    assert any("the softmax is not over keys" in skip.reason for skip in report.skips)
+
+
+def test_scores_that_are_multiplied_behind_their_mask_stay() -> None:
+    model, softmax = spelled_out()
+    insert = Inserter(model.graph, softmax, "hot")
+    scores = softmax.inputs[0]
+    softmax.replace_input_with(
+        0, insert.op("Mul", [scores, shared(model.graph, "half", np.array(0.5, np.float32))], list(scores.shape), FLOAT)
+    )
+    run_pass(model, "canonicalize")
+    assert Counter(node.op_type for node in model.graph)["Softmax"] == 1
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16])
+def test_what_is_hidden_gets_the_lowest_number_of_the_type_that_is_added(dtype: ir.DataType) -> None:
+    model = group_query_model(Layer())
+    visible, added = (ir.val(name, kind, [2, 1, 3, 3]) for name, kind in (("visible", BOOL), ("added", dtype)))
+    mask = one_mask(Inserter(model.graph, model.graph[-1], "one"), [(visible, False), (added, False)])
+    assert mask is not None
+    lowest = mask.producer().inputs[2].const_value.numpy()
+    assert (mask.dtype, lowest.dtype) == (dtype, dtype.numpy())
+    assert lowest == ml_dtypes.finfo(lowest.dtype).min

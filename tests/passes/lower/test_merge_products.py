@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphopt import provenance
+from graphopt.analysis.cost import weight_totals
+from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.lower.merge_products import MergeProducts, MergeProductsOptions
+from graphopt.passes.lower.products import shared
+from graphopt.pipeline import optimize
+from graphopt.runtime import open_session
+from graphopt.weights import lazy
+from tests.graphs import Builder, save
+from tests.native import needs_library
+
+ROWS = 64
+
+
+def readers(*widths: int, format_: str = "nf4", activations: str = "int8", group: int = 32) -> ir.Model:
+    """Return y0, y1, ... = x W0, x W1, ... and z = y0 W, with quantized weights [64, width]."""
+    build = Builder(np.random.default_rng(0), [], [])
+    x = ir.val("x", ir.DataType.FLOAT, ["batch", "length", ROWS])
+    weights = [build.weight(f"w{i}", ROWS, width) for i, width in enumerate(widths)]
+    made = [build.op("MatMul", [x, weight], widths[i], f"y{i}") for i, weight in enumerate(weights)]
+    z = build.op("MatMul", [made[0], build.weight("w", widths[0], 16)], 16, "z")
+    graph = ir.Graph([x], [*made, z], nodes=build.nodes, initializers=build.weights, opset_imports={"": 23}, name="g")
+    model = ir.Model(graph, ir_version=10)
+    quantize(model, format_, activations, group)
+    return model
+
+
+def quantize(model: ir.Model, format_: str, activations: str = "int8", group: int = 32) -> None:
+    linear = LinearFormat(format=format_, group=group)
+    options = {"linear": linear, "head": None, "embedding": None, "activations": activations}
+    QuantizeWeights(QuantizeWeightsOptions(**options))(model)
+
+
+def merge(model: ir.Model) -> Any:
+    return MergeProducts(MergeProductsOptions())(model).report
+
+
+def run(model: ir.Model, length: int = 3, native: bool = True) -> list[np.ndarray]:
+    x = np.random.default_rng(length).standard_normal((2, length, ROWS)).astype(np.float32)
+    with TemporaryDirectory() as folder:
+        return open_session(save(model, Path(folder)), native=native).run(None, {"x": x})
+
+
+def kinds(model: ir.Model) -> Counter[str]:
+    return Counter(node.op_type for node in model.graph)
+
+
+def assert_equal(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> None:
+    for a, b in zip(before, after, strict=True):
+        assert np.array_equal(a, b)
+
+
+@needs_library
+@settings(max_examples=15, deadline=None)
+@given(
+    widths=st.lists(st.integers(1, 5).map(lambda tiles: 16 * tiles), min_size=2, max_size=4),
+    format_=st.sampled_from(["nf4", "fp6-e3m2", "ternary", "uint3"]),
+    activations=st.sampled_from(["int8", "int16", "bfloat16", "float32"]),
+    group=st.sampled_from([16, 32, 64]),
+    length=st.sampled_from([1, 7, 20]),
+)
+def test_the_kernel_gives_the_same_bits(
+    widths: list[int], format_: str, activations: str, group: int, length: int
+) -> None:
+    model = readers(*widths, format_=format_, activations=activations, group=group)
+    before = run(model, length)
+    merge(model)
+    assert kinds(model) == {"MatMulTable": 2, "Split": 1}
+    assert_equal(before, run(model, length))
+
+
+def test_names_provenance_and_size_stay() -> None:
+    model = readers(32, 16, 48)
+    outputs, size = [value.name for value in model.graph.outputs], weight_totals(model)
+    codes = [model.graph.initializers[f"w{i}.codes"].const_value.numpy() for i in range(3)]
+    report = merge(model)
+    assert [value.name for value in model.graph.outputs] == outputs
+    assert [list(value.shape) for value in model.graph.outputs[:3]] == [["batch", "length", n] for n in (32, 16, 48)]
+    assert weight_totals(model) == size
+    product = next(node for node in model.graph if node.name == "y0.merged")
+    assert np.array_equal(product.inputs[1].const_value.numpy(), np.concatenate(codes))
+    assert isinstance(product.inputs[1].const_value, ir.LazyTensor)
+    assert product.attributes.get_int("columns", 0) == 96
+    passes, sources = provenance.history(product)
+    assert passes[-1] == "merge_products"
+    # those before quantize_weights
+    assert sources == ["y0", "w0", "y1", "w1", "y2", "w2"]
+    assert report.changes[0].what == "y0, y1, y2 in one product of 96 columns"
+    assert not report.skips
+    assert not any(name.startswith(("w0.codes.y", "w1", "w2")) for name in model.graph.initializers)
+
+
+def test_a_second_time_changes_nothing() -> None:
+    model = readers(32, 16)
+    merge(model)
+    again = merge(model)
+    assert not again.changes
+    assert not again.skips
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_products_of_rounded_inputs_are_merged(native: bool) -> None:
+    model = readers(32, 16)
+    QuantizeActivations(QuantizeActivationsOptions(bits=8))(model)
+    before = run(model, native=native)
+    merge(model)
+    assert kinds(model) == {"MatMulDynamic": 2, "Split": 1}
+    after = run(model, native=native)
+    # The body multiplies float32, and may sum 64 products in another order for another width.
+    for a, b in zip(before, after, strict=True):
+        assert np.abs(a - b).max() <= (0 if native else 64 * 2**-24 * np.abs(a).max())
+
+
+@pytest.mark.parametrize("format_", ["int4", "uint4", "int8"])
+def test_the_standard_form_is_merged_and_onnxruntime_still_fuses_it(format_: str, tmp_path: Path) -> None:
+    model = readers(32, 16, 64, format_=format_)
+    before = run(model)
+    merge(model)
+    assert kinds(model) == {"DequantizeLinear": 2, "MatMul": 2, "Split": 1}
+    after = run(model)
+    # onnxruntime's kernel may sum the 64 rounded products of a column in another order beside other columns
+    for a, b in zip(before, after, strict=True):
+        assert np.abs(a - b).max() < 64 * 2**-24 * np.abs(a).max()
+    optimized = tmp_path / "optimized.onnx"
+    open_session(save(model, tmp_path), optimized_to=optimized)
+    assert kinds(ir.load(optimized))["MatMulNBits"] == 2
+
+
+def edit(model: ir.Model, what: Callable[[ir.Node], None]) -> ir.Model:
+    what(next(node for node in model.graph if node.name == "y1"))
+    return model
+
+
+def other_table(node: ir.Node) -> None:
+    node.replace_input_with(3, shared(node.graph, "other.table", np.arange(16, dtype=np.float32)))
+
+
+def zero_points(node: ir.Node) -> None:
+    ones = np.ones(node.inputs[2].shape.numpy(), np.float16)
+    node.replace_input_with(4, shared(node.graph, "points", ones))
+
+
+def wider_scales(node: ir.Node) -> None:
+    scales = node.inputs[2].const_value.numpy().astype(np.float32)
+    node.replace_input_with(2, shared(node.graph, "wide", scales))
+    node.replace_input_with(4, shared(node.graph, "none", np.zeros((1, 1, 1), np.float32)))
+
+
+def other_activations(node: ir.Node) -> None:
+    node.attributes["activations"] = ir.AttrString("activations", "int16")
+
+
+@pytest.mark.parametrize("what", [other_table, zero_points, wider_scales, other_activations])
+def test_what_differs_stays_apart_and_the_others_are_merged(what: Callable[[ir.Node], None]) -> None:
+    model = edit(readers(32, 16, 48), what)
+    before = run(model)
+    report = merge(model)
+    assert [change.where for change in report.changes] == ["y0.merged", "y0.merged.split"]
+    (skip,) = report.skips
+    assert skip.where == "y1"
+    assert skip.reason == (
+        "the other products of x differ in format, group, scales, zero points or in what they round their input to"
+    )
+    assert_equal(before, run(model))
+
+
+def test_groups_that_differ_stay_apart() -> None:
+    model, other = readers(32, 16), readers(32, 16, group=16)
+    odd = next(node for node in other.graph if node.name == "y1")
+    node = next(node for node in model.graph if node.name == "y1")
+    for index in (1, 2):
+        node.replace_input_with(index, shared(model.graph, f"odd{index}", odd.inputs[index].const_value.numpy()))
+    node.attributes["group"] = ir.AttrInt64("group", 16)
+    report = merge(model)
+    assert not report.changes
+    assert [skip.where for skip in report.skips] == ["y0", "y1"]
+
+
+def test_zero_points_and_biases_are_joined() -> None:
+    model = readers(32, 16)
+    nodes = [node for node in model.graph if node.name in ("y0", "y1")]
+    for node in nodes:
+        random = np.random.default_rng(len(node.name or ""))
+        points = random.standard_normal(node.inputs[2].shape.numpy()).astype(np.float16)
+        node.replace_input_with(4, shared(model.graph, f"{node.name}.points", points))
+        columns = node.attributes.get_int("columns", 0)
+        bias = random.standard_normal(columns).astype(np.float32)
+        node.replace_input_with(5, shared(model.graph, f"{node.name}.bias", bias))
+    before = run(model)
+    merge(model)
+    assert kinds(model)["MatMulTable"] == 2
+    assert_equal(before, run(model))
+
+
+def test_columns_that_end_inside_a_tile_stay() -> None:
+    model = readers(32, 24, 16)
+    before = run(model)
+    report = merge(model)
+    assert [(skip.where, "24 columns are no multiple of 16" in skip.reason) for skip in report.skips] == [("y1", True)]
+    assert_equal(before, run(model))
+
+
+def test_a_weight_that_others_read_too_is_not_stored_twice() -> None:
+    model = readers(32, 32)
+    first, second = (node for node in model.graph if node.name in ("y0", "y1"))
+    second.replace_input_with(1, first.inputs[1])
+    report = merge(model)
+    assert not report.changes
+    assert {skip.reason for skip in report.skips} == {"its weight is read elsewhere too, and would be stored twice"}
+
+
+def test_codes_that_are_computed_stay() -> None:
+    model = readers(32, 16)
+    node = next(node for node in model.graph if node.name == "y1")
+    same = ir.node("Identity", [node.inputs[1]], name="same")
+    same.outputs[0].name = "computed"
+    model.graph.insert_before(node, same)
+    node.replace_input_with(1, same.outputs[0])
+    assert ("y1", "its codes, scales or zero points are no constants") in [
+        (skip.where, skip.reason) for skip in merge(model).skips
+    ]
+
+
+def test_scales_per_column_of_the_standard_form_stay() -> None:
+    model = readers(32, 16, format_="int8")
+    dequantize = next(node for node in model.graph if node.name == "y1.dequantize")
+    scales = shared(model.graph, "per_column", np.ones(16, np.float32))
+    dequantize.replace_input_with(1, scales)
+    dequantize.attributes["axis"] = ir.AttrInt64("axis", 1)
+    assert ("y1", "its scales are not in groups of rows") in [(skip.where, skip.reason) for skip in merge(model).skips]
+
+
+def test_weights_are_not_read_before_they_are_written() -> None:
+    model = readers(32, 16)
+    for name in ("w0.codes", "w1.codes"):
+        value = model.graph.initializers[name]
+
+        def read() -> np.ndarray:
+            raise AssertionError("it was read")
+
+        value.const_value = lazy(read, ir.DataType.UINT8, tuple(value.shape.numpy()), name)
+    assert merge(model).changes
+
+
+def test_a_llama_for_the_processor_is_merged_and_says_the_same(llama_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(llama_artifact, "int4", tmp_path / "out", target="ort-cpu")
+    report = made.manifest.passes[-1]
+    assert report.name == "merge_products"
+    # queries, keys and values; gate and up
+    assert {change.what.count(" in one product") for change in report.changes} == {0, 1}
+    assert made.manifest.checks[-2].after == "merge_products"
+    # the kernel gives the same bits; onnxruntime's, where it stays, sums in float32
+    assert made.manifest.checks[-2].figures["largest_change"] < 1e-6

@@ -1,0 +1,238 @@
+"""The pages of KVAttention: layout, rounding, and which page lies where."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LEVELS, PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.layout import (
+    TINY,
+    pack_keys,
+    pack_values,
+    round_page,
+    unpack_keys,
+    unpack_values,
+)
+
+EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)
+
+
+def page_of(storage: str, tokens: int, channels: int, leading: tuple[int, ...] = (), seed: int = 0) -> np.ndarray:
+    random, shape = np.random.default_rng(seed), (*leading, tokens, channels)
+    if storage in LEVELS:
+        return random.integers(0, LEVELS[storage] + 1, shape).astype(np.uint8)
+    return random.standard_normal(shape).astype(FLOATS[storage])
+
+
+def by_definition(page: np.ndarray, storage: str, kind: str) -> np.ndarray:
+    """The layout, written down number by number."""
+    tokens, channels = page.shape
+    packed = np.zeros(tokens * channels // (2 if storage == "int4" else 1), page.dtype)
+    for t in range(tokens):
+        for c in range(channels):
+            if storage not in LEVELS:
+                place = (t // 16 * channels + c) * 16 + t % 16 if kind == "keys" else t * channels + c
+                packed[place] = page[t, c]
+                continue
+            lane, summed, size = (t, c, channels) if kind == "keys" else (c, t, tokens)
+            i, j = lane // 16, summed // 4
+            if storage == "int8":
+                packed[((i * (size // 4) + j) * 16 + lane % 16) * 4 + summed % 4] = page[t, c]
+            else:
+                packed[((i * (size // 8) + j // 2) * 16 + lane % 16) * 4 + summed % 4] |= page[t, c] << 4 * (j % 2)
+    return packed
+
+
+@EACH_STORAGE
+@pytest.mark.parametrize(("tokens", "channels"), [(16, 16), (16, 48), (64, 32)])
+def test_the_layout_is_the_definition(storage: str, tokens: int, channels: int) -> None:
+    page = page_of(storage, tokens, channels)
+    assert np.array_equal(pack_keys(page, storage), by_definition(page, storage, "keys"))
+    assert np.array_equal(pack_values(page, storage), by_definition(page, storage, "values"))
+
+
+@given(
+    st.sampled_from(STORAGES),
+    st.sampled_from(PAGES),
+    st.integers(1, 16),
+    st.lists(st.integers(0, 3), max_size=2),
+    st.integers(0, 99),
+)
+@settings(deadline=None)
+def test_unpack_undoes_pack(storage: str, tokens: int, blocks: int, leading: list[int], seed: int) -> None:
+    page = page_of(storage, tokens, 16 * blocks, tuple(leading), seed)
+    for pack, unpack in ((pack_keys, unpack_keys), (pack_values, unpack_values)):
+        packed = pack(page, storage)
+        assert packed.dtype == page.dtype
+        unpacked = unpack(packed, tokens, 16 * blocks, storage)
+        assert unpacked.dtype == page.dtype
+        assert np.array_equal(unpacked, page)
+
+
+def test_float16_is_to_the_nearest_and_overflows_to_infinity() -> None:
+    page = np.zeros((16, 16), np.float32)
+    page[0, :5] = 2049, 2051, 65519, 65520, -1e9  # halves between 2048, 2050 and 2052; the last number that fits
+    for pack in (pack_keys, pack_values):
+        stored = set(pack(page, "float16").tolist())
+        assert stored == {0, 2048, 2052, 65504, np.inf, -np.inf}
+
+
+@given(
+    st.lists(st.floats(-1e4, 1e4, width=32), min_size=1, max_size=40),
+    st.sampled_from(sorted(LEVELS)),
+    st.sampled_from([1.0, 1e-20, 1e-30, 1e-34, 1e33]),
+)
+@settings(deadline=None)
+def test_rounding_is_within_half_a_step(numbers: list[float], storage: str, size: float) -> None:
+    levels = LEVELS[storage]
+    x = np.array(numbers, np.float32) * np.float32(size)
+    codes, low, step = round_page(x, -1, levels)
+    assert (low.shape, step.shape, low.dtype, step.dtype) == ((), (), np.float32, np.float32)
+    span = x.max() - x.min()
+    if span < TINY:
+        assert step == 0
+        assert not codes.any()
+        return
+    # 3 roundings of float32 in (x - low) (levels / span), one in step: each 2^-24 of at most `levels` steps
+    restored = np.float64(low) + np.float64(step) * codes
+    assert (np.abs(restored - x) <= np.float64(step) * (0.5 + levels * 2.0**-21)).all()
+    assert codes[x.argmin()] == 0
+    assert codes[x.argmax()] == levels
+
+
+def test_ties_go_to_even_codes() -> None:
+    codes, low, step = round_page(np.array([0, 0.5, 1.5, 2.5, 15], np.float32), 0, 15)
+    assert (codes.tolist(), float(low), float(step)) == ([0, 0, 2, 2, 15], 0, 1)
+
+
+@pytest.mark.parametrize("bad", [[np.nan, 1], [np.inf, 1], [-np.inf, np.inf], [3e38, -3e38]])
+def test_what_is_not_finite_is_stored_as_nan(bad: list[float]) -> None:
+    page = np.ones((16, 16), np.float32)
+    page[:2, 3] = bad
+    page[5] = np.arange(16)
+    codes, low, step = round_page(page, 0, 255)
+    assert np.isnan(low).tolist() == [channel == 3 for channel in range(16)]
+    assert not codes[:, 3].any()
+    assert step[3] == 0
+    assert codes[5, 4] == 255
+
+
+def attributes(**others: Any) -> KVAttributes:
+    return KVAttributes(**{"kv_heads": 2, "scale": 1.0, **others})
+
+
+def test_a_page_stays_where_it_is_until_the_cache_wraps() -> None:
+    plain = attributes(page=16)
+    assert plain.physical_page(np.arange(5), 5).tolist() == [0, 1, 2, 3, 4]
+    wrapping = attributes(page=16, policies=(1,), sinks=20)
+    assert wrapping.first_pages == 2
+    assert wrapping.physical_page(np.arange(9), 5).tolist() == [0, 1, 2, 3, 4, 2, 3, 4, 2]
+
+
+def test_who_may_wrap() -> None:
+    wrapping = attributes(page=16, policies=(1,), sinks=20, recent=30)
+    # (P - F) T >= recent + S + T: 3 pages of 16 hold 30 recent tokens, 16 tokens of slack and 2 new ones
+    assert wrapping.may_wrap(5, 2)
+    assert not wrapping.may_wrap(5, 3)
+    assert not wrapping.may_wrap(2, 0)
+    assert not attributes(page=16, policies=(1,), sinks=20, recent=30, window=31).may_wrap(5, 2)
+    assert not attributes(page=16, policies=(1, 0), sinks=20, recent=30).may_wrap(5, 2)
+
+
+def test_slots() -> None:
+    kept = attributes(storage="int8", sink_pages=2, recent_pages=1, page=16)
+    assert kept.slots == 4
+    assert kept.slot(np.arange(7)).tolist() == [0, 1, 2, 3, 2, 3, 2]
+    # 81 tokens: the newest page is 5, which pushed 3 out
+    assert kept.is_recent(np.arange(6), 81).tolist() == [True, True, False, False, True, True]
+    assert kept.is_recent(np.arange(5), 80).tolist() == [True, True, False, True, True]
+    assert attributes(sink_pages=2, recent_pages=1).slots == 0
+
+
+@pytest.mark.parametrize(
+    ("storage", "dtype", "stored", "scales", "slots"),
+    [
+        ("float32", "float32", 32 * 48, 0, 0),
+        ("float16", "float16", 32 * 48, 0, 0),
+        ("bfloat16", FLOATS["bfloat16"], 32 * 48, 0, 0),
+        ("float8", FLOATS["float8"], 32 * 48, 0, 0),
+        ("int8", "uint8", 32 * 48, 160, 4),
+        ("int4", "uint8", 16 * 48, 160, 4),
+    ],
+)
+def test_the_shapes_of_the_state(storage: str, dtype: npt.DTypeLike, stored: int, scales: int, slots: int) -> None:
+    attrs = attributes(storage=storage, page=32, sink_pages=1, recent_pages=2, policies=(0, 2), summary="mean")
+    shapes = attrs.state(3, 7, 48)
+    assert [name for name, _ in shapes] == ["keys", "values", "scales", "recent", "summaries"]
+    assert shapes.keys.shape == shapes.values.shape == (3, 2, 7, stored)
+    assert shapes.keys.dtype == shapes.values.dtype == dtype
+    assert shapes.scales.shape == (3, 2, 7, scales)
+    assert shapes.recent.shape == (3, 2, slots, 2 * 32 * 48)
+    assert shapes.summaries.shape == (3, 2, 7, 48)
+    zeros = shapes.zeros()
+    assert sum(tensor.nbytes for tensor in zeros.values()) == shapes.bytes
+    assert {name: tensor.shape for name, tensor in zeros.items()} == {name: tensor.shape for name, tensor in shapes}
+
+
+def test_summaries_follow_the_policies() -> None:
+    assert attributes(policies=(0, 1)).state(1, 2, 16).summaries.shape == (1, 2, 2, 0)
+    assert attributes(policies=(0, 2)).state(1, 2, 16).summaries.shape == (1, 2, 2, 32)
+
+
+def test_dimensions_may_be_names() -> None:
+    shapes = attributes().state("batch", "pages", 16)
+    assert shapes.keys.shape == ("batch", 2, "pages", 64 * 16)
+    with pytest.raises(ValueError, match="a dimension is only a name"):
+        shapes.zeros()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"kv_heads": 0}, "kv_heads is at least 1, not 0"),
+        ({"recent": 0}, "recent is at least 1, not 0"),
+        ({"window": -1}, "window is at least 0, not -1"),
+        ({"softcap": float("nan")}, "softcap is at least 0, not nan"),
+        ({"scale": float("inf")}, "must be finite"),
+        ({"scale": 1e39}, "scale inf and softcap 0.0 must be finite"),
+        ({"mass": 1 + 1e-6}, "mass is a share from 0 to 1"),
+        ({"page": 48}, "page is one of .*, not 48"),
+        ({"storage": "int5"}, "storage is one of .*, not 'int5'"),
+        ({"summary": "median"}, "summary is one of .*, not 'median'"),
+        ({"policies": ()}, "one for each of 2 KV heads"),
+        ({"policies": (0, 1, 2)}, "one for each of 2 KV heads"),
+        ({"policies": (3,)}, "dense"),
+    ],
+)
+def test_refusals(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attributes(**wrong)
+
+
+@pytest.mark.parametrize("head_size", [0, 8, 24, 272])
+def test_head_sizes(head_size: int) -> None:
+    with pytest.raises(ValueError, match="multiple of 16 up to 256"):
+        attributes().state(1, 1, head_size)
+
+
+def test_attributes_as_a_node_takes_them() -> None:
+    attrs = attributes(policies=(0, 2), softcap=3.0)
+    assert attrs.for_node()["policies"] == [0, 2]
+    assert KVAttributes(**attrs.for_node()) == attrs
+
+
+def test_floats_are_those_that_a_node_holds() -> None:
+    attrs = attributes(scale=0.1, softcap=1 / 3, mass=1 + 1e-9)
+    floats = (attrs.scale, attrs.softcap, attrs.mass)
+    assert floats == (float(np.float32(0.1)), float(np.float32(1 / 3)), 1.0)
+    node = ir.node("KVAttention", [], attrs.for_node(), domain=DOMAIN)
+    read = ir.from_proto(ir.to_proto(node)).attributes
+    assert floats == tuple(read[name].value for name in ("scale", "softcap", "mass"))

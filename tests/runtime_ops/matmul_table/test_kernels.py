@@ -1,0 +1,258 @@
+"""The native kernels of MatMulTable and MatMulDynamic against their references, on every set of instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from graphopt.rotations import hadamard
+from graphopt.runtime_ops import library_path
+from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound as dynamic_bound
+from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
+from graphopt.runtime_ops.matmul_dynamic.spec.op import reference as dynamic_reference
+from graphopt.runtime_ops.matmul_table.spec.activations import MODES
+from graphopt.runtime_ops.matmul_table.spec.bound import bound
+from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize, reference
+from tests.native import ISA_VARIABLE, here, needs_library
+from tests.runtime_ops.matmul_table.test_op import of_float32
+from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
+from tests.runtime_ops.products import Case, any_case, case_of, model_of, run_body
+
+pytestmark = needs_library
+
+INTEGERS = ("int8", "int16")
+TABLES = {
+    "int4": [float(code if code < 8 else code - 16) for code in range(16)],
+    "e2m3": [s * (m / 8 if not e else (1 + m / 8) * 2 ** (e - 1)) for s in (1, -1) for e in range(4) for m in range(8)],
+    "e3m2": [
+        s * (m / 16 if not e else (1 + m / 4) * 2 ** (e - 3)) for s in (1, -1) for e in range(8) for m in range(4)
+    ],
+}
+
+
+class Kernel:
+    """Sessions on a product with the library, on the instructions that are asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.monkeypatch = monkeypatch
+
+    def session(
+        self, name: str, case: Case, isa: str = "", threads: int = 2, fed: Sequence[str] = ()
+    ) -> onnxruntime.InferenceSession:
+        self.monkeypatch.setenv(ISA_VARIABLE, isa)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        options.intra_op_num_threads = threads
+        options.register_custom_ops_library(str(library_path()))
+        serialized = ir.to_proto(model_of(name, case, fed=fed)).SerializeToString()
+        return onnxruntime.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
+
+    def __call__(self, name: str, case: Case, isa: str = "", threads: int = 2, fed: Sequence[str] = ()) -> np.ndarray:
+        feeds = {key: case[key] for key in ("x", *fed)}
+        return self.session(name, case, isa, threads, fed).run(None, feeds)[0]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> Iterator[Kernel]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        yield Kernel(monkeypatch)
+
+
+def check(kernel: Kernel, case: Case) -> None:
+    """Every set of instructions is within the derived bound; where sums are integers, all give the same bits."""
+    exact = case["x"].astype(np.float64) @ dequantize(
+        **{k: case[k] for k in ("codes", "scales", "table", "zero_points", "rows", "columns", "group")}
+    )
+    exact += case["bias"]
+    results = [kernel(MATMUL_TABLE.name, case, isa) for isa in here()]
+    limit = bound(**case)
+    for y in results:
+        assert (y.shape, y.dtype) == (exact.shape, np.float32)
+        assert (np.abs(y - exact) <= limit).all()
+    if case["activations"] in INTEGERS:
+        assert all(np.array_equal(y, results[0]) for y in results)
+
+
+@pytest.mark.parametrize("activations", MODES)
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 13, 30])
+def test_it_is_the_reference(kernel: Kernel, bits: int, activations: str, count: int) -> None:
+    """For one row, few rows and many rows, which different loops compute; K, N and group fill nothing up."""
+    case = case_of(
+        100,
+        37,
+        48,
+        bits,
+        leading=(count,),
+        zero_points=bits % 2 == 0,
+        bias=True,
+        scale_type=[np.float16, np.float32][count % 2],
+    )
+    check(kernel, {**case, "activations": activations})
+
+
+@pytest.mark.parametrize("activations", MODES)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (5, 17, 16), (1040, 20, 1040), (2064, 48, 128), (1200, 33, 592)])
+def test_groups_that_are_ragged_long_or_the_whole_column(
+    kernel: Kernel, activations: str, shape: tuple[int, int, int]
+) -> None:
+    for count in (1, 17):
+        check(kernel, {**case_of(*shape, 6, leading=(count,), zero_points=True), "activations": activations})
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=any_case())
+def test_any_product(kernel: Kernel, case: Case) -> None:
+    check(kernel, case)
+
+
+def either(name: str, count: int, scale_type: type) -> Case:
+    """A case of the operator called ``name``, with a rotation where it takes one."""
+    case = case_of(96, 37, 48, 6, leading=(count,), zero_points=True, bias=True, scale_type=scale_type)
+    of_dynamic = {"left": hadamard(12), "right": hadamard(4), "bits": 8, "clip": 0.9}
+    return case | ({"activations": "int8"} if name == MATMUL_TABLE.name else of_dynamic)
+
+
+@pytest.mark.parametrize("name", [MATMUL_TABLE.name, MATMUL_DYNAMIC.name])
+@pytest.mark.parametrize("scale_type", [np.float16, np.float32])
+@pytest.mark.parametrize("count", [0, 1, 20])
+def test_an_x_of_float16_is_multiplied_as_floats(kernel: Kernel, name: str, scale_type: type, count: int) -> None:
+    case = either(name, count, scale_type)
+    halves = case["x"].astype(np.float16)
+    wide = kernel(name, {**case, "x": halves.astype(np.float32)})
+    y, by_body = kernel(name, {**case, "x": halves}), run_body(name, {**case, "x": halves})
+    assert y.dtype == by_body.dtype == np.float16
+    assert y.shape == by_body.shape == (count, 37)
+    if not count:
+        return
+    assert np.array_equal(y, wide.astype(np.float16))
+    limit = (bound if name == MATMUL_TABLE.name else dynamic_bound)(**{**case, "x": halves.astype(np.float32)})
+    # both have the bound of the operator, and are rounded: half a last place, which is 2^-11 of a number
+    largest = np.abs(wide) + 2 * limit
+    assert (np.abs(y.astype(np.float64) - by_body) <= 2 * limit + 2 * 2.0**-11 * largest + 2.0**-24).all()
+
+
+@pytest.mark.parametrize("name", [MATMUL_TABLE.name, MATMUL_DYNAMIC.name])
+@pytest.mark.parametrize("fed", [("scales", "zero_points"), ("scales",), ("zero_points",)])
+def test_scales_may_be_computed(kernel: Kernel, name: str, fed: tuple[str, ...]) -> None:
+    """As onnxruntime does to them where a node of float16 stands between nodes of float32."""
+    for count in (1, 20):
+        case = either(name, count, np.float32)
+        session = kernel.session(name, case, fed=fed)
+        for factor in (1, -3):
+            given = {**case, **{key: case[key] * np.float32(factor) for key in fed}}
+            found = session.run(None, {key: given[key] for key in ("x", *fed)})[0]
+            assert np.array_equal(found, kernel(name, given))
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("activations", INTEGERS)
+def test_integers_do_not_depend_on_threads_or_on_the_rows_beside(kernel: Kernel, name: str, activations: str) -> None:
+    bits = (len(TABLES[name]) - 1).bit_length()
+    case = {**case_of(520, 200, 128, bits, leading=(30,)), "activations": activations}
+    case["table"] = np.array(TABLES[name], np.float32)
+    whole = kernel(MATMUL_TABLE.name, case, threads=1)
+    assert np.array_equal(kernel(MATMUL_TABLE.name, case, threads=2), whole)
+    session = kernel.session(MATMUL_TABLE.name, case)
+    for size in (1, 2, 5, 7, 11):
+        parts = [session.run(None, {"x": case["x"][at : at + size]})[0] for at in range(0, 30, size)]
+        assert np.array_equal(np.concatenate(parts), whole)
+    # such tables are integers, so that nothing but the rounding of x is between the kernel and the reference
+    limit = of_float32(case)
+    assert (np.abs(whole - reference(**case)) <= limit).all()
+
+
+def test_float32_is_within_two_millionths(kernel: Kernel) -> None:
+    """The issue's figure: of the largest product, for sums of 11008 numbers."""
+    case = {**case_of(11008, 64, 128, 6, leading=(4,)), "activations": "float32"}
+    expected = reference(**case)
+    for isa in here():
+        assert np.abs(kernel(MATMUL_TABLE.name, case, isa) - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("activations", MODES)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("count", [1, 14])
+def test_what_is_not_finite_stays_in_its_row(kernel: Kernel, activations: str, bad: float, count: int) -> None:
+    case = {**case_of(64, 32, 32, 4, leading=(count,)), "activations": activations}
+    case["x"][count // 2, 40] = bad
+    for isa in here():
+        y = kernel(MATMUL_TABLE.name, case, isa)
+        assert not np.isfinite(y[count // 2]).any()
+        assert np.isfinite(np.delete(y, count // 2, axis=0)).all()
+
+
+@pytest.mark.parametrize("activations", MODES)
+@pytest.mark.parametrize("size", [0.0, 1e-38, 1e-32, 1e25])
+def test_huge_tiny_and_zero(kernel: Kernel, activations: str, size: float) -> None:
+    case = {**case_of(64, 32, 32, 4, leading=(3,)), "activations": activations}
+    case["x"] *= np.float32(size)
+    check(kernel, case)
+
+
+@pytest.mark.parametrize("frozen", load("matmul_table"), ids=lambda frozen: f"{frozen['bits']} bits")
+def test_frozen_vectors(kernel: Kernel, frozen: dict) -> None:
+    case, _ = inputs_of(frozen)
+    for activations in MODES:
+        for isa in here():
+            assert kernel(MATMUL_TABLE.name, {**case, "activations": activations}, isa).tolist() == frozen["y"]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("clip", [1.0, 0.8])
+@pytest.mark.parametrize("weight_bits", [4, 6, 8])
+@pytest.mark.parametrize("orders", [(1, 1), (12, 8), (8, 4)])
+def test_dynamic(kernel: Kernel, bits: int, clip: float, weight_bits: int, orders: tuple[int, int]) -> None:
+    left, right = (hadamard(order) for order in orders)
+    for count in (1, 5, 14):
+        case = {**case_of(96, 40, 96, weight_bits, leading=(count,)), "left": left, "right": right}
+        case |= {"bits": bits, "clip": clip, "table": np.arange(2**weight_bits, dtype=np.float32) - 8}
+        expected, limit = dynamic_reference(**case), dynamic_bound(**case)
+        results = [kernel(MATMUL_DYNAMIC.name, case, isa) for isa in here()]
+        for y in results:
+            assert np.array_equal(y, results[0])
+            # both are within the bound of the exact product, so of each other within twice that
+            assert (np.abs(y - expected) <= 2 * limit).all()
+        if orders == (1, 1):  # nothing but float32 sums is between kernel and body: no code of x can be another
+            assert np.abs(results[0] - run_body(MATMUL_DYNAMIC.name, case)).max() <= 1e-5 * np.abs(expected).max()
+
+
+WRONG: dict[str, tuple[dict[str, object], str]] = {
+    "rows": ({"rows": 0}, "rows and columns must be from 1 to 2\\^31"),
+    "huge columns": ({"columns": 2**62}, "rows and columns must be from 1 to 2\\^31"),
+    "group": ({"group": 24}, "group must be a multiple of 16, or all 64 rows, it is 24"),
+    "codes": ({"codes": np.zeros((2, 3, 128), np.uint8)}, "codes must have the shape \\[2, 4, 32 \\* bits\\]"),
+    "bits": ({"codes": np.zeros((2, 4, 120), np.uint8)}, "codes must have the shape"),
+    "scales": ({"scales": np.ones((2, 3, 16), np.float32)}, "scales must have the shape \\[2, 2, 16\\]"),
+    "zero points": ({"zero_points": np.ones((1, 1, 1), np.float32)}, "zero_points must be \\[\\[\\[0\\]\\]\\]"),
+    "bias": ({"bias": np.ones(3, np.float32)}, "bias must be \\[0\\], or have 32 numbers"),
+    "table": ({"table": np.zeros(17, np.float32)}, "table must have from 1 to 16 numbers"),
+    "entry": ({"table": np.full(16, np.nan, np.float32)}, "entry 0 of the table is no finite number"),
+    "code": ({"table": np.zeros(9, np.float32)}, "a code is 15, in a table of 9 numbers"),
+    "activations": ({"activations": "int7"}, "activations must be float32, bfloat16, int8 or int16, not 'int7'"),
+    "long activations": ({"activations": "int7" * 9}, "its attribute activations must be there, and be a short string"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_a_file_lies_about_is_an_error_that_names_the_node(kernel: Kernel, what: str) -> None:
+    changes, message = WRONG[what]
+    case = {**case_of(64, 32, 32, 4), "activations": "int8", **changes}
+    with pytest.raises(Exception, match=f"ai.graphopt node 'product': {message}"):
+        kernel.session(MATMUL_TABLE.name, case)
+
+
+def test_an_x_of_another_width_is_an_error_that_names_the_node(kernel: Kernel) -> None:
+    case = {**case_of(64, 32, 32, 4), "activations": "int8"}
+    model = model_of(MATMUL_TABLE.name, case)
+    model.graph.inputs[0].shape = ir.Shape(["rows", "width"])
+    options = onnxruntime.SessionOptions()
+    options.register_custom_ops_library(str(library_path()))
+    session = onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options)
+    with pytest.raises(Exception, match="'product': the last axis of x must have 64 numbers"):
+        session.run(None, {"x": np.ones((2, 65), np.float32)})
