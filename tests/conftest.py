@@ -1,4 +1,4 @@
-"""Small models of real families, with random weights, and their exports; each is made once per worker."""
+"""Small models of real families, with random weights, and their exports; each is made once, see :mod:`tests.once`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hypothesis import settings
 from tests import families
 from tests.families import HIDDEN as HIDDEN
 from tests.families import POSITIONS, VOCABULARY, make_model
+from tests.once import once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
 
@@ -27,65 +28,57 @@ settings.register_profile("graphopt", deadline=None, derandomize="CI" in os.envi
 settings.load_profile("graphopt")
 
 END_OF_TEXT = "<|endoftext|>"
+# What a checkpoint of the tests, and an export of it, is made by.
+FOLDERS = ("tests/families.py", "tests/conftest.py", "graphopt/models/stdlib_text.py")
+EXPORTS = (*FOLDERS, *(f"graphopt/{name}.py" for name in ("artifact", "facts", "genai", "manifest", "models/*")))
+
 # The families whose exports are looked into closely: each has what the others here have not.
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
 
 
 @pytest.fixture(scope="session")
-def make_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make_folder() -> Callable[[str], Path]:
     """Return a function that makes the Hugging Face folder of a family; only Llama's has a tokenizer."""
-    made: dict[str, Path] = {}
 
-    def make(family: str) -> Path:
-        if family not in made:
-            model = make_model(family)
-            made[family] = tmp_path_factory.mktemp("folders") / family
-            if family == "llama":
-                # As checkpoints are: 16 bits, which the export must widen to 32.
-                model = model.half()
-                save_tokenizer(made[family])
-            model.save_pretrained(made[family])
-        return made[family]
+    def write(family: str, folder: Path) -> None:
+        model = make_model(family)
+        if family == "llama":
+            # As checkpoints are: 16 bits, which the export must widen to 32.
+            model = model.half()
+            save_tokenizer(folder)
+        model.save_pretrained(folder)
 
-    return make
+    return lambda family: once(f"{family}-folder", FOLDERS, lambda folder: write(family, folder))
 
 
 @pytest.fixture(scope="session")
-def make_artifact(
-    make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[str], Path]:
+def make_artifact(make_folder: Callable[[str], Path]) -> Callable[[str], Path]:
     """Return a function that exports a family of :mod:`tests.families` and gives the artifact's folder."""
-    made: dict[str, Path] = {}
 
-    def make(family: str) -> Path:
-        if family not in made:
-            from graphopt.models.export import export
+    def write(family: str, folder: Path) -> None:
+        from graphopt.models.export import export
 
-            output = tmp_path_factory.mktemp("artifacts") / family
-            export(make_folder(family), output)
-            made[family] = output
-        return made[family]
+        export(make_folder(family), folder)
 
-    return make
+    return lambda family: once(f"{family}-artifact", EXPORTS, lambda folder: write(family, folder))
 
 
 @pytest.fixture(scope="session")
 def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that builds a family with onnxruntime-genai's model builder and gives the folder."""
-    made: dict[tuple[str, str], Path] = {}
+
+    def write(family: str, precision: str, folder: Path) -> None:
+        from onnxruntime_genai.models import builder
+
+        source, cached = (tmp_path_factory.mktemp(name) / family for name in ("sources", "cache"))
+        shutil.copytree(make_folder(family), source)
+        if not (source / "tokenizer.json").is_file():
+            save_tokenizer(source)
+        options = ("", str(source), str(folder), precision, "cpu", str(cached))
+        builder.create_model(*options, **builder.parse_extra_options(*options, ["hf_token=false"]))
 
     def make(family: str, precision: str = "fp32") -> Path:
-        if (family, precision) not in made:
-            from onnxruntime_genai.models import builder
-
-            source, folder = tmp_path_factory.mktemp("sources") / family, tmp_path_factory.mktemp("built") / family
-            shutil.copytree(make_folder(family), source)
-            if not (source / "tokenizer.json").is_file():
-                save_tokenizer(source)
-            options = ("", str(source), str(folder), precision, "cpu", str(folder / "cache"))
-            builder.create_model(*options, **builder.parse_extra_options(*options, ["hf_token=false"]))
-            made[family, precision] = folder
-        return made[family, precision]
+        return once(f"{family}-genai-{precision}", FOLDERS, lambda folder: write(family, precision, folder))
 
     return make
 
