@@ -9,16 +9,27 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.kv_attention.spec.op import KV_ATTENTION
 from graphopt.runtime_ops.library import Device, library_path
 from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE
 from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 
 OPERATORS: dict[str, Operator] = {
-    operator.name: operator for operator in (HADAMARD, KV_ATTENTION, MATMUL_DYNAMIC, MATMUL_TABLE, ROUND_TRIP)
+    operator.name: operator
+    for operator in (
+        DEQUANTIZE,
+        HADAMARD,
+        KV_ATTENTION,
+        MATMUL_DYNAMIC,
+        MATMUL_TABLE,
+        ROUND_ACTIVATIONS,
+        ROUND_TRIP,
+    )
 }
 """Every operator by its name; a new one is one folder and one line."""
 

@@ -87,6 +87,17 @@ def rounding_nodes(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Val
 
 
 def _rounded_in_groups(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Value, group: ir.Value) -> ir.Value:
+    padded, grouped = group_nodes(tape, x, rows, group)
+    by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in MODES]})
+    levels = tape.op("Gather", [by_mode, mode], {"axis": 0})
+    return ungroup_nodes(tape, row_rounding_nodes(tape, grouped, levels, None), padded, rows)
+
+
+def group_nodes(tape: ir.tape.Tape, x: ir.Value, rows: ir.Value, group: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """Return x [..., rows] padded with zeros to whole groups, and that as [..., groups, group]; rows, group int64 [1].
+
+    Zeros do not change the largest magnitude of a group.
+    """
     missing = tape.op("Mod", [tape.op("Neg", [rows]), group])
     zero = tape.op("Constant", [], {"value_float": 0.0})
     pads = tape.op("Concat", [ints(tape, 0), missing], {"axis": 0})
@@ -95,11 +106,12 @@ def _rounded_in_groups(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir
     leading = tape.op("Shape", [x], {"start": 0, "end": -1})
     # allowzero: an axis may be empty, as for an expert that no token goes to
     shape = tape.op("Concat", [leading, groups, group], {"axis": 0})
-    grouped = tape.op("Reshape", [padded, shape], {"allowzero": 1})
-    by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in MODES]})
-    levels = tape.op("Gather", [by_mode, mode], {"axis": 0})
-    rounded = row_rounding_nodes(tape, grouped, levels, None)
-    flat = tape.op("Reshape", [rounded, tape.op("Shape", [padded])], {"allowzero": 1})
+    return padded, tape.op("Reshape", [padded, shape], {"allowzero": 1})
+
+
+def ungroup_nodes(tape: ir.tape.Tape, grouped: ir.Value, padded: ir.Value, rows: ir.Value) -> ir.Value:
+    """Return ``grouped`` [..., groups, group] as [..., rows], without padding; see :func:`group_nodes`."""
+    flat = tape.op("Reshape", [grouped, tape.op("Shape", [padded])], {"allowzero": 1})
     return tape.op("Slice", [flat, ints(tape, 0), rows, ints(tape, -1)])
 
 

@@ -1,0 +1,91 @@
+"""``ai.graphopt::Dequantize``, version 1: the matrix that a matrix of codes stands for.
+
+Inputs, all of them required:
+    codes: uint8 [K, N], one code per byte.
+    scales: float or float16 [G, N], G = ceil(K / group); finite.
+    table: float [entries], 1 <= entries <= 256, finite. A code that is not below entries is an error.
+    zero_points: the type of scales, [G, N] or [1, 1]: values, in units of the table. [[0]] is the placeholder for none.
+
+Attributes:
+    group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
+
+Output:
+    W: float [K, N], in float32 arithmetic, with g = k div group::
+
+        W[k, n] = (table[codes[k, n]] - zero_points[g, n]) scales[g, n]
+
+This is how a quantized weight is written between the phases ``codes`` and ``lower`` where ``DequantizeLinear`` cannot
+say it: in front of a standard ``MatMul``, in no layout. It has no kernel and needs none: the step ``lower`` packs the
+codes and turns both nodes into one product, and refuses a graph in which a ``Dequantize`` is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.tape import ints, number_of
+
+Floats = npt.NDArray[np.floating[Any]]
+
+NAME = "Dequantize"
+
+_INPUTS = ("codes", "scales", "table", "zero_points")
+
+
+def function(opset: int) -> ir.Function:
+    """Return the body. It depends on constants alone, so onnxruntime folds it when it loads the model."""
+    inputs = [ir.Value(name=name) for name in _INPUTS]
+    codes, scales, table, zero_points = inputs
+    tape = ir.tape.Tape()
+    rows = tape.op("Shape", [codes], {"start": 0, "end": 1})
+    bounds = (ints(tape, 0), rows, ints(tape, 1))
+    every_row = tape.op("Range", [tape.op("Squeeze", [bound]) for bound in bounds])
+    of_row = tape.op("Div", [every_row, number_of(tape, "group")])
+
+    def for_each_row(per_group: ir.Value) -> ir.Value:
+        return tape.op("Gather", [tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT}), of_row], {"axis": 0})
+
+    values = tape.op("Gather", [table, tape.op("Cast", [codes], {"to": ir.DataType.INT32})], {"axis": 0})
+    full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
+    weight = tape.op("Mul", [tape.op("Sub", [values, for_each_row(full_zeros)]), for_each_row(scales)])
+    weight.name = "W"
+    graph = ir.Graph(inputs, [weight], nodes=tape.nodes, opset_imports={"": opset}, name=NAME)
+    return ir.Function(DOMAIN, NAME, graph=graph, attributes=[ir.Attr("group", ir.AttributeType.INT, None)])
+
+
+def reference(
+    codes: npt.NDArray[np.uint8], scales: Floats, table: Floats, zero_points: Floats, group: int
+) -> npt.NDArray[np.float32]:
+    """Return what the operator means, float32 [K, N].
+
+    Raises:
+        ValueError: the shapes do not fit one another.
+        IndexError: a code has no entry in the table.
+    """
+    rows, columns = codes.shape
+    if scales.shape != (-(-rows // group), columns):
+        raise ValueError(
+            f"codes {list(codes.shape)} in groups of {group} have scales [{-(-rows // group)}, {columns}], "
+            f"not {list(scales.shape)}"
+        )
+    of_row = np.arange(rows) // group
+    zeros = np.broadcast_to(zero_points, scales.shape).astype(np.float32)
+    values = table.astype(np.float32)[codes]
+    weight: npt.NDArray[np.float32] = (values - zeros[of_row]) * scales.astype(np.float32)[of_row]
+    return weight
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes, with float scales: a lookup, a difference and a product for each number."""
+    codes, *others = shapes
+    return Cost(operations=3 * prod(codes), bytes=5 * prod(codes) + 4 * sum(prod(shape) for shape in others))
+
+
+DEQUANTIZE = Operator(NAME, 1, function, reference, cost)
