@@ -22,6 +22,7 @@ from graphopt.analysis.contrib import settle_caches
 from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
+from graphopt.facts import Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of_config, read_manifest
 from graphopt.onnx_file import load
@@ -37,6 +38,9 @@ COMPANIONS = (
     "generation_config.json",
 )
 """Files of a Hugging Face folder that an artifact carries along unchanged, where they exist."""
+
+NO_GENAI_CONFIG = Rule("artifact.no-genai-config", f"no {GENAI_CONFIG}: {{why}}")
+REFUSED = Rule("artifact.interface-refused", "{error}")
 
 
 @dataclass
@@ -204,7 +208,7 @@ def verify_files(folder: Path) -> None:
             )
 
 
-def _write_genai_config(artifact: Artifact, folder: Path) -> list[str]:
+def _write_genai_config(artifact: Artifact, folder: Path) -> list[Fact]:
     """Write ``genai_config.json`` if onnxruntime-genai can run the graph; return the manifest's notes, with why not."""
     facts = artifact.manifest.model
     try:
@@ -217,11 +221,10 @@ def _write_genai_config(artifact: Artifact, folder: Path) -> list[str]:
             session=artifact.manifest.session,
         )
     except InputError as error:
-        config = error.what
-    prefix = f"no {GENAI_CONFIG}: "
-    notes = [note for note in artifact.manifest.notes if not note.startswith(prefix)]
-    if isinstance(config, str):
-        return [*notes, prefix + config]
+        config = REFUSED(error=error.what)
+    notes = [note for note in artifact.manifest.notes if note.code != NO_GENAI_CONFIG.code]
+    if isinstance(config, Fact):
+        return [*notes, NO_GENAI_CONFIG(why=config)]
     (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return notes
 

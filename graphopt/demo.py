@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from graphopt.decoding.sampling import Sampling
 from graphopt.evaluate import evaluate
+from graphopt.facts import Fact
 from graphopt.generate import generate
 from graphopt.manifest import Manifest
 from graphopt.models.export import export
@@ -50,7 +51,7 @@ class Stage(BaseModel):
     bits_per_byte: float
     largest_logit_change: float
     activations: str
-    proof: str | None
+    proof: Fact | None
     seconds: float
     completion: str
 

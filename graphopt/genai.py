@@ -6,8 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphopt.analysis.interface import Interface
+from graphopt.facts import Fact, Rule
 
 GENAI_CONFIG = "genai_config.json"
+
+PAGED = Rule("genai.caches-in-pages", "its caches lie in pages that the caller allocates")
+NO_MASK = Rule("genai.no-mask", "the graph has no attention_mask input")
+UNEVEN = Rule(
+    "genai.layers-differ", "its layers differ in KV heads or head size, or are not numbered from 0", also=["layers"]
+)
+UNKNOWN = Rule(
+    "genai.facts-unknown", "the number of positions, the token that ends a text or the vocabulary is not known"
+)
 
 
 def genai_config(
@@ -18,7 +28,7 @@ def genai_config(
     bos_token_id: int | None,
     eos_token_ids: list[int],
     session: Mapping[str, str],
-) -> dict[str, Any] | str:
+) -> dict[str, Any] | Fact:
     """Return the configuration, or why onnxruntime-genai cannot run the graph.
 
     Args:
@@ -33,13 +43,13 @@ def genai_config(
     layers = len(interface.past) // 2
     numbered = {f"past_key_values.{layer}.{part}" for layer in range(layers) for part in ("key", "value")}
     if interface.paged:
-        return "its caches lie in pages that the caller allocates"
+        return PAGED()
     if "attention_mask" not in interface.inputs:
-        return "the graph has no attention_mask input"
+        return NO_MASK()
     if len(shapes) != 1 or set(interface.past) != numbered:
-        return "its layers differ in KV heads or head size, or are not numbered from 0"
+        return UNEVEN(layers=layers)
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
-        return "the number of positions, the token that ends a text or the vocabulary is not known"
+        return UNKNOWN()
     ((heads, size),) = shapes
     inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids") if name in interface.inputs} | {
         "past_key_names": "past_key_values.%d.key",

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from graphopt.analysis.cost import WeightTotals
 from graphopt.errors import InputError
-from graphopt.facts import Check, PassReport
+from graphopt.facts import Check, Fact, PassReport
 from graphopt.version import VERSION
 
 MANIFEST = "manifest.json"
@@ -34,6 +35,20 @@ class Source(BaseModel):
     name: str
 
 
+class ProductCount(BaseModel):
+    """How many quantized products one operator computes, with their inputs rounded in one way.
+
+    Attributes:
+        operator: such as ``MatMulNBits``.
+        activations: what it rounds its inputs to, such as ``int8``; ``unknown`` where that was not read.
+        count: how many there are.
+    """
+
+    operator: str
+    activations: str
+    count: int
+
+
 class Precision(BaseModel):
     """Storage and compute precision, told apart.
 
@@ -41,14 +56,33 @@ class Precision(BaseModel):
         storage: how many weight tensors are stored in each format.
         activations: to what the inputs of quantized products are rounded: by onnxruntime's kernel as read from its own
             optimized graph, by graphopt's operators as the graph itself says.
-        note: the same in words, with what to set to change it.
-        products: how many quantized products each operator computes, with what it rounds their inputs to.
+        notes: what to know about it, and what to set to change it.
+        products: the quantized products, counted by operator and by what they round their inputs to.
     """
 
     storage: dict[str, int]
     activations: str
-    note: str
-    products: dict[str, int] = {}
+    notes: list[Fact] = []
+    products: list[ProductCount] = []
+
+    def count(self, operator: str, activations: str | None = None) -> int:
+        """Return how many products an operator computes, all or those that round their inputs to ``activations``."""
+        found = [each for each in self.products if each.operator == operator]
+        return sum(each.count for each in found if activations in (None, each.activations))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_older(cls, value: Any) -> Any:
+        """Read the older form: a sentence ``note``, and products named "operator, inputs type"."""
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if "note" in value:
+            value["notes"] = [value.pop("note")]
+        if isinstance(value.get("products"), dict):
+            named = [(*name.split(", inputs "), count) for name, count in value["products"].items()]
+            value["products"] = [dict(zip(("operator", "activations", "count"), each, strict=True)) for each in named]
+        return value
 
 
 class FileRecord(BaseModel):
@@ -81,7 +115,7 @@ class Manifest(BaseModel):
     format: Literal[1] = 1
     source: Source
     model: ModelFacts
-    notes: list[str] = []
+    notes: list[Fact] = []
     recipe: dict[str, Any] | None = None
     passes: list[PassReport] = []
     checks: list[Check] = []
@@ -90,6 +124,48 @@ class Manifest(BaseModel):
     session: dict[str, str] = {}
     versions: dict[str, str] = {}
     files: dict[str, FileRecord] = {}
+
+    @field_validator("notes", mode="before")
+    @classmethod
+    def _of_older(cls, notes: Any) -> Any:
+        """Give the one sentence that is replaced later its code: what else is no fact stays a text."""
+        prefix = "no genai_config.json: "
+        return [
+            {"code": "artifact.no-genai-config", "figures": {"why": note.removeprefix(prefix)}}
+            if isinstance(note, str) and note.startswith(prefix)
+            else note
+            for note in notes
+        ]
+
+    @model_validator(mode="after")
+    def _number_runs(self) -> Manifest:
+        """Number the runs of each pass, and the checks of passes in manifests that have no numbers yet."""
+        runs: Counter[str] = Counter()
+        for report in self.passes:
+            runs[report.name] += 1
+            report.run = report.run or runs[report.name]
+        checked: Counter[tuple[str, str]] = Counter()
+        for check in self.checks:
+            checked[check.name, check.after] += 1
+            if not check.run and check.after in runs:
+                check.run = checked[check.name, check.after]
+        return self
+
+    def checks_of(self, report: PassReport) -> list[Check]:
+        """Return the checks that are about one run of a pass."""
+        return [check for check in self.checks if (check.after, check.run) == (report.name, report.run)]
+
+    def check(self, name: str, after: str | None = None) -> Check:
+        """Return the last check of this name, or the last after a pass: ``manifest.check("logits", after="rotate")``.
+
+        Raises:
+            LookupError: there is none; names those that there are.
+        """
+        found = [check for check in self.checks if check.name == name and after in (None, check.after)]
+        if not found:
+            there = ", ".join(f"{check.name} after {check.after}" for check in self.checks) or "none"
+            raise LookupError(f"no check {name}{f' after {after}' if after else ''} was made; there are: {there}")
+        return found[-1]
 
 
 def read_manifest(folder: Path) -> Manifest:

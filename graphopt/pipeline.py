@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from pathlib import Path
 
-import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
-from graphopt.analysis.cost import storage_formats, weight_totals
+from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.heads import ORIGIN
-from graphopt.analysis.structure import makes_last_logits
 from graphopt.artifact import Artifact
 from graphopt.checks.equivalence import Verifier, context_of, prove
-from graphopt.checks.kernels import FUSED, UNKNOWN, KernelReport, check_kernels, own_nodes, quantized_products
+from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.facts import Check, PassReport
-from graphopt.genai import GENAI_CONFIG
-from graphopt.manifest import Manifest, Precision, installed_versions
+from graphopt.manifest import Manifest, installed_versions
+from graphopt.notes import OF_GRAPH, notes_of, precision_of
 from graphopt.passes.lower.lower import Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
-from graphopt.runtime_ops import DOMAIN, OPERATORS
-from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from graphopt.weights import check_finite
 
 
@@ -83,16 +80,19 @@ def optimize(
 
     reports: list[PassReport] = []
     checks: list[Check] = []
+    runs = Counter(report.name for report in source.manifest.passes)
     for done, step in enumerate(passes, start=2):
         on_stage(step.name, done, total)
         before = graph.clone()
         report = step(graph).report
+        runs[step.name] += 1
+        report.run = runs[step.name]
         reports.append(report)
         if report.claims is not None:
             on_stage(f"proving {step.name}", done, total)
-            checks.append(prove(before, graph, report.claims, step.name))
+            checks.append(_of_run(report, prove(before, graph, report.claims, step.name)))
         on_stage(f"checking {step.name}", done, total)
-        checks.append(verifier.check(graph, step.name, step.effect))
+        checks.append(_of_run(report, verifier.check(graph, step.name, step.effect)))
 
     NameFixPass()(graph)
     kernels: KernelReport | None = None
@@ -104,7 +104,7 @@ def optimize(
     manifest = Manifest(
         source=source.manifest.source,
         model=source.manifest.model,
-        notes=list(dict.fromkeys([*source.manifest.notes, *notes_of(graph)])),
+        notes=[note for note in source.manifest.notes if note.code not in OF_GRAPH] + notes_of(graph),
         recipe=chosen.model_dump(mode="json"),
         passes=[*source.manifest.passes, *reports],
         checks=[*source.manifest.checks, *checks],
@@ -121,71 +121,6 @@ def optimize(
     return made
 
 
-def notes_of(model: ir.Model) -> list[str]:
-    """Say what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
-    notes = []
-    nodes = [node for node in own_nodes(model.graph) if node.op_type != ROUND_TRIP.name]
-    ours = sorted({node.op_type for node in nodes})
-    if ours:
-        bodies = {(node.op_type, OPERATORS[node.op_type].overload_of(node)) for node in nodes}
-        which = "any onnxruntime runs the bodies that they carry"
-        if len(bodies) > len(ours):
-            which = (
-                "an onnxruntime that tells several bodies of one operator apart runs them (1.31 does, 1.24 does not)"
-            )
-        notes.append(
-            f"operators of {DOMAIN} ({', '.join(ours)}): {which}; for kernels register graphopt's library, by "
-            "SessionOptions.register_custom_ops_library or as custom_ops_library among the session_options of "
-            f"{GENAI_CONFIG}"
-        )
-    count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
-    if count:
-        notes.append(
-            f"{count} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster "
-            "for it"
-        )
-    if makes_last_logits(model.graph):
-        notes.append(
-            "logits are [batch, 1, vocabulary], of the last position of each call: enough to generate, not to score a "
-            "given text"
-        )
-    return notes
-
-
-def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) -> Precision:
-    """State storage and compute precision: of onnxruntime's kernels as it runs them, of ours as the graph says."""
-    storage = storage_formats(model)
-    products = [node.inputs[0] for node in model.graph if node.op_type.startswith("MatMul")]
-    in_float16 = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in products)
-    computed = "float16" if in_float16 else "float32"
-    if kernels is None or not kernels.products:
-        note = f"nothing is quantized; all products are {computed}"
-        return Precision(storage=storage, activations=computed, note=note)
-    notes = [] if computed == "float32" else [f"what is not said here is computed in {computed}"]
-    theirs = [name.removeprefix(f"{FUSED}, inputs ") for name in kernels.products if name.startswith(FUSED)]
-    if theirs:
-        notes.append(_note_on_session(theirs, recipe))
-    if any(not name.startswith(FUSED) for name in kernels.products):
-        ours = ", ".join(f"{count} {name}" for name, count in kernels.products.items() if not name.startswith(FUSED))
-        notes.append(f"the graph itself says what graphopt's products round their inputs to: {ours}")
-    return Precision(
-        storage=storage,
-        activations=" and ".join(kernels.activations),
-        note="; ".join(notes),
-        products=kernels.products,
-    )
-
-
-def _note_on_session(activations: list[str], recipe: Recipe) -> str:
-    entry, level = next(iter(recipe.session_entries().items()))
-    if activations == [UNKNOWN]:
-        return f"the recipe asks for {recipe.activations} ({entry}={level}); what onnxruntime runs was not read here"
-    if activations == ["int8"]:
-        return (
-            f"onnxruntime rounds the inputs of quantized products to int8, with {entry}={level} as by default; "
-            "for float32 inputs: `activations: float32` in the recipe, or the entry at 0"
-        )
-    return (
-        f"the inputs of onnxruntime's quantized products are {' and '.join(activations)} with {entry}={level}; "
-        "onnxruntime rounds them to int8 in a session without this entry"
-    )
+def _of_run(report: PassReport, check: Check) -> Check:
+    """Say in ``check`` which run of a pass it is about: a pass may run more than once."""
+    return check.model_copy(update={"run": report.run})

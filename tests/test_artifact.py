@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from graphopt import artifact
 from graphopt.artifact import DATA, MODEL, Artifact
 from graphopt.errors import InputError
+from graphopt.facts import TEXT
 from graphopt.manifest import MANIFEST, Manifest, ModelFacts, Source, facts_of_config, installed_versions, read_manifest
 
 ROWS = 40
@@ -31,7 +32,8 @@ def small_model() -> ir.Model:
 
 
 def small_artifact(companions: dict[str, Path] | None = None) -> Artifact:
-    manifest = Manifest(source=Source(kind="onnx", name="small"), model=ModelFacts(max_positions=7), notes=["a note"])
+    facts, notes = ModelFacts(max_positions=7), [TEXT(text="a note")]
+    manifest = Manifest(source=Source(kind="onnx", name="small"), model=facts, notes=notes)
     return Artifact(small_model(), manifest, companions or {})
 
 
@@ -62,7 +64,11 @@ def test_written_and_read(tmp_path: Path) -> None:
     assert progress == [(1, 1)]
     opened = artifact.read(tmp_path / "deep" / "small")
     assert opened.manifest == manifest
-    assert opened.manifest.notes == ["a note", "no genai_config.json: the graph has no input of this name"]
+    assert list(map(str, opened.manifest.notes)) == [
+        "a note",
+        "no genai_config.json: the graph has no input of this name",
+    ]
+    assert [note.code for note in opened.manifest.notes] == ["text", "artifact.no-genai-config"]
     assert list(opened.companions) == ["tokenizer.json"]
     assert opened.companions["tokenizer.json"].read_text() == '{"a": 1}'
     weight = opened.model.graph.initializers["weight"].const_value

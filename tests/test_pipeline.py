@@ -140,8 +140,10 @@ def test_the_manifest_tells_storage_and_compute_apart(
     manifest = optimize(llama_artifact, recipe, tmp_path / "out").manifest
     assert manifest.precision is not None
     assert manifest.precision.storage.items() >= storage.items()
-    assert manifest.precision.products == products
-    assert "the graph itself says what graphopt's products round their inputs to" in manifest.precision.note
+    assert {
+        f"{each.operator}, inputs {each.activations}": each.count for each in manifest.precision.products
+    } == products
+    assert "the graph itself says what graphopt's products round their inputs to" in str(manifest.precision.notes[-1])
     assert any("any onnxruntime runs the bodies" in note for note in manifest.notes)
     # the entry is for onnxruntime's own kernel
     assert bool(manifest.session) == ("MatMulNBits, inputs int8" in products)
@@ -167,7 +169,7 @@ def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
     made = optimize(llama_artifact, "int4", tmp_path / "out", target="ort-cpu")
     assert made.manifest.precision is not None
     # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers
-    assert made.manifest.precision.products["MatMulTable, inputs int8"] == 8
+    assert made.manifest.precision.count("MatMulTable", "int8") == 8
     assert made.manifest.precision.storage["int4"] == 8
     assert [report.name for report in made.manifest.passes][-2:] == ["lower", "merge_products"]
     # both round activations to int8 in groups; the order of sums and ties are all that differs
@@ -306,7 +308,7 @@ def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said
     assert {check.status for check in mine} == {"not covered"}
     assert manifest.precision is not None
     assert manifest.precision.activations == "unknown"
-    assert "was not read here" in manifest.precision.note
+    assert "was not read here" in str(manifest.precision.notes[-1])
     # the very weights that the checked way makes
     monkeypatch.undo()
     checked = optimize(llama_artifact, "rotate-int4", tmp_path / "checked").manifest

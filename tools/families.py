@@ -6,7 +6,6 @@ python tools/families.py --markdown docs/families.md
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
 from dataclasses import asdict, dataclass, field
@@ -30,7 +29,9 @@ from graphopt.facts import PassReport
 from graphopt.models.checkpoint import quiet
 from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
+from graphopt.passes.algebra.rotate.work import FUSED
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.view.sentences import sentence
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -43,7 +44,6 @@ COLUMNS = {
     "query_key": "query and key",
     "weight_input": "down projection",
 }
-_ROTATED = re.compile(r"(?:writes|reads) (\w+) basis (.+): axis \d+ rotated by ")
 _INTRODUCTION = """\
 # Which rotations a family takes
 
@@ -103,7 +103,11 @@ class Row:
 
 def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[str, Outcome]:
     """Return what ``report`` and the nodes of ``after`` say about each of ``bases``, by role."""
-    fused = {match.group(2, 1) for change in report.changes if (match := _ROTATED.match(change.what))}
+    fused = {
+        (str(change.what.figures["basis"]), str(change.what.figures["role"]))
+        for change in report.changes
+        if change.what.code == FUSED.code
+    }
     turned = [node.inputs[0] for node in after.graph if node.op_type == "Hadamard"]
     places = [Axis(value.name or "", len(value.shape) - 1) for value in turned if value and value.shape is not None]
     found = {role: Outcome() for role in COLUMNS}
@@ -116,9 +120,8 @@ def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[st
         found[role].nodes += nodes
         found[role].rotated += bool(nodes) or (basis.name, role) in fused
         for skip in report.skips:
-            where, _, node = skip.where.partition(" at ")
-            if where == f"basis {basis.name} [{basis.width}]":
-                found[basis.role].refusals.append(f"{skip.reason} ({node})")
+            if (skip.where, skip.reason.figures["width"]) == (basis.name, basis.width):
+                found[basis.role].refusals.append(f"{sentence(skip.reason)} ({skip.node or ''})")
     return found
 
 

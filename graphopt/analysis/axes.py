@@ -9,6 +9,9 @@ from typing import Literal
 import networkx as nx
 import onnx_ir as ir
 
+from graphopt.analysis.pins import CONSTANT
+from graphopt.facts import Fact
+
 Role = Literal["residual", "value", "query_key", "weight_input", "weight_output"]
 Side = Literal["made", "observed"]
 
@@ -45,7 +48,7 @@ class Pin:
     """
 
     node: str
-    reason: str
+    reason: Fact
     side: Side
     tensor: str
 
@@ -118,7 +121,7 @@ class BasisGraph:
         if axis not in self.graph:
             self._add(axis, fixed(value.shape[axis.index]))
             if value.is_initializer():
-                self.pin(axis, axis.tensor, "a constant that is no weight of a product", "made")
+                self.pin(axis, axis.tensor, CONSTANT(), "made")
         return axis
 
     def axes(self, value: ir.Value) -> list[Axis]:
@@ -129,7 +132,7 @@ class BasisGraph:
         """Record that ``node`` forces two axes into one basis."""
         self.graph.add_edge(left, right, op=None if node is None else node.op_type)
 
-    def pin(self, axis: Axis, node: str, reason: str, side: Side) -> None:
+    def pin(self, axis: Axis, node: str, reason: Fact, side: Side) -> None:
         """Record that ``node`` makes or observes the coordinates of ``axis``."""
         self.graph.nodes[axis]["pins"].append(Pin(node, reason, side, axis.tensor))
 

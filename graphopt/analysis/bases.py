@@ -17,6 +17,7 @@ import re
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis, BasisGraph
+from graphopt.analysis.pins import CAPTURED, PORT
 from graphopt.analysis.refine import bases_of
 from graphopt.analysis.rules import RULES, observe
 
@@ -72,9 +73,9 @@ def _floating(value: ir.Value) -> bool:
     return value.dtype is None or value.dtype.is_floating_point()
 
 
-def _pin_port(found: BasisGraph, value: ir.Value, what: str, side: str) -> None:
+def _pin_port(found: BasisGraph, value: ir.Value, port: str, side: str) -> None:
     for axis in found.axes(value):
-        found.pin(axis, value.name or "", f"it is a {what}, known to the app", side)  # type: ignore[arg-type]
+        found.pin(axis, value.name or "", PORT(port=port), side)  # type: ignore[arg-type]
 
 
 def _pin_captured(found: BasisGraph, node: ir.Node) -> None:
@@ -86,4 +87,4 @@ def _pin_captured(found: BasisGraph, node: ir.Node) -> None:
             for value in inner.inputs:
                 if value is not None and value.graph is node.graph and _floating(value):
                     for axis in found.axes(value):
-                        found.pin(axis, node.name or "", f"a subgraph of {node.op_type} reads it", "observed")
+                        found.pin(axis, node.name or "", CAPTURED(op=node.op_type), "observed")

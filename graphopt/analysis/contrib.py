@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.facts import Fact, Rule
+
 MICROSOFT = "com.microsoft"
 PADDING = "graphopt.padding"
 """Metadata of a model that takes ``attention_mask`` and yet cannot have padding in front of a row's tokens: "none"."""
@@ -11,6 +13,12 @@ PADDING = "graphopt.padding"
 _GROUPED, _MULTI = "GroupQueryAttention", "MultiHeadAttention"
 _QUERY, _KEY = 0, 1
 _PAST = {_GROUPED: (3, 4), _MULTI: (6, 7)}
+
+CACHE_GROWS = Rule(
+    "importing.cache-grows",
+    "caches that were cut to a window of tokens grow instead: the window stays ({layers} layer(s))",
+    also=["nodes"],
+)
 
 
 def contrib_nodes(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
@@ -34,7 +42,7 @@ def head_sizes(node: ir.Node) -> tuple[int, int, int] | None:
     return None if rest else (heads, groups, size)
 
 
-def settle_caches(model: ir.Model) -> list[str]:
+def settle_caches(model: ir.Model) -> list[Fact]:
     """State in the graph how its caches are fed, where only fused attention says so; return notes on it.
 
     The heads and head size of caches get into the shapes of inputs and outputs. A cache that ``GroupQueryAttention``
@@ -57,9 +65,7 @@ def settle_caches(model: ir.Model) -> list[str]:
         for value in (*pasts, *node.outputs[1:3]):
             if value is not None and value.shape is not None and len(value.shape) == 4:
                 value.shape = ir.Shape([value.shape[0], groups, value.shape[2], size])
-    if not grown:
-        return []
-    return [f"caches that were cut to a window of tokens grow instead: the window stays ({len(grown)} layer(s))"]
+    return [CACHE_GROWS(layers=len(grown), nodes=grown)] if grown else []
 
 
 def counts_from_first_column(graph: ir.Graph) -> bool:

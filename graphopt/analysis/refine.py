@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 import networkx as nx
 
 from graphopt.analysis.axes import Axis, Basis, BasisGraph, Pin, Refinement, WeightAxis
+from graphopt.analysis.pins import APART, CUT_OTHERWISE, PARTS_OBSERVED
 
 
 @dataclass
@@ -93,7 +94,7 @@ def _merge(found: BasisGraph, group: list[Refinement]) -> None:
     # Factors are cut finer only if each cut divides the next, counted from the last axis on.
     if len(kinds) > 1 or ("product" in kinds and any(b % a for a, b in itertools.pairwise(cuts))):
         for refinement in group:
-            reason = "other nodes take the same axis apart in another way"
+            reason = CUT_OTHERWISE()
             for axis in (refinement.whole, *refinement.parts):
                 found.pin(axis, refinement.places[0][0].name or "", reason, "observed")
         return
@@ -166,7 +167,7 @@ def _pins_of_whole(refinement: Refinement, parts: list[_Component]) -> Iterator[
     deepest = next(pin for pin in parts[-1].pins if pin.side == "observed")
     for node, side, tensor in refinement.places:
         if side == "made":
-            yield Pin(node.name or "", f"{node.op_type} makes it of parts that {deepest.node} observes", side, tensor)
+            yield Pin(node.name or "", PARTS_OBSERVED(op=node.op_type, observer=deepest.node), side, tensor)
         else:
             yield Pin(deepest.node, deepest.reason, side, tensor)
 
@@ -200,7 +201,7 @@ def _place(
             starts = tuple(start + copy * sizes[-1] for start in site.starts for copy in copies)
         else:
             # The coordinates of an outer factor lie apart; only a basis that is contiguous is rotated.
-            reason = f"its coordinates do not lie side by side in the weight of {site.node.name}"
+            reason = APART(reader=site.node.name)
             home[part].pins.append(Pin(site.node.name or "", reason, "observed", part.tensor))
             continue
         _place(replace(site, starts=starts), home[part], home, sites)

@@ -140,4 +140,4 @@ def _tapped(node: ir.Node) -> TappedLayer:
 
 
 def _reason(report: PassReport) -> str:
-    return report.skips[0].reason if report.skips else "it has none over a cache"
+    return str(report.skips[0].reason) if report.skips else "it has none over a cache"

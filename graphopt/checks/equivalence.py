@@ -24,7 +24,7 @@ from onnx_ir.external_data import unload_from_model
 from graphopt.analysis.contrib import contrib_nodes
 from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError, VerificationError
-from graphopt.facts import Check, Effect
+from graphopt.facts import Check, Effect, Fact, Rule
 from graphopt.memory import available_memory
 from graphopt.passes.base import Pass
 from graphopt.rotations.claims import Claims
@@ -42,6 +42,22 @@ LONGEST_CONTEXT = 4096
 _LEVEL, _FLOAT32 = "accuracy_level", 1
 # Below this many bytes a tensor stays inside the .onnx file: onnxruntime wants shape constants there.
 _INLINE = 256
+
+RAN = Rule(
+    "logits.ran",
+    "{batch} x {length} random tokens{behind} with padding, in two calls, run before and after in onnxruntime",
+)
+BEHIND = Rule("logits.behind-context", " behind {tokens} of context")
+NOT_ASKED = Rule("logits.not-asked", "the caller asked not to run the model")
+NOT_STARTED = Rule("logits.not-started", "the model was not run before the pass")
+NO_MEMORY = Rule(
+    "logits.no-memory", "running the model needs about {needed_gb:.1f} GB of memory, {free_gb:.1f} GB are free"
+)
+CERTIFIED = Rule(
+    "certificate.holds",
+    "each of {nodes} nodes maps coordinates to coordinates, the outputs are in their own; {weights} fused weights are "
+    "their originals times orthogonal maps up to rounding, tried with {vectors} random vectors each",
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +130,7 @@ class Verifier:
         self._logits: npt.NDArray[np.float64] | None = None
         self._first: npt.NDArray[np.float64] | None = None
         self._saved: Path | None = None
-        self.why_not: str | None = None
+        self.why_not: Fact | None = None
 
     def start(self, model: ir.Model) -> None:
         """Run the model as it came in.
@@ -123,7 +139,7 @@ class Verifier:
             InputError: onnxruntime cannot load it, or cannot run it.
             VerificationError: it computes NaN or infinity to begin with.
         """
-        self.why_not = _why_not(model) if self._may_run else "the caller asked not to run the model"
+        self.why_not = _why_not(model) if self._may_run else NOT_ASKED()
         if self.why_not is not None:
             return
         try:
@@ -142,7 +158,7 @@ class Verifier:
             VerificationError: an exact pass moved the logits, or any pass made them NaN or infinite.
         """
         if self.why_not is not None or self._logits is None or self._first is None:
-            return Check(name="logits", after=name, status="not covered", reason=self.why_not or "was not started")
+            return Check(name="logits", after=name, status="not covered", reason=self.why_not or NOT_STARTED())
         after, probe = self._run(model), self._probe_for(model)
         if len(after) < len(self._logits):
             self._first, self._logits = probe.last_of_calls(self._first), probe.last_of_calls(self._logits)
@@ -164,9 +180,7 @@ class Verifier:
                 remedy="leave the pass out of the recipe, and report this with the model",
             )
         self._logits = after
-        behind = f" behind {probe.context} of context" if probe.context else ""
-        tokens = f"{_BATCH} x {_LENGTH} random tokens{behind} with padding"
-        reason = f"{tokens}, in two calls, run before and after in onnxruntime"
+        reason = RAN(batch=_BATCH, length=_LENGTH, behind=BEHIND(tokens=probe.context) if probe.context else None)
         return Check(name="logits", after=name, status="measured", reason=reason, figures=figures)
 
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
@@ -240,11 +254,7 @@ def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check
         "largest_share_of_rounding": certificate.largest_error_ratio,
         "seconds": certificate.seconds,
     }
-    reason = (
-        f"each of {certificate.nodes} nodes maps coordinates to coordinates, the outputs are in their own; "
-        f"{certificate.weights} fused weights are their originals times orthogonal maps up to rounding, "
-        f"tried with {certificate.vectors} random vectors each"
-    )
+    reason = CERTIFIED(nodes=certificate.nodes, weights=certificate.weights, vectors=certificate.vectors)
     return Check(
         name="certificate",
         after=name,
@@ -288,11 +298,11 @@ def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
     return min(most, max((step.context_tokens for step in passes), default=0))
 
 
-def _why_not(model: ir.Model) -> str | None:
+def _why_not(model: ir.Model) -> Fact | None:
     need = 2 * sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
     free = available_memory()
     if need > free:
-        return f"running the model needs about {need / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
+        return NO_MEMORY(needed_gb=need / 1e9, free_gb=free / 1e9)
     return None
 
 

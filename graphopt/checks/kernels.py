@@ -13,12 +13,20 @@ import onnx_ir as ir
 from graphopt.analysis.structure import dequantize_of, is_packed
 from graphopt.checks.equivalence import Verifier
 from graphopt.errors import VerificationError
-from graphopt.facts import Check
+from graphopt.facts import Check, Fact, Rule
+from graphopt.manifest import ProductCount
 from graphopt.runtime import native_operators, open_session
 from graphopt.runtime_ops import DOMAIN
 
 FUSED = "MatMulNBits"
 UNKNOWN = "unknown"
+
+RUN = Rule("kernels.run", "{runs}")
+ALL_FUSED = Rule(
+    "kernels.all-fused", "onnxruntime's own optimized graph holds one {operator} for each quantized product"
+)
+OWN_KERNEL = Rule("kernels.own-kernel", "{operator} runs by graphopt's kernel, each node is there still")
+BODY = Rule("kernels.body", "{operator} runs by the function body: no kernel here")
 
 _ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 
@@ -31,12 +39,12 @@ class KernelReport:
         check: whether each became the fused kernel, or is the operator that the pass made.
         activations: what the inputs of quantized products are rounded to, sorted; of onnxruntime's kernels as read from
             the graph that it runs, of ours as their attributes say.
-        products: how many products each operator computes, with its activations.
+        products: how many products each operator computes, by what it rounds their inputs to.
     """
 
     check: Check
     activations: tuple[str, ...]
-    products: dict[str, int] = field(default_factory=dict)
+    products: list[ProductCount] = field(default_factory=list)
 
 
 def quantized_products(graph: ir.Graph) -> list[ir.Node]:
@@ -110,14 +118,16 @@ def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str
             )
     figures: dict[str, float] = {"quantized_products": len(expected), "fused_kernels": fused}
     figures |= {f"{name}_nodes": count for name, count in Counter(node.op_type for node in ours).items()}
-    reasons = [f"onnxruntime's own optimized graph holds one {FUSED} for each quantized product"] if expected else []
-    for name in dict.fromkeys(node.op_type for node in ours):
-        runs = "graphopt's kernel, each node is there still" if name in native else "the function body: no kernel here"
-        reasons.append(f"{name} runs by {runs}")
-    check = Check(name="kernels", after="the recipe", status="measured", reason="; ".join(reasons), figures=figures)
+    names = list(dict.fromkeys(node.op_type for node in ours))
+    by_kernel = [OWN_KERNEL(operator=name) if name in native else BODY(operator=name) for name in names]
+    runs: list[Fact] = [*([ALL_FUSED(operator=FUSED)] if expected else []), *by_kernel]
+    check = Check(name="kernels", after="the recipe", status="measured", reason=RUN(runs=runs), figures=figures)
     return _report(check, [*running, *((node.op_type, activations_of(node)) for node in stated)])
 
 
 def _report(check: Check, products: list[tuple[str, str]]) -> KernelReport:
-    counted = Counter(f"{name}, inputs {rounded}" for name, rounded in products)
-    return KernelReport(check, tuple(sorted({rounded for _, rounded in products})), dict(counted))
+    counted = [
+        ProductCount(operator=name, activations=rounded, count=count)
+        for (name, rounded), count in Counter(products).items()
+    ]
+    return KernelReport(check, tuple(sorted({rounded for _, rounded in products})), counted)

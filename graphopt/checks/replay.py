@@ -20,9 +20,13 @@ from graphopt import artifact as artifacts
 from graphopt.artifact import Artifact
 from graphopt.checks.equivalence import Verifier, context_of, prove
 from graphopt.errors import InputError, VerificationError
-from graphopt.facts import Check
+from graphopt.facts import Check, Rule
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
+
+SAME_AGAIN = Rule(
+    "replay.same", "the recipe, run again on the model before, makes every node and every stored number of this one"
+)
 
 
 class Proof(BaseModel):
@@ -114,12 +118,11 @@ def _same_model(made: ir.Model, stored: ir.Model) -> Check:
                 shape=list(b.shape),
                 remedy="was it changed after it was made, or made with other versions? see `versions` in its manifest",
             )
-    reason = "the recipe, run again on the model before, makes every node and every stored number of this one"
     return Check(
         name="replay",
         after="the recipe",
         status="proved",
-        reason=reason,
+        reason=SAME_AGAIN(),
         figures={"nodes": len(ours), "tensors": len(found)},
     )
 

@@ -16,6 +16,7 @@ from graphopt.passes.lower.lower import Target
 def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     """Export, rotate, quantize, check and run the model that ships with graphopt."""
     from graphopt.demo import PROMPT, run_demo
+    from graphopt.view.sentences import sentence
     from graphopt.view.tables import megabytes
 
     with progress() as say:
@@ -39,8 +40,9 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
         f"bits per byte: on {result.held_out_bytes:,} bytes of standard-library source that training never saw; "
         f"xz -9e needs {result.xz_bits_per_byte:.4f}"
     )
-    proved = next(stage for stage in result.stages if stage.proof is not None)
-    out.print(f"\n{proved.name} is proved: {proved.proof}", highlight=False)
+    proved = next((stage for stage in result.stages if stage.proof is not None), result.stages[-1])
+    if proved.proof is not None:
+        out.print(f"\n{proved.name} is proved: {sentence(proved.proof)}", highlight=False)
     for stage in (result.stages[0], result.stages[-1]):
         out.print(f"\n[bold]{stage.name}[/bold] completes:")
         out.print(PROMPT + stage.completion, markup=False, highlight=False)

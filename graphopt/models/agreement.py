@@ -13,10 +13,16 @@ import onnx_ir as ir
 from graphopt.analysis.interface import Interface
 from graphopt.checks.equivalence import TOLERANCE, Probe, run_probe
 from graphopt.errors import MissingDependencyError, VerificationError
-from graphopt.facts import Check
+from graphopt.facts import Check, Fact, Rule, Status
 from graphopt.memory import available_memory
 from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.runtime import import_onnxruntime
+
+AGREES = Rule(
+    "agreement.ran", "random tokens with padding; onnxruntime in two calls with a cache, torch in one without"
+)
+NO_MEMORY = Rule("agreement.no-memory", "no memory to run a model of {size_gb:.1f} GB beside torch's copy")
+NO_RUNTIME = Rule("agreement.no-onnxruntime", "{error}")
 
 
 def check_agreement(model: Any, program: ir.Model) -> Check:
@@ -32,16 +38,13 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
     Raises:
         VerificationError: they differ by more than :data:`graphopt.checks.equivalence.TOLERANCE`.
     """
-    check = Check(name="agrees with transformers", after="export", status="not covered", reason="")
     try:
         import_onnxruntime()
     except MissingDependencyError as error:
-        return check.model_copy(update={"reason": str(error)})
+        return _check("not covered", NO_RUNTIME(error=str(error)))
     size = sum(tensor.nbytes for tensor in model.state_dict().values())
     if 2 * size > available_memory():
-        return check.model_copy(
-            update={"reason": f"no memory to run a model of {size / 1e9:.1f} GB beside torch's copy"}
-        )
+        return _check("not covered", NO_MEMORY(size_gb=size / 1e9))
     interface = Interface.of_graph(program.graph)
     probe = Probe.of(interface)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
@@ -57,8 +60,11 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
             tensor="logits",
             remedy=f"please report it: {type(model).__name__} is exported wrongly",
         )
-    reason = "random tokens with padding; onnxruntime in two calls with a cache, torch in one without"
-    return check.model_copy(update={"status": "measured", "reason": reason, "figures": {"largest_change": difference}})
+    return _check("measured", AGREES(), largest_change=difference)
+
+
+def _check(status: Status, reason: Fact, **figures: float) -> Check:
+    return Check(name="agrees with transformers", after="export", status=status, reason=reason, figures=figures)
 
 
 def _forward(model: Any, probe: Probe, *, positions: bool) -> npt.NDArray[np.float64]:

@@ -15,6 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import InputError, MissingDependencyError
+from graphopt.facts import Fact, Rule
+
+NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")
+NOT_BESIDE = Rule("export.no-tokenizer-beside", "there is no tokenizer.json beside the model")
+NOT_IN_FOLDER = Rule("export.no-tokenizer-in-folder", "the folder has none")
+NOT_LOADED = Rule("export.tokenizer-not-loaded", "transformers cannot load it ({error})")
+NOT_WRITTEN = Rule("export.tokenizer-not-written", "it cannot be written as tokenizer.json")
 
 
 def import_export_packages() -> tuple[Any, Any]:
@@ -102,7 +109,7 @@ def _causal_classes(config_type: type, transformers: Any) -> tuple[type, ...]:
     return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
 
 
-def save_companions(source: str, model: Any, folder: Path) -> list[str]:
+def save_companions(source: str, model: Any, folder: Path) -> list[Fact]:
     """Write configuration and tokenizer of ``model`` as transformers saves them, and return notes on what is missing.
 
     Args:
@@ -118,9 +125,9 @@ def save_companions(source: str, model: Any, folder: Path) -> list[str]:
         try:
             transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
         except Exception as error:
-            return [f"no tokenizer was carried along: transformers cannot load it ({reason_of(error)})"]
+            return [NO_TOKENIZER(why=NOT_LOADED(error=reason_of(error)))]
     if not (folder / "tokenizer.json").is_file():
-        return ["no tokenizer was carried along: it cannot be written as tokenizer.json"]
+        return [NO_TOKENIZER(why=NOT_WRITTEN())]
     return []
 
 

@@ -11,7 +11,9 @@ from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.interface import Interface
 from graphopt.artifact import COMPANIONS, MODEL, Artifact
 from graphopt.errors import InputError
+from graphopt.facts import Fact
 from graphopt.manifest import Manifest, Source, facts_of_config, installed_versions
+from graphopt.models.checkpoint import NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.progress import Progress, silent
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
@@ -58,7 +60,7 @@ def export(
             _check_exists(source)
             opened = _from_transformers(str(source), str(model), Path(temporary), on_stage)
         for note in opened.manifest.notes:
-            on_stage(note)
+            on_stage(str(note))
         on_stage("writing the artifact")
         return artifact.write(opened, output, overwrite=overwrite)
 
@@ -87,7 +89,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
         raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
     manifest, notes = opened.manifest, list(opened.manifest.notes)
     if "tokenizer.json" not in opened.companions and not manifest.files:
-        notes.append("no tokenizer was carried along: there is no tokenizer.json beside the model")
+        notes.append(NO_TOKENIZER(why=NOT_BESIDE()))
     if not interface.past:
         raise InputError(
             "the graph has no key-value cache, so it cannot generate token by token",
@@ -129,7 +131,7 @@ def _from_transformers(source: str, name: str, temporary: Path, say: Progress) -
     return Artifact(program, manifest, companions)
 
 
-def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict[str, Path], list[str]]:
+def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict[str, Path], list[Fact]]:
     """Return the tokenizer and configuration files by name, and notes on what is missing.
 
     Those of a folder are carried along unchanged; what transformers must fetch or convert is written to ``temporary``.
@@ -137,14 +139,14 @@ def _companions(source: str, torch_model: object, temporary: Path) -> tuple[dict
     from graphopt.models.checkpoint import save_companions
 
     folder = Path(source)
-    notes: list[str] = []
+    notes: list[Fact] = []
     if not folder.is_dir():
         notes = save_companions(source, torch_model, temporary)
     elif not (folder / "tokenizer.json").is_file():
         if any((folder / name).is_file() for name in _VOCABULARIES):
             notes = save_companions(source, None, temporary)
         else:
-            notes = ["no tokenizer was carried along: the folder has none"]
+            notes = [NO_TOKENIZER(why=NOT_IN_FOLDER())]
     # The folder's own files win over what was made of them.
     places = (folder, temporary) if folder.is_dir() else (temporary,)
     return {name: place / name for place in reversed(places) for name in COMPANIONS if (place / name).is_file()}, notes

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
 from graphopt.facts import Effect, PassReport
-from graphopt.passes.context import Context, Ledger
+from graphopt.passes.context import Context, Ledger, Removals
 from graphopt.runtime import NEWEST_OPSET
 
 Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
@@ -105,7 +105,9 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     def call(self, model: ir.Model) -> PassResult:
         """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""
         report = PassReport(name=self.name, effect=self.effect)
+        there = Removals(model.graph)
         started = time.perf_counter()
         self.rewrite(model, Context(Ledger(report)))
         report.seconds = time.perf_counter() - started
+        report.removed = there.found(model.graph, self.name)
         return PassResult(model, modified=bool(report.changes), report=report)

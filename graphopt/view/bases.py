@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from graphopt.analysis.axes import Basis, Role, WeightAxis
+from graphopt.facts import Fact
+from graphopt.view.sentences import sentence
 
 
 class BasisReport(BaseModel):
@@ -30,7 +32,7 @@ class BasisReport(BaseModel):
     readers: list[str]
     verdict: str
     node: str | None
-    reason: str | None
+    reason: Fact | None
 
 
 def describe(basis: Basis) -> BasisReport:
@@ -61,7 +63,7 @@ def lines(reports: Sequence[BasisReport]) -> list[str]:
         counts = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
         said.append(
             f"{report.name} [{report.width or '?'}]  {report.role}, {counts}: {verdicts[report.verdict]}"
-            + ("" if report.node is None else f"\n    {report.node}: {report.reason}")
+            + ("" if report.node is None else f"\n    {report.node}: {report.reason and sentence(report.reason)}")
         )
     return said
 

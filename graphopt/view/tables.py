@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.table import Column, Table
 
 from graphopt.facts import Check, PassReport
 from graphopt.manifest import Manifest
+from graphopt.view.sentences import sentence
 
 
 def passes_table(manifest: Manifest) -> Table:
     """Show each pass with what it changed, what it left alone, and what its check found."""
     names = Column("pass", no_wrap=True)
     table = Table(names, "effect", "changed", "left alone", Column("check", no_wrap=True), "logit change", "seconds")
-    # One for each pass, in the same order; a pass may have run twice.
-    checks = [check for check in manifest.checks if check.name == "logits"]
-    proofs = iter(check for check in manifest.checks if check.name == "certificate")
-    for report, check in itertools.zip_longest(manifest.passes, checks):
+    for report in manifest.passes:
+        checks = {check.name: check for check in manifest.checks_of(report)}
+        logits = checks.get("logits")
         table.add_row(
-            report.name,
+            report.name if report.run < 2 else f"{report.name} ({report.run})",
             report.effect,
             str(len(report.changes)),
             str(len(report.skips)),
-            "\n".join(
-                each.status for each in (next(proofs, None) if report.claims else None, check) if each is not None
-            ),
-            "" if check is None else change(check),
+            "\n".join(check.status for check in checks.values()),
+            "" if logits is None else change(logits),
             f"{report.seconds:.2f}",
         )
     return table
@@ -45,7 +41,8 @@ def checks_table(checks: Sequence[Check]) -> Table:
     table = Table("check", "after", "status", "evidence")
     for check in checks:
         figure = change(check)
-        evidence = f"{check.reason}; largest change {figure}" if figure else check.reason
+        reason = sentence(check.reason)
+        evidence = f"{reason}; largest change {figure}" if figure else reason
         table.add_row(check.name, check.after, check.status, evidence)
     return table
 
@@ -54,10 +51,13 @@ def skips_table(reports: Sequence[PassReport]) -> Table | None:
     """Show what was left alone and why, equal reasons of one pass together; ``None`` where nothing was."""
     table = Table("pass", "left alone", "why")
     for report in reports:
-        reasons = Counter(skip.reason for skip in report.skips)
-        for reason, count in reasons.items():
-            first = next(skip.where for skip in report.skips if skip.reason == reason)
-            table.add_row(report.name, first if count == 1 else f"{first} and {count - 1} more", reason)
+        places: dict[str, list[str]] = {}
+        for skip in report.skips:
+            place = skip.where if skip.node is None else f"{skip.where} at {skip.node}"
+            places.setdefault(sentence(skip.reason), []).append(place)
+        for reason, found in places.items():
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            table.add_row(report.name, found[0] + more, reason)
     return table if table.row_count else None
 
 
@@ -74,8 +74,9 @@ def summary(manifest: Manifest) -> list[str]:
     if manifest.precision is not None:
         stored = ", ".join(f"{count} {name}" for name, count in manifest.precision.storage.items())
         lines.append(f"stored: {stored} tensor(s)")
-        lines.append(f"computed: activations {manifest.precision.activations}; {manifest.precision.note}")
-    return lines + [f"note: {note}" for note in manifest.notes]
+        said = "; ".join(map(sentence, manifest.precision.notes))
+        lines.append(f"computed: activations {manifest.precision.activations}; {said}")
+    return lines + [f"note: {sentence(note)}" for note in manifest.notes]
 
 
 def megabytes(size: int) -> str:

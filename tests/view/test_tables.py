@@ -4,24 +4,31 @@ import io
 
 from rich.console import Console
 
-from graphopt.facts import Change, Check, PassReport, Skip
+from graphopt.facts import TEXT, Change, Check, PassReport, Skip
 from graphopt.manifest import FileRecord, Manifest, ModelFacts, Precision, Source
 from graphopt.view.tables import passes_table, skips_table, summary
 
 REPORT = PassReport(
     name="rotate",
     effect="exact",
-    changes=[Change(where="w", what="rotated")] * 3,
-    skips=[Skip(where=f"basis {n}", reason="pinned") for n in range(4)] + [Skip(where="basis x", reason="observed")],
+    changes=[Change(where="w", what=TEXT(text="rotated"))] * 3,
+    skips=[Skip(where=f"basis {n}", reason=TEXT(text="pinned")) for n in range(4)]
+    + [Skip(where="basis x", reason=TEXT(text="observed"))],
     seconds=0.25,
 )
 MANIFEST = Manifest(
     source=Source(kind="onnx", name="m"),
     model=ModelFacts(),
     passes=[REPORT],
-    checks=[Check(name="logits", after="rotate", status="measured", reason="r", figures={"largest_change": 1.5e-6})],
-    precision=Precision(storage={"int4": 2, "float32": 1}, activations="int8", note="rounded by the kernel"),
-    notes=["there is no tokenizer"],
+    checks=[
+        Check(
+            name="logits", after="rotate", status="measured", reason=TEXT(text="r"), figures={"largest_change": 1.5e-6}
+        )
+    ],
+    precision=Precision(
+        storage={"int4": 2, "float32": 1}, activations="int8", notes=[TEXT(text="rounded by the kernel")]
+    ),
+    notes=[TEXT(text="there is no tokenizer")],
     files={"model.onnx": FileRecord(bytes=1_500_000, sha256="0")},
 )
 
@@ -37,6 +44,44 @@ def test_a_pass_is_shown_with_its_check() -> None:
     assert [cell.strip() for cell in row.strip("│ ").split("│")] == [
         "rotate", "exact", "3", "5", "measured", "1.5e-06", "0.25",
     ]  # fmt: skip
+
+
+def test_checks_stand_with_the_run_of_the_pass_that_they_are_about() -> None:
+    names = ("fold_norms", "rotate", "rotate")
+    figures = {("rotate", 2): 2e-6, ("fold_norms", 1): 3e-7, ("rotate", 1): 1e-6}
+    checks = [
+        Check(
+            name="logits",
+            after=name,
+            run=run,
+            status="measured",
+            reason=TEXT(text="r"),
+            figures={"largest_change": change},
+        )
+        for (name, run), change in figures.items()
+    ]
+    proof = Check(name="certificate", after="rotate", run=2, status="proved", reason=TEXT(text="p"))
+    manifest = MANIFEST.model_copy(
+        update={
+            "passes": [
+                PassReport(name=name, effect="exact", run=run) for name, run in zip(names, (1, 1, 2), strict=True)
+            ],
+            "checks": [*checks, proof],
+        }
+    )
+    lines = shown(passes_table(manifest)).splitlines()
+    assert "3.0e-07" in next(line for line in lines if "fold_norms" in line)
+    assert "1.0e-06" in next(line for line in lines if "rotate " in line and "(2)" not in line)
+    second = next(number for number, line in enumerate(lines) if "rotate (2)" in line)
+    assert "2.0e-06" in lines[second]
+    assert {"measured", "proved"} <= set(" ".join(lines[second : second + 2]).split())
+
+
+def test_the_node_that_is_the_reason_is_named() -> None:
+    report = PassReport(
+        name="rotate", effect="exact", skips=[Skip(where="x", reason=TEXT(text="pinned"), node="gate")] * 2
+    )
+    assert "x at gate and 1 more" in shown(skips_table([report]))
 
 
 def test_equal_reasons_are_counted_and_none_is_lost() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Axis, BasisGraph
+from graphopt.analysis.pins import HEAD_BY_HEAD, HEAD_SIZE_UNKNOWN, POSITION_BY_POSITION, SOFTMAX, TURNED
 from graphopt.analysis.rules.common import observe, pin_all, rank, ranked
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE = range(6)
@@ -31,8 +32,8 @@ def attention(found: BasisGraph, node: ir.Node) -> None:
     else:
         width = found.graph.nodes[passed[0]]["width"]
         parts = found.refine("product", found.axis(made, 2), (query_heads, width), node, "made")
-        found.pin(parts[0], node.name or "", "each head attends for itself", "made")
-        found.pin(parts[0], node.name or "", "each head attends for itself", "observed")
+        found.pin(parts[0], node.name or "", HEAD_BY_HEAD(), "made")
+        found.pin(parts[0], node.name or "", HEAD_BY_HEAD(), "observed")
         passed.append(parts[1])
     for cache, shared in (
         (inputs[_PAST_KEY], contracted),
@@ -49,12 +50,12 @@ def attention(found: BasisGraph, node: ir.Node) -> None:
     for extra, side in ((inputs[_MASK], "observed"), (outputs[3], "made")):
         if extra is not None and (extra.dtype is None or extra.dtype.is_floating_point()):
             for axis in found.axes(extra):
-                found.pin(axis, node.name or "", "attention scores are softmaxed", side)  # type: ignore[arg-type]
+                found.pin(axis, node.name or "", SOFTMAX(), side)  # type: ignore[arg-type]
 
 
 def rotary(found: BasisGraph, node: ir.Node) -> None:
     """``RotaryEmbedding``: each pair of coordinates is turned by an angle of its own."""
-    pin_all(found, node, "RotaryEmbedding turns each pair of its coordinates by another angle")
+    pin_all(found, node, TURNED())
 
 
 def _heads_known(node: ir.Node, values: list[ir.Value | None]) -> bool:
@@ -69,16 +70,16 @@ def _head_axis(found: BasisGraph, node: ir.Node, value: ir.Value, heads: int) ->
     whole = found.axis(value, 2)
     width = found.graph.nodes[whole]["width"]
     if width is None or width % heads:
-        pin_all(found, node, "the size of its heads is not known")
+        pin_all(found, node, HEAD_SIZE_UNKNOWN())
         return whole
     outer, inner = found.refine("product", whole, (heads, width // heads), node, "observed")
-    found.pin(outer, node.name or "", "each head attends for itself", "observed")
+    found.pin(outer, node.name or "", HEAD_BY_HEAD(), "observed")
     return inner
 
 
 def _split_off(found: BasisGraph, node: ir.Node, value: ir.Value, side: str) -> Axis:
     axes = found.axes(value)
     for axis in axes[:3]:
-        found.pin(axis, node.name or "", "each head and position attends for itself", side)  # type: ignore[arg-type]
-        found.pin(axis, node.name or "", "each head and position attends for itself", "observed")
+        found.pin(axis, node.name or "", POSITION_BY_POSITION(), side)  # type: ignore[arg-type]
+        found.pin(axis, node.name or "", POSITION_BY_POSITION(), "observed")
     return axes[3]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 import onnx_ir as ir
 
 from graphopt.analysis.axes import BasisGraph
+from graphopt.analysis.pins import OBSERVED
+from graphopt.facts import Fact
 from graphopt.weights import weight_of
 
 Rule = Callable[[BasisGraph, ir.Node], None]
@@ -14,7 +16,7 @@ Rule = Callable[[BasisGraph, ir.Node], None]
 
 def observe(found: BasisGraph, node: ir.Node) -> None:
     """Pin every axis the node touches: nothing is known about what it does to a basis."""
-    pin_all(found, node, f"{node.op_type} looks at single coordinates, or is not followed by the analysis")
+    pin_all(found, node, OBSERVED(op=node.op_type))
 
 
 def ignore(found: BasisGraph, node: ir.Node) -> None:
@@ -22,7 +24,7 @@ def ignore(found: BasisGraph, node: ir.Node) -> None:
     del found, node
 
 
-def pin_all(found: BasisGraph, node: ir.Node, reason: str) -> None:
+def pin_all(found: BasisGraph, node: ir.Node, reason: Fact) -> None:
     """Pin every floating-point axis of inputs (observed) and outputs (made)."""
     for values, side in ((node.inputs, "observed"), (node.outputs, "made")):
         for value in values:

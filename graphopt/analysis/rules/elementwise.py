@@ -6,7 +6,20 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.axes import BasisGraph
+from graphopt.analysis.pins import (
+    CHOSEN,
+    COORDINATE_BY_COORDINATE,
+    GAIN,
+    MEAN,
+    NORM_SPANS_MORE,
+    NUMBER_ADDED,
+    RANK_UNKNOWN,
+    ROTATED,
+    ROTATION_READS,
+    SAME_ADDED,
+)
 from graphopt.analysis.rules.common import join_through, observe, pin_all, rank, ranked
+from graphopt.facts import Fact
 from graphopt.weights import weight_of
 
 
@@ -23,13 +36,13 @@ def add(found: BasisGraph, node: ir.Node) -> None:
         for index in range(-len(value.shape), 0):
             target = targets[index]
             if value.shape[index] == 1 and y.shape[index] != 1:
-                found.pin(target, node.name or "", "the same number is added along it", "observed")
+                found.pin(target, node.name or "", SAME_ADDED(), "observed")
             elif constant:
                 found.write(target, node, position, index % len(value.shape))
             else:
                 found.join(found.axis(value, index), target, node)
         if targets and not value.shape:
-            found.pin(targets[-1], node.name or "", "a number is added to every coordinate", "observed")
+            found.pin(targets[-1], node.name or "", NUMBER_ADDED(), "observed")
 
 
 def scale(found: BasisGraph, node: ir.Node) -> None:
@@ -46,7 +59,7 @@ def scale(found: BasisGraph, node: ir.Node) -> None:
         if linear and not spans[0].is_initializer():
             found.join(found.axis(spans[0], index), target, node)
             continue
-        reason = f"{node.op_type} works on it coordinate by coordinate"
+        reason = COORDINATE_BY_COORDINATE(op=node.op_type)
         found.pin(target, node.name or "", reason, "made")
         for value in spans:
             if not value.is_initializer():
@@ -67,7 +80,7 @@ def where(found: BasisGraph, node: ir.Node) -> None:
             for value in moving:
                 found.join(found.axis(value, index), target, node)
             continue
-        reason = "Where chooses its coordinates one by one"
+        reason = CHOSEN()
         found.pin(target, node.name or "", reason, "made")
         for value in moving:
             if _spans(value, index) and not value.is_initializer():
@@ -95,19 +108,19 @@ def root_mean_square(found: BasisGraph, node: ir.Node) -> None:
     """``x / rms(x)``: |x Q| = |x|, so a norm with unit gain lets any orthogonal map through."""
     gain, x = weight_of(node, 1), node.inputs[0]
     if gain is None or gain.const_value is None or not np.all(gain.const_value.numpy() == 1):
-        _norm(found, node, "the norm has a gain of its own, which fold_norms could not move into weights")
+        _norm(found, node, GAIN())
     elif x is not None and ranked(x, node.outputs[0]) and _spans_last(node, x):
         join_through(found, node, x, node.outputs[0])
     else:
-        _norm(found, node, "the norm spans more than the last axis")
+        _norm(found, node, NORM_SPANS_MORE())
 
 
 def layer_norm(found: BasisGraph, node: ir.Node) -> None:
     """``x - mean(x)``: the mean is taken over these coordinates, and no others."""
-    _norm(found, node, "LayerNormalization takes a mean over it, which fold_norms could not move into weights")
+    _norm(found, node, MEAN())
 
 
-def _norm(found: BasisGraph, node: ir.Node, reason: str) -> None:
+def _norm(found: BasisGraph, node: ir.Node, reason: Fact) -> None:
     """Pin the axes that a norm spans; vectors along the others are normalized on their own."""
     x, y = node.inputs[0], node.outputs[0]
     if x is None or not ranked(x, y):
@@ -132,12 +145,9 @@ def hadamard(found: BasisGraph, node: ir.Node) -> None:
     """``Hadamard(x)``: a rotation made at run time. A second one behind it would cost time and bring nothing."""
     x, y = node.inputs[0], node.outputs[0]
     if x is None or not ranked(x, y):
-        pin_all(found, node, "an online rotation of a tensor whose rank is not known")
+        pin_all(found, node, RANK_UNKNOWN())
         return
     last = rank(x) - 1
     join_through(found, node, x, y, but=[last])
-    found.pin(found.axis(x, last), node.name or "", "an online rotation reads it", "observed")
-    found.pin(found.axis(y, last), node.name or "", ROTATED, "observed")
-
-
-ROTATED = "it is rotated online already"
+    found.pin(found.axis(x, last), node.name or "", ROTATION_READS(), "observed")
+    found.pin(found.axis(y, last), node.name or "", ROTATED(), "observed")

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Axis, BasisGraph, fixed
+from graphopt.analysis.pins import BESIDE, COPIES, CUT_UNKNOWN, MADE_OF_PARTS, MIXED, SINGLE_ENTRIES
 from graphopt.analysis.rules.common import integers, join_through, observe, rank, ranked
 
 
@@ -30,14 +31,14 @@ def regroup(found: BasisGraph, node: ir.Node) -> None:
         elif numbers and len(outs) == 1 and len(ins) > 1:
             found.refine("product", outs[0], ins, node, "made")
         else:
-            reason = f"{node.op_type} mixes it with other axes"
+            reason = MIXED(op=node.op_type)
             for axes, side in ((ins, "observed"), (outs, "made")):
                 for axis in axes:
                     found.pin(axis, node.name or "", reason, side)  # type: ignore[arg-type]
 
 
 def _groups(before: Sequence[object], after: Sequence[object]) -> Iterator[tuple[slice, slice]]:
-    """Yield runs of axes that hold the same entries, from the back; a dimension that is not known ends what is."""
+    """Yield runs of axes that hold the same entries, from the back; one run takes all from an unknown size on."""
     i, j = len(before), len(after)
     while i and j:
         begin_i, begin_j = i - 1, j - 1
@@ -88,8 +89,8 @@ def expand(found: BasisGraph, node: ir.Node) -> None:
     for index in range(-rank(y), 0):
         grows = -index > rank(x) or (x.shape[index] == 1 and y.shape[index] != 1)
         if grows:
-            found.pin(found.axis(y, index), node.name or "", "Expand fills it with copies", "made")
-            found.pin(found.axis(y, index), node.name or "", "Expand fills it with copies", "observed")
+            found.pin(found.axis(y, index), node.name or "", COPIES(), "made")
+            found.pin(found.axis(y, index), node.name or "", COPIES(), "observed")
         else:
             found.join(found.axis(x, index), found.axis(y, index), node)
 
@@ -110,7 +111,7 @@ def split(found: BasisGraph, node: ir.Node) -> None:
 def _sum(found: BasisGraph, node: ir.Node, whole: Axis, parts: Sequence[Axis | int]) -> None:
     sizes = [part if isinstance(part, int) else found.graph.nodes[part]["width"] for part in parts]
     if None in sizes or found.graph.nodes[whole]["width"] != sum(sizes):
-        reason = f"{node.op_type} cuts it where the graph does not say"
+        reason = CUT_UNKNOWN(op=node.op_type)
         found.pin(whole, node.name or "", reason, "observed")
         for part in parts:
             if not isinstance(part, int):
@@ -138,7 +139,7 @@ def slice_(found: BasisGraph, node: ir.Node) -> None:
         width, step = found.graph.nodes[whole]["width"], 1 if steps is None else steps[place]
         if starts is None or ends is None or width is None or step != 1:
             for touched, side in ((whole, "observed"), (part, "made")):
-                found.pin(touched, node.name or "", "Slice takes single entries of it", side)  # type: ignore[arg-type]
+                found.pin(touched, node.name or "", SINGLE_ENTRIES(), side)  # type: ignore[arg-type]
             continue
         begin, end, _ = slice(starts[place], ends[place]).indices(width)
         if (begin, end) == (0, width):
@@ -157,5 +158,5 @@ def concat(found: BasisGraph, node: ir.Node) -> None:
     axis = node.attributes.get_int("axis", 0) % rank(y)
     for x in inputs:
         join_through(found, node, x, y, but=[axis])
-        found.pin(found.axis(x, axis), node.name or "", "Concat puts it beside other coordinates", "observed")
-    found.pin(found.axis(y, axis), node.name or "", "Concat makes it of parts", "made")
+        found.pin(found.axis(x, axis), node.name or "", BESIDE(), "observed")
+    found.pin(found.axis(y, axis), node.name or "", MADE_OF_PARTS(), "made")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.axes import BasisGraph
+from graphopt.analysis.pins import CODES, CONSTANT_LEFT, PAIRED, PICKED, STACKED
 from graphopt.analysis.rules.common import integers, join_through, observe, pin_all, rank, ranked
 from graphopt.weights import weight_of
 
@@ -17,11 +18,11 @@ def matmul(found: BasisGraph, node: ir.Node) -> None:
     """
     a, b, y = node.inputs[0], node.inputs[1], node.outputs[0]
     if a is None or b is None or not ranked(a, b, y) or rank(a) < 2 or rank(b) < 2 or weight_of(node, 0):
-        pin_all(found, node, "MatMul of a constant on its left, or of tensors whose rank is not known")
+        pin_all(found, node, CONSTANT_LEFT())
         return
     if weight_of(node, 1) is not None:
         if rank(b) != 2:
-            pin_all(found, node, "MatMul with a stack of constant matrices")
+            pin_all(found, node, STACKED())
             return
         found.read(found.axis(a, -1), node, 1, 0)
         found.write(found.axis(y, -1), node, 1, 1)
@@ -32,7 +33,7 @@ def matmul(found: BasisGraph, node: ir.Node) -> None:
     found.join(found.axis(a, -2), found.axis(y, -2), node)
     found.join(found.axis(b, -1), found.axis(y, -1), node)
     found.mark(found.axis(b, -1), "value")
-    reason = "MatMul pairs its entries one by one"
+    reason = PAIRED()
     for value, side in ((a, "observed"), (b, "observed"), (y, "made")):
         for axis in found.axes(value)[:-2]:
             found.pin(axis, node.name or "", reason, side)  # type: ignore[arg-type]
@@ -41,7 +42,7 @@ def matmul(found: BasisGraph, node: ir.Node) -> None:
 def dequantize(found: BasisGraph, node: ir.Node) -> None:
     """Codes have been chosen for these coordinates: a rotation comes before the rounding, or not at all."""
     for axis in found.axes(node.outputs[0]):
-        found.pin(axis, node.name or "", "its codes are fixed: rotate before weights are quantized", "observed")
+        found.pin(axis, node.name or "", CODES(), "observed")
 
 
 def packed(found: BasisGraph, node: ir.Node) -> None:
@@ -50,7 +51,7 @@ def packed(found: BasisGraph, node: ir.Node) -> None:
     if x is None or not ranked(x, y):
         observe(found, node)
         return
-    reason = "its codes are fixed: rotate before weights are quantized"
+    reason = CODES()
     found.pin(found.axis(x, -1), node.name or "", reason, "observed")
     found.pin(found.axis(y, -1), node.name or "", reason, "made")
     join_through(found, node, x, y, but=[rank(y) - 1])
@@ -110,7 +111,7 @@ def reduce(found: BasisGraph, node: ir.Node) -> None:
 
 
 def _pick(found: BasisGraph, node: ir.Node, x: ir.Value, taken: object, y: ir.Value, made: object) -> None:
-    reason = f"{node.op_type} picks or sums its entries"
+    reason = PICKED(op=node.op_type)
     for value, indices, side in ((x, taken, "observed"), (y, made, "made")):
         for index in indices:  # type: ignore[attr-defined]
             found.pin(found.axis(value, index), node.name or "", reason, side)  # type: ignore[arg-type]

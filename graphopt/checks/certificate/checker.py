@@ -33,8 +33,14 @@ from graphopt.checks.certificate.report import Certificate, listed, overall
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import dims_of
 from graphopt.checks.certificate.walk import Walk
-from graphopt.facts import Finding
+from graphopt.facts import TEXT, Finding, Rule
 from graphopt.rotations.claims import Claims
+
+FOREIGN_BODY = Rule(
+    "certificate.foreign-body",
+    "the body that the file gives it is not the operator's own, and what it computes is not looked at here",
+)
+UNSEEN = Rule("certificate.claim-of-nothing", "no computed tensor has this name")
 
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _PRESENT = re.compile(r"present\.(\d+)\.(key|value)")
@@ -60,10 +66,9 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
     walk = Walk(before.graph, claimed, rotations, constants, findings)
     changed = model_difference(before, after)
     if changed is not None:
-        findings.append(Finding(node="model", tensor=None, status="failed", reason=changed))
+        findings.append(Finding(node="model", tensor=None, status="failed", reason=TEXT(text=changed)))
     if foreign_body(after):
-        reason = "the body that the file gives it is not the operator's own, and what it computes is not looked at here"
-        findings.append(Finding(node="ai.graphopt::Hadamard", tensor=None, status="not covered", reason=reason))
+        findings.append(Finding(node="ai.graphopt::Hadamard", tensor=None, status="not covered", reason=FOREIGN_BODY()))
     _follow_inputs(before.graph, after.graph, walk, constants)
     for node in after.graph:
         walk.follow(node)
@@ -72,7 +77,7 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
         if node not in walk.found and constant(node.outputs[0]) is None:
             walk.fail(node, None, "the graph after does not have this node, which outputs are computed from")
     for name in sorted(claimed.unseen):
-        findings.append(Finding(node="claims", tensor=name, status="failed", reason="no computed tensor has this name"))
+        findings.append(Finding(node="claims", tensor=name, status="failed", reason=UNSEEN()))
     return Certificate(
         status=overall(findings),
         rotations=len(rotations),

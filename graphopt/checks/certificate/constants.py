@@ -9,7 +9,7 @@ from graphopt.checks.certificate.coordinates import Tag
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import Site
 from graphopt.checks.certificate.weights import Comparison, compare_entries, compare_matrix, is_same, rounding_is_known
-from graphopt.facts import Finding
+from graphopt.facts import TEXT, Finding
 
 
 class Constants:
@@ -80,7 +80,9 @@ class Constants:
                 node=site.node.name or site.node.op_type,
                 tensor=site.name(index),
                 status="not covered",
-                reason=f"a rotated weight of type {after.dtype} cannot be compared: its rounding is not known here",
+                reason=TEXT(
+                    text=f"a rotated weight of type {after.dtype} cannot be compared: its rounding is not known"
+                ),
             )
             self._findings.append(finding)
         else:
@@ -94,7 +96,13 @@ class Constants:
         node, name = site.node, site.name(index)
         if found.ratio <= 1:
             self._findings.append(
-                Finding(node=node.name or node.op_type, tensor=name, status="proved", reason=reason, figures=figures)
+                Finding(
+                    node=node.name or node.op_type,
+                    tensor=name,
+                    status="proved",
+                    reason=TEXT(text=reason),
+                    figures=figures,
+                )
             )
             return
         what = (
@@ -113,4 +121,6 @@ class Constants:
 
     def _add(self, node: ir.Node | ir.Value, name: str, reason: str, figures: dict[str, float] | None = None) -> None:
         where = node.name or (node.op_type if isinstance(node, ir.Node) else "?")
-        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason, figures=figures or {}))
+        self._findings.append(
+            Finding(node=where, tensor=name, status="failed", reason=TEXT(text=reason), figures=figures or {})
+        )

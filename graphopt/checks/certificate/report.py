@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.facts import Finding, Status
+from graphopt.facts import Finding, Rule, Status
 
 _LISTED_FAILURES = 20
+NOT_LISTED = Rule("certificate.not-listed", "{failures} failures from here on are not listed")
 
 
 class Certificate(BaseModel):
@@ -55,6 +56,6 @@ def listed(findings: list[Finding]) -> list[Finding]:
         node=dropped[0].node,
         tensor=None,
         status="failed",
-        reason=f"{len(dropped)} failures from here on are not listed",
+        reason=NOT_LISTED(failures=len(dropped)),
     )
     return [finding for finding in findings if not any(finding is other for other in dropped)] + [more]

@@ -14,7 +14,7 @@ from graphopt.checks.certificate.coordinates import Tag, same
 from graphopt.checks.certificate.correspondence import HADAMARD, constant, difference, inputs_of
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import Pair, Refused, Site, dims_of
-from graphopt.facts import Finding
+from graphopt.facts import TEXT, Finding
 
 # Only these make rotated coordinates out of others, by a weight of theirs.
 _WRITERS = ("MatMul", "Gather")
@@ -62,7 +62,7 @@ class Walk:
         """Add a failure."""
         name = tensor.name if isinstance(tensor, ir.Value) else tensor
         where = place.name or (place.op_type if isinstance(place, ir.Node) else "?")
-        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason))
+        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=TEXT(text=reason)))
 
     def claim(self, place: ir.Node | ir.Value, value: ir.Value, before: ir.Value) -> Tag:
         """Return the coordinates claimed of ``value``, nothing if the claim cannot be."""
@@ -158,7 +158,9 @@ class Walk:
             orders = " and ".join(str(value.shape[0]) for value in node.inputs[1:] if value is not None and value.shape)
             names = ", ".join(value.name or "?" for value in node.inputs[1:] if value is not None)
             reason = f"H H^T = n I holds in integers for its matrices, of order {orders}"
-            self._findings.append(Finding(node=node.name or "?", tensor=names, status="proved", reason=reason))
+            self._findings.append(
+                Finding(node=node.name or "?", tensor=names, status="proved", reason=TEXT(text=reason))
+            )
             if value is None or meant is None:
                 raise Refused("it rotates a tensor that stands for nothing known")
             self.tags[node.outputs[0]] = coordinates_behind(

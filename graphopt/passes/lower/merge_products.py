@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt import provenance
 from graphopt.analysis.structure import coded_nodes, dequantize_of, is_packed
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
@@ -16,7 +16,7 @@ from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.products import drop, shared
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
-from graphopt.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
+from graphopt.weights import lazy, new_weight, weight_of
 
 _ZERO_POINTS, _BIAS = 4, 5
 
@@ -141,8 +141,6 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
     first, nodes = products[0], [product.node for product in products]
     reader, columns = first.reader, [product.columns for product in products]
     names = ", ".join(node.name or "?" for node in nodes)
-    # The history names what the model came with, of every product.
-    sources = [name for node in nodes for name in provenance.history(node)[1] or [node.name or "?"]]
     inputs = list(reader.inputs)
     for index, axis in first.along.items():
         inputs[index] = _joined(graph, [product.reader.inputs[index] for product in products], axis)
@@ -156,7 +154,7 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
     else:
         made.attributes["columns"] = ir.AttrInt64("columns", sum(columns))
     product, old = new[-1], first.node.outputs[0]
-    product.metadata_props.update({**_common(nodes), provenance.FROM: " ".join(dict.fromkeys(sources))})
+    product.metadata_props.update(_common(nodes))
     y = product.outputs[0]
     y.name, y.type = f"{product.name}.output", old.type
     y.shape = None if old.shape is None else ir.Shape([*_dims(old)[:-1], sum(columns)])
@@ -165,8 +163,8 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
     graph.insert_before(first.node, [*new, split])
     for made_output, node in zip(split.outputs, nodes, strict=True):
         _take_over(graph, node, made_output)
-    ledger.changed(product, f"{names} in one product of {sum(columns)} columns")
-    ledger.changed(split, f"the columns of {names}", sources)
+    ledger.changed(product, f"{names} in one product of {sum(columns)} columns", nodes)
+    ledger.changed(split, f"the columns of {names}", nodes)
 
 
 def _take_over(graph: ir.Graph, node: ir.Node, output: ir.Value) -> None:
@@ -190,9 +188,11 @@ def _like(node: ir.Node, inputs: Sequence[ir.Value | None], name: str) -> ir.Nod
 def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int) -> ir.Value:
     """Register one constant of all ``values``, one behind the other along ``axis``; it is made when it is written."""
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
+    shape = list(tensors[0].shape.numpy())
+    shape[axis] = sum(tensor.shape.numpy()[axis] for tensor in tensors)
     first = values[0]
     assert first is not None and len(tensors) == len(values)
-    tensor = WeightTensor(Joined(tuple(map(expression_of, tensors)), axis))
+    tensor = lazy(_concatenation(tensors, axis), tensors[0].dtype, tuple(shape))
     made = new_weight(graph, f"{first.name}.merged", tensor)
     made.metadata_props.update(_common([value for value in values if value is not None]))
     return made
@@ -201,6 +201,10 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int) -> ir
 def _common(items: Sequence[ir.Node] | Sequence[ir.Value]) -> dict[str, str]:
     """Return the metadata that all of ``items`` have."""
     return dict(set.intersection(*(set(item.metadata_props.items()) for item in items)))
+
+
+def _concatenation(tensors: Sequence[ir.TensorProtocol], axis: int) -> Callable[[], npt.NDArray[Any]]:
+    return lambda: np.concatenate([tensor.numpy() for tensor in tensors], axis=axis)
 
 
 def _shape(value: ir.Value | None) -> tuple[int, ...]:

@@ -7,26 +7,29 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.facts import Fact, Rule
 from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
 from graphopt.passes.context import Ledger
-from graphopt.weights import (
-    DOUBLE,
-    Added,
-    Cast,
-    Expression,
-    Inline,
-    Scaled,
-    VectorTimes,
-    WeightTensor,
-    expression_of,
-    new_weight,
-    own,
-    rewrite,
-    weight_of,
-)
+from graphopt.weights import Weight, blocks_of, lazy, new_weight, own, rewrite, weight_of
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 _BIAS = 2
+
+ROWS_SCALED = Rule("fold_norms.rows-scaled", "rows scaled by the gain of {norm}")
+GAIN_FOLDED = Rule("fold_norms.gain-folded", "gain became one", bias=", bias is gone")
+BIAS_TAKEN = Rule("fold_norms.bias-taken", "took the bias of a norm, seen through {weight}")
+BIAS_ADDED = Rule("fold_norms.bias-added", "adds the bias of a norm, seen through {weight}")
+GAIN_IS_ONE = Rule("fold_norms.gain-is-one", "its gain is one already")
+GAIN_NOT_CONSTANT = Rule("fold_norms.gain-not-constant", "its gain is no constant vector")
+BIAS_NOT_CONSTANT = Rule("fold_norms.bias-not-constant", "its bias is no constant")
+STATISTICS_READ = Rule("fold_norms.statistics-read", "something reads its mean or deviation")
+MOVED = Rule("fold_norms.moved", ", moved by {by:and},")
+GRAPH_OUTPUT = Rule("fold_norms.graph-output", "its output{moved} is an output of the graph")
+NO_MATRIX = Rule(
+    "fold_norms.no-matrix",
+    "its output{moved} is read by {op}, which has no constant matrix to take the gain",
+    also=["reader"],
+)
 
 
 def fold_gains(model: ir.Model, ledger: Ledger) -> None:
@@ -40,61 +43,72 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
             continue
         gain = own(node, 1)
         assert gain.const_value is not None
-        factors = Cast(expression_of(gain.const_value), DOUBLE)
+        factors = gain.const_value.numpy().astype(np.float64)
         bias = weight_of(node, _BIAS)
-        if np.all(factors.numpy() == 1) and bias is None:
-            ledger.skipped(node, "its gain is one already")
+        if np.all(factors == 1) and bias is None:
+            ledger.skipped(node, GAIN_IS_ONE())
             continue
         for product in [reader.node for reader in readers_of(node.outputs[0])]:
             assert product is not None
             if bias is not None and bias.const_value is not None:
                 _add_behind(product, bias, ledger)
             weight = own(product, 1)
-            rewrite(weight, partial(Scaled, factors=factors, axis=0))
-            ledger.changed(weight, f"rows scaled by the gain of {node.name}", [gain])
-        ones = np.ones(factors.shape, gain.const_value.dtype.numpy())
-        gain.const_value = WeightTensor(Inline(ones, gain.const_value.dtype), gain.name)
+            rewrite(weight, partial(scale_rows, factors=factors))
+            ledger.changed(weight, ROWS_SCALED(norm=node.name), [gain])
+        rewrite(gain, np.ones_like)
         if bias is not None:
             # Not an empty third input: onnxruntime 1.31 crashes while it optimizes such a LayerNormalization.
             node.resize_inputs(_BIAS)
-        ledger.changed(node, "gain became one" if bias is None else "gain became one, bias is gone")
+        ledger.changed(node, GAIN_FOLDED(bias=bias is not None))
 
 
-def _reason_to_stay(node: ir.Node) -> str | None:
+def _reason_to_stay(node: ir.Node) -> Fact | None:
     gain = weight_of(node, 1)
     if gain is None or gain.const_value is None or len(gain.const_value.shape) != 1:
-        return "its gain is no constant vector"
+        return GAIN_NOT_CONSTANT()
     if len(node.inputs) > _BIAS and node.inputs[_BIAS] is not None and weight_of(node, _BIAS) is None:
-        return "its bias is no constant"
+        return BIAS_NOT_CONSTANT()
     if any(extra.uses() for extra in node.outputs[1:]):
-        return "something reads its mean or deviation"
+        return STATISTICS_READ()
     return next((reason for reader in readers_of(node.outputs[0]) if (reason := _cannot_take(reader))), None)
 
 
-def _cannot_take(reader: Reader) -> str | None:
-    node, moved = reader.node, f", moved by {' and '.join(dict.fromkeys(reader.moved_by))}," if reader.moved_by else ""
+def _cannot_take(reader: Reader) -> Fact | None:
+    node, moved = reader.node, MOVED(by=[*dict.fromkeys(reader.moved_by)]) if reader.moved_by else None
     if node is None:
-        return f"its output{moved} is an output of the graph"
+        return GRAPH_OUTPUT(moved=moved)
     weight = weight_of(node, 1)
     if node.op_type != "MatMul" or reader.input != 0 or weight is None or len(weight.shape or ()) != 2:
-        return f"its output{moved} is read by {node.op_type}, which has no constant matrix to take the gain"
+        return NO_MATRIX(moved=moved, reader=node.name, op=node.op_type)
     return None
+
+
+def scale_rows(matrix: Weight, factors: Weight) -> Weight:
+    """Return diag(factors) matrix; ``matrix`` [rows, columns], ``factors`` [rows]."""
+    return factors[:, None] * matrix
 
 
 def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     """Add b W behind ``product``, whose weight W is still unscaled: into the bias that is there, or a new one."""
     weight = weight_of(product, 1)
     assert weight is not None and weight.const_value is not None and bias.const_value is not None
-    shift = VectorTimes(expression_of(bias.const_value), expression_of(weight.const_value))
+    matrix, vector = weight.const_value, bias.const_value
+
+    def shift() -> Weight:
+        shape = tuple(matrix.shape.numpy())
+        b, w = vector.numpy().astype(np.float64), matrix.numpy()
+        return np.concatenate([b @ w[block].astype(np.float64) for block in blocks_of(shape, 0)])
+
     add = _bias_of(product)
     if add is not None:
         there = own(add[0], add[1])
-        rewrite(there, partial(_added, other=shift))
-        ledger.changed(there, f"took the bias of a norm, seen through {weight.name}", [bias, weight])
+        rewrite(there, lambda old: old + shift())
+        ledger.changed(there, BIAS_TAKEN(weight=weight.name), [bias, weight])
         return
     graph, output = product.graph, product.outputs[0]
     assert graph is not None
-    made = new_weight(graph, f"{product.name}.bias", WeightTensor(Cast(shift, weight.const_value.dtype)))
+    columns = matrix.shape.numpy()[1]
+    made = new_weight(graph, f"{product.name}.bias", lazy(shift, matrix.dtype, (columns,)))
     behind = ir.node("Add", [output, made], name=f"{product.name}.add_bias")
     sum_, name = behind.outputs[0], output.name
     sum_.type, sum_.shape = output.type, output.shape
@@ -102,11 +116,7 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     output.replace_all_uses_with(sum_, replace_graph_outputs=True)
     behind.replace_input_with(0, output)
     output.name, sum_.name = f"{name}.unbiased", name
-    ledger.changed(behind, f"adds the bias of a norm, seen through {weight.name}", [bias, weight])
-
-
-def _added(of: Expression, other: Expression) -> Expression:
-    return Added(of, other)
+    ledger.changed(behind, BIAS_ADDED(weight=weight.name), [bias, weight])
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:

@@ -8,8 +8,21 @@ import onnx_ir as ir
 
 from graphopt.analysis.axes import Axis, Basis
 from graphopt.analysis.bases import find_bases
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
-from graphopt.weights import Centered, Expression, own, rewrite, weight_of
+from graphopt.weights import Weight, along, own, rewrite, weight_of
+
+CENTERED = Rule("fold_norms.centered", "axis {axis} centered, for the norms that read basis {basis}")
+MEAN_FOLDED = Rule("fold_norms.mean-folded", "its mean moved into the weights before it; it is an RMSNormalization now")
+KEEPS_MEAN = Rule("fold_norms.keeps-mean", "it keeps its mean: {why}")
+SPANS_MORE = Rule("fold_norms.spans-more", "{norm} takes its mean over more than the last axis")
+MEAN_READ = Rule("fold_norms.mean-read", "something reads the mean or deviation that {norm} computes")
+FLOWS_BACK = Rule("fold_norms.flows-back", "what {norm} computes flows back into the basis, with a mean of its own")
+READ_WITHOUT_NORM = Rule(
+    "fold_norms.read-without-norm", "{reader} reads the same basis without a norm, and would see the mean missing"
+)
+READ_AS_IT_IS = Rule("fold_norms.read-as-it-is", "{reader} reads the same basis: {why}")
+NEVER_WRITTEN = Rule("fold_norms.never-written", "no weight writes what it normalizes")
 
 
 def fold_means(model: ir.Model, ledger: Ledger) -> None:
@@ -24,37 +37,40 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
         reason = _reason_to_stay(basis, inside)
         if reason is not None:
             for node in inside:
-                ledger.skipped(node, f"it keeps its mean: {reason}")
+                ledger.skipped(node, KEEPS_MEAN(why=reason))
             continue
         for site in basis.writers:
             weight = own(site.node, site.input)
             assert basis.width is not None
-            rewrite(weight, partial(_centered, axis=site.axis, starts=tuple(site.starts), width=basis.width))
-            ledger.changed(weight, f"axis {site.axis} centered, for the norms that read basis {basis.name}")
+            centered = along(partial(center, axis=site.axis), site.axis, site.starts, basis.width)
+            rewrite(weight, centered, site.axis)
+            ledger.changed(weight, CENTERED(axis=site.axis, basis=basis.name))
         for node in inside:
             _become_root_mean_square(model.graph, node, ledger)
 
 
-def _centered(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
-    return Centered(of, axis % len(of.shape), starts, width)
+def center(array: Weight, axis: int) -> Weight:
+    """Return ``array`` (I - 1 1^T / n) along ``axis``: its mean is taken away."""
+    centered: Weight = array - array.mean(axis, keepdims=True)
+    return centered
 
 
-def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> str | None:
+def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> Fact | None:
     for node in norms:
         if not _reduces_last(node):
-            return f"{node.name} takes its mean over more than the last axis"
+            return SPANS_MORE(norm=node.name)
         if any(extra.uses() for extra in node.outputs[1:]):
-            return f"something reads the mean or deviation that {node.name} computes"
+            return MEAN_READ(norm=node.name)
         if _lies_in(node.outputs[0], basis):
-            return f"what {node.name} computes flows back into the basis, with a mean of its own"
+            return FLOWS_BACK(norm=node.name)
     if basis.readers:
-        return f"{basis.readers[0].node.name} reads the same basis without a norm, and would see the mean missing"
+        return READ_WITHOUT_NORM(reader=basis.readers[0].node.name)
     names = {node.name for node in norms}
     for pin in basis.pins:
         if pin.node not in names:
-            return f"{pin.node} reads the same basis: {pin.reason}"
+            return READ_AS_IT_IS(reader=pin.node, why=pin.reason)
     if not basis.writers or basis.width is None:
-        return "no weight writes what it normalizes"
+        return NEVER_WRITTEN()
     return None
 
 
@@ -85,4 +101,4 @@ def _become_root_mean_square(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> 
     old.replace_all_uses_with(new, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     old.name, new.name = f"{name}.replaced", name
-    ledger.changed(made, "its mean moved into the weights before it; it is an RMSNormalization now", [node])
+    ledger.changed(made, MEAN_FOLDED(), [node])

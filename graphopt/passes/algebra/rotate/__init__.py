@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis, Role
 from graphopt.analysis.bases import find_bases
-from graphopt.analysis.rules.elementwise import ROTATED
-from graphopt.facts import Effect
+from graphopt.analysis.pins import ROTATED
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.algebra.rotate.fused import fuse
 from graphopt.passes.algebra.rotate.online import places_behind_makers
 from graphopt.passes.algebra.rotate.work import Work
@@ -18,6 +18,12 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.rotations import HadamardRotation, rotation_for
 from graphopt.runtime_ops import declare
+
+STAYS = Rule("rotate.stays", "{why}", also=["role", "width"])
+WIDTH_UNKNOWN = Rule("rotate.width-unknown", "its width is not known before run time")
+NEVER_READ = Rule("rotate.never-read", "no weight reads it, so a rotation could not be undone")
+NEVER_WRITTEN = Rule("rotate.never-written", "no weight writes it, so it cannot be rotated without cost")
+NOT_ASKED = Rule("rotate.not-asked", "the recipe leaves {role} bases as they are")
 
 Kind = Literal["hadamard", "random"]
 
@@ -72,41 +78,42 @@ class Rotate(Pass[RotateOptions]):
     after: ClassVar[tuple[str, ...]] = ("fold_norms",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Rotate what is free, pay for what the recipe pays for, and give the reason for the rest."""
+        """Rotate what is free, insert the online rotations that the recipe enables, give the reason for the rest."""
         ledger = context.ledger
         work = Work(model.graph, ledger)
         for number, basis in enumerate(find_bases(model.graph)):
             reason = self._rotate(work, basis, number)
             if reason is not None:
-                where = f"basis {basis.name} [{basis.width}]"
                 pin = next((pin for pin in basis.pins if pin.side == "observed"), next(iter(basis.pins), None))
-                ledger.skipped(where if pin is None else f"{where} at {pin.node}", reason)
+                why = STAYS(why=reason, role=basis.role, width=basis.width)
+                ledger.skipped(basis.name, why, node=None if pin is None else pin.node)
         ledger.report.claims = work.finish()
         declare(model)
 
-    def _rotate(self, work: Work, basis: Basis, number: int) -> str | None:
+    def _rotate(self, work: Work, basis: Basis, number: int) -> Fact | None:
         """Rotate one basis, or return why it stays."""
         kind = self._kind(basis)
         if basis.width is None:
-            return "its width is not known before run time"
+            return WIDTH_UNKNOWN()
         if basis.role == "weight_output" and not basis.pins:
-            return "no weight reads it, so a rotation could not be undone"
+            return NEVER_READ()
         if not basis.pins:
             if kind is None:
-                return f"the recipe leaves {basis.role} bases as they are"
+                return NOT_ASKED(role=basis.role)
             if not basis.writers:
-                return "no weight writes it, so it cannot be rotated without cost"
+                return NEVER_WRITTEN()
             work.fuse(basis, rotation_for(basis.width, kind, _seed(self.options.seed, number)))
             return None
         rotation = HadamardRotation(basis.width, None)
         reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
         if reason is None:
             places = places_behind_makers(work.graph, basis) if self._pays(basis, kind) else basis.pins[0].reason
-            if not isinstance(places, str):
+            if not isinstance(places, Fact):
                 work.pay(basis, rotation, places)
                 return None
             reason = places
-        if self.options.weight_inputs and basis.readers and not any(pin.reason == ROTATED for pin in basis.pins):
+        rotated = any(pin.reason.code == ROTATED.code for pin in basis.pins)
+        if self.options.weight_inputs and basis.readers and not rotated:
             # The basis stays all the same, and its reason with it, unless being read is all there is to it.
             refused = work.pay_in_front(basis, rotation)
             return reason if refused is None and basis.role != "weight_input" else refused

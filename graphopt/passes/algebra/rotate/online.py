@@ -8,6 +8,7 @@ import networkx as nx
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis, fixed
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.rotations import HadamardRotation
 from graphopt.runtime_ops import OPERATORS
@@ -15,8 +16,15 @@ from graphopt.weights import new_weight
 
 _BLIND = ("Shape", "Size")
 
+ONLINE = Rule("rotate.online", "rotates {tensor} at run time by {rotation}")
+NOT_READ = Rule("rotate.read-nowhere-else", "nothing reads it in other coordinates")
+NEVER_LAST = Rule(
+    "rotate.never-last-axis", "it is never the last axis of a tensor between what makes it and what reads it"
+)
+TWICE = Rule("rotate.more-than-once", "rotating it would take more than one rotation on some way through the graph")
 
-def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | str:
+
+def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | Fact:
     """Return the tensors to rotate so that all of ``basis`` is rotated that is not made in its own coordinates.
 
     What makes the basis hands its coordinates on, through transposes, additions and the like, to weights and attention.
@@ -49,14 +57,14 @@ def places_behind_makers(graph: ir.Graph, basis: Basis) -> list[ir.Value] | str:
             if not outputs or any(output not in unrotated for output in outputs):
                 flow.add_edge((name, "out"), sink)
     if not nx.has_path(flow, source, sink):
-        return "nothing reads it in other coordinates"
+        return NOT_READ()
     try:
         _, (near, far) = nx.minimum_cut(flow, source, sink)
     except nx.NetworkXUnbounded:
-        return "it is never the last axis of a tensor between what makes it and what reads it"
+        return NEVER_LAST()
     cut = {name for name in unrotated if (name, "in") in near and (name, "out") in far}
     if not _consistent(unrotated, makers, cut, set(inside)):
-        return "rotating it would take more than one rotation on some way through the graph"
+        return TWICE()
     return [unrotated[name] for name in unrotated if name in cut]
 
 
@@ -114,7 +122,7 @@ def insert(
         graph.insert_before(uses[0].node, node)
     for use in uses:
         use.node.replace_input_with(use.idx, made)
-    ledger.changed(node, f"rotates {value.name} at run time by {rotation.kind}", [value])
+    ledger.changed(node, ONLINE(tensor=value.name, rotation=rotation.kind), [value])
     return node
 
 

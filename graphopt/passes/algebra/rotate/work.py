@@ -7,11 +7,21 @@ import itertools
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis
+from graphopt.facts import Fact, Rule
 from graphopt.passes.algebra.rotate.fused import Fuser
 from graphopt.passes.algebra.rotate.online import insert
 from graphopt.passes.context import Ledger
 from graphopt.rotations import HadamardRotation, Rotation
 from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
+
+FUSED = Rule(
+    "rotate.fused",
+    "{side} {role} basis {basis}: axis {axis} rotated by {rotation}",
+    also=["width"],
+    tiled=", {tiled}",
+)
+TILED = Rule("rotate.tiled", "{copies} times {width}")
+READ_BESIDE = Rule("rotate.read-beside-others", "{reader} reads it beside other coordinates")
 
 
 class Work:
@@ -42,7 +52,7 @@ class Work:
         for value in places:
             insert(self.graph, value, rotation, self._ledger)
 
-    def pay_in_front(self, basis: Basis, rotation: HadamardRotation) -> str | None:
+    def pay_in_front(self, basis: Basis, rotation: HadamardRotation) -> Fact | None:
         """Rotate at run time just what the readers of ``basis`` read, or return why that cannot be."""
         assert basis.width is not None
         reads: dict[ir.Value, set[ir.Node]] = {}
@@ -51,7 +61,7 @@ class Work:
             assert value is not None and value.shape is not None
             tiles = tuple(range(0, len(site.starts) * basis.width, basis.width))
             if site.starts != tiles or value.shape[-1] != len(tiles) * basis.width:
-                return f"{site.node.name} reads it beside other coordinates"
+                return READ_BESIDE(reader=site.node.name)
             reads.setdefault(value, set()).add(site.node)
         for value, readers in reads.items():
             insert(self.graph, value, rotation, self._ledger, readers)
@@ -65,11 +75,19 @@ class Work:
         return Claims(rotations=self._rotations, tensors=tuple(self._tensors))
 
     def _weights(self, basis: Basis, rotation: Rotation) -> None:
-        for role, sites in (("writes", basis.writers), ("reads", basis.readers)):
+        for side, sites in (("writes", basis.writers), ("reads", basis.readers)):
             for site in sites:
                 weight = self._fuser.add(site, rotation)
-                copies = "" if len(site.starts) == 1 else f", {len(site.starts)} times {rotation.width}"
-                what = f"{role} {basis.role} basis {basis.name}: axis {site.axis} rotated by {rotation.kind}{copies}"
+                copies = TILED(copies=len(site.starts), width=rotation.width) if len(site.starts) > 1 else None
+                what = FUSED(
+                    side=side,
+                    role=basis.role,
+                    basis=basis.name,
+                    axis=site.axis,
+                    rotation=rotation.kind,
+                    tiled=copies,
+                    width=rotation.width,
+                )
                 self._ledger.changed(weight, what)
 
     def _claim(self, value: ir.Value, axis: int, rotation: str, starts: tuple[int, ...]) -> None:
