@@ -2,13 +2,14 @@
 #
 #   make demo       a real model exported, rotated, quantized, checked and run
 #   make test       the tests
+#   make quick      a first signal: style, types, and the tests of what changed since the last commit, with a fixed core
 #   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models; where
 #                     nvcc is, also every CUDA kernel for sm_80 and sm_90 with warnings as errors, none of which may spill
 #   make lint       style and types
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too
 #
-# On a machine with an NVIDIA GPU: make EXTRAS=gpu,export,dev ...
+# On a machine with an NVIDIA GPU: make EXTRAS=gpu,export,dev ... Kernels for GPUs are built then, or where a GPU is found.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -32,6 +33,7 @@ LAYOUT := build/.layout
 $(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \
 	&& { cmp -s $(LAYOUT).new $(LAYOUT) || cp $(LAYOUT).new $(LAYOUT); })
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+CUDA := $(if $(findstring gpu,$(EXTRAS)),ON,AUTO)
 
 # A second build of the native operators. Only they are watched: Python and onnxruntime are as they were, so the sanitizer
 # comes into the process before them, with the C++ library whose exceptions it sees; what they leak is their own business.
@@ -40,7 +42,7 @@ SANITIZED_READY := $(SANITIZED)/.ready
 EXAMPLES ?= 1000
 LIBRARY = $$($(CXX) -print-file-name=$(1))
 
-.PHONY: help setup demo test test-native lint clean distclean
+.PHONY: help setup demo test quick quick-test test-native lint clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -52,6 +54,13 @@ demo: $(READY)
 
 test: $(READY)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope
+
+# Types on one core and tests on the other.
+quick: $(READY)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint quick-test
+
+quick-test: $(READY)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q $$($(BIN)/python tools/quick_tests.py)
 
 # nvcc crashes beside a sanitizer. Of the others only what Python prints is captured: a sanitizer's report comes through,
 # as its process ends at once.
@@ -97,5 +106,5 @@ $(READY): pyproject.toml $(NATIVE) $(LAYOUT)
 	@echo "Installing $(TORCH) (the large one: minutes the first time)"
 	@$(PIP) install "$(or $(TORCH),$(error pyproject.toml pins no torch))"
 	@echo "Installing graphopt[$(EXTRAS)]"
-	@$(PIP) install --editable ".[$(EXTRAS)]"
+	@$(PIP) install --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) --editable ".[$(EXTRAS)]"
 	@touch $@

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -41,7 +42,7 @@ from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.recipe import Recipe, Step
 from graphopt.runtime import session_of
-from graphopt.weights import own, rewrite
+from graphopt.weights import Inline, Scaled, own, rewrite
 
 Array = npt.NDArray[Any]
 
@@ -159,11 +160,12 @@ def principal_components(model: ir.Model, ids: Array) -> None:
     moments = sum(np.einsum("bli,blj->ij", x, x) for x in inputs_of(model, list(read.values()), ids))
     components = np.linalg.eigh(moments)[1][:, ::-1]
 
-    def turned(axis: int) -> Callable[[Array], Array]:
-        return lambda array: np.moveaxis(np.moveaxis(array, axis, -1) @ components, -1, axis)
-
     for site in (*basis.writers, *basis.readers):
-        rewrite(own(site.node, site.input), turned(site.axis), site.axis)
+        weight = own(site.node, site.input)
+        assert weight.const_value is not None
+        old = weight.const_value.numpy()
+        turned = np.moveaxis(np.moveaxis(old.astype(np.float64), site.axis, -1) @ components, -1, site.axis)
+        weight.const_value = ir.tensor(turned.astype(old.dtype), name=weight.name)
 
 
 def scale(node: ir.Node, axis: int, channels: Sequence[int], factor: float) -> None:
@@ -172,7 +174,7 @@ def scale(node: ir.Node, axis: int, channels: Sequence[int], factor: float) -> N
     assert weight.const_value is not None
     factors = np.ones(weight.const_value.shape.numpy()[axis])
     factors[list(channels)] = factor
-    rewrite(weight, lambda array: array * (factors[:, None] if axis == 0 else factors), axis)
+    rewrite(weight, partial(Scaled, factors=Inline.of(factors), axis=axis))
 
 
 def size_of(x: Array) -> Array:

@@ -1,33 +1,53 @@
-"""The codes, scales and zero points of one weight, as tensors that are computed when they are written."""
+"""The codes, scales and zero points of one weight, as tensors that are evaluated when they are written."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
-
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.formats.table import TableFormat
+from graphopt.rounding.expressions import RoundedToNearest, Scale, parts_of
 from graphopt.rounding.half import fits_half
-from graphopt.rounding.nearest import Quantized, round_to_nearest
 from graphopt.rounding.packed import packed_tensors
-from graphopt.weights import lazy
+from graphopt.weights import WeightTensor, expression_of
 
 
-class LazyQuantized:
-    """Quantizes ``weight`` when one of its parts is first read.
+def quantized(
+    weight: ir.TensorProtocol | None,
+    table: TableFormat,
+    group: int,
+    scale: Scale,
+    *,
+    transposed: bool = False,
+    half: bool = False,
+) -> dict[str, ir.TensorProtocol]:
+    """Return ``codes``, ``scales`` and, where the format has them, ``zero_points`` of a matrix; nothing is read.
 
-    Codes are handed out and forgotten, since they are large; scales and zero points, a few percent of them, are kept.
+    Codes and zero points have the type that ONNX has for the format, or uint8 where it has none. Scales have the
+    matrix's own type, as ``DequantizeLinear`` wants it, also where they are rounded to float16.
 
     Args:
-        weight: an initializer, [rows, columns]; groups run along the rows.
+        weight: a tensor [rows, columns]; groups run along the rows.
         table: the format.
         group: rows that share a scale; the last group may have fewer.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
         transposed: groups run along the columns instead, as a table that is looked up by row wants it.
-        half: round scales to float16 where all of them are normal numbers there. This reads the weight once, at once:
-            the types of a graph must be known before its numbers are.
+        half: round scales to float16 if all of them are normal numbers there.
+    """
+    source, standard = expression_of(weight), table.onnx_type is not None
+    rounding = RoundedToNearest(source, table, group, scale, axis=int(transposed), half=half, standard=standard)
+    return {name: WeightTensor(part) for name, part in parts_of(rounding).items()}
+
+
+class LazyQuantized:
+    """As :func:`quantized`, for graphs that state the type of scales: it is found by reading the weight once, at once.
+
+    Args:
+        weight: an initializer, [rows, columns].
+        table: as for :func:`quantized`.
+        group: as for :func:`quantized`.
+        scale: as for :func:`quantized`.
+        transposed: as for :func:`quantized`.
+        half: as for :func:`quantized`.
 
     Attributes:
         half: whether scales are rounded to float16.
@@ -38,72 +58,35 @@ class LazyQuantized:
         weight: ir.Value,
         table: TableFormat,
         group: int,
-        scale: Literal["extreme", "least_squares"],
+        scale: Scale,
         *,
         transposed: bool = False,
         half: bool = False,
     ) -> None:
-        assert weight.const_value is not None
-        self._source, self._table, self._group, self._scale = weight.const_value, table, group, scale
+        self._source, self._table, self._group, self._scale = expression_of(weight.const_value), table, group, scale
         self._transposed = transposed
-        self._small: dict[str, npt.NDArray[Any]] = {}
-        self.half = half and fits_half(self._matrix(), table, group)
+        matrix = self._source.numpy() if half else None
+        self.half = matrix is not None and fits_half(matrix.T if transposed else matrix, table, group)
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
-        """Return ``codes``, ``scales`` and, where the format has them, ``zero_points``, all lazy.
-
-        Scales have the weight's own type, as ``DequantizeLinear`` wants it, also where they are rounded to float16.
+        """Return ``codes``, ``scales`` and, where the format has them, ``zero_points``, not yet evaluated.
 
         Raises:
             ValueError: ONNX has no type for the format.
         """
-        rows, columns = self._source.shape.numpy()
-        groups = -(-(columns if self._transposed else rows) // self._group)
-        small = (rows, groups) if self._transposed else (groups, columns)
-        onnx_type = self._table.onnx_type
-        if onnx_type is None:
-            raise ValueError(f"ONNX has no type for {self._table.name}")
-        parts: dict[str, ir.TensorProtocol] = {
-            "codes": lazy(lambda: self._turned(self._table.to_onnx(self._codes())), onnx_type, (rows, columns)),
-            "scales": lazy(lambda: self._turned(self._kept("scales")), self._source.dtype, small),
-        }
-        if self._table.zero_point:
-            points = lazy(lambda: self._turned(self._table.to_onnx(self._kept("zero_points"))), onnx_type, small)
-            parts["zero_points"] = points
-        return parts
+        return {name: WeightTensor(part) for name, part in parts_of(self._rounding(standard=True)).items()}
 
     def packed(self) -> dict[str, ir.TensorProtocol]:
-        """Return the same, lazy too, in the layout of ``MatMulTable``."""
+        """Return the same in the layout of ``MatMulTable``."""
         assert not self._transposed
-        rows, columns = self._source.shape.numpy()
+        parts = parts_of(self._rounding(standard=False))
+        dtype = ir.DataType.FLOAT16 if self.half else ir.DataType.FLOAT
         return packed_tensors(
-            self._table,
-            (rows, columns),
-            self._group,
-            ir.DataType.FLOAT16 if self.half else ir.DataType.FLOAT,
-            codes=self._codes,
-            scales=lambda: self._kept("scales"),
-            zero_points=(lambda: self._kept("zero_points")) if self._table.zero_point else None,
+            self._table, dtype, codes=parts["codes"], scales=parts["scales"], zero_points=parts.get("zero_points")
         )
 
-    def _codes(self) -> npt.NDArray[np.uint8]:
-        return self._quantize().codes
-
-    def _kept(self, part: str) -> npt.NDArray[Any]:
-        if not self._small:
-            self._quantize()
-        return self._small[part]
-
-    def _quantize(self) -> Quantized:
-        stored = np.float16 if self.half else self._source.dtype.numpy()
-        quantized = round_to_nearest(self._matrix(), self._table, self._group, self._scale, scale_type=stored)
-        self._small["scales"] = quantized.scales
-        if quantized.zero_points is not None:
-            self._small["zero_points"] = quantized.zero_points
-        return quantized
-
-    def _matrix(self) -> npt.NDArray[np.float32]:
-        return self._turned(np.asarray(self._source.numpy(), dtype=np.float32))
-
-    def _turned(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        return array.T if self._transposed else array
+    def _rounding(self, *, standard: bool) -> RoundedToNearest:
+        axis = int(self._transposed)
+        return RoundedToNearest(
+            self._source, self._table, self._group, self._scale, axis=axis, half=self.half, standard=standard
+        )

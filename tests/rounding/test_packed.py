@@ -8,9 +8,11 @@ import pytest
 
 from graphopt.formats import FORMATS, format_of
 from graphopt.rounding import round_to_nearest
-from graphopt.rounding.lazy import LazyQuantized
+from graphopt.rounding.lazy import LazyQuantized, quantized
 from graphopt.rounding.packed import format_of_codes, repacked_tensors
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
+from graphopt.weights import WeightTensor, expression_of
+from tests.weights.counting import Counted
 
 
 def weight(rows: int, columns: int) -> ir.Value:
@@ -38,11 +40,14 @@ def test_packed_parts_mean_what_was_rounded(name: str, rows: int, columns: int, 
     assert np.array_equal(meant(tensors, table, rows, columns, group), expected.dequantize())
 
 
-def test_nothing_is_computed_before_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_before_it_is_read() -> None:
     source = weight(32, 8)
-    lazily = LazyQuantized(source, FORMATS["nf4"], 16, "extreme")
-    monkeypatch.setattr(source.const_value, "numpy", lambda: pytest.fail("it was read"))
-    lazily.packed()
+    source.const_value = WeightTensor(Counted(expression_of(source.const_value), "packed"))
+    made = LazyQuantized(source, FORMATS["nf4"], 16, "extreme").packed()
+    quantized(source.const_value, FORMATS["int4"], 16, "extreme", half=True)
+    assert not Counted.counts["packed"]
+    made["codes"].numpy()
+    assert Counted.counts["packed"] == 1
 
 
 def test_a_format_without_a_type_has_no_standard_form() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ClassVar, Literal, NamedTuple
+from collections.abc import Hashable, Sequence
+from typing import ClassVar, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.structure import coded_nodes, dequantize_of, is_packed
@@ -16,7 +15,7 @@ from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.products import drop, shared
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
-from graphopt.weights import lazy, new_weight, weight_of
+from graphopt.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
 
 _ZERO_POINTS, _BIAS = 4, 5
 
@@ -188,11 +187,9 @@ def _like(node: ir.Node, inputs: Sequence[ir.Value | None], name: str) -> ir.Nod
 def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int) -> ir.Value:
     """Register one constant of all ``values``, one behind the other along ``axis``; it is made when it is written."""
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
-    shape = list(tensors[0].shape.numpy())
-    shape[axis] = sum(tensor.shape.numpy()[axis] for tensor in tensors)
     first = values[0]
     assert first is not None and len(tensors) == len(values)
-    tensor = lazy(_concatenation(tensors, axis), tensors[0].dtype, tuple(shape))
+    tensor = WeightTensor(Joined(tuple(map(expression_of, tensors)), axis))
     made = new_weight(graph, f"{first.name}.merged", tensor)
     made.metadata_props.update(_common([value for value in values if value is not None]))
     return made
@@ -201,10 +198,6 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int) -> ir
 def _common(items: Sequence[ir.Node] | Sequence[ir.Value]) -> dict[str, str]:
     """Return the metadata that all of ``items`` have."""
     return dict(set.intersection(*(set(item.metadata_props.items()) for item in items)))
-
-
-def _concatenation(tensors: Sequence[ir.TensorProtocol], axis: int) -> Callable[[], npt.NDArray[Any]]:
-    return lambda: np.concatenate([tensor.numpy() for tensor in tensors], axis=axis)
 
 
 def _shape(value: ir.Value | None) -> tuple[int, ...]:

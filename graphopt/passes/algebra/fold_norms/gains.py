@@ -10,7 +10,21 @@ import onnx_ir as ir
 from graphopt.facts import Fact, Rule
 from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
 from graphopt.passes.context import Ledger
-from graphopt.weights import Weight, blocks_of, lazy, new_weight, own, rewrite, weight_of
+from graphopt.weights import (
+    DOUBLE,
+    Added,
+    Cast,
+    Expression,
+    Inline,
+    Scaled,
+    VectorTimes,
+    WeightTensor,
+    expression_of,
+    new_weight,
+    own,
+    rewrite,
+    weight_of,
+)
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 _BIAS = 2
@@ -43,9 +57,9 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
             continue
         gain = own(node, 1)
         assert gain.const_value is not None
-        factors = gain.const_value.numpy().astype(np.float64)
+        factors = Cast(expression_of(gain.const_value), DOUBLE)
         bias = weight_of(node, _BIAS)
-        if np.all(factors == 1) and bias is None:
+        if np.all(factors.numpy() == 1) and bias is None:
             ledger.skipped(node, GAIN_IS_ONE())
             continue
         for product in [reader.node for reader in readers_of(node.outputs[0])]:
@@ -53,9 +67,10 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
             if bias is not None and bias.const_value is not None:
                 _add_behind(product, bias, ledger)
             weight = own(product, 1)
-            rewrite(weight, partial(scale_rows, factors=factors))
+            rewrite(weight, partial(Scaled, factors=factors, axis=0))
             ledger.changed(weight, ROWS_SCALED(norm=node.name), [gain])
-        rewrite(gain, np.ones_like)
+        ones = np.ones(factors.shape, gain.const_value.dtype.numpy())
+        gain.const_value = WeightTensor(Inline(ones, gain.const_value.dtype), gain.name)
         if bias is not None:
             # Not an empty third input: onnxruntime 1.31 crashes while it optimizes such a LayerNormalization.
             node.resize_inputs(_BIAS)
@@ -83,32 +98,20 @@ def _cannot_take(reader: Reader) -> Fact | None:
     return None
 
 
-def scale_rows(matrix: Weight, factors: Weight) -> Weight:
-    """Return diag(factors) matrix; ``matrix`` [rows, columns], ``factors`` [rows]."""
-    return factors[:, None] * matrix
-
-
 def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     """Add b W behind ``product``, whose weight W is still unscaled: into the bias that is there, or a new one."""
     weight = weight_of(product, 1)
     assert weight is not None and weight.const_value is not None and bias.const_value is not None
-    matrix, vector = weight.const_value, bias.const_value
-
-    def shift() -> Weight:
-        shape = tuple(matrix.shape.numpy())
-        b, w = vector.numpy().astype(np.float64), matrix.numpy()
-        return np.concatenate([b @ w[block].astype(np.float64) for block in blocks_of(shape, 0)])
-
+    shift = VectorTimes(expression_of(bias.const_value), expression_of(weight.const_value))
     add = _bias_of(product)
     if add is not None:
         there = own(add[0], add[1])
-        rewrite(there, lambda old: old + shift())
+        rewrite(there, partial(_added, other=shift))
         ledger.changed(there, BIAS_TAKEN(weight=weight.name), [bias, weight])
         return
     graph, output = product.graph, product.outputs[0]
     assert graph is not None
-    columns = matrix.shape.numpy()[1]
-    made = new_weight(graph, f"{product.name}.bias", lazy(shift, matrix.dtype, (columns,)))
+    made = new_weight(graph, f"{product.name}.bias", WeightTensor(Cast(shift, weight.const_value.dtype)))
     behind = ir.node("Add", [output, made], name=f"{product.name}.add_bias")
     sum_, name = behind.outputs[0], output.name
     sum_.type, sum_.shape = output.type, output.shape
@@ -117,6 +120,10 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     behind.replace_input_with(0, output)
     output.name, sum_.name = f"{name}.unbiased", name
     ledger.changed(behind, BIAS_ADDED(weight=weight.name), [bias, weight])
+
+
+def _added(of: Expression, other: Expression) -> Expression:
+    return Added(of, other)
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:

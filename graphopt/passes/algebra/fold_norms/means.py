@@ -10,7 +10,7 @@ from graphopt.analysis.axes import Axis, Basis
 from graphopt.analysis.bases import find_bases
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
-from graphopt.weights import Weight, along, own, rewrite, weight_of
+from graphopt.weights import Centered, Expression, own, rewrite, weight_of
 
 CENTERED = Rule("fold_norms.centered", "axis {axis} centered, for the norms that read basis {basis}")
 MEAN_FOLDED = Rule("fold_norms.mean-folded", "its mean moved into the weights before it; it is an RMSNormalization now")
@@ -42,17 +42,14 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
         for site in basis.writers:
             weight = own(site.node, site.input)
             assert basis.width is not None
-            centered = along(partial(center, axis=site.axis), site.axis, site.starts, basis.width)
-            rewrite(weight, centered, site.axis)
+            rewrite(weight, partial(_centered, axis=site.axis, starts=tuple(site.starts), width=basis.width))
             ledger.changed(weight, CENTERED(axis=site.axis, basis=basis.name))
         for node in inside:
             _become_root_mean_square(model.graph, node, ledger)
 
 
-def center(array: Weight, axis: int) -> Weight:
-    """Return ``array`` (I - 1 1^T / n) along ``axis``: its mean is taken away."""
-    centered: Weight = array - array.mean(axis, keepdims=True)
-    return centered
+def _centered(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
+    return Centered(of, axis % len(of.shape), starts, width)
 
 
 def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> Fact | None:

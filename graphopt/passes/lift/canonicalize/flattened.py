@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
-from graphopt.weights import lazy, new_weight, weight_of
+from graphopt.weights import new_weight, weight_of
 
 
 def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
@@ -109,7 +109,7 @@ def _unflattened_input(graph: ir.Graph, flatten: ir.Node, last: ir.Node, unflatt
         return x if x.shape[-1] == width else None
     # 0 keeps an axis as it is.
     shape = np.array([0, 0, width], np.int64)
-    target = new_weight(graph, f"{flatten.name}.shape", lazy(lambda: shape, ir.DataType.INT64, (3,)))
+    target = new_weight(graph, f"{flatten.name}.shape", ir.tensor(shape))
     reshape = ir.node("Reshape", [x, target], name=f"{flatten.name}.unflattened")
     value = reshape.outputs[0]
     value.name, value.type, value.shape = f"{reshape.name}.output", x.type, ir.Shape([*x.shape[:2], width])

@@ -17,10 +17,19 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.passes.context import Ledger
-from graphopt.weights import Weight, lazy, new_weight, weight_of
+from graphopt.weights import (
+    Expression,
+    Reshaped,
+    Sliced,
+    Transposed,
+    WeightTensor,
+    expression_of,
+    new_weight,
+    weight_of,
+)
 
-Layout = Callable[[Weight], Weight]
-"""Gives a view of an array, or a copy where NumPy has no view for it."""
+Layout = Callable[[Expression], Expression]
+"""Gives an expression that moves the numbers of another, or takes a part of them."""
 
 _Shape = tuple[int, ...]
 _Found = list[tuple[str, Layout]] | None
@@ -29,7 +38,7 @@ _Found = list[tuple[str, Layout]] | None
 def store_layouts(model: ir.Model, ledger: Ledger) -> None:
     """Store every weight in the layout it is read in, and drop the nodes that made it so."""
     graph = model.graph
-    views: dict[ir.Value, tuple[ir.Value, Layout]] = {}
+    made: dict[ir.Value, ir.Value] = {}
     for node in list(graph):
         weight = weight_of(node, 0)
         if node.op_type not in _LAYOUTS or weight is None or any(output.is_graph_output() for output in node.outputs):
@@ -40,37 +49,19 @@ def store_layouts(model: ir.Model, ledger: Ledger) -> None:
         found = _LAYOUTS[node.op_type](node, tuple(weight.const_value.shape.numpy()))
         if found is None:
             continue
-        # Views are composed on the original and copied last: a transposed stack is not copied once per expert.
-        original, before = views.get(weight, (weight, _as_it_is))
+        original, expression = made.get(weight, weight), expression_of(weight.const_value)
         node.replace_input_with(0, None)
         if not weight.uses() and not weight.is_graph_output():
             # First, so that what keeps its contents may keep its name.
             del graph.initializers[weight.name or ""]
         for output, (suffix, layout) in zip(node.outputs, found, strict=True):
-            composed = _composed(before, layout)
-            stored = new_weight(graph, f"{weight.name}{suffix}", _view(original, composed))
+            stored = new_weight(graph, f"{weight.name}{suffix}", WeightTensor(layout(expression)))
             output.replace_all_uses_with(stored)
-            views[stored] = original, composed
+            made[stored] = original
         graph.remove(node, safe=True)
-    for stored, (original, _) in views.items():
+    for stored, original in made.items():
         if stored.uses():
             ledger.changed(stored, f"{original.name}, or a part of it, stored as it is read", [original])
-
-
-def _as_it_is(array: Weight) -> Weight:
-    return array
-
-
-def _composed(before: Layout, after: Layout) -> Layout:
-    return lambda array: after(before(array))
-
-
-def _view(original: ir.Value, layout: Layout) -> ir.LazyTensor:
-    source = original.const_value
-    assert source is not None
-    # An array of one element, repeated: it has the shape and no size.
-    shape = layout(np.broadcast_to(np.zeros((), source.dtype.numpy()), source.shape.numpy())).shape
-    return lazy(lambda: layout(source.numpy()), source.dtype, shape)
 
 
 def _constants(node: ir.Node, index: int) -> list[int] | None:
@@ -83,7 +74,7 @@ def _constants(node: ir.Node, index: int) -> list[int] | None:
 
 def _transpose(node: ir.Node, shape: _Shape) -> _Found:
     permutation = tuple(node.attributes.get_ints("perm", ())) or tuple(reversed(range(len(shape))))
-    return [(".transposed", lambda array: array.transpose(permutation))]
+    return [(".transposed", lambda of: Transposed(of, permutation))]
 
 
 def _split(node: ir.Node, shape: _Shape) -> _Found:
@@ -114,17 +105,32 @@ def _gather(node: ir.Node, shape: _Shape) -> _Found:
 
 
 def _cut(pieces: dict[int, slice | int]) -> Layout:
-    return lambda array: array[tuple(pieces.get(axis, slice(None)) for axis in range(array.ndim))]
+    numbers = {axis: slice(piece, piece + 1 or None) for axis, piece in pieces.items() if isinstance(piece, int)}
+    slices = {axis: piece for axis, piece in pieces.items() if isinstance(piece, slice)}
+
+    def layout(of: Expression) -> Expression:
+        cut = Sliced.cut(of, {**slices, **numbers})
+        kept = [size for axis, size in enumerate(cut.shape) if axis not in numbers]
+        return Reshaped.to(cut, kept) if numbers else cut
+
+    return layout
 
 
 def _squeeze(node: ir.Node, shape: _Shape) -> _Found:
     axes = _constants(node, 1)
-    return None if axes is None else [("", lambda array: np.squeeze(array, tuple(axes) or None))]
+    if axes is None:
+        return None
+    gone = {axis % len(shape) for axis in axes} if axes else {axis for axis, size in enumerate(shape) if size == 1}
+    return _to([size for axis, size in enumerate(shape) if axis not in gone])
 
 
 def _unsqueeze(node: ir.Node, shape: _Shape) -> _Found:
     axes = _constants(node, 1)
-    return None if axes is None else [("", lambda array: np.expand_dims(array, tuple(axes)))]
+    if axes is None:
+        return None
+    new = {axis % (len(shape) + len(axes)) for axis in axes}
+    sizes = iter(shape)
+    return _to([1 if axis in new else next(sizes) for axis in range(len(shape) + len(axes))])
 
 
 def _reshape(node: ir.Node, shape: _Shape) -> _Found:
@@ -133,7 +139,11 @@ def _reshape(node: ir.Node, shape: _Shape) -> _Found:
         return None
     if not node.attributes.get_int("allowzero", 0):
         target = [size or shape[axis] for axis, size in enumerate(target)]
-    return [("", lambda array: array.reshape(target))]
+    return _to(target)
+
+
+def _to(dims: list[int]) -> _Found:
+    return [("", lambda of: Reshaped.to(of, dims))]
 
 
 _LAYOUTS: dict[str, Callable[[ir.Node, _Shape], _Found]] = {

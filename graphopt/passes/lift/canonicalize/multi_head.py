@@ -19,7 +19,7 @@ from graphopt.analysis.contrib import contrib_nodes, head_sizes
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.inserting import Dims, Inserter, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
-from graphopt.weights import lazy, new_weight, weight_of
+from graphopt.weights import Sliced, WeightTensor, expression_of, new_weight, weight_of
 
 _OPERATOR = "MultiHeadAttention"
 _BIAS, _PADDING, _ADDED, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _INDIRECTION = range(3, 10)
@@ -125,9 +125,9 @@ def _bias(graph: ir.Graph, node: ir.Node, widths: list[int], number: int, which:
     """Return the part of the bias for queries, keys or values, as a weight of its own."""
     value = weight_of(node, _BIAS)
     assert value is not None and value.const_value is not None
-    bias, begin, width = value.const_value, sum(widths[:number]), widths[number]
-    part = lazy(lambda: bias.numpy()[begin : begin + width], bias.dtype, (width,), f"{value.name}.{which}")
-    return new_weight(graph, f"{value.name}.{which}", part)
+    begin, name = sum(widths[:number]), f"{value.name}.{which}"
+    part = Sliced.cut(expression_of(value.const_value), {0: slice(begin, begin + widths[number])})
+    return new_weight(graph, name, WeightTensor(part, name))
 
 
 def _mask(insert: Inserter, padding: ir.Value | None, added: ir.Value | None, query: ir.Value) -> ir.Value:

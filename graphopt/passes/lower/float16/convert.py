@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import LARGEST, NARROW, WIDE, follows
 from graphopt.runtime_ops import DOMAIN
-from graphopt.weights import lazy, new_weight
+from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
 Weight = npt.NDArray[Any]
 
@@ -53,11 +53,7 @@ def convert_weights(graph: ir.Graph, wide: dict[ir.Node, str], ledger: Ledger) -
 
 
 def _halved(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
-    def rounded() -> Weight:
-        numbers = tensor.numpy()
-        return np.where(np.isfinite(numbers), np.clip(numbers, -LARGEST, LARGEST), numbers).astype(np.float16)
-
-    return lazy(rounded, NARROW, tuple(tensor.shape.numpy()), name)
+    return WeightTensor(Cast(expression_of(tensor), NARROW, saturate=True), name)
 
 
 def narrow_values(graph: ir.Graph, wide: dict[ir.Node, str]) -> set[ir.Value]:

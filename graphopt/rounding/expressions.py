@@ -1,0 +1,107 @@
+"""Rounding as an expression: codes, scales and zero points of one weight, computed together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.formats.table import TableFormat
+from graphopt.rounding.half import fits_half
+from graphopt.rounding.nearest import round_to_nearest
+from graphopt.weights import Array, Expression, Part, Region, Several, Shape
+
+Scale = Literal["extreme", "least_squares"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RoundedToNearest(Several):
+    """What :func:`graphopt.rounding.round_to_nearest` makes of a matrix: ``codes``, ``scales``, ``zero_points``.
+
+    Attributes:
+        of: the matrix [rows, columns].
+        table: the format.
+        group: numbers that share a scale; the last group may have fewer.
+        scale: how scales are chosen.
+        axis: groups run along it: 0 as a product sums, 1 as a table that is looked up by row wants it.
+        half: round scales to float16 if all of them are normal numbers there. They keep the matrix's own type.
+        standard: codes and zero points have the type that ONNX has for the format. Otherwise they are uint8.
+    """
+
+    of: Expression
+    table: TableFormat
+    group: int
+    scale: Scale
+    axis: int = 0
+    half: bool = False
+    standard: bool = True
+
+    def __post_init__(self) -> None:
+        if self.standard and self.table.onnx_type is None:
+            raise ValueError(f"ONNX has no type for {self.table.name}")
+
+    @property
+    def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
+        """Codes have the matrix's shape; of scales and zero points there is one for each group."""
+        groups = list(self.of.shape)
+        groups[self.axis] = -(-groups[self.axis] // self.group)
+        codes = self.table.onnx_type if self.standard and self.table.onnx_type is not None else ir.DataType.UINT8
+        parts = {"codes": (codes, self.of.shape), "scales": (self.of.dtype, tuple(groups))}
+        return parts | {"zero_points": (codes, tuple(groups))} if self.table.zero_point else parts
+
+    def evaluate(self) -> dict[str, Array]:
+        """Round the matrix once."""
+        matrix = np.asarray(self.of.numpy(), dtype=np.float32)
+        matrix = matrix.T if self.axis else matrix
+        half = self.half and fits_half(matrix, self.table, self.group)
+        stored = np.float16 if half else self.of.dtype.numpy()
+        rounded = round_to_nearest(matrix, self.table, self.group, self.scale, scale_type=stored)
+        made: dict[str, npt.NDArray[Any]] = {"codes": rounded.codes, "scales": rounded.scales}
+        if rounded.zero_points is not None:
+            made["zero_points"] = rounded.zero_points
+        return {name: self._as_promised(name, array) for name, array in made.items()}
+
+    def _as_promised(self, name: str, array: Array) -> Array:
+        if name == "scales":
+            array = array.astype(self.of.dtype.numpy(), copy=False)
+        elif self.standard:
+            array = self.table.to_onnx(array)
+        return np.ascontiguousarray(array.T if self.axis else array)
+
+
+def parts_of(rounding: Several) -> dict[str, Part]:
+    """Return each tensor of a rounding as an expression, by name."""
+    return {name: Part(rounding, name) for name in rounding.parts}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CodeIndices(Expression):
+    """Codes of an integer type as places in the format's table, uint8: two's complement becomes 0 .. 2^bits - 1."""
+
+    of: Expression
+    bits: int
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """uint8."""
+        return ir.DataType.UINT8
+
+    @property
+    def shape(self) -> Shape:
+        """As the codes."""
+        return self.of.shape
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """As the codes."""
+        return self.of.whole
+
+    def evaluate(self, region: Region) -> Array:
+        """Convert what lies in the region."""
+        codes = self.of.evaluate(region)
+        if codes.dtype == np.uint8:
+            return codes
+        return np.asarray((codes.astype(np.int16) & (2**self.bits - 1)).astype(np.uint8))

@@ -1,0 +1,152 @@
+"""Where expressions begin: bytes in a file, an array in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.weights.expression import Array, Expression, Region, Shape
+
+
+class MappedTensor(ir.ExternalTensor):
+    """A tensor on disk that is mapped into memory for as long as its array is used, and no longer.
+
+    ``onnx_ir`` keeps each file mapped once a tensor was read: reading all weights of a model one by one then ends with
+    the whole model in resident memory.
+    """
+
+    def numpy(self) -> Array:
+        """Return the array, read-only; the mapping ends when the array does."""
+        array = super().numpy()
+        self._array = self.raw = None
+        return array
+
+    def tobytes(self) -> bytes:
+        """Return a copy of the stored bytes."""
+        stored = super().tobytes()
+        self._array = self.raw = None
+        return stored
+
+    def __array__(self, dtype: Any = None) -> Array:
+        return self.numpy().__array__(dtype)
+
+
+class _Leaf(Expression):
+    """A tensor that is not computed; cutting it is free."""
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """No axis: any part can be read by itself."""
+        return frozenset()
+
+    def numpy(self) -> Array:
+        """Return all numbers, read-only: nothing is copied."""
+        return self.evaluate(tuple(slice(0, size) for size in self.shape))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stored(_Leaf):
+    """Bytes of a file.
+
+    Attributes:
+        path: the file.
+        offset: where the tensor begins, in bytes.
+        kind: the type of its numbers.
+        dims: its dimensions.
+        known_digest: the digest of the expression whose value the file holds, where it is known. Without it the digest
+            is that of the stored bytes, which is the same as of an :class:`Inline` array of these.
+    """
+
+    path: str
+    offset: int
+    kind: ir.DataType
+    dims: Shape
+    known_digest: str | None = None
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The stored type."""
+        return self.kind
+
+    @property
+    def shape(self) -> Shape:
+        """The stored dimensions."""
+        return self.dims
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of type, dimensions and bytes, unless the file's expression is known."""
+        return self.known_digest or digest_of_array(self.numpy(), self.kind)
+
+    @property
+    def tensor(self) -> MappedTensor:
+        """The tensor as the ONNX IR has it."""
+        file = Path(self.path)
+        return MappedTensor(
+            file.name, self.offset, self.nbytes, self.kind, shape=ir.Shape(self.dims), name="", base_dir=file.parent
+        )
+
+    def evaluate(self, region: Region) -> Array:
+        """Map the file and return a read-only view of it."""
+        return _cut(self.tensor.numpy(), region)
+
+    def __str__(self) -> str:
+        return f"stored({Path(self.path).name}, {self.offset}, {self.kind.name.lower()}{list(self.dims)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Inline(_Leaf):
+    """An array in memory, which travels with the expression. It must not be changed afterwards.
+
+    Attributes:
+        array: the numbers.
+        kind: their ONNX type; several are stored in one NumPy type.
+    """
+
+    array: Array
+    kind: ir.DataType
+
+    @classmethod
+    def of(cls, array: Array) -> Inline:
+        """Return the expression of an array whose NumPy type names its ONNX type."""
+        return cls(array, ir.DataType.from_numpy(array.dtype))
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The type of the array."""
+        return self.kind
+
+    @property
+    def shape(self) -> Shape:
+        """The dimensions of the array."""
+        return self.array.shape
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of type, dimensions and bytes."""
+        return digest_of_array(self.array, self.kind)
+
+    def evaluate(self, region: Region) -> Array:
+        """Return a read-only view."""
+        view = _cut(self.array, region)
+        view.flags.writeable = False
+        return view
+
+
+def _cut(array: Array, region: Region) -> Array:
+    # The indexing of an array without axes gives a number, not an array.
+    return array[region] if region else array.view()
+
+
+def digest_of_array(array: Array, dtype: ir.DataType) -> str:
+    """Return the digest of a tensor whose numbers are known: SHA-256 of its type, dimensions and bytes."""
+    digest = hashlib.sha256(f"tensor {dtype.name} {list(array.shape)}".encode())
+    if array.size:
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

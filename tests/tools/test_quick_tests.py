@@ -1,0 +1,48 @@
+"""Which tests `make quick` runs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tools.quick_tests import CORE, ROOT, changed, mirrored_tests
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("graphopt/passes/codes/quantize_weights.py", "tests/passes/codes/test_quantize_weights.py"),
+        ("graphopt/passes/algebra/rotate/__init__.py", "tests/passes/algebra/test_rotate.py"),
+        ("graphopt/passes/algebra/rotate/online.py", "tests/passes/algebra/test_rotate.py"),
+        ("graphopt/recipe.py", "tests/test_recipe.py"),
+        ("tools/quick_tests.py", "tests/tools/test_quick_tests.py"),
+        ("tests/test_memory.py", "tests/test_memory.py"),
+    ],
+)
+def test_a_change_asks_for_the_tests_that_mirror_it(file: str, wanted: str) -> None:
+    assert (ROOT / wanted).is_file()
+    assert wanted in mirrored_tests([file])
+
+
+def test_the_core_is_there_and_runs_whatever_changed() -> None:
+    assert all((ROOT / test).is_file() for test in CORE)
+    assert mirrored_tests([]) == sorted(CORE)
+    assert mirrored_tests(["README.md", "tests/conftest.py"]) == sorted(CORE)
+
+
+def test_what_changed_is_what_git_says(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        options = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *options, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init")
+    for number in (1, 2):
+        (tmp_path / f"{number}.py").write_text("")
+        git("add", ".")
+        git("commit", "-m", str(number))
+    assert changed(tmp_path) == ["2.py"]
+    (tmp_path / "3.py").write_text("")
+    (tmp_path / "1.py").write_text("x = 1")
+    assert changed(tmp_path) == ["1.py", "3.py"]
