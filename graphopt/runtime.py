@@ -123,8 +123,8 @@ def _check_cuda(ort: Any, path: Path, native: bool) -> None:
         raise InputError(
             "the model has operators of graphopt, whose kernels for NVIDIA GPUs were not built",
             file=path,
-            remedy="install from source where nvcc is found, with --config-settings=cmake.define.GRAPHOPT_CUDA=ON, or ask for "
-            "native=False",
+            remedy="install from source where nvcc is found, with --config-settings=cmake.define.GRAPHOPT_CUDA=ON, or "
+            "say native=False",
         )
 
 

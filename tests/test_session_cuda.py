@@ -84,6 +84,6 @@ def test_the_library_is_found_beside_the_other(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.delenv(CUDA_PATH_VARIABLE)
     built = library_path("cuda")
     if built is None:
-        pytest.skip("the library of native operators for GPUs is not built: no GPU, or no nvcc")
+        pytest.skip("the library of operators for GPUs is not built: no GPU, or no nvcc")
     assert built.name == "libgraphopt_ops_cuda.so"
     assert built.with_name("libgraphopt_ops.so").is_file()

@@ -6,12 +6,10 @@ Exit codes: 0 done, 1 something unforeseen, 2 the input cannot be used, 3 a chec
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import typer
 from rich.markup import escape
 
-from graphopt.cli import make, show, use
+from graphopt.cli.commands import found_commands
 from graphopt.cli.console import err
 from graphopt.errors import GraphoptError
 
@@ -22,20 +20,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-# In the order in which `graphopt --help` lists them; Python has a function `eval` of its own.
-_COMMANDS: dict[str, Callable[..., None]] = {
-    "demo": make.demo,
-    "export": make.export,
-    "optimize": make.optimize,
-    "verify": make.verify,
-    "bases": show.bases,
-    "heads": use.heads,
-    "run": use.run,
-    "eval": use.evaluate,
-    "passes": show.passes,
-    "recipes": show.recipes,
-}
-for _name, _command in _COMMANDS.items():
+for _name, _command in found_commands().items():
     app.command(_name)(_command)
 
 

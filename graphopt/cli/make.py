@@ -9,10 +9,12 @@ import typer
 from rich.markup import escape
 from rich.table import Column, Table
 
+from graphopt.cli.commands import command
 from graphopt.cli.console import Json, NoRun, Output, Overwrite, out, print_json, progress
 from graphopt.passes.lower.lower import Target
 
 
+@command("demo")
 def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     """Export, rotate, quantize, check and run the model that ships with graphopt."""
     from graphopt.demo import PROMPT, run_demo
@@ -50,6 +52,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     out.print(f'\nwritten: {last}. Try: graphopt run {last} --prompt "class Stack:"', soft_wrap=True)
 
 
+@command("export")
 def export(
     model: Annotated[str, typer.Argument(help="a shipped model, a Hugging Face folder or hub id, or an .onnx file")],
     output: Output,
@@ -64,6 +67,7 @@ def export(
     report_artifact(output, manifest, as_json)
 
 
+@command("optimize")
 def optimize(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
     output: Output,
@@ -108,6 +112,7 @@ def optimize(
     report_artifact(output, made.manifest, as_json)
 
 
+@command("verify")
 def verify(
     before: Annotated[Path, typer.Argument(help="the artifact that AFTER was made from")],
     after: Annotated[Path, typer.Argument(help="an artifact that `graphopt optimize` wrote")],

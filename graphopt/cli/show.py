@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from graphopt.cli.commands import command
 from graphopt.cli.console import Json, out, print_json
 
 
+@command("bases")
 def bases(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
     as_it_is: Annotated[bool, typer.Option(help="leave out the passes canonicalize and fold_norms")] = False,
@@ -34,6 +36,7 @@ def bases(
     return None
 
 
+@command("passes")
 def passes(as_json: Json = False) -> None:
     """List the passes: what each does to a graph, and whether it is exact."""
     from graphopt.passes import PASSES
@@ -47,6 +50,7 @@ def passes(as_json: Json = False) -> None:
     return None
 
 
+@command("recipes")
 def recipes(
     name: Annotated[str | None, typer.Argument(help="print this one as YAML, every option spelled out")] = None,
     as_json: Json = False,

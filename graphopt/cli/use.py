@@ -9,10 +9,12 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from graphopt.cli.commands import command
 from graphopt.cli.console import Json, OnDevice, Threads, chosen_text, out, print_json, progress, write_text
 from graphopt.errors import InputError
 
 
+@command("run")
 def run(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
     prompt: Annotated[list[str], typer.Option("--prompt", help="a text to complete; repeat it for a batch")],
@@ -52,6 +54,7 @@ def run(
     return None
 
 
+@command("eval")
 def evaluate(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
     text: Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read")] = None,
@@ -87,6 +90,7 @@ def evaluate(
     return None
 
 
+@command("heads")
 def heads(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file, whose heads read everything")],
     text: Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read")] = None,

@@ -11,7 +11,7 @@ from typing import Any
 from graphopt.passes.base import PHASES, Pass, Phase
 
 
-def _passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:
+def passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:
     """Yield the passes of a phase, each behind those that its ``after`` names, else by name."""
     folder = importlib.import_module(f"{__name__}.{phase}")
     found: dict[str, type[Pass[Any]]] = {}
@@ -24,7 +24,7 @@ def _passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:
     yield from (found[name] for name in TopologicalSorter(before).static_order())
 
 
-PASSES: dict[str, Any] = {each.name: each for phase in PHASES for each in _passes_of(phase)}
+PASSES: dict[str, Any] = {each.name: each for phase in PHASES for each in passes_of(phase)}
 """Every pass by the name that recipes call it: phase by phase, in the order that a recipe usually has them."""
 
-__all__ = ["PASSES"]
+__all__ = ["PASSES", "passes_of"]

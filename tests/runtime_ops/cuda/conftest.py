@@ -12,9 +12,7 @@ from tests.runtime_ops.cuda import interpreted as interpreter
 @pytest.fixture(scope="session")
 def on_gpu() -> ctypes.CDLL:
     """The same interface of the library that nvcc built, on the GPU of this machine; skips where there is none."""
-    library = library_path("cuda") or pytest.skip(
-        "the library of native operators for GPUs is not built: no GPU, or no nvcc"
-    )
+    library = library_path("cuda") or pytest.skip("the library of operators for GPUs is not built: no GPU, or no nvcc")
     torch = pytest.importorskip("torch", reason="torch is not installed, which gives memory of a GPU")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no GPU")

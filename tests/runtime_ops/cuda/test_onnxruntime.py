@@ -92,9 +92,7 @@ def test_nothing_stays_nothing(tmp_path: Path, shape: tuple[int, ...]) -> None:
 @pytest.fixture
 def both() -> Path:
     """The library for GPUs, as it was built with nvcc."""
-    return library_path("cuda") or pytest.skip(
-        "the library of native operators for GPUs is not built: no GPU, or no nvcc"
-    )
+    return library_path("cuda") or pytest.skip("the library of operators for GPUs is not built: no GPU, or no nvcc")
 
 
 def test_a_session_on_the_cpu_may_have_the_library_for_gpus(

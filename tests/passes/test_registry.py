@@ -1,0 +1,65 @@
+"""A pass is one file in the folder of its phase: nothing else has to name it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import graphopt.passes.algebra
+from graphopt.passes import PASSES, passes_of
+from graphopt.passes.base import PHASES
+from graphopt.recipe import load_recipe
+
+FILE = '''
+"""Names end with an exclamation mark."""
+from typing import ClassVar, Literal
+import onnx_ir as ir
+from graphopt.facts import Effect
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+
+class ShoutOptions(StepOptions):
+    """Whether to."""
+    step: Literal["shout"] = "shout"
+    loudly: bool = True
+
+class Shout(Pass[ShoutOptions]):
+    """x -> x!"""
+    name: ClassVar[str] = "shout"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = ShoutOptions
+    after: ClassVar[tuple[str, ...]] = ("fold_norms", "rotate")
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rename nodes."""
+'''
+
+
+def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "shout.py").write_text(FILE)
+    monkeypatch.setattr(graphopt.passes.algebra, "__path__", [*graphopt.passes.algebra.__path__, str(tmp_path)])
+    monkeypatch.setattr("graphopt.recipe.PASSES", {each.name: each for phase in PHASES for each in passes_of(phase)})
+    try:
+        recipe = load_recipe("rotate-int4", add=["shout"], options=["shout.loudly=false"])
+    finally:
+        sys.modules.pop("graphopt.passes.algebra.shout", None)
+    assert [step.step for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]
+    assert recipe.steps[3].model_dump()["loudly"] is False
+
+
+def test_passes_are_listed_by_phase_and_each_behind_those_it_comes_after() -> None:
+    phases = [PHASES.index(each.phase()) for each in PASSES.values()]
+    assert phases == sorted(phases)
+    places = {name: place for place, name in enumerate(PASSES)}
+    for name, each in PASSES.items():
+        assert all(places[other] < places[name] for other in each.after), name
+
+
+def test_each_phase_has_a_folder_that_says_what_it_is() -> None:
+    root = Path(graphopt.passes.algebra.__file__).parents[1]
+    for phase in PHASES:
+        assert (root / phase / "__init__.py").read_text(encoding="utf-8").startswith(f'"""Phase ``{phase}``: ')
