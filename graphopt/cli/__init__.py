@@ -1,7 +1,6 @@
 """The ``graphopt`` command.
 
-Exit codes: 0 done, 1 something unforeseen, 2 the input cannot be used, 3 a check failed and nothing was written,
-4 an optional package is missing. Results go to standard output, progress and errors to standard error.
+Results go to standard output, progress and errors to standard error; see :data:`EXIT_CODES`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,15 @@ from rich.markup import escape
 from graphopt.cli.commands import found_commands
 from graphopt.cli.console import err
 from graphopt.errors import GraphoptError
+
+EXIT_CODES = {
+    0: "done",
+    1: "a bug in graphopt",
+    2: "the input cannot be used",
+    3: "a check failed and nothing was written",
+    4: "an optional package is missing",
+}
+"""What the exit code of every command means."""
 
 app = typer.Typer(
     name="graphopt",
@@ -25,7 +33,7 @@ for _name, _command in found_commands().items():
 
 
 def main() -> None:
-    """Run the command; an error that graphopt foresees becomes a line on standard error and an exit code."""
+    """Run the command; an error of graphopt's own kind becomes a line on standard error and an exit code."""
     try:
         app()
     except GraphoptError as error:
