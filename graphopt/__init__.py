@@ -1,8 +1,10 @@
 """graphopt: the compiler that makes a language model small and fast in onnxruntime.
 
-manifest = graphopt.export("stdlib_lm", "float32")                       # needs graphopt[export]
-artifact = graphopt.optimize("float32", "rotate-int4", "int4")
-session = graphopt.load("int4")                                          # then graphopt.generate, graphopt.evaluate
+Example::
+
+    manifest = graphopt.export("stdlib_lm", "float32")                   # needs graphopt[export]
+    artifact = graphopt.optimize("float32", "rotate-int4", "int4")
+    session = graphopt.load("int4")                                      # then graphopt.generate, graphopt.evaluate
 """
 
 from graphopt.artifact import Artifact, read

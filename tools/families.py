@@ -48,23 +48,23 @@ _INTRODUCTION = """\
 # Which rotations a family takes
 
 For each family a model of two layers with random weights, norm gains and biases was exported with `graphopt export`,
-then canonicalized, its norms folded, and every rotation of the recipe asked for. "falcon" has one head of keys and
+then canonicalized, its norms folded, and rotated with every rotation enabled. "falcon" has one head of keys and
 values, "falcon_new" the newer layout with groups.
 
 - **free**: multiplied into the weights, nothing is added at run time.
 - **online (n)**: n `Hadamard` nodes run in the two layers together, the rest is multiplied into the weights.
-- **refused**: left as it was, with the reason that the pass reports and the node that it names.
+- **refused**: left as it was, with the reason and the node that the pass reports.
 - **residual**: the stream between the layers. **value**: what attention passes on, per head. **query and key**: what
-  attention compares and caches. **down projection**: what a weight reads that no other rotation has reached; where
-  values are refused, the output projection of attention too.
-- "falcon_new" keeps queries, keys and values of a group on one axis, in slices that the analysis takes for one basis:
-  the rotary embedding of queries and keys therefore holds values back too.
+  attention compares and caches. **down projection**: every weight input that no other rotation reaches; where
+  values are refused, that of attention's output projection too.
+- "falcon_new" keeps queries, keys and values of a group on one axis, in slices that the analysis treats as one
+  basis: the rotary embedding of queries and keys therefore pins values too.
 - **certificate**: what the independent checker of `graphopt.checks.certificate` says about the rotated graph.
 - **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
   a prefill with padding, then a second call on its cache.
 
-BERT, an encoder, has norms with gains on the residual itself: that stays; values, queries and keys are rotated for free
-(`tests/passes/algebra/test_rotate_encoder.py`).
+In BERT, an encoder, norms with gains sit on the residual itself, so the residual stays as it is; values, queries and keys
+are rotated for free (`tests/passes/algebra/test_rotate_encoder.py`).
 
 This page was made by `python tools/families.py --markdown docs/families.md`.
 

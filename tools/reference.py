@@ -91,11 +91,15 @@ class _Parameter:
 
 def _parameters(command: Callable[..., None]) -> Iterator[_Parameter]:
     for name, parameter in get_params_from_function(command).items():
-        info = parameter.default if isinstance(parameter.default, ParameterInfo) else OptionInfo(default=parameter.default)
+        info = (
+            parameter.default if isinstance(parameter.default, ParameterInfo) else OptionInfo(default=parameter.default)
+        )
         kind, repeated = _kind(parameter.annotation)
         required = info.default is ...
         shown = "required" if required else "" if info.default in (None, False) else f"`{info.default}`"
-        meaning = " ".join([*([] if info.min is None else [f"at least {info.min};"]), info.help or ""]).removesuffix("; ")
+        meaning = " ".join([*([] if info.min is None else [f"at least {info.min};"]), info.help or ""]).removesuffix(
+            "; "
+        )
         if isinstance(info, ArgumentInfo):
             title = name.upper()
             yield _Parameter(title, kind, shown, meaning, title if required else f"[{title}]")

@@ -1,10 +1,12 @@
 """What the heads of a model read: measured on a text and on random tokens that repeat.
 
-text ----------> windows --+
-v
-random tokens ---------> model -> queries and keys of each layer -> attention per head
-|- share that a policy keeps
-+- echo and induction scores
+::
+
+    text ---------> windows --+
+                              v
+    random tokens ---------> model -> queries and keys of each layer -> attention per head
+                                                                         |- share that a policy keeps
+                                                                         +- echo and induction scores
 """
 
 from __future__ import annotations
