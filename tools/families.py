@@ -63,8 +63,8 @@ values, "falcon_new" the newer layout with groups.
 - **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
   a prefill with padding, then a second call on its cache.
 
-In BERT, an encoder, norms with gains sit on the residual itself, so the residual stays as it is; values, queries and keys
-are rotated for free (`tests/passes/algebra/test_rotate_encoder.py`).
+In BERT, an encoder, norms with gains sit on the residual itself, so the residual stays as it is; values, queries and
+keys are rotated for free (`tests/passes/algebra/test_rotate_encoder.py`).
 
 This page was made by `python tools/families.py --markdown docs/families.md`.
 
