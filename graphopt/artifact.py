@@ -20,12 +20,12 @@ import onnx_ir as ir
 
 from graphopt.analysis.contrib import settle_caches
 from graphopt.analysis.heads import ORIGIN
-from graphopt.analysis.interface import Interface
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of_config, read_manifest
 from graphopt.onnx_file import load
+from graphopt.tasks.causal_lm.interface import Interface
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"

@@ -24,10 +24,10 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.analysis.interface import IntArray
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import GraphoptError, InputError
 from graphopt.session import Session
+from graphopt.tasks.ports import IntArray
 
 LARGEST_DEFAULT_WINDOW = 2048
 """Tokens; a model may have 100 000 positions, but few texts and little memory are meant for that."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphopt.analysis.interface import Interface
+from graphopt.analysis.ports import ATTENTION_MASK, GROWING, INPUT_IDS, LOGITS, POSITION_IDS, CachePort, genai_pattern
 from graphopt.facts import Fact, Rule
+from graphopt.tasks.causal_lm.interface import Interface
 
 GENAI_CONFIG = "genai_config.json"
 
@@ -41,24 +42,25 @@ def genai_config(
     """
     shapes = {interface.inputs[name].shape[1::2] for name in interface.past}
     layers = len(interface.past) // 2
-    numbered = {f"past_key_values.{layer}.{part}" for layer in range(layers) for part in ("key", "value")}
+    numbered = {CachePort(layer, part).past for layer in range(layers) for part in GROWING}
+    names = {part: genai_pattern(part) for part in GROWING}
     if interface.paged:
         return PAGED()
-    if "attention_mask" not in interface.inputs:
+    if ATTENTION_MASK not in interface.inputs:
         return NO_MASK()
     if len(shapes) != 1 or set(interface.past) != numbered:
         return UNEVEN(layers=layers)
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
     ((heads, size),) = shapes
-    inputs = {name: name for name in ("input_ids", "attention_mask", "position_ids") if name in interface.inputs} | {
-        "past_key_names": "past_key_values.%d.key",
-        "past_value_names": "past_key_values.%d.value",
+    inputs = {name: name for name in (INPUT_IDS, ATTENTION_MASK, POSITION_IDS) if name in interface.inputs} | {
+        "past_key_names": names["key"][0],
+        "past_value_names": names["value"][0],
     }
     outputs = {
-        "logits": "logits",
-        "present_key_names": "present.%d.key",
-        "present_value_names": "present.%d.value",
+        LOGITS: LOGITS,
+        "present_key_names": names["key"][1],
+        "present_value_names": names["value"][1],
     }
     decoder = {
         # Keys that onnxruntime-genai does not know itself it hands to onnxruntime as session entries.

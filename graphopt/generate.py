@@ -13,12 +13,12 @@ from typing import Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.analysis.interface import IntArray
 from graphopt.decoding.decoder import Decoder, Logits
 from graphopt.decoding.detokenize import TextStream
 from graphopt.decoding.sampling import GREEDY, Sampling
 from graphopt.errors import InputError
 from graphopt.session import Session
+from graphopt.tasks.ports import IntArray
 
 Prompt = str | Sequence[int]
 Stopped = Literal["end of text", "length", "positions"]

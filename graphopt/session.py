@@ -14,12 +14,13 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from graphopt import artifact
-from graphopt.analysis.interface import Array, IntArray, Interface
 from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
 from graphopt.manifest import MANIFEST, Manifest, Source, facts_of_config, read_manifest
 from graphopt.runtime import native_operators, open_session, run
 from graphopt.runtime_ops import Device
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import Array, IntArray
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.interface import Interface
 from graphopt.runtime import session_of
+from graphopt.tasks.causal_lm.interface import Interface
 
 VOCABULARY, POSITIONS = 24, 64
 FLOAT32 = 5e-6

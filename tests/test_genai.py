@@ -9,12 +9,13 @@ import onnxruntime_genai
 import pytest
 
 from graphopt import artifact
-from graphopt.analysis.interface import Interface, Port
 from graphopt.artifact import MODEL
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.generate import generate
 from graphopt.pipeline import optimize
 from graphopt.session import load
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import Port
 from tests.graphs import canonical, run_pass
 
 FACTS = {"max_positions": 128, "bos_token_id": 0, "eos_token_ids": [0], "session": {}}

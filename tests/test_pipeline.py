@@ -13,7 +13,6 @@ import onnx_ir as ir
 import pytest
 
 from graphopt import artifact
-from graphopt.analysis.interface import Interface
 from graphopt.artifact import DATA, MODEL, verify_files
 from graphopt.checks import equivalence
 from graphopt.checks.equivalence import TOLERANCE
@@ -23,6 +22,7 @@ from graphopt.passes.algebra.fold_norms import gains
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime import open_session
+from graphopt.tasks.causal_lm.interface import Interface
 
 
 @pytest.fixture(scope="module")

@@ -25,13 +25,13 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.analysis.interface import IntArray
 from graphopt.decoding.decoder import Decoder
 from graphopt.evaluate import negative_log_likelihood
 from graphopt.passes.cache.page_kv import PageKVOptions
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.session import Session
+from graphopt.tasks.ports import IntArray
 from tools.bench.held_out import Nats, nats_in_windows, optimized, shipped
 from tools.bench.options import JsonFile
 

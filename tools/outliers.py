@@ -28,7 +28,6 @@ from rich.table import Table
 import graphopt
 from graphopt import artifact as artifacts
 from graphopt.analysis.bases import find_bases
-from graphopt.analysis.interface import Interface
 from graphopt.analysis.structure import token_lookups
 from graphopt.artifact import Artifact
 from graphopt.demo import MODULES
@@ -42,6 +41,7 @@ from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.recipe import Recipe, Step
 from graphopt.runtime import session_of
+from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.weights import Inline, Scaled, own, rewrite
 
 Array = npt.NDArray[Any]

@@ -12,16 +12,13 @@ says so. How axes that consist of others are resolved is in :mod:`graphopt.analy
 
 from __future__ import annotations
 
-import re
-
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis, BasisGraph
 from graphopt.analysis.pins import CAPTURED, PORT
+from graphopt.analysis.ports import past_port
 from graphopt.analysis.refine import bases_of
 from graphopt.analysis.rules import RULES, observe
-
-_CACHE = re.compile(r"(past_key_values|present)\.(\d+)\.(key|value)")
 
 
 def find_bases(graph: ir.Graph) -> list[Basis]:
@@ -61,8 +58,8 @@ def cache_ports(graph: ir.Graph) -> dict[str | None, str]:
     ports: dict[str | None, str] = {}
     outputs = {value.name: value for value in graph.outputs}
     for value in graph.inputs:
-        match = _CACHE.fullmatch(value.name or "")
-        twin = outputs.get(f"present.{match[2]}.{match[3]}") if match else None
+        port = past_port(value)
+        twin = outputs.get(port.present) if port is not None and port.grows else None
         same_rank = twin is not None and None not in (value.shape, twin.shape) and len(value.shape) == len(twin.shape)  # type: ignore[arg-type]
         if twin is not None and same_rank and twin is not value:
             ports[value.name], ports[twin.name] = twin.name or "", value.name or ""

@@ -7,7 +7,6 @@ nodes also write them into the model's metadata under :data:`METADATA`.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphopt.analysis.ports import STATES, CachePort, past_port
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING, Dimension, KVAttributes, StateTensor
 from graphopt.runtime_ops.operator import DOMAIN
@@ -26,13 +26,8 @@ METADATA = "ai.graphopt.kv"
 UNBOUNDED = "graphopt.unbounded"
 """Metadata of a ``KVAttention`` node that takes positions of any size."""
 
-STATES = ("keys", "values", "scales", "recent", "summaries")
-"""The state tensors, in the order of the operator's inputs 7 to 11 and outputs 1 to 5."""
-
 FIRST_STATE = 7
-"""Place of the first of :data:`STATES` among the operator's inputs."""
-
-_KEYS = re.compile(r"past_key_values\.(\d+)\.keys")
+"""Place of the first of :data:`graphopt.analysis.ports.STATES` among the operator's inputs."""
 
 
 @dataclass(frozen=True)
@@ -77,13 +72,13 @@ class PagedLayer:
         return min(needed, kv.first_pages + -(-kv.kept(new_tokens) // kv.page))
 
     def states(self, batch: Dimension, pages: Dimension) -> dict[str, StateTensor]:
-        """Return the state tensors that are in use, by their names in :data:`STATES`."""
+        """Return the state tensors that are in use, by their names in :data:`graphopt.analysis.ports.STATES`."""
         shapes = self.attributes.state(batch, pages, self.head_size)
         return {name: tensor for name, tensor in shapes if 0 not in tensor.shape[1:]}
 
     def port(self, state: str) -> str:
         """Return the graph input of a state tensor."""
-        return f"past_key_values.{self.number}.{state}"
+        return CachePort(self.number, state).past
 
     def bytes(self, batch: int, pages: int) -> int:
         """Return the bytes of the states of ``batch`` rows of ``pages`` pages."""
@@ -107,9 +102,9 @@ def layer_of(node: ir.Node) -> PagedLayer:
         InputError: its keys are no graph input of the name that graphopt gives them, or an attribute is out of range.
     """
     key, keys = node.inputs[1], node.inputs[FIRST_STATE]
-    match = _KEYS.fullmatch(keys.name or "") if keys is not None else None
+    port = past_port(keys)
     width = None if key is None or key.shape is None else key.shape[-1]
-    if match is None or not isinstance(width, int):
+    if port is None or port.part != STATES[0] or not isinstance(width, int):
         raise InputError(
             f"a {OPERATOR} node whose keys are no input past_key_values.N.keys, or whose width is not known",
             node=node.name,
@@ -121,7 +116,7 @@ def layer_of(node: ir.Node) -> PagedLayer:
         attributes = KVAttributes(**given)
     except (TypeError, ValueError) as error:
         raise InputError(str(error), node=node.name) from error
-    return PagedLayer(int(match[1]), width // attributes.kv_heads, attributes, UNBOUNDED in node.metadata_props)
+    return PagedLayer(port.layer, width // attributes.kv_heads, attributes, UNBOUNDED in node.metadata_props)
 
 
 def layers_of(graph: ir.Graph) -> tuple[PagedLayer, ...]:

@@ -21,7 +21,6 @@ from tokenizers import Tokenizer
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import Calibration, HeadFigures, LayerFigures, ReadPolicy
-from graphopt.analysis.interface import IntArray
 from graphopt.analysis.paged import PagedLayer
 from graphopt.artifact import Artifact, origin_of
 from graphopt.calibrate.mass import kept
@@ -32,6 +31,7 @@ from graphopt.passes.cache.sparse_kv import NUMBERS, SparseKVOptions
 from graphopt.progress import Progress, silent
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.session import TOKENIZER, beginning_of, read_tokenizer
+from graphopt.tasks.ports import IntArray
 
 LARGEST_WINDOW = 2048
 """Tokens of a window unless told: queries and keys of all layers are in memory at once."""

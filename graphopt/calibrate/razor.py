@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.interface import IntArray
 from graphopt.calibrate.mass import attention
 from graphopt.calibrate.tap import Heads
+from graphopt.tasks.ports import IntArray
 
 REPEATS = 4
 LARGEST_BLOCK = 2500

@@ -12,7 +12,6 @@ import onnx_ir as ir
 import onnxruntime
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer, kv_nodes, layer_of
 from graphopt.artifact import Artifact
 from graphopt.errors import InputError
@@ -21,6 +20,8 @@ from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
 from graphopt.runtime import session_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import IntArray
 from graphopt.weights import weight_of
 
 Singles = npt.NDArray[np.float32]

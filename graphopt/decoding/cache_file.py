@@ -21,9 +21,9 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from graphopt.analysis.interface import IntArray
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
+from graphopt.tasks.ports import IntArray
 
 Array = npt.NDArray[Any]
 

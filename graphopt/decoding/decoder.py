@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import to_json
 from graphopt.decoding.buffer import HostMemory, Memory
 from graphopt.decoding.cache_file import CacheFile
@@ -30,6 +29,8 @@ from graphopt.errors import InputError
 from graphopt.runtime import import_onnxruntime
 from graphopt.runtime_ops import Device, library_path
 from graphopt.session import Session
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import IntArray
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.interface import IntArray, Interface
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import IntArray
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -11,7 +11,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from graphopt.analysis.interface import Array, IntArray, Interface, new_lengths
+from graphopt.tasks.causal_lm.interface import Interface, new_lengths
+from graphopt.tasks.ports import Array, IntArray
 
 
 class Step(NamedTuple):

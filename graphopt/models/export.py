@@ -8,13 +8,13 @@ from pathlib import Path
 
 from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
-from graphopt.analysis.interface import Interface
 from graphopt.artifact import COMPANIONS, MODEL, Artifact
 from graphopt.errors import InputError
 from graphopt.facts import Fact
 from graphopt.manifest import Manifest, Source, facts_of_config, installed_versions
 from graphopt.models.checkpoint import NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.progress import Progress, silent
+from graphopt.tasks.causal_lm.interface import Interface
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
 # would make up an empty tokenizer.

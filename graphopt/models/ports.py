@@ -1,4 +1,4 @@
-"""Inputs, outputs and dimensions of an exported graph, by the names of :mod:`graphopt.analysis.interface`.
+"""Inputs, outputs and dimensions of an exported graph, by the names of :mod:`graphopt.tasks.causal_lm.interface`.
 
     input.past_key_values.layers.0.keys [s44, 2, s36, 16]  ->  past_key_values.0.key [batch, 2, past, 16]
 
@@ -12,14 +12,13 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
+from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, exported_name, past_port
 from graphopt.errors import InputError
 
 BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
 """Names of the dimensions that vary."""
 
-# The side is told only where both sides have the name.
-_CACHE = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
-_FIRST_INPUTS = ("input_ids", "attention_mask", "position_ids")
+_FIRST_INPUTS = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS)
 
 
 def name_ports(graph: ir.Graph) -> None:
@@ -41,7 +40,7 @@ def _drop_constant_states(graph: ir.Graph) -> None:
 
     The exporter traces a sliding-window layer with the full cache, and applies the window, a constant, in its mask.
     """
-    for value in [value for value in graph.inputs if _CACHE.fullmatch(value.name or "") is None]:
+    for value in [value for value in graph.inputs if exported_name(value.name or "") is None]:
         readers = value.consumers()
         if not readers or any(node.op_type != "Identity" or not node.outputs[0].is_graph_output() for node in readers):
             continue
@@ -53,10 +52,9 @@ def _drop_constant_states(graph: ir.Graph) -> None:
 
 def _rename(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *graph.outputs):
-        match = _CACHE.fullmatch(value.name or "")
-        if match is not None:
-            side = "present" if match[1] == "output" else "past_key_values"
-            value.name = f"{side}.{match[2]}.{match[3]}"
+        name = exported_name(value.name or "")
+        if name is not None:
+            value.name = name
         elif value.is_graph_input() and value.name not in _FIRST_INPUTS:
             raise InputError(
                 "the model has an input that is none of tokens, mask, positions and key-value cache",
@@ -74,8 +72,8 @@ def _name_dimensions(graph: ir.Graph) -> None:
     """Name the symbols that torch numbered, everywhere: ``s44`` -> ``batch``, ``s36 + s70`` -> ``past + length``."""
     names: dict[str, str] = {}
     for value in graph.inputs:
-        cache = (value.name or "").startswith("past_key_values.")
-        meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: KEYS if value.name == "attention_mask" else LENGTH}
+        cache = past_port(value) is not None
+        meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: KEYS if value.name == ATTENTION_MASK else LENGTH}
         for axis, dimension in enumerate(value.shape or ()):
             # An input that shares the symbol of another (position_ids, every further cache) says the same again.
             if isinstance(dimension, ir.SymbolicDim) and axis in meaning:

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from graphopt.analysis.interface import Interface
+from graphopt.analysis.ports import present_port
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
+from graphopt.tasks.causal_lm.interface import Interface
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ def trace(model: Any, source: str) -> ir.Model:
         source: where it came from, for messages.
 
     Returns:
-        A graph of opset 23 with the inputs and outputs of :mod:`graphopt.analysis.interface`.
+        A graph of opset 23 with the inputs and outputs of :mod:`graphopt.tasks.causal_lm.interface`.
 
     Raises:
         InputError: the exporter fails on it, or the graph has no key-value cache.
@@ -65,7 +66,7 @@ def trace(model: Any, source: str) -> ir.Model:
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_ports(program.graph)
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
-    if not any((value.name or "").startswith("present.") for value in program.graph.outputs):
+    if not any(present_port(value) is not None for value in program.graph.outputs):
         raise InputError(
             f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
             file=source,

@@ -8,30 +8,32 @@ from rich.table import Column, Table
 
 from graphopt.facts import Check, PassReport
 from graphopt.manifest import Manifest
+from graphopt.tasks import TASKS
 from graphopt.view.sentences import sentence
 
 
 def passes_table(manifest: Manifest) -> Table:
     """Show each pass with what it changed, what it left alone, and what its check found."""
     names = Column("pass", no_wrap=True)
-    table = Table(names, "effect", "changed", "left alone", Column("check", no_wrap=True), "logit change", "seconds")
+    table = Table(names, "effect", "changed", "left alone", Column("check", no_wrap=True), "change", "seconds")
+    compared = {task.compared for task in TASKS.values()}
     for report in manifest.passes:
         checks = {check.name: check for check in manifest.checks_of(report)}
-        logits = checks.get("logits")
+        moved = next((check for name, check in checks.items() if name in compared), None)
         table.add_row(
             report.name if report.run < 2 else f"{report.name} ({report.run})",
             report.effect,
             str(len(report.changes)),
             str(len(report.skips)),
             "\n".join(check.status for check in checks.values()),
-            "" if logits is None else change(logits),
+            "" if moved is None else change(moved),
             f"{report.seconds:.2f}",
         )
     return table
 
 
 def change(check: Check) -> str:
-    """Show how far a pass moved the logits, relative to the largest."""
+    """Show how far a pass moved what the model computes, relative to the largest number."""
     value = check.figures.get("largest_change")
     return "" if value is None else f"{value:.1e}"
 

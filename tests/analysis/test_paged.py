@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.analysis.interface import Interface
 from graphopt.analysis.paged import METADATA, PagedLayer, described, from_json, layers_of, to_json
 from graphopt.errors import InputError
 from graphopt.runtime import session_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, KVAttributes
+from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import canonical, run_pass
 
 

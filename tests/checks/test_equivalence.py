@@ -89,7 +89,7 @@ def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
 
 def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_path: Path) -> None:
     from graphopt import artifact
-    from graphopt.analysis.interface import Interface
+    from graphopt.tasks.causal_lm.interface import Interface
 
     model = artifact.read(llama_artifact).model
     verifier = started(model, tmp_path)

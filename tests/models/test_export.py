@@ -15,13 +15,13 @@ import onnx_ir as ir
 import pytest
 
 from graphopt import artifact
-from graphopt.analysis.interface import Interface
 from graphopt.artifact import DATA, MODEL
 from graphopt.errors import InputError, MissingDependencyError, VerificationError
 from graphopt.manifest import read_manifest
 from graphopt.models import export as export_module
 from graphopt.models.export import export, shipped_models
 from graphopt.runtime import open_session
+from graphopt.tasks.causal_lm.interface import Interface
 from tests.conftest import FAMILIES, HIDDEN, VOCABULARY
 
 # The bound, relative to the largest logit. Float32 summed in another order through two layers moves these

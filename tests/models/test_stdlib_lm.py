@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphopt.analysis.interface import Interface
 from graphopt.artifact import DATA, MODEL
 from graphopt.evaluate import evaluate
 from graphopt.generate import generate
@@ -20,6 +19,7 @@ from graphopt.recipe import Recipe
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import Device
 from graphopt.session import load
+from graphopt.tasks.causal_lm.interface import Interface
 
 FOLDER = shipped_models()["stdlib_lm"]
 

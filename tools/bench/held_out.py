@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 import graphopt
-from graphopt.analysis.interface import IntArray
 from graphopt.decoding.decoder import Decoder
 from graphopt.evaluate import negative_log_likelihood
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.recipe import Recipe, Step
 from graphopt.session import Session
+from graphopt.tasks.ports import IntArray
 
 Nats = npt.NDArray[np.float64]
 

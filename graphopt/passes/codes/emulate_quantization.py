@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field
 
+from graphopt.analysis.ports import past_port
 from graphopt.analysis.structure import dequantize_of, head_nodes, is_packed
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
@@ -91,7 +92,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
             ledger.changed(rounded, f"emulated: {x.name} as int{bits} per token, read by {read}", nodes)
 
     def _round_caches(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
-        caches = [value for value in graph.inputs if (value.name or "").startswith("past_key_values.")]
+        caches = [value for value in graph.inputs if past_port(value) is not None]
         if not caches:
             ledger.skipped("cache", "the graph has no input past_key_values")
         for past in caches:

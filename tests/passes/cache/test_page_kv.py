@@ -11,10 +11,10 @@ import onnxruntime
 import pytest
 
 from graphopt import artifact
-from graphopt.analysis.interface import Interface
 from graphopt.analysis.paged import kv_nodes, layer_of, layers_of
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
+from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.weights import new_weight
 from tests.families import VOCABULARY
 from tests.graphs import canonical, relative, run_pass, session

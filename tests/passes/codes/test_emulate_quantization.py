@@ -10,13 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from graphopt import provenance
-from graphopt.analysis.interface import Interface
 from graphopt.facts import PassReport
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
 from graphopt.passes.codes.emulate_quantization import EmulateQuantization, EmulateQuantizationOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.runtime import ACCURACY_LEVEL, open_session, session_of
 from graphopt.runtime_ops import OPERATORS
+from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import logits, relative, residual_model, save
 
 # float32 sums of up to 64 terms in another order, 2 layers; seen 1e-6

@@ -8,7 +8,8 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.analysis.paged import OPERATOR, STATES, PagedLayer, describe, kv_nodes
+from graphopt.analysis.paged import OPERATOR, PagedLayer, describe, kv_nodes
+from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, STATES, past_port
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
@@ -96,15 +97,15 @@ def page_attention(model: ir.Model, ledger: Ledger, page: int) -> None:
         for node in nodes:
             ledger.skipped(node, refused.get(node, reason))
         return
-    lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in ("past_length", "new_length")]
+    lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
     graph.inputs.extend(lengths)
     for node, meaning in found.items():
         assert isinstance(meaning, Meaning)
         _rewrite(graph, node, meaning, lengths, page, ledger)
     RemoveUnusedNodesPass()(model)
-    for value in [value for value in graph.inputs if value.name == "attention_mask"]:
+    for value in [value for value in graph.inputs if value.name == ATTENTION_MASK]:
         graph.inputs.remove(value)
-        ledger.report_change("attention_mask", "lengths per row say what is padding: past_length, new_length")
+        ledger.report_change(ATTENTION_MASK, "lengths per row say what is padding: past_length, new_length")
     describe(model)
     declare(model)
 
@@ -162,14 +163,14 @@ def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> Non
 
 
 def _rows(graph: ir.Graph) -> str | int:
-    shape = graph_input(graph, "input_ids").shape
+    shape = graph_input(graph, INPUT_IDS).shape
     assert shape is not None
     return shape[0] if isinstance(shape[0], int) else str(shape[0].value)
 
 
 def _batch_from_tokens(graph: ir.Graph) -> None:
     """Let what reads the batch size off a cache or the mask read it off the tokens."""
-    tokens = graph_input(graph, "input_ids")
+    tokens = graph_input(graph, INPUT_IDS)
     for node in graph:
         x = node.inputs[0] if node.inputs else None
         if node.op_type == "Shape" and x is not None and x.is_graph_input() and x is not tokens:
@@ -180,7 +181,7 @@ def _batch_from_tokens(graph: ir.Graph) -> None:
 
 def _other_reader(graph: ir.Graph) -> str | None:
     """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
-    going = {value for value in graph.inputs if (value.name or "").startswith(("attention_mask", "past_key_values."))}
+    going = {value for value in graph.inputs if value.name == ATTENTION_MASK or past_port(value) is not None}
     waiting, seen = [value.producer() for value in graph.outputs], set[ir.Node]()
     while waiting:
         node = waiting.pop()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graphopt.analysis.ports import CachePort, past_port
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
-_CACHE = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _SIZES = range(16, 257, 16)
 
 
@@ -42,13 +41,8 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | str:
     """Return what the ``Attention`` node means, or why ``KVAttention`` cannot say it."""
     inputs = [*node.inputs, *[None] * 7][:7]
     query, key, value, past_key, past_value = (inputs[i] for i in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE))
-    names = [_CACHE.fullmatch(past.name or "") if past is not None else None for past in (past_key, past_value)]
-    if (
-        names[0] is None
-        or names[1] is None
-        or names[0][1] != names[1][1]
-        or (names[0][2], names[1][2]) != ("key", "value")
-    ):
+    cache = past_port(past_key)
+    if cache is None or cache.part != "key" or past_port(past_value) != CachePort(cache.layer, "value"):
         return "it has no cache of its own among the inputs of the graph"
     if inputs[_VALID] is not None:
         return "it is told the lengths of its rows in its own way (nonpad_kv_seqlen)"
@@ -71,7 +65,7 @@ def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | str:
         return window
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     softcap = node.attributes.get_float("softcap", 0.0)
-    return Meaning(int(names[0][1]), query_heads, kv_heads, size, scale, softcap, window)
+    return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window)
 
 
 def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | str:

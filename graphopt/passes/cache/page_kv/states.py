@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.paged import FIRST_STATE, STATES, PagedLayer, layer_of
+from graphopt.analysis.paged import FIRST_STATE, PagedLayer, layer_of
+from graphopt.analysis.ports import INPUT_IDS, STATES, CachePort
 from graphopt.passes.lower.products import shared
 
 
@@ -21,7 +22,7 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
     """
     for name, value in layer.attributes.for_node().items():
         node.attributes[name] = ir.convenience.convert_attribute(name, value)
-    batch = graph_input(graph, "input_ids").shape
+    batch = graph_input(graph, INPUT_IDS).shape
     assert batch is not None
     rows = batch[0] if isinstance(batch[0], int) else str(batch[0].value)
     used = layer.states(rows, f"pages.{layer.number}")
@@ -44,7 +45,7 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
             node.replace_input_with(FIRST_STATE + index, port)
         if not made.is_graph_output():
             _insert(graph.outputs, made, node.outputs[index])
-            made.name = f"present.{layer.number}.{state}"
+            made.name = CachePort(layer.number, state).present
         for value in (port, made):
             value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)
 

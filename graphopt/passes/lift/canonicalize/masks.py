@@ -2,17 +2,18 @@
 
     m = <any arithmetic>;  Where(<no visible key>, 0, Attention(q, k, v, m))
       ->   Attention(q, k, v, <padding, boolean>; is_causal=1)
+      ->   Attention(q, k, v, <padding, boolean>)                            in an encoder
 
 What the arithmetic means is found out by running it: the part of the graph that computes the mask is cut out and
 evaluated on random batches, lengths, pasts and paddings, and compared with the definition (query i of the new tokens
-sees key j iff j <= past + i and j is no padding). Exporters may change their node chains; the meaning stays.
+sees key j iff j <= past + i and j is no padding; in an encoder, iff j is no padding). Exporters may change their node
+chains; the meaning stays.
 
 onnxruntime's ``Attention`` gives zeros for a query that sees no key, which is what the guard around it spells out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -20,17 +21,20 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.interface import Array, Interface
+from graphopt.analysis.ports import ATTENTION_MASK, past_port
 from graphopt.errors import InputError
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.padding import padding_mask
 from graphopt.runtime import session_of
+from graphopt.tasks import Call, task_of
+from graphopt.tasks.ports import Array
 
 Bools = npt.NDArray[np.bool_]
 
 _MASK = 3
+_MEANINGS = ("causal and padding", "causal", "padding", "everything")
 # (batch, new tokens, past): prefill, one step, several tokens onto a cache.
 _INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
 # A window or a chunk shows only in sequences longer than itself, and its size is a constant of the arithmetic. Beyond
@@ -48,6 +52,11 @@ class _Instance:
     padding: Bools
     """[batch, 1, 1, keys]: which key is a real token."""
 
+    def seen(self, meaning: str) -> Bools:
+        """[batch, 1, new tokens, keys]: which key each query sees if a mask means one of :data:`_MEANINGS`."""
+        causal = self.causal if "causal" in meaning else np.ones_like(self.causal)
+        return causal & (self.padding if "padding" in meaning else np.ones_like(self.padding))
+
     @property
     def distance(self) -> npt.NDArray[np.int64]:
         """[1, 1, new tokens, keys]: how many columns each key stands before each query."""
@@ -60,20 +69,23 @@ Evaluated = list[tuple[_Instance, Array]] | str
 
 
 def lift_masks(model: ir.Model, ledger: Ledger) -> None:
-    """Replace masks that mean "causal", with or without padding, and the guards around ``Attention``."""
+    """Replace masks that mean one of :data:`_MEANINGS`, and the guards around ``Attention``."""
     evaluator = MaskEvaluator(model)
     for node in attentions(model):
         mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
         if mask is None or node.attributes.get_int("is_causal") == 1:
             continue
         meaning = evaluator.meaning(mask)
-        if meaning not in ("causal", "causal and padding"):
+        if meaning not in _MEANINGS:
             ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
             continue
         drop_guard(evaluator, node, mask, ledger)
-        node.replace_input_with(_MASK, None if meaning == "causal" else padding_mask(model))
-        node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-        ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
+        node.replace_input_with(_MASK, padding_mask(model) if "padding" in meaning else None)
+        if "causal" in meaning:
+            node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
+            ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
+        else:
+            ledger.changed(node, f"mask arithmetic became what it means ({meaning})", [mask])
 
 
 class MaskEvaluator:
@@ -84,8 +96,8 @@ class MaskEvaluator:
         self._results: dict[str, Evaluated] = {}
 
     @cached_property
-    def _interface(self) -> Interface:
-        return Interface.of_graph(self.model.graph)
+    def _has_padding(self) -> bool:
+        return any(value.name == ATTENTION_MASK for value in self.model.graph.inputs)
 
     def run(self, value: ir.Value) -> Evaluated:
         """Run only what computes ``value``; return its result per instance, or why that cannot be done."""
@@ -96,10 +108,11 @@ class MaskEvaluator:
 
     def _run(self, value: ir.Value) -> Evaluated:
         graph = self.model.graph
+        task = task_of(graph)
         try:
-            past = self._interface.past
+            task.check(graph)
         except InputError as error:
-            return f"this is no language model as they are fed here ({error.what})"
+            return f"the graph cannot be fed ({error.what})"
         try:
             part = ir.convenience.extract(graph, list(graph.inputs), [value])
         except ValueError as error:
@@ -112,14 +125,14 @@ class MaskEvaluator:
         for unused in [port for port in part.inputs if not port.uses()]:
             part.inputs.remove(unused)
         for port in part.inputs:
-            if port.name in past:
+            if past_port(port) is not None:
                 # Only the length of a cache can matter here, so long ones may be fed thin.
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
         around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
         results = []
         try:
             with session_of(ir.Model(part, ir_version=self.model.ir_version)) as session:
-                for instance in _instances(self._interface, _INSTANCES + around):
+                for instance in map(_instance, task.calls(graph, _INSTANCES + around)):
                     feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
                     results.append((instance, session.run(None, feeds)[0]))
         except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
@@ -127,21 +140,19 @@ class MaskEvaluator:
         return results
 
     def meaning(self, mask: ir.Value) -> str:
-        """Return what ``mask`` means: "causal", "causal and padding", or why it is neither."""
+        """Return what ``mask`` means, one of :data:`_MEANINGS`, or why it is none of them."""
         results = self.run(mask)
         if isinstance(results, str):
             return results
-        causal = with_padding = True
+        left = list(_MEANINGS)
+        if not self._has_padding:
+            left = [meaning for meaning in left if "padding" not in meaning]
         for instance, array in results:
             visible = _visible(array)
             if array.dtype != np.bool_ and (array[visible] != 0).any():
                 return "it adds a bias to visible scores"
-            causal &= _same(visible, instance.causal & np.ones_like(instance.padding))
-            with_padding &= _same(visible, instance.causal & instance.padding)
-        if with_padding:
-            # Without an attention_mask input there is no padding, and both meanings are one.
-            return "causal and padding" if "attention_mask" in self._interface.inputs else "causal"
-        return "causal" if causal else "it is neither causal nor causal with padding (a sliding window, perhaps)"
+            left = [meaning for meaning in left if _same(visible, instance.seen(meaning))]
+        return left[0] if left else "it is neither causal nor padding (a sliding window, perhaps)"
 
     def window(self, mask: ir.Value, *, is_causal: bool) -> int | str:
         """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
@@ -180,11 +191,7 @@ class MaskEvaluator:
 
     def without_mask(self) -> int | str:
         """Return the window of causal attention without any mask, 0, or why that is not causal and not padding."""
-        try:
-            hidden = "attention_mask" in self._interface.inputs
-        except InputError as error:
-            return f"this is no language model as they are fed here ({error.what})"
-        return "it shows padding, which a cache in pages does not hold" if hidden else 0
+        return "it shows padding, which a cache in pages does not hold" if self._has_padding else 0
 
 
 def _numbers(part: ir.Graph) -> set[int]:
@@ -199,19 +206,10 @@ def _numbers(part: ir.Graph) -> set[int]:
     return found
 
 
-def _instances(interface: Interface, sizes: list[tuple[int, int, int]]) -> Iterator[_Instance]:
-    random = np.random.default_rng(0)
-    for batch, length, past in sizes:
-        keys = past + length
-        visible = np.ones((batch, keys), np.int64)
-        # A single sequence has no padding, so that its oldest keys, where a window would end, are seen.
-        if "attention_mask" in interface.inputs and batch > 1:
-            visible = (random.random((batch, keys)) > 0.3).astype(np.int64)
-            visible[0, : keys - 1] = 0
-        thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
-        feeds = interface.feeds(random.integers(0, 2, (batch, length)), visible, thin, padded=False)
-        causal = np.arange(keys)[None, :] <= np.arange(length)[:, None] + past
-        yield _Instance(feeds, causal[None, None], visible.astype(bool)[:, None, None, :])
+def _instance(call: Call) -> _Instance:
+    keys = call.past + call.length
+    causal = np.arange(keys)[None, :] <= np.arange(call.length)[:, None] + call.past
+    return _Instance(dict(call.feeds), causal[None, None], call.real[:, None, None, :])
 
 
 def _visible(mask: Array) -> Bools:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.analysis.ports import present_port
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.float16.convert import PAST
 from graphopt.passes.lower.float16.wide import NARROW, WIDE
-
-_PRESENT = "present."
 
 
 class Casts:
@@ -40,7 +38,8 @@ def keep_outputs(graph: ir.Graph, narrow: set[ir.Value], casts: Casts) -> None:
     caches = {value.name: value.dtype for value in graph.inputs}
     for index, value in enumerate(graph.outputs):
         name = value.name or ""
-        past = caches.get(PAST + name.removeprefix(_PRESENT)) if name.startswith(_PRESENT) else None
+        port = present_port(value)
+        past = None if port is None else caches.get(port.past)
         wanted = past or (WIDE if value in narrow else value.dtype)
         if value.dtype == wanted or wanted is None:
             continue

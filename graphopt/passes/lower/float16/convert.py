@@ -8,14 +8,13 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
+from graphopt.analysis.ports import past_port
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import LARGEST, NARROW, WIDE, follows
 from graphopt.runtime_ops import DOMAIN
 from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
 Weight = npt.NDArray[Any]
-
-PAST = "past_key_values."
 
 # What a number that only has to be low, as in masks, may be read by.
 _BOUNDED = ("Where", "Add", "Sub", "Max", "Min", "Clip")
@@ -65,7 +64,7 @@ def narrow_values(graph: ir.Graph, wide: dict[ir.Node, str]) -> set[ir.Value]:
         if value.dtype == WIDE and node not in wide and (node.domain != DOMAIN or index == 0)
     }
     for value in graph.inputs:
-        grows = (value.name or "").startswith(PAST) and value.dtype == WIDE
+        grows = past_port(value) is not None and value.dtype == WIDE
         if grows and all(follows(*use, wide) for use in value.uses()):
             narrow.add(value)
     return narrow

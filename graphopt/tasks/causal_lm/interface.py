@@ -14,47 +14,32 @@ are tokens of it. Instead of a growing ``key`` and ``value`` it has the state te
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import PADDING, counts_from_first_column
-from graphopt.analysis.paged import STATES, PagedLayer, described, layers_of
+from graphopt.analysis.paged import PagedLayer, described, layers_of
+from graphopt.analysis.ports import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    LOGITS,
+    NEW_LENGTH,
+    PAST_LENGTH,
+    POSITION_IDS,
+    past_port,
+)
 from graphopt.errors import InputError
+from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 
 if TYPE_CHECKING:
     import onnxruntime
 
-IntArray = npt.NDArray[np.int64]
-Array = npt.NDArray[np.generic]
-
-_CACHE_INPUT = re.compile(rf"past_key_values\.(\d+)\.(key|value|{'|'.join(STATES)})")
-_LENGTHS = ("past_length", "new_length")
-_FED = {"input_ids", "attention_mask", "position_ids", *_LENGTHS}
-_DTYPES = {
-    "tensor(float)": np.float32,
-    "tensor(float16)": np.float16,
-    "tensor(double)": np.float64,
-    "tensor(int64)": np.int64,
-    "tensor(uint8)": np.uint8,
-    "tensor(bfloat16)": ml_dtypes.bfloat16,
-    "tensor(float8e4m3fn)": ml_dtypes.float8_e4m3fn,
-}
-
-
-@dataclass(frozen=True)
-class Port:
-    """One graph input or output: its name, its dtype, and its shape with ``None`` for a dimension that varies."""
-
-    name: str
-    dtype: np.dtype[np.generic] | None
-    shape: tuple[int | None, ...]
+_LENGTHS = (PAST_LENGTH, NEW_LENGTH)
+_FED = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS}
 
 
 @dataclass(frozen=True)
@@ -80,14 +65,14 @@ class Interface:
     @classmethod
     def of_graph(cls, graph: ir.Graph) -> Interface:
         """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
-        ports = map(_port_of_value, graph.inputs), map(_port_of_value, graph.outputs)
+        ports = map(port_of_value, graph.inputs), map(port_of_value, graph.outputs)
         return cls.of_ports(*ports, layers_of(graph), pads=not counts_from_first_column(graph))
 
     @classmethod
     def of_session(cls, session: onnxruntime.InferenceSession) -> Interface:
         """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
         metadata = session.get_modelmeta().custom_metadata_map
-        ports = map(_port_of_node, session.get_inputs()), map(_port_of_node, session.get_outputs())
+        ports = map(port_of_node, session.get_inputs()), map(port_of_node, session.get_outputs())
         return cls.of_ports(*ports, described(metadata), pads=metadata.get(PADDING) != "none")
 
     @classmethod
@@ -102,12 +87,12 @@ class Interface:
         """Sort inputs and outputs into their roles; ``layers`` says what caches in pages are, ``pads`` as above.
 
         Raises:
-            InputError: a name is missing, or an input is none that a language model has.
+            InputError: a name is missing, or the graph has an input that no language model has.
         """
         ins, outs = {port.name: port for port in inputs}, {port.name: port for port in outputs}
-        past = tuple(name for name in ins if _CACHE_INPUT.fullmatch(name))
-        present = tuple(name.replace("past_key_values", "present") for name in past)
-        for name, ports in (("input_ids", ins), ("logits", outs), *((name, outs) for name in present)):
+        caches = {name: port for name in ins if (port := past_port(name)) is not None}
+        past, present = tuple(caches), tuple(port.present for port in caches.values())
+        for name, ports in ((INPUT_IDS, ins), (LOGITS, outs), *((name, outs) for name in present)):
             if name not in ports:
                 raise InputError(
                     f"the graph has no {'input' if ports is ins else 'output'} of this name",
@@ -132,25 +117,25 @@ class Interface:
     @property
     def takes_padding(self) -> bool:
         """Whether rows of different length can share a batch."""
-        return self.pads and ("attention_mask" in self.inputs or "new_length" in self.inputs)
+        return self.pads and (ATTENTION_MASK in self.inputs or NEW_LENGTH in self.inputs)
 
     @property
     def why_no_padding(self) -> str:
         """What to say where :attr:`takes_padding` is false."""
-        there = "attention_mask" in self.inputs
+        there = ATTENTION_MASK in self.inputs
         cause = "counts a row's tokens from its first column" if there else "has no attention_mask input"
         return f"this graph {cause}, so prompts of different length cannot share a batch"
 
     @property
     def vocabulary(self) -> int | None:
         """Width of the logits, or ``None`` where the graph does not say."""
-        shape = self.outputs["logits"].shape
+        shape = self.outputs[LOGITS].shape
         return shape[-1] if shape else None
 
     @property
     def last_logits(self) -> bool:
         """Whether the graph makes logits of the last position of a call only."""
-        shape = self.outputs["logits"].shape
+        shape = self.outputs[LOGITS].shape
         return len(shape) == 3 and shape[1] == 1
 
     @property
@@ -204,9 +189,9 @@ class Interface:
             raise InputError(self.why_no_padding, remedy="run the prompts one by one, or optimize the model first")
         positions = np.maximum(attention_mask.cumsum(-1) - 1, 0)[:, -input_ids.shape[1] :]
         feeds: dict[str, Array] = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": positions,
+            INPUT_IDS: input_ids,
+            ATTENTION_MASK: attention_mask,
+            POSITION_IDS: positions,
             **past,
         }
         if self.paged:
@@ -231,13 +216,13 @@ def new_lengths(mask: IntArray) -> IntArray:
 
 def _lengths(attention_mask: IntArray, length: int) -> dict[str, Array]:
     past = attention_mask[:, : attention_mask.shape[1] - length].sum(axis=1, dtype=np.int64)
-    return {"past_length": past, "new_length": new_lengths(attention_mask[:, -length:])}
+    return {PAST_LENGTH: past, NEW_LENGTH: new_lengths(attention_mask[:, -length:])}
 
 
 def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequence[PagedLayer]) -> None:
     """Refuse a graph whose caches are not what its layers say."""
     told = {name for layer in layers for name in layer.ports}
-    there = {name for name in past if name.rpartition(".")[2] in STATES}
+    there = {name for name in past if (port := past_port(name)) is not None and not port.grows}
     odd = sorted((told ^ there) | ({*past} - there if told else set()))
     odd += [name for name in _LENGTHS if (name in inputs) != bool(told)]
     if odd:
@@ -246,26 +231,3 @@ def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequen
             tensor=odd[0],
             remedy="make the model again with `graphopt optimize`; other tools may drop its metadata",
         )
-
-
-def _port_of_value(value: ir.Value) -> Port:
-    dims: Sequence[object] = () if value.shape is None else tuple(value.shape)
-    return Port(
-        value.name or "",
-        None if value.dtype is None else value.dtype.numpy(),
-        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in dims),
-    )
-
-
-def _port_of_node(node: onnxruntime.NodeArg) -> Port:
-    dtype = _DTYPES.get(node.type)
-    return Port(
-        node.name,
-        None if dtype is None else np.dtype(dtype),
-        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in node.shape),
-    )
-
-
-def _fixed(symbol: str) -> int | None:
-    # The exporter writes a fixed dimension that it traced as symbolic as the symbol "8".
-    return int(symbol) if symbol.isdigit() else None

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.analysis.interface import Interface, Port
 from graphopt.artifact import MODEL
 from graphopt.errors import InputError
 from graphopt.runtime import open_session
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import Port
 
 INT64, FLOAT = np.dtype(np.int64), np.dtype(np.float32)
 

@@ -1,0 +1,130 @@
+"""A causal language model on random tokens: a batch with padding, a prefill, then a second call on the cache."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
+from graphopt.facts import Fact, Rule
+from graphopt.runtime import run
+from graphopt.tasks.base import BATCH, LENGTH, PADDING, PREFILL, Floats
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import Array, IntArray
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+TOKENS = Rule("causal_lm.tokens", "{batch} x {length} random tokens{behind} with padding, in two calls")
+BEHIND = Rule("causal_lm.behind-context", " behind {tokens} of context")
+
+# Columns of context that are fed at once: their logits are made and thrown away.
+_PIECE = 64
+
+
+@dataclass(frozen=True)
+class CausalProbe:
+    """Random tokens [batch, length] and their mask; the first row begins with padding where the graph has a mask.
+
+    Attributes:
+        input_ids: the tokens.
+        attention_mask: 1 for a token, 0 for padding.
+        context: columns that only fill the cache; what the model says about them is not compared.
+        positions: whether the graph takes ``position_ids``.
+    """
+
+    input_ids: IntArray
+    attention_mask: IntArray
+    context: int = 0
+    positions: bool = False
+
+    @classmethod
+    def of(cls, interface: Interface, seed: int = 0, context: int = 0) -> CausalProbe:
+        """Draw a probe that fits ``interface``; without a cache there is no context."""
+        context = context if interface.past else 0
+        ids = np.random.default_rng(seed).integers(0, interface.vocabulary or 2, (BATCH, context + LENGTH))
+        mask = np.ones(ids.shape, np.int64)
+        if interface.takes_padding:
+            mask[0, :PADDING] = 0
+        return cls(ids, mask, context, POSITION_IDS in interface.inputs)
+
+    @property
+    def tokens(self) -> Fact:
+        """See :class:`graphopt.tasks.base.Probe`."""
+        return TOKENS(batch=BATCH, length=LENGTH, behind=BEHIND(tokens=self.context) if self.context else None)
+
+    @property
+    def feeds(self) -> dict[str, Array]:
+        """See :class:`graphopt.tasks.base.Probe`."""
+        feeds: dict[str, Array] = {INPUT_IDS: self.input_ids, ATTENTION_MASK: self.attention_mask}
+        if self.positions:
+            feeds[POSITION_IDS] = np.maximum(self.attention_mask.cumsum(-1) - 1, 0)
+        return feeds
+
+    @property
+    def real(self) -> npt.NDArray[np.bool_]:
+        """See :class:`graphopt.tasks.base.Probe`."""
+        return self.attention_mask.astype(bool)
+
+    @property
+    def compared(self) -> npt.NDArray[np.bool_]:
+        """[batch, 12]: which of the columns behind the context are tokens."""
+        return self.real[:, self.context :]
+
+    @property
+    def calls(self) -> list[tuple[int, int, bool]]:
+        """First column and the one behind the last of each call, and whether its logits are compared."""
+        begins = range(0, self.context, _PIECE)
+        filling = [(begin, min(begin + _PIECE, self.context), False) for begin in begins]
+        middle, end = self.context + PREFILL, self.context + LENGTH
+        return [*filling, (self.context, middle, True), (middle, end, True)]
+
+    def run(self, session: onnxruntime.InferenceSession) -> Floats:
+        """Return the logits of real tokens, [tokens, vocabulary]: of a prefill, then of the rest on its cache.
+
+        A graph that makes logits of the last position only gives those of two tokens a row.
+        """
+        interface = Interface.of_session(session)
+        # What cannot have padding may take several new tokens onto a cache in one row only (GroupQueryAttention).
+        rows = [slice(None)] if interface.pads else [slice(row, row + 1) for row in range(BATCH)]
+        made = np.concatenate([self._run_rows(session, interface, each) for each in rows])
+        taken: npt.NDArray[Any] = made[self.compared] if made.shape[1] == LENGTH else made
+        return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+
+    def _run_rows(self, session: onnxruntime.InferenceSession, interface: Interface, rows: slice) -> npt.NDArray[Any]:
+        """Return the logits [batch, columns, vocabulary] of some rows."""
+        ids, mask = self.input_ids[rows], self.attention_mask[rows]
+        past, found = interface.empty_past(len(ids), ids.shape[1]), []
+        for start, end, compared in self.calls:
+            feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
+            logits, *present = run(session, [LOGITS, *interface.present], feeds)
+            past = dict(zip(interface.past, present, strict=True))
+            if compared:
+                found.append(logits)
+        return np.concatenate(found, axis=1)
+
+    def aligned(self, before: Floats, after: Floats) -> Floats:
+        """Return ``before``, or of it the tokens that end a call, where ``after`` has no others."""
+        if len(after) >= len(before):
+            return before
+        ends = np.zeros(self.compared.shape, bool)
+        ends[:, [PREFILL - 1, LENGTH - 1]] = True
+        chosen: Floats = before[ends[self.compared]]
+        return chosen
+
+    def figures(self, first: Floats, after: Floats) -> dict[str, float]:
+        """Return the divergence from ``first``, and how often the likeliest token is the same."""
+        return {
+            "divergence_from_start_nats": _divergence(first, after),
+            "same_first_choice_share": float((first.argmax(-1) == after.argmax(-1)).mean()),
+        }
+
+
+def _divergence(before: Floats, after: Floats) -> float:
+    """Return the mean Kullback-Leibler divergence per token, in nats."""
+    p, q = (x - x.max(-1, keepdims=True) for x in (before, after))
+    p, q = (x - np.log(np.exp(x).sum(-1, keepdims=True)) for x in (p, q))
+    return float((np.exp(p) * (p - q)).sum(-1).mean())

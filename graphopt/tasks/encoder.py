@@ -1,0 +1,198 @@
+"""Encoders, as BERT is one: all tokens of a text in, a hidden state for each out, no cache.
+
+Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask``, ``token_type_ids`` and ``position_ids`` of the
+same shape. Outputs: ``last_hidden_state`` [batch, length, width], and perhaps ``pooler_output`` [batch, width].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.analysis.ports import ATTENTION_MASK, HIDDEN, INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS, past_port
+from graphopt.analysis.structure import token_lookups
+from graphopt.errors import InputError
+from graphopt.facts import Fact, Rule
+from graphopt.runtime import run
+from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Task, TaskName, random_padding
+from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+TOKENS = Rule("encoder.tokens", "{batch} x {length} random tokens with padding")
+NO_TEXT = Rule("encoder.no-text", "an encoder makes hidden states, and onnxruntime-genai makes text")
+
+_FED = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
+
+
+@dataclass(frozen=True)
+class EncoderInterface:
+    """How an encoder is fed and read.
+
+    Attributes:
+        inputs: all inputs, by name.
+        outputs: all outputs, by name.
+    """
+
+    inputs: Mapping[str, Port]
+    outputs: Mapping[str, Port]
+
+    @classmethod
+    def of_graph(cls, graph: ir.Graph) -> EncoderInterface:
+        """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
+        return cls.of_ports(map(port_of_value, graph.inputs), map(port_of_value, graph.outputs))
+
+    @classmethod
+    def of_session(cls, session: onnxruntime.InferenceSession) -> EncoderInterface:
+        """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
+        return cls.of_ports(map(port_of_node, session.get_inputs()), map(port_of_node, session.get_outputs()))
+
+    @classmethod
+    def of_ports(cls, inputs: Iterable[Port], outputs: Iterable[Port]) -> EncoderInterface:
+        """Sort inputs and outputs by name.
+
+        Raises:
+            InputError: ``input_ids`` or ``last_hidden_state`` is missing, or an input is not known.
+        """
+        found = cls({port.name: port for port in inputs}, {port.name: port for port in outputs})
+        for name, ports, kind in ((INPUT_IDS, found.inputs, "input"), (HIDDEN, found.outputs, "output")):
+            if name not in ports:
+                raise InputError(
+                    f"the graph has no {kind} of this name",
+                    tensor=name,
+                    remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
+                )
+        unknown = [name for name in found.inputs if name not in _FED]
+        if unknown:
+            raise InputError(
+                "the graph has an input that graphopt does not know how to feed",
+                tensor=unknown[0],
+                remedy=f"known inputs of an encoder are {', '.join(_FED)}",
+            )
+        return found
+
+    @property
+    def width(self) -> int | None:
+        """Numbers of a hidden state, or ``None`` where the graph does not say."""
+        shape = self.outputs[HIDDEN].shape
+        return shape[-1] if shape else None
+
+    def feeds(self, input_ids: IntArray, attention_mask: IntArray, *, padded: bool = True) -> dict[str, Array]:
+        """Return what to feed.
+
+        Args:
+            input_ids: the tokens, [batch, length].
+            attention_mask: 1 for a real token, 0 for padding, [batch, length].
+            padded: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
+
+        Raises:
+            InputError: there is padding, and the graph has no ``attention_mask``.
+        """
+        if padded and ATTENTION_MASK not in self.inputs and not attention_mask.all():
+            raise InputError(
+                f"this graph has no {ATTENTION_MASK} input, so texts of different length cannot share a batch",
+                remedy="run the texts one by one",
+            )
+        places = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
+        known = {
+            INPUT_IDS: input_ids,
+            ATTENTION_MASK: attention_mask,
+            # All of one text: the second segment is for pairs.
+            TOKEN_TYPE_IDS: np.zeros_like(input_ids),
+            POSITION_IDS: places,
+        }
+        return {name: np.ascontiguousarray(known[name], port.dtype or np.int64) for name, port in self.inputs.items()}
+
+
+@dataclass(frozen=True)
+class EncoderProbe:
+    """Random tokens [batch, length]; the first row ends with padding where the graph has a mask.
+
+    Attributes:
+        feeds: all inputs; see :class:`graphopt.tasks.base.Probe`.
+        real: bool [batch, length], which columns are tokens.
+    """
+
+    feeds: Mapping[str, Array]
+    real: npt.NDArray[np.bool_]
+
+    @property
+    def tokens(self) -> Fact:
+        """See :class:`graphopt.tasks.base.Probe`."""
+        return TOKENS(batch=BATCH, length=LENGTH)
+
+    def run(self, session: onnxruntime.InferenceSession) -> Floats:
+        """Return the hidden states of real tokens, [tokens, width]."""
+        # A pass may have changed the type that the hidden states have, not how the graph is fed.
+        hidden = run(session, [HIDDEN], self.feeds)[0]
+        states: Floats = hidden[self.real].astype(np.float64)
+        return states
+
+    def aligned(self, before: Floats, after: Floats) -> Floats:
+        """Return ``before``: every token keeps its hidden state."""
+        return before
+
+    def figures(self, first: Floats, after: Floats) -> dict[str, float]:
+        """Return the cosines of hidden states with those of the model before any pass: their mean and the smallest."""
+        found = cosines(first, after)
+        return {"cosine_with_start_mean": float(found.mean()), "cosine_with_start_smallest": float(found.min())}
+
+
+class Encoder(Task):
+    """See :class:`EncoderInterface` for the ports."""
+
+    name: ClassVar[TaskName] = "encoder"
+    compared: ClassVar[str] = "hidden states"
+    output: ClassVar[str] = HIDDEN
+    caches: ClassVar[bool] = False
+    why_no_genai: ClassVar[str | None] = "an encoder makes hidden states, and onnxruntime-genai makes text"
+
+    def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
+        """See :class:`Task`."""
+        return HIDDEN in outputs and not any(past_port(name) is not None for name in inputs)
+
+    def check(self, graph: ir.Graph) -> None:
+        """See :class:`Task`."""
+        EncoderInterface.of_graph(graph)
+
+    def probe(self, graph: ir.Graph, *, context: int = 0) -> EncoderProbe:
+        """See :class:`Task`; there is no cache, so ``context`` counts for nothing."""
+        interface = EncoderInterface.of_graph(graph)
+        ids = np.random.default_rng(0).integers(0, vocabulary_of(graph) or 2, (BATCH, LENGTH))
+        mask = np.ones_like(ids)
+        if ATTENTION_MASK in interface.inputs:
+            mask[0, -PADDING:] = 0
+        return EncoderProbe(interface.feeds(ids, mask), mask.astype(bool))
+
+    def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
+        """See :class:`Task`; what would be the past is the beginning of the text."""
+        interface, random = EncoderInterface.of_graph(graph), np.random.default_rng(0)
+        for batch, new, past in sizes:
+            length = past + new
+            mask = np.ones((batch, length), np.int64)
+            if ATTENTION_MASK in interface.inputs:
+                mask = random_padding(batch, length, random)
+            feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, padded=False)
+            yield Call(feeds, length, 0, mask.astype(bool))
+
+
+def vocabulary_of(graph: ir.Graph) -> int | None:
+    """Return the rows of the table that ``input_ids`` looks up; ``None`` where none is found."""
+    tables = (node.inputs[0] for node in token_lookups(graph))
+    rows = (table.shape[0] for table in tables if table is not None and table.shape is not None)
+    return next((row for row in rows if isinstance(row, int)), None)
+
+
+def cosines(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> Floats:
+    """Return the cosine of each row of ``a`` with the same row of ``b``, float64 [rows]; 0 where one is all zeros."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    products = np.einsum("ij,ij->i", a, b)
+    found: Floats = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    return found

@@ -1,0 +1,63 @@
+"""One input or output of a graph, as the graph or an onnxruntime session states it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+IntArray = npt.NDArray[np.int64]
+Array = npt.NDArray[np.generic]
+
+_DTYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int64)": np.int64,
+    "tensor(int32)": np.int32,
+    "tensor(uint8)": np.uint8,
+    "tensor(bfloat16)": ml_dtypes.bfloat16,
+    "tensor(float8e4m3fn)": ml_dtypes.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True)
+class Port:
+    """One graph input or output: its name, its dtype, and its shape with ``None`` for a dimension that varies."""
+
+    name: str
+    dtype: np.dtype[np.generic] | None
+    shape: tuple[int | None, ...]
+
+
+def port_of_value(value: ir.Value) -> Port:
+    """Return the port that an input or output of a graph is."""
+    dims: Sequence[object] = () if value.shape is None else tuple(value.shape)
+    return Port(
+        value.name or "",
+        None if value.dtype is None else value.dtype.numpy(),
+        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in dims),
+    )
+
+
+def port_of_node(node: onnxruntime.NodeArg) -> Port:
+    """Return the port that an input or output of an onnxruntime session is."""
+    dtype = _DTYPES.get(node.type)
+    return Port(
+        node.name,
+        None if dtype is None else np.dtype(dtype),
+        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in node.shape),
+    )
+
+
+def _fixed(symbol: str) -> int | None:
+    # The exporter writes a fixed dimension that it traced as symbolic as the symbol "8".
+    return int(symbol) if symbol.isdigit() else None
