@@ -23,8 +23,9 @@ from graphopt.analysis.heads import ORIGIN
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
-from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of_config, read_manifest
+from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of, read_manifest
 from graphopt.onnx_file import load
+from graphopt.tasks import TASKS, task_of
 from graphopt.tasks.causal_lm.interface import Interface
 
 MODEL = "model.onnx"
@@ -82,7 +83,10 @@ def read(path: str | Path) -> Artifact:
         # A file cut between two parts of the protocol still parses.
         check_sizes(folder, manifest, {MODEL, DATA})
     else:
-        manifest = Manifest(source=Source(kind="onnx", name=str(path)), model=facts_of_config(folder), notes=notes)
+        task = task_of(model.graph).name
+        manifest = Manifest(
+            source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task), notes=notes
+        )
     return Artifact(model, manifest, companions)
 
 
@@ -210,9 +214,9 @@ def verify_files(folder: Path) -> None:
 
 def _write_genai_config(artifact: Artifact, folder: Path) -> list[Fact]:
     """Write ``genai_config.json`` if onnxruntime-genai can run the graph; return the manifest's notes, with why not."""
-    facts = artifact.manifest.model
+    facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai
     try:
-        config = genai_config(
+        config = why_not or genai_config(
             Interface.of_graph(artifact.model.graph),
             MODEL,
             max_positions=facts.max_positions,

@@ -103,6 +103,7 @@ def optimize(
 
     manifest = Manifest(
         source=source.manifest.source,
+        task=source.manifest.task,
         model=source.manifest.model,
         notes=[note for note in source.manifest.notes if note.code not in OF_GRAPH] + notes_of(graph),
         recipe=chosen.model_dump(mode="json"),

@@ -16,9 +16,11 @@ from tokenizers import Tokenizer
 from graphopt import artifact
 from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
-from graphopt.manifest import MANIFEST, Manifest, Source, facts_of_config, read_manifest
+from graphopt.manifest import MANIFEST, Manifest, Source, facts_of, read_manifest
 from graphopt.runtime import native_operators, open_session, run
 from graphopt.runtime_ops import Device
+from graphopt.tasks import task_of_ports
+from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import Array, IntArray
 
@@ -70,7 +72,7 @@ class Session:
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens a sequence may have, or ``None`` where nobody said or where old ones are let go."""
+        """How many tokens a sequence may have, or ``None`` where that is not known or old ones are dropped."""
         return None if self.endless else self.manifest.model.max_positions
 
     @property
@@ -196,10 +198,34 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Dev
         device: what to compute on; ``cuda`` is an NVIDIA GPU.
 
     Raises:
-        InputError: a file is missing, has another size than its manifest says, or cannot be read; or the device cannot
-            be had (see :func:`graphopt.runtime.open_session`).
+        InputError: a file is missing, has another size than its manifest says, or cannot be read; or the device is not
+            available (see :func:`graphopt.runtime.open_session`); or the model is no causal language model.
         MissingDependencyError: onnxruntime is not installed, or has no provider for the device.
     """
+    opened = open_folder(path, threads=threads, native=native, device=device)
+    task = opened.manifest.task
+    if task != CausalLM.name:
+        raise InputError(
+            f"this model is of the kind {task}, which makes no text",
+            file=opened.file,
+            remedy="graphopt.load_encoder opens it; `graphopt run` and `graphopt eval` take it too",
+        )
+    interface = Interface.of_session(opened.inference)
+    return Session(opened.file, opened.inference, interface, opened.manifest, opened.tokenizer, native, device)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in onnxruntime, of any kind, with what lies beside it; see :class:`Session` for the attributes."""
+
+    file: Path
+    inference: onnxruntime.InferenceSession
+    manifest: Manifest
+    tokenizer: Tokenizer | None
+
+
+def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu") -> Opened:
+    """Open a model of any kind; see :func:`load` for the arguments and the errors."""
     path = Path(path)
     file = path / artifact.MODEL if path.is_dir() else path
     if not file.is_file():
@@ -208,17 +234,18 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Dev
             file=path,
             remedy=f"give a folder that holds {artifact.MODEL}, or an .onnx file",
         )
-    folder = file.parent
+    folder, manifest = file.parent, None
     if path.is_dir() and (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         # Sizes cost nothing and catch what goes wrong in practice: a copy that was cut off.
         artifact.check_sizes(folder, manifest, manifest.files)
-    else:
-        source = Source(kind="onnx", name=str(path))
-        manifest = Manifest(source=source, model=facts_of_config(folder))
-    inference = open_session(file, entries=manifest.session, threads=threads, native=native, device=device)
-    tokenizer = read_tokenizer(folder / TOKENIZER)
-    return Session(file, inference, Interface.of_session(inference), manifest, tokenizer, native, device)
+    entries = {} if manifest is None else manifest.session
+    inference = open_session(file, entries=entries, threads=threads, native=native, device=device)
+    if manifest is None:
+        names = ([port.name for port in ports] for ports in (inference.get_inputs(), inference.get_outputs()))
+        task = task_of_ports(*names).name
+        manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
+    return Opened(file, inference, manifest, read_tokenizer(folder / TOKENIZER))
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:

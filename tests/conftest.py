@@ -30,7 +30,10 @@ settings.load_profile("graphopt")
 END_OF_TEXT = "<|endoftext|>"
 # What a checkpoint of the tests, and an export of it, is made by.
 FOLDERS = ("tests/families.py", "tests/conftest.py", "graphopt/models/stdlib_text.py")
-EXPORTS = (*FOLDERS, *(f"graphopt/{name}.py" for name in ("artifact", "facts", "genai", "manifest", "models/*")))
+EXPORTS = (
+    *FOLDERS,
+    *(f"graphopt/{name}.py" for name in ("artifact", "facts", "genai", "manifest", "models/*", "tasks/*")),
+)
 
 # The families whose exports are looked into closely: each has what the others here have not.
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
@@ -38,7 +41,7 @@ FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "
 
 @pytest.fixture(scope="session")
 def make_folder() -> Callable[[str], Path]:
-    """Return a function that makes the Hugging Face folder of a family; only Llama's has a tokenizer."""
+    """Return a function that makes the Hugging Face folder of a family; only Llama's and BERT's have a tokenizer."""
 
     def write(family: str, folder: Path) -> None:
         model = make_model(family)
@@ -46,6 +49,8 @@ def make_folder() -> Callable[[str], Path]:
             # As checkpoints are: 16 bits, which the export must widen to 32.
             model = model.half()
             save_tokenizer(folder)
+        if family == "bert":
+            save_word_pieces(folder)
         model.save_pretrained(folder)
 
     return lambda family: once(f"{family}-folder", FOLDERS, lambda folder: write(family, folder))
@@ -93,6 +98,33 @@ def llama_folder(make_folder: Callable[[str], Path]) -> Path:
 def llama_artifact(make_artifact: Callable[[str], Path]) -> Path:
     """The exported artifact of :func:`llama_folder`; treat it as read-only, and copy it to change it."""
     return make_artifact("llama")
+
+
+@pytest.fixture(scope="session")
+def bert_artifact(make_artifact: Callable[[str], Path]) -> Path:
+    """The exported artifact of a 2-layer BERT with a WordPiece tokenizer; treat it as read-only."""
+    return make_artifact("bert")
+
+
+def save_word_pieces(folder: Path) -> None:
+    """Train a WordPiece tokenizer of :data:`VOCABULARY` tokens, which begins and ends each text as BERT's does."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    from graphopt.models.stdlib_text import held_out_text
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([held_out_text()[:20_000]], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **named)
+    fast.save_pretrained(folder)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -73,14 +73,45 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_ENCODER = {key: value for key, value in _COMMON.items() if key not in _ENDS} | {"intermediate_size": 96}
+
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    # norms on the residual itself, learned positions, token types, a pooler
+    "bert": ("BertConfig", _ENCODER),
+    "distilbert": (
+        "DistilBertConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": HIDDEN,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 96,
+            "max_position_embeddings": POSITIONS,
+        },
+    ),
+    # positions counted from the tokens that are not padding
+    "roberta": ("RobertaConfig", _ENCODER),
+    # a learned bias for each distance
+    "mpnet": ("MPNetConfig", _ENCODER),
+    # norms in front, rotary embedding, a window in every other layer
+    "modernbert": (
+        "ModernBertConfig",
+        {**_ENCODER, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0}
+        | dict.fromkeys(("bos_token_id", "cls_token_id"), 1)
+        | dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
+    ),
+}
+
+
 def make_model(family: str) -> Any:
-    """Return the random-weight transformers model of a family in :data:`FAMILIES`."""
+    """Return the random-weight transformers model of a family in :data:`FAMILIES` or :data:`ENCODERS`."""
     import torch
     import transformers
 
-    config_class, settings = FAMILIES[family]
+    config_class, settings = (FAMILIES | ENCODERS)[family]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**settings))
+    auto = transformers.AutoModel if family in ENCODERS else transformers.AutoModelForCausalLM
+    model = auto.from_config(getattr(transformers, config_class)(**settings))
     randomize(model)
     return model
 

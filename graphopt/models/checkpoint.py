@@ -1,4 +1,4 @@
-"""A causal language model of transformers, loaded with its tokenizer, and nothing that is not one.
+"""A model of transformers, loaded with its tokenizer: a causal language model or an encoder, and nothing else.
 
 Needs torch and transformers, which are imported inside the functions: ``import graphopt`` works without them.
 """
@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import io
 import logging
+import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,12 +17,17 @@ from typing import Any
 
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.facts import Fact, Rule
+from graphopt.manifest import POOLING, SENTENCES
+from graphopt.tasks.base import TaskName
 
 NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")
 NOT_BESIDE = Rule("export.no-tokenizer-beside", "there is no tokenizer.json beside the model")
 NOT_IN_FOLDER = Rule("export.no-tokenizer-in-folder", "the folder has none")
 NOT_LOADED = Rule("export.tokenizer-not-loaded", "transformers cannot load it ({error})")
 NOT_WRITTEN = Rule("export.tokenizer-not-written", "it cannot be written as tokenizer.json")
+NO_HEAD = Rule("export.head-left-out", "the head of {architecture} was left out: this is the {model} in it")
+
+_POOLER = "pooler"
 
 
 def import_export_packages() -> tuple[Any, Any]:
@@ -43,13 +49,13 @@ def import_export_packages() -> tuple[Any, Any]:
 
 
 def load_model(source: str) -> Any:
-    """Load a causal language model of transformers in float32, ready to run.
+    """Load a causal language model or an encoder of transformers in float32, ready to run.
 
     Args:
         source: a folder, or the id of a model on the Hugging Face hub.
 
     Raises:
-        InputError: there is no such model, it is not a causal language model, or weights are missing.
+        InputError: there is no such model, it is neither of the two, or weights are missing.
         MissingDependencyError: torch or transformers is not installed.
     """
     torch, transformers = import_export_packages()
@@ -64,11 +70,14 @@ def load_model(source: str) -> Any:
                 file=source,
                 remedy="is config.json there, and whole?" if Path(source).is_dir() else unknown,
             ) from error
-        _check_causal(config, source, transformers)
+        _check_config(config, source)
+        auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
+        more = {"config": config, "dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
         try:
-            model, loading = transformers.AutoModelForCausalLM.from_pretrained(
-                source, config=config, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
-            )
+            model, loading = auto.from_pretrained(source, **more)
+            if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
+                # Trained to fill in masked words, such a checkpoint has no pooler, and embeddings need none.
+                model, loading = auto.from_pretrained(source, add_pooling_layer=False, **more)
         except Exception as error:
             raise InputError(
                 f"the weights cannot be loaded ({reason_of(error)})",
@@ -86,14 +95,42 @@ def load_model(source: str) -> Any:
     return model.eval()
 
 
-def _check_causal(config: Any, source: str, transformers: Any) -> None:
-    wanted = {cls.__name__ for cls in _causal_classes(type(config), transformers)}
-    named = list(getattr(config, "architectures", None) or wanted)
-    if getattr(config, "is_encoder_decoder", False) or not wanted.intersection(named):
+def task_of_config(config: Any) -> TaskName | None:
+    """Return what kind of model a configuration of transformers is of; ``None`` for one that graphopt does not take.
+
+    Causal is what its ``architectures`` name so. Another one is an encoder if transformers can train this kind of model
+    to fill in masked words, which takes a bidirectional one, and the checkpoint is that or the model without a head.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        return None
+    if _is_causal(config):
+        return "causal_lm"
+    _, transformers = import_export_packages()
+    kind, masked = type(config), transformers.MODEL_FOR_MASKED_LM_MAPPING
+    if kind not in masked or getattr(config, "is_decoder", False):
+        return None
+    mappings = (transformers.MODEL_MAPPING, masked, transformers.MODEL_FOR_PRETRAINING_MAPPING)
+    wanted = {cls.__name__ for mapping in mappings for cls in _classes_of(kind, mapping)}
+    return "encoder" if wanted.intersection(getattr(config, "architectures", None) or wanted) else None
+
+
+def _is_causal(config: Any) -> bool:
+    _, transformers = import_export_packages()
+    wanted = {cls.__name__ for cls in _classes_of(type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING)}
+    named = getattr(config, "architectures", None)
+    if not named:
+        return bool(wanted) and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+    return bool(wanted.intersection(named))
+
+
+def _check_config(config: Any, source: str) -> None:
+    if task_of_config(config) is None:
+        named = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
         raise InputError(
-            f"{', '.join(named) or type(config).__name__} is not a causal language model",
+            f"{named} is not a causal language model, and not an encoder",
             file=source,
-            remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM",
+            remedy="graphopt takes decoder-only models, those that transformers loads with AutoModelForCausalLM, and "
+            "encoders such as BERT",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise InputError(
@@ -101,8 +138,7 @@ def _check_causal(config: Any, source: str, transformers: Any) -> None:
         )
 
 
-def _causal_classes(config_type: type, transformers: Any) -> tuple[type, ...]:
-    mapping = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+def _classes_of(config_type: type, mapping: Any) -> tuple[type, ...]:
     if config_type not in mapping:
         return ()
     classes = mapping[config_type]
@@ -121,7 +157,9 @@ def save_companions(source: str, model: Any, folder: Path) -> list[Fact]:
     with quiet():
         if model is not None:
             model.config.save_pretrained(folder)
-            model.generation_config.save_pretrained(folder)
+            if getattr(model, "generation_config", None) is not None:
+                model.generation_config.save_pretrained(folder)
+            _save_settings(source, folder, transformers)
         try:
             transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
         except Exception as error:
@@ -129,6 +167,15 @@ def save_companions(source: str, model: Any, folder: Path) -> list[Fact]:
     if not (folder / "tokenizer.json").is_file():
         return [NO_TOKENIZER(why=NOT_WRITTEN())]
     return []
+
+
+def _save_settings(source: str, folder: Path, transformers: Any) -> None:
+    """Copy what sentence-transformers says of a model on the hub, where it says something."""
+    for name in (POOLING, SENTENCES):
+        found = transformers.utils.cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+        if found is not None:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(found, folder / name)
 
 
 @contextlib.contextmanager

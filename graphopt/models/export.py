@@ -8,13 +8,14 @@ from pathlib import Path
 
 from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
+from graphopt.analysis.ports import past_port
 from graphopt.artifact import COMPANIONS, MODEL, Artifact
 from graphopt.errors import InputError
 from graphopt.facts import Fact
-from graphopt.manifest import Manifest, Source, facts_of_config, installed_versions
-from graphopt.models.checkpoint import NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
+from graphopt.manifest import Manifest, Source, facts_of, installed_versions
+from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.progress import Progress, silent
-from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks import task_of
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
 # would make up an empty tokenizer.
@@ -34,7 +35,7 @@ def export(
     overwrite: bool = False,
     on_stage: Progress = silent,
 ) -> Manifest:
-    """Write the model as an artifact: one float32 graph for prefill and decode, with its tokenizer and configuration.
+    """Write the model as an artifact: one float32 graph, with its tokenizer and configuration.
 
     Args:
         model: the name of a shipped model, a Hugging Face folder, an ``.onnx`` file or a folder that holds one, or the
@@ -47,7 +48,8 @@ def export(
         The manifest; its ``notes`` say what was not there to carry along.
 
     Raises:
-        InputError: there is no such model, it cannot be read, it is no causal language model, or ``output`` is taken.
+        InputError: there is no such model, it cannot be read, it is neither a causal language model nor an encoder, or
+            ``output`` is taken.
         MissingDependencyError: a Hugging Face model needs torch and transformers; an ``.onnx`` file does not.
         VerificationError: the graph does not compute what transformers does.
     """
@@ -83,14 +85,15 @@ def _check_exists(source: str | Path) -> None:
 
 def _from_onnx(path: Path, name: str) -> Artifact:
     opened = artifact.read(path)
+    task = task_of(opened.model.graph)
     try:
-        interface = Interface.of_graph(opened.model.graph)
+        task.check(opened.model.graph)
     except InputError as error:
         raise InputError(error.what, file=path, tensor=error.tensor, remedy=error.remedy) from error
     manifest, notes = opened.manifest, list(opened.manifest.notes)
     if "tokenizer.json" not in opened.companions and not manifest.files:
         notes.append(NO_TOKENIZER(why=NOT_BESIDE()))
-    if not interface.past:
+    if task.caches and not any(past_port(value) is not None for value in opened.model.graph.inputs):
         raise InputError(
             "the graph has no key-value cache, so it cannot generate token by token",
             file=path,
@@ -99,6 +102,7 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     opened.manifest = manifest.model_copy(
         update={
             "source": Source(kind="onnx", name=name) if not manifest.files else manifest.source,
+            "task": task.name,
             "weights": weight_totals(opened.model),
             "versions": manifest.versions or installed_versions(),
             "notes": notes,
@@ -120,9 +124,14 @@ def _from_transformers(source: str, name: str, temporary: Path, say: Progress) -
     program = trace(torch_model, source)
     say("running it against transformers")
     check = check_agreement(torch_model, program)
+    task, loaded = task_of(program.graph), type(torch_model).__name__
+    facts = facts_of(Path(source) if Path(source).is_dir() else temporary, task.name)
+    if task.name == "encoder" and facts.architecture not in (None, loaded):
+        notes.append(NO_HEAD(architecture=facts.architecture, model=loaded))
     manifest = Manifest(
         source=Source(kind="transformers", name=name),
-        model=facts_of_config(companions["config.json"].parent),
+        task=task.name,
+        model=facts,
         checks=[check],
         weights=weight_totals(program),
         notes=notes,

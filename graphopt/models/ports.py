@@ -12,25 +12,33 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, POSITION_IDS, exported_name, past_port
+from graphopt.analysis.ports import (
+    ATTENTION_MASK,
+    INPUT_IDS,
+    POSITION_IDS,
+    TOKEN_TYPE_IDS,
+    exported_name,
+    past_port,
+)
 from graphopt.errors import InputError
 
 BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
 """Names of the dimensions that vary."""
 
-_FIRST_INPUTS = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS)
+_FIRST_INPUTS = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
 
 def name_ports(graph: ir.Graph) -> None:
     """Name inputs, outputs and dimensions of ``graph`` in place, and put the inputs in order.
 
     Args:
-        graph: what ``transformers.exporters.OnnxExporter`` made of a causal language model.
+        graph: what ``transformers.exporters.OnnxExporter`` made of a causal language model or an encoder.
 
     Raises:
         InputError: the graph keeps a state that is not a key-value cache.
     """
     _drop_constant_states(graph)
+    _drop_unused(graph)
     _rename(graph)
     _name_dimensions(graph)
 
@@ -50,6 +58,12 @@ def _drop_constant_states(graph: ir.Graph) -> None:
         graph.inputs.remove(value)
 
 
+def _drop_unused(graph: ir.Graph) -> None:
+    """Drop ``token_type_ids`` where nothing reads it: some architectures take it and leave it."""
+    for value in [value for value in graph.inputs if value.name == TOKEN_TYPE_IDS and not value.uses()]:
+        graph.inputs.remove(value)
+
+
 def _rename(graph: ir.Graph) -> None:
     for value in (*graph.inputs, *graph.outputs):
         name = exported_name(value.name or "")
@@ -57,10 +71,10 @@ def _rename(graph: ir.Graph) -> None:
             value.name = name
         elif value.is_graph_input() and value.name not in _FIRST_INPUTS:
             raise InputError(
-                "the model has an input that is none of tokens, mask, positions and key-value cache",
+                "the model has an input other than tokens, mask, token types, positions and key-value caches",
                 tensor=value.name,
                 shape=None if value.shape is None else [str(dimension) for dimension in value.shape],
-                remedy="graphopt takes decoder-only models in which every layer with a state has a key-value cache",
+                remedy="graphopt takes encoders, and decoder-only models whose only states are key-value caches",
             )
     first = [value for name in _FIRST_INPUTS for value in graph.inputs if value.name == name]
     caches = [value for value in graph.inputs if value not in first]
@@ -71,9 +85,11 @@ def _rename(graph: ir.Graph) -> None:
 def _name_dimensions(graph: ir.Graph) -> None:
     """Name the symbols that torch numbered, everywhere: ``s44`` -> ``batch``, ``s36 + s70`` -> ``past + length``."""
     names: dict[str, str] = {}
+    cached = any(past_port(value) is not None for value in graph.inputs)
     for value in graph.inputs:
         cache = past_port(value) is not None
-        meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: KEYS if value.name == ATTENTION_MASK else LENGTH}
+        columns = KEYS if cached and value.name == ATTENTION_MASK else LENGTH
+        meaning = {0: BATCH, 2: PAST} if cache else {0: BATCH, 1: columns}
         for axis, dimension in enumerate(value.shape or ()):
             # An input that shares the symbol of another (position_ids, every further cache) says the same again.
             if isinstance(dimension, ir.SymbolicDim) and axis in meaning:

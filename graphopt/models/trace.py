@@ -1,18 +1,20 @@
-"""A causal language model of transformers becomes one ONNX graph that serves prefill and decode."""
+"""A model of transformers becomes one ONNX graph; that of a causal language model serves prefill and decode."""
 
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import present_port
+from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, present_port
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.models.checkpoint import import_export_packages, quiet, reason_of
+from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
-from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks import TASKS, TaskName
 
 if TYPE_CHECKING:
     import torch
@@ -29,34 +31,32 @@ _FLAGS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states
 
 
 def trace(model: Any, source: str) -> ir.Model:
-    """Trace ``model`` into one graph: any batch, any number of new tokens, any past, an empty one included.
+    """Trace ``model`` into one graph: any batch, any number of tokens; a causal one with any past, also an empty one.
 
     Args:
         model: as from :func:`load_model`.
         source: where it came from, for messages.
 
     Returns:
-        A graph of opset 23 with the inputs and outputs of :mod:`graphopt.tasks.causal_lm.interface`.
+        A graph of opset 23 with the inputs and outputs of its task, see :mod:`graphopt.tasks`.
 
     Raises:
-        InputError: the exporter fails on it, or the graph has no key-value cache.
+        InputError: the exporter fails on it, or a causal language model has no key-value cache.
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
-    torch, transformers = import_export_packages()
+    torch, _ = import_export_packages()
     exporters = importlib.import_module("transformers.exporters")
-    decompose = importlib.import_module("transformers.exporters.utils").decompose_for_generation
+    task = task_of_config(model.config) or "causal_lm"
     with quiet():
         try:
             exporter = exporters.OnnxExporter()
         except ImportError as error:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
-        # A checkpoint's own settings (beams, static caches, sampling) would change what is traced.
-        model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
         try:
-            decode, inputs = decompose(model, _sample(torch, model), multi_token_decode=True)["decode"]
+            traced, inputs = _SAMPLES[task](torch, model)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
-            program: ir.Model = exporter.export(decode, inputs, config=config).program
+            program: ir.Model = exporter.export(traced, inputs, config=config).program
         except Exception as error:
             raise InputError(
                 f"transformers cannot export this {type(model).__name__} to ONNX ({reason_of(error)})",
@@ -66,14 +66,38 @@ def trace(model: Any, source: str) -> ir.Model:
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_ports(program.graph)
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
-    if not any(present_port(value) is not None for value in program.graph.outputs):
+    if TASKS[task].caches and not any(present_port(value) is not None for value in program.graph.outputs):
         raise InputError(
             f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
             file=source,
-            remedy="is it a bidirectional model? graphopt takes decoder-only models",
+            remedy="is it a bidirectional model that calls itself causal?",
         )
-    Interface.of_graph(program.graph)
+    TASKS[task].check(program.graph)
     return program
+
+
+def _decoding(torch: Any, model: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the part of a causal language model that takes several new tokens and a cache, and inputs for it."""
+    transformers = importlib.import_module("transformers")
+    decompose = importlib.import_module("transformers.exporters.utils").decompose_for_generation
+    # A checkpoint's own settings (beams, static caches, sampling) would change what is traced.
+    model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+    traced, inputs = decompose(model, _sample(torch, model), multi_token_decode=True)["decode"]
+    return traced, inputs
+
+
+def _encoding(torch: Any, model: Any) -> tuple[Any, dict[str, Any]]:
+    """Return an encoder and inputs for it."""
+    inputs = _sample(torch, model)
+    if TOKEN_TYPE_IDS in inspect.signature(model.forward).parameters:
+        inputs[TOKEN_TYPE_IDS] = torch.zeros_like(inputs[INPUT_IDS])
+    return model, inputs
+
+
+_SAMPLES: dict[TaskName, Callable[[Any, Any], tuple[Any, dict[str, Any]]]] = {
+    "causal_lm": _decoding,
+    "encoder": _encoding,
+}
 
 
 def _sample(torch: Any, model: Any) -> dict[str, torch.Tensor]:
@@ -81,7 +105,7 @@ def _sample(torch: Any, model: Any) -> dict[str, torch.Tensor]:
     ids = torch.arange(_BATCH * _PAST).reshape(_BATCH, _PAST) % model.config.get_text_config().vocab_size
     mask = torch.ones_like(ids)
     mask[0, 0] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {INPUT_IDS: ids, ATTENTION_MASK: mask}
 
 
 def _varying(torch: Any, value: Any) -> Any:

@@ -83,7 +83,7 @@ class Task(abc.ABC):
     compared: ClassVar[str]
     output: ClassVar[str]
     caches: ClassVar[bool]
-    why_no_genai: ClassVar[str | None] = None
+    why_no_genai: ClassVar[Fact | None] = None
 
     @abc.abstractmethod
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:

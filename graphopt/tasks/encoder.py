@@ -83,6 +83,11 @@ class EncoderInterface:
         shape = self.outputs[HIDDEN].shape
         return shape[-1] if shape else None
 
+    @property
+    def takes_padding(self) -> bool:
+        """Whether texts of different length can share a batch."""
+        return ATTENTION_MASK in self.inputs
+
     def feeds(self, input_ids: IntArray, attention_mask: IntArray, *, padded: bool = True) -> dict[str, Array]:
         """Return what to feed.
 
@@ -94,7 +99,7 @@ class EncoderInterface:
         Raises:
             InputError: there is padding, and the graph has no ``attention_mask``.
         """
-        if padded and ATTENTION_MASK not in self.inputs and not attention_mask.all():
+        if padded and not self.takes_padding and not attention_mask.all():
             raise InputError(
                 f"this graph has no {ATTENTION_MASK} input, so texts of different length cannot share a batch",
                 remedy="run the texts one by one",
@@ -151,7 +156,7 @@ class Encoder(Task):
     compared: ClassVar[str] = "hidden states"
     output: ClassVar[str] = HIDDEN
     caches: ClassVar[bool] = False
-    why_no_genai: ClassVar[str | None] = "an encoder makes hidden states, and onnxruntime-genai makes text"
+    why_no_genai: ClassVar[Fact | None] = NO_TEXT()
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
