@@ -90,10 +90,11 @@ def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
 def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_path: Path) -> None:
     from graphopt import artifact
     from graphopt.tasks.causal_lm.interface import Interface
+    from graphopt.tasks.causal_lm.probe import CausalProbe
 
     model = artifact.read(llama_artifact).model
     verifier = started(model, tmp_path)
-    assert (equivalence.Probe.of(Interface.of_graph(model.graph)).attention_mask == 0).sum() == 3
+    assert (CausalProbe.of(Interface.of_graph(model.graph)).attention_mask == 0).sum() == 3
     # what an Attention that forgets its mask gets wrong shows only behind padding and in the second call
     for node in [node for node in model.graph if node.op_type == "Attention"]:
         node.replace_input_with(3, None)
