@@ -152,7 +152,11 @@ class MaskEvaluator:
             if array.dtype != np.bool_ and (array[visible] != 0).any():
                 return "it adds a bias to visible scores"
             left = [meaning for meaning in left if _same(visible, instance.seen(meaning))]
-        return left[0] if left else "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)"
+        return (
+            left[0]
+            if left
+            else "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)"
+        )
 
     def window(self, mask: ir.Value, *, is_causal: bool) -> int | str:
         """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
