@@ -1,7 +1,7 @@
 // Products of llama.cpp's ggml through its public C API: one graph of `copies` products, each with an x of its own.
 //
 // The weights go where llama.cpp would put them: into the CPU's extra buffer types (weights rearranged for the
-// processor's vectors) where one of those takes the product, else, or if `plain` is asked for, into an ordinary buffer.
+// processor's vectors) where one of those takes the product; otherwise, or with `plain`, into an ordinary buffer.
 
 #include <stdint.h>
 #include <stdlib.h>

@@ -41,7 +41,7 @@ static void *work(void *argument) {
     return NULL;
 }
 
-// Memory, on huge pages if asked for and granted, and touched: what is read must not be the shared page of zeros.
+// Memory, on huge pages if requested and granted, and touched: reads must not hit the shared page of zeros.
 void *memory_new(size_t bytes, int huge) {
     void *memory = NULL;
     if (posix_memalign(&memory, 1 << 21, bytes) != 0) {

@@ -27,12 +27,12 @@ inline T number(Half half) {
   const uint32_t exponent_and_fraction = static_cast<uint32_t>(half.bits & 0x7fff) << 13;
   // Read as a float, its exponent is 112 too small; the product also gives subnormal numbers their value.
   const float magnitude = bits_of<float>(exponent_and_fraction) * 0x1p112f;
-  const uint32_t special = (half.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // infinite or no number
+  const uint32_t special = (half.bits & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // infinity or NaN
   const uint32_t sign = static_cast<uint32_t>(half.bits & 0x8000) << 16;
   return bits_of<float>(bits_of<uint32_t>(magnitude) | special | sign);
 }
 
-// To the nearest float16, to the even one of two that are equally near.
+// Rounds to the nearest float16, ties to even.
 template <typename Stored>
 inline Half stored(float value) {
   const uint32_t bits = bits_of<uint32_t>(value), sign = bits >> 31 << 15, magnitude = bits & 0x7fffffff;
@@ -41,7 +41,7 @@ inline Half stored(float value) {
   // Subnormal ones: adding 0.5 moves their last place to the end of a float's fraction, and the addition rounds.
   const uint32_t subnormal = bits_of<uint32_t>(bits_of<float>(magnitude) + 0.5f) - 0x3f000000u;
   uint32_t half = magnitude < 0x38800000u ? subnormal : normal;
-  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // what rounds to more than the largest is infinite
+  half = magnitude >= 0x477ff000u ? 0x7c00u : half;  // overflow becomes infinity
   half = magnitude > 0x7f800000u ? 0x7e00u : half;
   return Half{static_cast<uint16_t>(half | sign)};
 }

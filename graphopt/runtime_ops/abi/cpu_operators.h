@@ -1,4 +1,4 @@
-// The operators of libgraphopt_ops, which the library for GPUs hands to onnxruntime along with its own: onnxruntime
+// The operators of libgraphopt_ops. The library for GPUs registers them along with its own, since onnxruntime
 // takes a domain from one library only.
 #pragma once
 

@@ -9,7 +9,7 @@ namespace {
 bool has(Instructions instructions) {
   if (instructions == Instructions::kScalar) return true;
 #if defined(__x86_64__)
-  // these ask the system too whether it saves the wide registers
+  // these also check that the operating system saves the wide registers
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (instructions == Instructions::kAvx2) return avx2;
   return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&

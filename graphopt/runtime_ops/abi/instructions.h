@@ -10,8 +10,8 @@ namespace graphopt {
 
 enum class Instructions { kScalar, kAvx2, kAvx512 };
 
-// The widest that this machine has, or what GRAPHOPT_OPS_ISA (scalar, avx2, avx512) asks for where the machine has it.
-// Returns false where it asks for something else, or for what this machine or this build has not.
+// The widest set that this machine supports, or the one that GRAPHOPT_OPS_ISA (scalar, avx2, avx512) names. Returns
+// false where that is unknown, or unsupported by this machine or this build.
 bool choose_instructions(Instructions* chosen);
 
 constexpr char kWrongInstructions[] =

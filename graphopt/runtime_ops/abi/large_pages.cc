@@ -20,7 +20,7 @@ constexpr size_t round_up(size_t bytes, size_t to) { return (bytes + to - 1) / t
 
 }  // namespace
 
-// What is smaller than a page shares one with its neighbours, so several copies lie in one block.
+// Copies smaller than a page share pages, so one block holds several of them.
 struct LargeCopy::Block {
   char* mapped;
   size_t mapped_bytes, bytes, used = 0, copies = 0;

@@ -10,8 +10,8 @@
 
 namespace graphopt {
 
-// Asks the system for pages of 2 MiB under what is read from end to end, call after call: a page that is walked through
-// costs a look into its tables. Where it does not do so, nothing changes.
+// Asks the system for pages of 2 MiB under memory that every call reads from end to end: each page costs a look into
+// the page tables. Where the system refuses, nothing changes.
 inline void prefer_large_pages(const void* memory, size_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
@@ -27,8 +27,8 @@ inline void prefer_large_pages(const void* memory, size_t bytes) {
 #endif
 }
 
-// A copy of what lies in a file, in memory of large pages: a file that is mapped has small ones. It lives as long as
-// this.
+// A copy of a file's data in memory of large pages, since a mapped file has small ones. It lives as long as this
+// object.
 class LargeCopy {
  public:
   LargeCopy() = default;
@@ -36,7 +36,7 @@ class LargeCopy {
   LargeCopy& operator=(const LargeCopy&) = delete;
   ~LargeCopy();
 
-  // Where the copy is, at a multiple of 64; `from` itself where the system has no large pages. Called once.
+  // The copy's address, a multiple of 64; `from` itself where the system has no large pages. Called once.
   const void* of(const void* from, size_t bytes);
 
  private:

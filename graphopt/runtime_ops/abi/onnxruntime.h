@@ -2,7 +2,7 @@
 //
 // OrtApi is a table of function pointers. A function keeps its position for good once a version has shipped, so a view
 // of the table with the few positions we call is all we need. We ask for version 17, which onnxruntime has had since
-// 1.17: a library that asks for more than the runtime has does not load.
+// 1.17: a library that requests a newer version than the runtime's does not load.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@
 
 extern "C" {
 
-struct OrtStatus;  // null means that all went well
+struct OrtStatus;  // null means success
 struct OrtValue;
 struct OrtKernelInfo;
 struct OrtKernelContext;
@@ -22,7 +22,7 @@ struct OrtMemoryInfo;
 struct OrtAllocator;
 
 struct OrtApi {
-  void* functions[1];  // and more: those of the version that was asked for
+  void* functions[1];  // and more, as many as the requested version has
 };
 
 struct OrtApiBase {
@@ -31,7 +31,7 @@ struct OrtApiBase {
 };
 
 // What an operator is, as onnxruntime reads it at version 17. The order and number of the fields are the ABI; later
-// versions only add fields behind these, and `version` says that they are not there.
+// versions only add fields behind these, and `version` marks them as absent.
 struct OrtCustomOp {
   uint32_t version;
   void* (*CreateKernel)(const OrtCustomOp*, const OrtApi*, const OrtKernelInfo*);
@@ -110,7 +110,7 @@ using KernelContextGetAllocator =
 using KernelContextParallelFor =
     Function<274, OrtStatus*, const OrtKernelContext*, void (*)(void*, size_t), size_t, size_t, void*>;
 
-// Since 1.18, for those who ask for that version.
+// Since 1.18, where that version was requested.
 constexpr uint32_t kScratchVersion = 18;
 using KernelContextGetScratchBuffer =
     Function<277, OrtStatus*, const OrtKernelContext*, const OrtMemoryInfo*, size_t, void**>;

@@ -1,4 +1,4 @@
-// Memory that tasks leave for the next ones.
+// Memory that tasks reuse one after another.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@ class Pool {
   };
 
  public:
-  // Bytes at a multiple of 64 for as long as it lives; null where there is no memory.
+  // Bytes at a multiple of 64, valid for the loan's lifetime; null where out of memory.
   class Loan {
    public:
     Loan(Pool& pool, size_t bytes) : pool_(pool), piece_(pool.take(bytes)) {
@@ -41,13 +41,13 @@ class Pool {
   };
 
  private:
-  static constexpr size_t kPieces = 16;  // what more threads than that leave is freed
+  static constexpr size_t kPieces = 16;  // pieces beyond that many are freed
 
   Piece* take(size_t bytes) {
     for (std::atomic<Piece*>& left : left_) {
       Piece* const piece = left.load(std::memory_order_relaxed) ? left.exchange(nullptr) : nullptr;
       if (piece && piece->bytes >= bytes) return piece;
-      std::free(piece);  // sizes grow with a cache: a piece that is too small stays so
+      std::free(piece);  // sizes grow with a cache, so a piece that is too small will not fit later either
     }
     void* memory = nullptr;
     if (bytes > SIZE_MAX / 2 || posix_memalign(&memory, kAlignment, bytes + kAlignment)) return nullptr;

@@ -1,4 +1,4 @@
-// What a library does when onnxruntime asks for its operators.
+// Registering a library's operators with onnxruntime.
 #pragma once
 
 #include "abi/onnxruntime.h"
@@ -15,8 +15,8 @@ constexpr Operators operators(const OrtCustomOp* const (&ops)[Count]) {
   return {ops, Count};
 }
 
-// Adds to `domain`, and makes it where it is null; false where onnxruntime does not take them. onnxruntime reads a
-// domain as long as a session lives whose options have it: one for the whole process, never released.
+// Adds operators to `domain`, creating it if null; false where onnxruntime refuses. onnxruntime reads a domain as long
+// as any session lives whose options hold it, so there is one for the whole process, never released.
 inline bool add(const OrtApi* api, const Operators* lists, size_t count, OrtCustomOpDomain** domain) {
   OrtStatus* failure = *domain ? nullptr : CreateCustomOpDomain::call(api, "ai.graphopt", domain);
   for (size_t list = 0; list < count; ++list) {
@@ -28,7 +28,7 @@ inline bool add(const OrtApi* api, const Operators* lists, size_t count, OrtCust
   return !failure;
 }
 
-// Hands the domain that make() makes, once, to a session's options; make() returns null where onnxruntime takes none.
+// Adds the domain, created once by make(), to a session's options; make() returns null where onnxruntime refuses.
 template <typename Make>
 OrtStatus* register_operators(OrtSessionOptions* options, const OrtApiBase* base, uint32_t version, const char* needs,
                               Make make) {

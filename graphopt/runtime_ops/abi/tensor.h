@@ -9,14 +9,14 @@
 
 #include "abi/onnxruntime.h"
 
-// Hands a failure on to onnxruntime, which reports it.
+// Passes a failure on to onnxruntime, which reports it.
 #define GRAPHOPT_RETURN_IF_ERROR(expression) \
   if (OrtStatus* failure = (expression)) return failure
 
 namespace graphopt {
 
-// Makes UTF-8 of what a file says or what was cut off, as those who catch the error take it for that: a byte that
-// belongs to no whole character becomes a question mark.
+// Makes valid UTF-8 of text from a file, possibly truncated, since callers decode error messages as UTF-8: a byte that
+// is not part of a whole character becomes a question mark.
 inline void make_utf8(char* text) {
   constexpr uint32_t kLeast[] = {0, 0x80, 0x800, 0x10000};
   for (auto* at = reinterpret_cast<unsigned char*>(text); *at;) {
@@ -49,15 +49,15 @@ struct Tensor {
                      : CreateStatus::call(api, kFail, "no memory for a shape");
     }
     ReleaseTensorTypeAndShapeInfo::call(api, info);
-    // The function hands out a pointer to write to, but takes any value; inputs are only read.
+    // The function returns a mutable pointer but accepts any value; inputs are only read.
     return status ? status : GetTensorMutableData::call(api, const_cast<OrtValue*>(value), &data);
   }
 };
 
-// What an operator knows about its node for as long as the session lives.
+// An operator's node; lives as long as the session.
 struct Node {
   const OrtApi* api = nullptr;
-  char name[256] = "?";  // a longer name is cut off
+  char name[256] = "?";  // a longer name is truncated
 
   OrtStatus* read(const OrtApi* given, const OrtKernelInfo* info) {
     api = given;
@@ -70,7 +70,7 @@ struct Node {
     return nullptr;
   }
 
-  // An attribute of the node; `missing` hands back our own words where it is not there or of another type.
+  // An attribute of the node; `missing` returns our own message where it is absent or of another type.
   OrtStatus* read_attribute(const OrtKernelInfo* info, const char* attribute, int64_t* value) const {
     return missing(KernelInfoGetAttributeInt::call(api, info, attribute, value), attribute, "an integer");
   }
@@ -81,11 +81,11 @@ struct Node {
     constexpr const char* kType = "a short string";
     OrtStatus* read = KernelInfoGetAttributeString::call(api, info, attribute, text, &size);
     GRAPHOPT_RETURN_IF_ERROR(missing(read, attribute, kType));
-    // a string may go on behind a 0
+    // a string may contain a 0
     if (std::strlen(text) + 1 == size) return nullptr;
     return error("its attribute %s must be there, and be %s", attribute, kType);
   }
-  // The same of an attribute that a node need not have: then the value stays.
+  // The same for an optional attribute: `value` is unchanged where it is absent.
   template <typename Value>
   OrtStatus* read_optional(const OrtKernelInfo* info, const char* attribute, Value* value) const {
     Value given{};
@@ -94,7 +94,7 @@ struct Node {
       *value = given;
       return nullptr;
     }
-    // onnxruntime has one code for all that may be wrong
+    // onnxruntime has one error code for every cause
     const bool absent = std::strstr(GetErrorMessage::call(api, failure), "No attribute with name");
     ReleaseStatus::call(api, failure);
     return absent ? nullptr : error("its attribute %s is of another type than it must be", attribute);
@@ -127,7 +127,7 @@ struct Node {
     return read_numbers(value, input, tensor);
   }
 
-  // External data lies where the file says, and what a caller binds where it likes; kernels read whole numbers.
+  // External data and bound buffers can have any address; kernels need aligned numbers.
   OrtStatus* read_numbers(const OrtValue* value, const char* input, Tensor* tensor) const {
     GRAPHOPT_RETURN_IF_ERROR(tensor->read(api, value));
     const size_t bytes = tensor->type == kDouble ? 8 : tensor->type == kFloat ? 4 : tensor->type == kFloat16 ? 2 : 1;

@@ -1,4 +1,4 @@
-// Memory for those who keep caches on the device: see c_interface.h.
+// Memory for caches on the device: see c_interface.h.
 #include "cuda/c_interface.h"
 #include "cuda/launch.h"
 
@@ -15,7 +15,7 @@ void graphopt_cuda_free(void* memory) { cudaFree(memory); }
 
 const char* graphopt_cuda_copy(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t bytes,
                                size_t rows) {
-  // not cudaMemcpy2D, whose pitches end at 2^31
+  // not cudaMemcpy2D, whose pitches must be below 2^31
   for (size_t row = 0; row < rows; ++row) {
     void* const target = static_cast<char*>(to) + row * to_pitch;
     const void* const source = static_cast<const char*>(from) + row * from_pitch;

@@ -1,10 +1,9 @@
 // The CUDA operators without onnxruntime: what tests, tools/bench_cuda.py and the operators for onnxruntime call alike.
 //
-// Each call starts kernels on a stream (a cudaStream_t; null for CUDA's own) and returns before they are done. It
-// returns null, or what went wrong, in words that live until the thread's next call. All pointers are to memory of the
-// device, at multiples of 16 bytes, unless the word "host" stands beside them; scratch holds as many bytes as
-// ..._scratch says, and may be null where that is 0. No kernel allocates. Callers check shapes; codes are never
-// trusted.
+// Each call starts kernels on a stream (a cudaStream_t; null for the default one) and returns before they are done. It
+// returns null or an error message, which is valid until the thread's next call. All pointers are to device memory, at
+// multiples of 16 bytes, unless marked "host"; scratch holds as many bytes as ..._scratch returns, and may be null
+// where that is 0. No kernel allocates. Callers check shapes; codes are never trusted.
 //
 // tests/runtime_ops/cuda/interface.py states the same structs for Python.
 #pragma once
@@ -49,8 +48,8 @@ struct GraphoptHadamard {
 GRAPHOPT_PUBLIC size_t graphopt_cuda_hadamard_scratch(const struct GraphoptHadamard* call);
 GRAPHOPT_PUBLIC const char* graphopt_cuda_hadamard(const struct GraphoptHadamard* call, void* stream);
 
-// Memory of the device for those who keep caches there. These return when they are done; the kernels that use the memory
-// must be done before.
+// Device memory for caches. These functions return when they are done; kernels that use the memory must have finished
+// before.
 GRAPHOPT_PUBLIC const char* graphopt_cuda_allocate(void** memory, size_t bytes);  // zeros, at a multiple of 256 bytes
 GRAPHOPT_PUBLIC void graphopt_cuda_free(void* memory);
 // Copies `rows` runs of bytes that begin a pitch apart; each side may be memory of the host or of the device. The two

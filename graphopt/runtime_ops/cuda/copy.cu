@@ -5,7 +5,7 @@
 namespace graphopt {
 #if defined(__CUDACC__)
 const char* copy_to_device(void* device, const void* host, size_t bytes, void* stream) {
-  // Of memory that is not pinned, CUDA has taken its own copy when the call returns.
+  // Memory that is not pinned has been staged by CUDA when the call returns.
   return said(cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, static_cast<cudaStream_t>(stream)));
 }
 

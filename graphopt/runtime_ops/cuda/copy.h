@@ -1,17 +1,17 @@
-// Copies between host and device, for what a kernel is made of.
+// Copies between host and device, for a kernel's constants.
 #pragma once
 
 #include <cstddef>
 
 namespace graphopt {
 
-// In the order of the stream; the host's memory may be given up at once. Null, or what went wrong.
+// In the order of the stream; the host's memory may be freed at once. Returns null or an error.
 const char* copy_to_device(void* device, const void* host, size_t bytes, void* stream);
-// Waits until it is done.
+// Waits until the copy is done.
 const char* copy_to_host(void* host, const void* device, size_t bytes, void* stream);
-// Of memory that does not overlap; it is done in the order of the stream.
+// Source and destination must not overlap; runs in the order of the stream.
 const char* copy_on_device(void* to, const void* from, size_t bytes, void* stream);
-// Waits for all that the stream was given.
+// Waits for all work of the stream.
 const char* wait_for(void* stream);
 
 }  // namespace graphopt

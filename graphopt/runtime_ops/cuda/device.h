@@ -1,5 +1,5 @@
-// What kernels want of CUDA, and all they may use of it: the same kernel compiles with nvcc for a GPU, and as plain C++
-// for host.h, which interprets it thread by thread, so that tests run it on any machine.
+// All of CUDA that kernels may use: the same kernel compiles with nvcc for a GPU, and as plain C++ for host.h, which
+// interprets it thread by thread, so that tests run it on any machine.
 //
 // A kernel takes one struct by value, its blocks have one dimension and a multiple of 32 threads, and all shared memory
 // is dynamic. Whatever has "all lanes" in its comment must be reached by the 32 lanes of a warp together.
@@ -81,7 +81,7 @@ GRAPHOPT_DEVICE unsigned thread_count() {
 GRAPHOPT_DEVICE int lane() { return static_cast<int>(thread_index().x % kWarp); }
 GRAPHOPT_DEVICE int warp() { return static_cast<int>(thread_index().x / kWarp); }
 
-// The block's dynamic shared memory, at a multiple of 128 bytes; it starts with anything in it.
+// The block's dynamic shared memory, at a multiple of 128 bytes; uninitialized.
 GRAPHOPT_DEVICE char* shared_memory() {
 #if defined(__CUDACC__)
   extern __shared__ __align__(128) char graphopt_shared_memory[];
@@ -130,7 +130,7 @@ GRAPHOPT_DEVICE T shuffle_xor(T value, int mask) {
 #endif
 }
 
-// Bit i says what lane i gave. All lanes.
+// Bit i is lane i's value. All lanes.
 GRAPHOPT_DEVICE uint32_t ballot(bool value) {
 #if defined(__CUDACC__)
   return __ballot_sync(0xffffffffu, value);
@@ -156,7 +156,7 @@ GRAPHOPT_DEVICE T reduce_max(T value) {
   return value;
 }
 
-// Adds in global or shared memory and returns what was there before; the order among threads is anyone's, so integers
+// Adds in global or shared memory and returns the previous value; the order among threads is undefined, so integers
 // only.
 GRAPHOPT_DEVICE int32_t atomic_add(int32_t* at, int32_t value) {
 #if defined(__CUDACC__)
@@ -173,7 +173,7 @@ GRAPHOPT_DEVICE uint32_t atomic_add(uint32_t* at, uint32_t value) {
 #endif
 }
 
-// What this thread wrote before is seen by every thread of the grid that sees what it writes behind.
+// A thread of the grid that sees a write of this thread after the fence also sees those before it.
 GRAPHOPT_DEVICE void fence() {
 #if defined(__CUDACC__)
   __threadfence();

@@ -6,7 +6,7 @@ const OrtApi* device_api = nullptr;
 
 DeviceMemory::~DeviceMemory() {
   if (!allocator_) return;
-  // Nobody can be told of what goes wrong here.
+  // An error here cannot be reported.
   if (data_) ReleaseStatus::call(device_api, AllocatorFree::call(device_api, allocator_, data_));
   ReleaseAllocator::call(device_api, allocator_);
 }
@@ -26,7 +26,7 @@ OrtStatus* DeviceMemory::copy_of(const Node& node, const OrtKernelInfo* info, co
 
 DeviceCall::~DeviceCall() {
   if (!allocator_) return;
-  // The allocator knows the stream: what it hands out next is used behind the kernels that were started.
+  // The allocator is ordered by the stream: memory it reuses is touched only after the kernels already started.
   ReleaseStatus::call(device_api, AllocatorFree::call(device_api, allocator_, scratch_));
   ReleaseAllocator::call(device_api, allocator_);
 }
@@ -43,7 +43,7 @@ OrtStatus* DeviceCall::begin(OrtKernelContext* context, const OrtValue* near, si
   OrtStatus* failure = KernelContextGetScratchBuffer::call(device_api, context, memory, bytes, &scratch_);
   if (failure || !scratch_) {
     ReleaseAllocator::call(device_api, allocator);
-    return failure ? failure : CreateStatus::call(device_api, kFail, "no memory of the device for scratch");
+    return failure ? failure : CreateStatus::call(device_api, kFail, "out of device memory for scratch");
   }
   allocator_ = allocator;
   return nullptr;

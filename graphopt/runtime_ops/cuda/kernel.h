@@ -19,7 +19,7 @@ constexpr const char* kProvider = "CUDAExecutionProvider";
 extern const OrtApi* device_api;
 
 // Kernel: as for custom_op(), and host_input(index): whether an input stays in memory of the host. Such are those that
-// the host must read, like lengths; a constant that is copied to the device in another order costs no memory there.
+// the host must read, like lengths, and constants that are copied to the device in another layout.
 template <typename Kernel, int Type>
 OrtCustomOp cuda_op() {
   OrtCustomOp op = custom_op<Kernel, Type>();
@@ -30,11 +30,11 @@ OrtCustomOp cuda_op() {
   return op;
 }
 
-// Hands on what the C interface or a copy says, with the node's name.
+// Passes on an error of the C interface or of a copy, with the node's name.
 #define GRAPHOPT_RETURN_IF_SAID(node, expression) \
   if (const char* said = (expression)) return (node).error("%s", said)
 
-// Memory of the device that lives as long as a kernel.
+// Device memory that lives as long as a kernel.
 class DeviceMemory {
  public:
   DeviceMemory() = default;
@@ -53,7 +53,7 @@ class DeviceMemory {
   void* data_ = nullptr;
 };
 
-// What one call of a kernel has of the device: the provider's stream, and scratch that the next call may have again.
+// A kernel call's share of the device: the provider's stream, and scratch that the next call may reuse.
 class DeviceCall {
  public:
   DeviceCall() = default;
@@ -64,7 +64,7 @@ class DeviceCall {
   // `near`: an input or output that is on the device; bytes: of scratch, which may be 0. Called once.
   OrtStatus* begin(OrtKernelContext* context, const OrtValue* near, size_t bytes);
   void* stream() const { return stream_; }
-  void* scratch() const { return scratch_; }  // at a multiple of 256; null where there is none
+  void* scratch() const { return scratch_; }  // at a multiple of 256; null if there is no scratch
 
  private:
   void* stream_ = nullptr;

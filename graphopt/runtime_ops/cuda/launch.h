@@ -6,7 +6,7 @@
 namespace graphopt {
 
 #if defined(__CUDACC__)
-// What went wrong, or null; who asks CUDA for its last error next is not told of it again.
+// CUDA's last error or null; clears it.
 inline const char* said(cudaError_t status) {
   if (status == cudaSuccess) return nullptr;
   cudaGetLastError();
@@ -18,18 +18,18 @@ inline const char* said(cudaError_t status) {
 constexpr size_t kSharedBytes = 163 * 1024;
 constexpr unsigned kThreads = 1024;
 
-// Why a launch of this size cannot be; null where it can.
+// Why a launch of this size is impossible; null if it is possible.
 inline const char* refusal(Index3 grid, unsigned threads, size_t shared_bytes) {
   if (!threads || threads % kWarp || threads > kThreads) {
     return "a block must have a multiple of 32 threads, at most 1024";
   }
   if (!grid.x || !grid.y || !grid.z) return "a grid must have blocks";
-  if (grid.x > 0x7fffffffu || grid.y > 0xffffu || grid.z > 0xffffu) return "a grid has more blocks than CUDA takes";
+  if (grid.x > 0x7fffffffu || grid.y > 0xffffu || grid.z > 0xffffu) return "a grid has more blocks than CUDA allows";
   return shared_bytes > kSharedBytes ? "a block must have at most 163 KiB of shared memory" : nullptr;
 }
 
-// Starts kernel(arguments) on the stream; null, or what went wrong. A stream is a cudaStream_t, null for CUDA's own;
-// the interpreter has none, and is done when it returns.
+// Starts kernel(arguments) on the stream; returns null or an error. A stream is a cudaStream_t, null for the default
+// one; the interpreter has none, and has finished when it returns.
 template <typename Arguments>
 const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
                    Arguments arguments) {

@@ -30,8 +30,8 @@ GRAPHOPT_DEVICE Word4 load16(const void* from) {
 #endif
 }
 
-// Of global memory that nobody writes while the kernel runs and that is read once, such as weights: it goes past L1 and
-// is the first to leave L2.
+// For global memory that is constant while the kernel runs and read once, such as weights: bypasses L1 and is evicted
+// first from L2.
 GRAPHOPT_DEVICE Word4 load16_once(const void* from) {
 #if defined(__CUDACC__)
   uint32_t a, b, c, d;

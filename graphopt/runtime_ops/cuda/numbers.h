@@ -1,7 +1,7 @@
 // float16, bfloat16 and arithmetic on packed numbers, with the same bits on a GPU and on the host; device.h includes
 // this.
 //
-// The compiler contracts nothing (-fmad=false, -ffp-contract=off): what must be rounded once says multiply_add.
+// The compiler contracts nothing (-fmad=false, -ffp-contract=off): use multiply_add for a single rounding.
 #pragma once
 
 #include <type_traits>
@@ -49,8 +49,8 @@ GRAPHOPT_BOTH float to_float(Half half) {
 }
 GRAPHOPT_BOTH float to_float(BFloat16 value) { return float_of_bits(static_cast<uint32_t>(value.bits) << 16); }
 
-// To the nearest float16 or bfloat16, to the even one of two that are equally near; a NaN becomes the one with all bits
-// set but the sign, as on a GPU.
+// Rounds to the nearest float16 or bfloat16, ties to even; a NaN becomes the one with all bits set but the sign, as on
+// a GPU.
 GRAPHOPT_BOTH Half half_of(float value) {
 #if defined(__CUDA_ARCH__)
   Half half;
@@ -96,7 +96,7 @@ GRAPHOPT_DEVICE float multiply_add(float a, float b, float c) {
 #endif
 }
 
-// To the nearest integer, to the even one of two; what no int32 holds becomes the nearest one that does, and a NaN 0.
+// Rounds to the nearest integer, ties to even; saturates to int32, and NaN becomes 0.
 GRAPHOPT_DEVICE int32_t round_to_int(float value) {
 #if defined(__CUDACC__)
   return __float2int_rn(value);

@@ -124,10 +124,10 @@ def test_what_it_cannot_do_is_an_error(kernels: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match="float32, float16 and bfloat16"):
         interface.check(kernels.graphopt_cuda_hadamard(ctypes.byref(call), None))
     call.type, call.left.inner = 1, 6
-    with pytest.raises(RuntimeError, match="a factor has no such orders"):
+    with pytest.raises(RuntimeError, match=r"a factor must be of orders 2\^i, core and 2\^j"):
         interface.check(kernels.graphopt_cuda_hadamard(ctypes.byref(call), None))
     call.left.inner, call.left.parts[1] = 8, 3
-    with pytest.raises(RuntimeError, match="a factor has no such parts"):
+    with pytest.raises(RuntimeError, match="orders of a core's parts must multiply"):
         interface.check(kernels.graphopt_cuda_hadamard(ctypes.byref(call), None))
 
 

@@ -16,7 +16,7 @@ struct Factor {
   // How output k of the product with B sums up, where there is a D, and with C where there is none: bit r of
   // codes[k * groups + g] is set where entry [4 g + r][k] is -1. Null where the core is the 1 x 1 matrix [1].
   const uint8_t* codes = nullptr;
-  const int8_t* diagonal = nullptr;  // of D; null where there is none
+  const int8_t* diagonal = nullptr;  // of D; null if there is none
   // q where C is what Paley's second construction makes of the integers modulo q, and q is one of PaleyPrimes; else 0.
   size_t paley = 0;
 

@@ -14,7 +14,7 @@
 namespace graphopt {
 namespace {
 
-// What the next run will read, on its way into L2 a line at a time while this one is added up.
+// Prefetches the next run's input into L2, a line at a time, while this one is summed.
 struct Ahead {
   uintptr_t at = 0, end = 0;
 
@@ -114,7 +114,7 @@ void core(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ah
   }
 }
 
-// Takes rows of a strip to memory, and asks for as many lines ahead.
+// Writes rows of a strip to memory, and prefetches as many lines.
 template <typename V, typename T>
 struct Put {
   T* to;

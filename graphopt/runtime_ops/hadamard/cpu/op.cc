@@ -17,7 +17,7 @@ namespace {
 enum Input : size_t { kX, kLeft, kRight };
 constexpr const char* kNames[] = {"x", "left", "right"};
 
-// The least that is worth a task of its own, and the least that the caches need not keep; in numbers and in bytes.
+// The smallest task worth running separately, in numbers, and the smallest output that bypasses the caches, in bytes.
 constexpr size_t kTask = 16384;
 constexpr size_t kStreaming = size_t{8} << 20;
 

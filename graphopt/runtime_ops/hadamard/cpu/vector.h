@@ -1,4 +1,4 @@
-// Vectors of as many bytes as GRAPHOPT_VECTOR_BYTES says, or single numbers where it says nothing.
+// Vectors of GRAPHOPT_VECTOR_BYTES bytes, or single numbers where it is undefined.
 //
 // Every operation here is exact or rounds each number by itself, in the same order for every width: so all widths give
 // the same bits. No function of the standard library is called: the linker could keep the copy that was compiled for
@@ -26,7 +26,7 @@ struct Wide {
 #endif
 };
 
-// Vectors even where no instructions are asked for: of 16 bytes, which the compiler takes apart where it has to.
+// Vectors of 16 bytes even without a set of instructions: the compiler splits them where it has to.
 template <typename T>
 struct Narrow {
 #if defined(GRAPHOPT_VECTOR_BYTES)
@@ -85,7 +85,7 @@ inline Wide<double>::type butterfly_inside(Wide<double>::type v) {
 }
 #endif
 
-// Ones that the compiler does not know to be ones.
+// Ones that the compiler cannot constant-fold.
 template <typename V>
 inline V ones() {
   V one = V{} + 1;
@@ -123,7 +123,7 @@ inline V minus_times(V total, V x, [[maybe_unused]] V one) {
 }
 
 #if defined(__AVX512F__)
-// A line past the caches; fence() has to follow the last one.
+// Writes a line past the caches; fence() must follow the last one.
 template <typename V>
 inline void stream_line(void* to, V v) {
   _mm512_stream_si512(static_cast<__m512i*>(to), reinterpret_cast<__m512i>(v));
@@ -153,7 +153,7 @@ inline void fence() {
 #endif
 }
 
-// A copy past the caches, for what nobody reads soon.
+// A copy that bypasses the caches, for data that is not read soon.
 inline void stream(void* to, const void* from, size_t bytes) {
   char* t = static_cast<char*>(to);
   const char* f = static_cast<const char*>(from);

@@ -23,7 +23,7 @@ constexpr size_t padded(size_t index) { return index + index / 32; }
 constexpr size_t kMaxTile = 40448;
 
 struct HadamardStage {
-  const uint8_t* signs;  // of a part of a core, packed; null: butterflies
+  const uint8_t* signs;  // of a part of a core, packed; null for butterflies
   int order;             // of that part, or 2 to 2^kMaxLog
   unsigned stride;
 };

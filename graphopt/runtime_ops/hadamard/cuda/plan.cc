@@ -138,18 +138,20 @@ bool is_power(int32_t n) { return n > 0 && (n & (n - 1)) == 0; }
 
 const char* HadamardPlan::make(const GraphoptHadamard& call) {
   if (call.type != GRAPHOPT_FLOAT32 && call.type != GRAPHOPT_FLOAT16 && call.type != GRAPHOPT_BFLOAT16) {
-    return "Hadamard takes numbers of float32, float16 and bfloat16";
+    return "Hadamard takes float32, float16 and bfloat16";
   }
   for (const GraphoptFactor* factor : {&call.left, &call.right}) {
-    if (!is_power(factor->outer) || !is_power(factor->inner) || factor->core < 1) return "a factor has no such orders";
-    if (factor->sign != 1 && factor->sign != -1) return "a factor has no such sign";
+    if (!is_power(factor->outer) || !is_power(factor->inner) || factor->core < 1) {
+      return "a factor must be of orders 2^i, core and 2^j";
+    }
+    if (factor->sign != 1 && factor->sign != -1) return "the sign of a factor must be 1 or -1";
     int64_t product = 1;
     for (const int32_t part : factor->parts) {
       if (part > kMaxCore) return "Hadamard takes matrices whose core is of an order of at most 256 on a GPU";
       if (part > 1) product *= part;
       if (part > 1 && part > largest_part) largest_part = part;
     }
-    if (product != factor->core) return "a factor has no such parts";
+    if (product != factor->core) return "the orders of a core's parts must multiply to the order of the core";
   }
   const size_t left = order_of(call.left), right = order_of(call.right), order = left * right;
   const size_t numbers = static_cast<size_t>(call.runs) * order;
@@ -178,7 +180,7 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
     passes = 1;
     return nullptr;
   }
-  if (left > kMaxTile || right > kMaxTile) return "a matrix of Hadamard's is of an order beyond 40448";
+  if (left > kMaxTile || right > kMaxTile) return "a Hadamard matrix is of an order beyond 40448";
   scratch = numbers * sizeof(float);
   passes = 2;
   HadamardPass& rows = pass[0] = both;

@@ -9,7 +9,7 @@
 namespace graphopt {
 namespace {
 
-inline Floats least_of(const Floats& a, const Floats& b) {  // what is no number stays
+inline Floats least_of(const Floats& a, const Floats& b) {  // NaN propagates
   return by_parts<Floats>([&](size_t i) {
     const auto kept = a.part[i] < b.part[i] ? a.part[i] : b.part[i];
     return a.part[i] != a.part[i] ? a.part[i] : kept;
@@ -22,8 +22,8 @@ inline Floats most_of(const Floats& a, const Floats& b) {
   });
 }
 
-// low, step and inverse step of 16 sets, from the least and the largest of each, and from what is not finite in them:
-// `spoiled` is 0, or no number.
+// low, step and inverse step of 16 sets, from the least and the largest of each; `spoiled` is NaN where a set has a
+// number that is not finite, else 0.
 struct Steps {
   Floats low, step, inverse;
 
@@ -44,7 +44,7 @@ struct Steps {
 // Codes of 16 numbers, one in each byte.
 inline void to_codes(const Floats& x, const Floats& low, const Floats& inverse, float levels, uint8_t* codes) {
   const Floats scaled = (x - low) * inverse;
-  // comparisons with what is no number are false: it becomes 0
+  // comparisons with NaN are false: it becomes 0
   const Floats clamped = by_parts<Floats>([&](size_t i) {
     const Floats::Part zero = {}, most = zero + levels;
     const auto above = scaled.part[i] > zero ? scaled.part[i] : zero;

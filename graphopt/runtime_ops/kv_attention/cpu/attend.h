@@ -58,7 +58,7 @@ struct Desk {
   float *queries, *sink_queries, *scores, *sink_scores, *factors, *keys, *values;
   Visible* seen;
 
-  // Where `memory` is null only the size counts.
+  // With `memory` null, only computes the size.
   size_t lay_out(const Layout& layout, size_t rows, char* memory) {
     size_t bytes = 0;
     const auto take = [&](auto** part, size_t count) {
@@ -184,7 +184,7 @@ struct Reader {
 #endif
   }
 
-  // Adds what is read of a page: of the newest and of the first it may be a part.
+  // Adds the tokens of a page that are read; of the newest and the first page this can be a part.
   void add(PageEntry entry, Ahead* ahead) const {
     const int64_t logical = entry >> 1;
     const Visible seen = visible(layout, call.position(queries.row, queries.end_column - 1), logical, entry & 1);
@@ -203,10 +203,10 @@ struct Reader {
     ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
   }
 
-  // Asks for a line of each 4 KB of a page well before its others. Pages lie far apart, so each address must be looked
-  // up, in tables that are not in a cache: what is asked for first waits for that, and all behind it.
+  // Prefetches a line of each 4 KB of a page well before the others. Pages lie far apart, so each address needs a walk
+  // of page tables that are not in a cache: the first access waits for that, and all accesses behind it.
   void look_up(PageEntry entry) const {
-    constexpr size_t kPageOfMemory = 4096;  // of a virtual machine, whatever its own tables say
+    constexpr size_t kPageOfMemory = 4096;  // a virtual machine's host may use small pages whatever the guest uses
     const size_t physical = layout.physical(entry >> 1), of_page = layout.page_bytes();
     const auto touch = [&](const void* from, size_t bytes) {
       for (size_t i = 0; i < bytes; i += kPageOfMemory) prefetch_line(static_cast<const char*>(from) + i, 0);
@@ -215,7 +215,7 @@ struct Reader {
     touch(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
   }
 
-  // For a page that no page before it asks for.
+  // For the first pages, which no earlier page prefetches.
   void ask_for(PageEntry entry) const {
     Ahead ahead;
     add(entry, &ahead);
@@ -229,7 +229,7 @@ struct Reader {
     const auto see = [&](size_t i) {
       return visible(layout, call.position(queries.row, queries.first_column + i), logical, whole);
     };
-    // between two columns that see the whole page there is none that does not
+    // if two columns see the whole page, all columns between them do
     const Visible first = see(0), last = see(columns - 1);
     const bool all = first.all(layout.page) && last.all(layout.page);
     int end = 0;

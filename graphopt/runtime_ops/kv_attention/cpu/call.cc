@@ -8,7 +8,7 @@
 namespace graphopt {
 namespace {
 
-// In cycles or so: what takes less is not worth waking a thread.
+// In cycles, roughly: less work is not worth waking a thread.
 constexpr double kLeastParallel = 30000;
 // Pages that a step scores.
 constexpr size_t kScored = 256;
@@ -106,10 +106,10 @@ void Call::attend_block(size_t index) {
 }
 
 void Call::take_step(size_t index) {
-  // The runtime gives a thread neighbours, which lie behind one another in memory: that is faster than order.
+  // The runtime gives a thread neighbouring tasks, which are adjacent in memory: that is faster than keeping an order.
   const Step& step = steps_[ordered_ ? next_.fetch_add(1, std::memory_order_relaxed) : index];
   if (step.kind == Step::kScore) return score(step.run);
-  // Whoever took a step before this one is at work on it and waits for nobody but those before.
+  // Earlier steps are already being worked on, and each waits only for steps before itself, so this cannot deadlock.
   if (retrieves(queries_[step.run.queries])) {
     while (retrievals_[step.run.queries].left.load(std::memory_order_acquire) >= 0) sched_yield();
   }
@@ -133,7 +133,7 @@ void Call::attend(const Run& run) {
   const Queries& block = queries_[run.queries];
   Parts& parts = parts_[run.queries];
   const size_t index = run.first, floats = Partial::floats(rows(block), attention_.layout.size);
-  const size_t share = (block.pages + parts.count - 1) / parts.count;  // steps as long as one another end together
+  const size_t share = (block.pages + parts.count - 1) / parts.count;  // steps of equal length end together
   const size_t first = index * share < block.pages ? index * share : block.pages;
   const size_t end = first + share < block.pages ? first + share : block.pages;
   const Pool::Loan loan(pool_, kernels_.attend_scratch(attention_.layout, rows(block)));
@@ -193,7 +193,7 @@ OrtStatus* Call::attend_all() {
     *part = reinterpret_cast<std::remove_reference_t<decltype(**part)>*>(memory + bytes);
     bytes += round_up(count * sizeof(**part), Pool::kAlignment);
   };
-  // twice: to count bytes, and to take them
+  // twice: to count the bytes, and to assign them
   const auto lay_out = [&] {
     bytes = 0;
     take(&queries_, plan_.queries);

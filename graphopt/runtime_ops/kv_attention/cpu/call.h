@@ -26,7 +26,7 @@ class Call {
     enum Kind : uint32_t { kScore, kAttend } kind;
     Run run;
   };
-  // Retrieval of a block: its scores, its list, and how many steps have not scored yet; at -1 the list is there.
+  // Retrieval of a block: its scores, its list, and how many steps have not scored yet; -1 once the list is complete.
   struct Retrieval {
     float* scores;
     PageEntry* list;

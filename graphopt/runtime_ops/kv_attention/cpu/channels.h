@@ -7,8 +7,8 @@
 namespace graphopt {
 namespace {
 
-// Which channels are the largest of a group of queries together: of the highest sums of |q|, where no number counts as
-// infinite, and of equal ones the lower.
+// Which channels are the largest of a group of queries together: those with the highest sums of |q|. NaN counts as
+// infinite; ties go to the lower channel.
 struct Channels {
   alignas(kLine) int32_t used[256];
 

@@ -11,14 +11,14 @@ namespace {
 
 constexpr int32_t kLowest = INT32_MIN;
 
-// Integers in the order of the floats that lie in `scores`, of which none is no number, in whole lines of them.
+// Integers in the order of the floats in `scores`, which has no NaN and is padded to whole lines.
 class Ranks {
  public:
   // Takes the place of the scores, up to the end of a line.
   Ranks(float* scores, size_t count) : lines_((count + kColumns - 1) / kColumns), ranks_(scores) {
     for (size_t i = count; i < lines_ * kColumns; ++i) scores[i] = kNothing;
     for (size_t i = 0; i < lines_; ++i) {
-      const Floats line = load_line<Floats>(scores + i * kColumns) + all_lanes(0.f);  // -0 is no less than 0
+      const Floats line = load_line<Floats>(scores + i * kColumns) + all_lanes(0.f);  // -0 becomes 0
       store_line(scores + i * kColumns, by_parts<Integers>([&](size_t part) {
         const auto bits = reinterpret_cast<Integers::Part>(line.part[part]);
         return bits ^ (bits >> 31 & 0x7fffffff);
@@ -53,7 +53,7 @@ class Ranks {
       most = by_parts<Integers>([&](size_t part) {
         return ranks.part[part] > most.part[part] ? ranks.part[part] : most.part[part];
       });
-      // what only fills the last line up is no rank
+      // padding of the last line has no rank
       least = by_parts<Integers>([&](size_t part) {
         const auto lower = ranks.part[part] < least.part[part] ? ranks.part[part] : least.part[part];
         return ranks.part[part] == kLowest ? least.part[part] : lower;
@@ -114,7 +114,7 @@ size_t list_pages(const Layout& layout, int64_t position, float* scores, PageEnt
     if (needed < budget) budget = needed;
   }
   size_t listed = 0;
-  // of the pages from `page` up to `end`, those that are read in any case
+  // of the pages from `page` up to `end`, those that are always read
   const auto list_others = [&](int64_t page, int64_t end) {
     for (; page < end && page < fixed; ++page) list[listed++] = 2 * page;
     for (page = page > recent ? page : recent; page < end; ++page) list[listed++] = 2 * page;

@@ -1,5 +1,5 @@
-// What stands for the tokens that streaming dropped: their mean key and value, kept as a running mean in the summaries
-// of their pages, which is one token more with log N added to its score.
+// One token that replaces those that streaming dropped: their mean key and value, with log N added to its score. It is
+// kept as a running mean in the summaries of their pages.
 #pragma once
 
 #include "kv_attention/cpu/kernels.h"
@@ -30,7 +30,7 @@ inline void follow(const Layout& layout, const float* key, const float* value, i
   }
 }
 
-// The token that stands for what the query of a column dropped.
+// The token that replaces what the query of a column dropped.
 struct Dropped {
   const float* mean = nullptr;  // key and value; null where no page was dropped whole
   float logarithm = 0;          // of the number of tokens
@@ -47,7 +47,7 @@ struct Dropped {
     logarithm = static_cast<float>(__builtin_log(static_cast<double>(count)));
   }
 
-  // Of a query of `size` numbers; what is not finite makes it no number.
+  // Of a query of `size` numbers; NaN if any of them is not finite.
   float score(const Layout& layout, const float* query) const {
     Floats sums = all_lanes(0.f);
     for (size_t c = 0; c < layout.size; c += kColumns) {

@@ -37,7 +37,7 @@ struct Factors {
         const Floats x = of(r, i), scaled = x * step;
         offset[r] = fused(x, low, offset[r]);
         store_line(exact[r] + i, scaled);
-        // The bits of magnitudes are in their order, and those of what is no number come last: it must not get lost.
+        // The bits of magnitudes are in their order, and those of NaN come last, so a NaN is never lost.
         const __m512i bits = _mm512_castps_si512(scaled.part[0]);
         most[r] = _mm512_max_epi32(_mm512_and_si512(bits, _mm512_set1_epi32(0x7fffffff)), most[r]);
       }

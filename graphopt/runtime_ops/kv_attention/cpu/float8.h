@@ -1,5 +1,4 @@
-// float8 (E4M3FN): a sign, 4 bits of exponent, 3 of fraction, subnormal numbers, no infinity; 0x7f and 0xff are no
-// numbers.
+// float8 (E4M3FN): a sign, 4 bits of exponent, 3 of fraction, subnormal numbers, no infinity; 0x7f and 0xff are NaN.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +17,7 @@ GRAPHOPT_INLINE uint32_t float8_bits(float value) {
   return bits;
 }
 
-// To the nearest, to the even one of two that are equally near; what is larger than the largest number becomes that,
-// as in ONNX's Cast. Written such that a compiler makes vectors of it.
+// Rounds to the nearest, ties to even, and saturates, as ONNX's Cast does. Written so that compilers vectorize it.
 GRAPHOPT_INLINE Float8 to_float8(float value) {
   const uint32_t bits = float8_bits(value), sign = bits >> 31 << 7, magnitude = bits & 0x7fffffff;
   const uint32_t normal = (magnitude + 0x7ffff + (magnitude >> 20 & 1) - (120u << 23)) >> 20;

@@ -12,7 +12,7 @@ constexpr int64_t kMostTokens = int64_t{1} << 62, kMostPages = int64_t{1} << 31,
 long long print(int64_t number) { return static_cast<long long>(number); }
 long long print(size_t number) { return static_cast<long long>(number); }
 
-// A shape as a message says it.
+// A shape as text for a message.
 struct Text {
   char characters[128];
   explicit Text(const Given& tensor) {
@@ -100,7 +100,7 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   layout.kv_heads = static_cast<size_t>(heads);
   layout.page = static_cast<size_t>(page);
   size_t given = 0;
-  // asked for with no room, it says how many there are
+  // called without a buffer, it returns the number of elements
   if (OrtStatus* failure = KernelInfoGetAttributeInts::call(node.api, info, "policies", nullptr, &given)) {
     ReleaseStatus::call(node.api, failure);
   }
@@ -132,7 +132,7 @@ OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name
   if (!status) status = GetDimensionsCount::call(node.api, info, &rank);
   if (!status && rank <= 4) status = GetDimensions::call(node.api, info, shape, rank);
   ReleaseTensorTypeAndShapeInfo::call(node.api, info);
-  // The function hands out a pointer to write to, but takes any value; inputs are only read.
+  // The function returns a mutable pointer but accepts any value; inputs are only read.
   if (!status) status = GetTensorMutableData::call(node.api, const_cast<OrtValue*>(value), &data);
   GRAPHOPT_RETURN_IF_ERROR(status);
   if (rank > 4) return node.error("%s has %zu axes", name, rank);

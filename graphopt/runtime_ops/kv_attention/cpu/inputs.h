@@ -1,4 +1,4 @@
-// Reading and checking what a KVAttention node is given: nothing is written before all of it fits.
+// Reading and checking the inputs of a KVAttention node: nothing is written before all of them are valid.
 #pragma once
 
 #include <memory>
@@ -11,7 +11,7 @@ namespace graphopt {
 enum KVInput : size_t {
   kQuery, kKey, kValue, kPast, kNew, kSinkLogits, kSinkQuery, kKeys, kValues, kScales, kRecent, kSummaries, kKVInputs
 };
-constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is what became of input kKeys + i
+constexpr size_t kStates = 5;  // keys to summaries; output 1 + i is the updated input kKeys + i
 
 // The types of a node's tensors, from that of queries, keys and values, and that of pages.
 template <int Activations>
@@ -31,7 +31,7 @@ struct KVTypes {
 
 // The attributes of a node.
 struct KVAttributes {
-  Layout layout;  // but for what shapes say
+  Layout layout;  // without the fields that depend on shapes
   std::unique_ptr<Policy[]> policies;
   bool retrieves = false, wraps = false;  // a head retrieves; all of them stream
 
@@ -60,8 +60,8 @@ struct KVInputs {
   const Given& of_output(size_t output) const {
     return tensors[output ? kKeys + output - 1 : static_cast<size_t>(kQuery)];
   }
-  // Makes the outputs and says where each lies, at multiples of `alignment` bytes at least where it is a state. A state
-  // may become that of the output in its own memory; nothing else may be written where something is still read.
+  // Allocates the outputs; states are at multiples of at least `alignment` bytes. A state may be updated in place;
+  // nothing else may be written where something is still read.
   OrtStatus* make_outputs(const Node& node, OrtKernelContext* context, size_t alignment, void** written) const;
   // Fills in everything of the call but y and the state.
   OrtStatus* read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context, Attention* call);

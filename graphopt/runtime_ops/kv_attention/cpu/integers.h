@@ -1,4 +1,4 @@
-// Products with codes: of integers where there are instructions for it, else of the floats that the codes stand for.
+// Products with codes: of integers where there are instructions for it, else of the floats that the codes mean.
 #pragma once
 
 #include "kv_attention/cpu/kernels.h"
@@ -115,7 +115,7 @@ void multiply_key_codes(const float* queries, size_t rows, const uint8_t* codes,
   });
 }
 
-// sums = sums * factors + weights times the values of a page of codes; what is not visible has the weight 0.
+// sums = sums * factors + weights times the values of a page of codes; invisible tokens have weight 0.
 template <bool Narrow>
 void multiply_value_codes(const float* weights, const float* before, size_t rows, const uint8_t* codes, Ahead& ahead,
                           const float* scales, const Visible& seen, size_t size, size_t page, float* sums) {
@@ -127,7 +127,7 @@ void multiply_value_codes(const float* weights, const float* before, size_t rows
     factors.round(page, weight, [&](size_t i, Floats* low, Floats* step) {
       for (size_t r = 0; r < kRows; ++r) ahead.ask();
       *low = load_line<Floats>(scales + i), *step = load_line<Floats>(scales + page + i);
-      if (!all) {  // 0 times no number is no number
+      if (!all) {  // 0 times NaN is NaN
         const Integers mask = visible_lanes(seen, i);
         *low = choose(mask, *low, all_lanes(0.f)), *step = choose(mask, *step, all_lanes(0.f));
       }

@@ -11,7 +11,7 @@ struct Attention {
   const Policy* policies = nullptr;  // of each KV head
   size_t rows = 0, columns = 0;
   const float *query = nullptr, *key = nullptr, *value = nullptr;
-  const float *sink_logits = nullptr, *sink_query = nullptr;  // null where there are none
+  const float *sink_logits = nullptr, *sink_query = nullptr;  // null if absent
   const int64_t *past = nullptr, *fresh = nullptr;            // tokens stored, and tokens of this call, of each row
   State state = {};
   float* y = nullptr;
@@ -20,7 +20,7 @@ struct Attention {
   GRAPHOPT_INLINE int64_t position(size_t row, size_t column) const {
     return past[row] + static_cast<int64_t>(column - first_column(row));
   }
-  // The last page of a row that has a token; -1 where none has.
+  // The last page of a row that has a token; -1 if there is none.
   GRAPHOPT_INLINE int64_t newest_page(size_t row) const {
     const int64_t tokens = past[row] + fresh[row];
     return tokens ? layout.page_of(tokens - 1) : -1;
@@ -64,10 +64,10 @@ struct KVAttentionKernels {
   size_t (*attend_scratch)(const Layout&, size_t rows);
   // Reads the pages `first` up to `end` of those that the queries read.
   void (*attend)(const Attention&, const Queries&, size_t first, size_t end, void* scratch, const Partial&);
-  // Scores of pages first..end of one column, over the query heads of a KV head; no number is infinite.
+  // Scores of pages first..end of one column, over the query heads of a KV head; NaN counts as infinite.
   void (*score)(const Attention&, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores);
-  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten, with as
-  // many floats as list_floats says; returns how many there are.
+  // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten; they need
+  // list_floats floats. Returns how many there are.
   size_t (*list)(const Layout&, int64_t position, float* scores, PageEntry* list);
   // Merges partial results, in their order, and writes y.
   void (*merge)(const Attention&, const Queries&, const float* partials, size_t count);

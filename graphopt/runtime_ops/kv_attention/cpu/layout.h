@@ -1,4 +1,4 @@
-// Where everything of a cache lies, and which tokens a query reads.
+// The layout of a cache, and which tokens a query reads.
 #pragma once
 
 #include <cstddef>
@@ -17,13 +17,13 @@ namespace graphopt {
 enum class Storage { kFloat32, kFloat16, kBFloat16, kFloat8, kInt8, kInt4 };
 enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
 
-// What a page is, and what the policies read. Every attribute that counts tokens is 2^62 at most, as positions are:
-// sums of two do not overflow.
+// The shape of pages, and the parameters of policies. Every attribute that counts tokens is at most 2^62, as positions
+// are, so that a sum of two does not overflow.
 struct Layout {
   Storage storage = Storage::kFloat32;
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
-  size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by, which are first, and all
+  size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by come first; and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
   int64_t window = 0, sinks = 0, recent = 1, budget = 0;
   int64_t channels = 0;     // of the queries, that scores of pages use; all for 0
@@ -50,7 +50,7 @@ struct Layout {
   GRAPHOPT_INLINE size_t slot_floats() const { return 2 * page * size; }
 
   GRAPHOPT_INLINE int64_t page_of(int64_t position) const { return position / static_cast<int64_t>(page); }
-  // Pages of tokens that are read for ever: they are not overwritten when a cache wraps.
+  // Pages of sink tokens, which stay readable: they are not overwritten when a cache wraps.
   GRAPHOPT_INLINE int64_t fixed_pages() const {
     return (sinks + static_cast<int64_t>(page) - 1) / static_cast<int64_t>(page);
   }
@@ -98,7 +98,7 @@ struct Visible {
   GRAPHOPT_INLINE bool all(size_t page) const { return first[0] == 0 && end[0] == static_cast<int>(page); }
 };
 
-// What the query at `position` reads of page `logical`; `whole` says that the page was chosen, or that the policy is
+// The tokens of page `logical` that the query at `position` reads; `whole` if the page was chosen or the policy is
 // dense.
 GRAPHOPT_INLINE Visible visible(const Layout& layout, int64_t position, int64_t logical, bool whole) {
   const int64_t page = static_cast<int64_t>(layout.page), base = logical * page;

@@ -7,8 +7,8 @@
 namespace graphopt {
 namespace {
 
-// exp(scale (score - the highest)) of some pages, in whole lines; 1 for those of the highest score, 0 for what only
-// fills the last line up.
+// exp(scale (score - the highest)) of some pages, in whole lines; 1 for those of the highest score, 0 for the padding
+// of the last line.
 class Weights {
  public:
   Weights(const Layout& layout, const float* scores, size_t count, float* weights)
@@ -22,7 +22,7 @@ class Weights {
     const Floats highest = all_lanes(largest_of(most));
     for (size_t i = 0; i < lines_; ++i) {
       const Floats of_line = line(i);
-      // an infinite distance times a scale of 0 is no number, and stays so
+      // an infinite distance times a scale of 0 is NaN, and propagates
       const Floats weight = exponential(smaller(all_lanes(0.f), (of_line - highest) * layout.scale));
       store_line(weights + i * kColumns, by_parts<Floats>([&](size_t part) {
         const Floats::Part nothing = {};
@@ -60,7 +60,7 @@ class Weights {
 // lines; `weights` has as much room.
 inline size_t pages_with_mass(const Layout& layout, const float* scores, size_t count, float* weights) {
   const Weights all(layout, scores, count, weights);
-  // what fills the last line up weighs nothing, and is no page
+  // padding of the last line has weight 0 and is no page
   size_t found = 0, above = 0;
   const float wanted = layout.mass * all.sum(0, &found);
   // floats that are not negative are in the order of their bits

@@ -1,5 +1,4 @@
-// Partial results of the same queries become one, and with what stands for dropped tokens and the logit of the sink the
-// result.
+// Merges partial results of the same queries with the token for dropped ones and the logit of the sink.
 #pragma once
 
 #include "kv_attention/cpu/compensate.h"

@@ -11,14 +11,14 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-// To the nearest, to the even one of two that are equally near. Written such that a compiler makes vectors of it.
+// Rounds to the nearest, ties to even. Written so that compilers vectorize it.
 inline BFloat16 to_bfloat16(float value) {
   const uint32_t bits = bits_of<uint32_t>(value);
   const uint32_t nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return {static_cast<uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest)};
 }
 
-// The bits of the float that a code without its sign stands for.
+// The bits of the float that a code without its sign means.
 constexpr uint32_t float8_magnitude(uint32_t code) {
   if (code == 0x7f) return 0x7fc00000;
   if (code >= 8) return ((code >> 3) + 120) << 23 | (code & 7) << 20;
@@ -60,8 +60,7 @@ inline Floats load_numbers(const BFloat16* from) {
 
 inline Floats load_numbers(const Float8* from) {
 #if defined(__AVX512VBMI__)
-  // Each code goes to bytes 2 and 3 of its lane, and is replaced there by what the tables have for it; they are
-  // asked for its low 7 bits.
+  // Each code goes to bytes 2 and 3 of its lane and is replaced there by the tables' entries for its low 7 bits.
   const __m512i places = _mm512_add_epi32(
       _mm512_set1_epi32(static_cast<int>(0x00008080)),
       _mm512_set_epi32(0x0f0f0000, 0x0e0e0000, 0x0d0d0000, 0x0c0c0000, 0x0b0b0000, 0x0a0a0000, 0x09090000, 0x08080000,
@@ -112,7 +111,7 @@ alignas(kLine) constexpr Float8Places kFloat8Places;
 inline void load_line_of_float8(const Float8* from, Floats (&numbers)[4]) {
   const auto table = [](const uint8_t* bytes) { return _mm512_load_si512(bytes); };
   const __m512i codes = _mm512_permutexvar_epi8(table(kFloat8Places.place), _mm512_loadu_si512(from));
-  // the tables are asked for the low 7 bits of each code
+  // the tables are indexed by the low 7 bits of each code
   const __m512i magnitude = _mm512_permutex2var_epi8(table(kFloat8.upper), codes, table(kFloat8.upper + kLine));
   const __m512i lower = _mm512_permutex2var_epi8(table(kFloat8.lower), codes, table(kFloat8.lower + kLine));
   const __m512i sign = _mm512_set1_epi8(static_cast<char>(0x80));

@@ -9,9 +9,9 @@
 namespace graphopt {
 namespace {
 
-constexpr float kNothing = -__builtin_inff();  // the score of what is not read
+constexpr float kNothing = -__builtin_inff();  // the score of tokens that are not read
 
-// The condition is false for what is no number, and then b is taken: of a largest or least, put what must stay last.
+// The comparison is false for NaN, and then the result is b: pass the operand whose NaN must propagate as b.
 inline Floats larger(const Floats& a, const Floats& b) {
 #if defined(__AVX512F__)
   return {{_mm512_max_ps(a.part[0], b.part[0])}};
@@ -114,7 +114,7 @@ inline Floats sums_of(const Floats (&of)[kColumns]) {
 #endif
 }
 
-// The largest number; what is no number does not count.
+// The largest number, ignoring NaN.
 inline float largest_of(const Floats& a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(larger(a, all_lanes(kNothing)).part[0]);
@@ -140,7 +140,7 @@ inline Integers nearest(const Floats& a) {
 
 // e^x for x up to 88; the relative error is below 2e-7 (Cephes, expf). Less than -87 counts as -87.
 inline Floats exponential(Floats x) {
-  x = larger(all_lanes(-87.f), x);  // what is no number stays what it is
+  x = larger(all_lanes(-87.f), x);  // NaN propagates
   const Floats shifted = fused(x, all_lanes(1.44269504088896341f), all_lanes(kRounder));
   const Floats n = shifted - all_lanes(kRounder);
   Floats r = fused(n, all_lanes(-0.693359375f), x);
@@ -152,7 +152,7 @@ inline Floats exponential(Floats x) {
   p = fused(p, r * r, r) + all_lanes(1.f);
   return by_parts<Floats>([&](size_t i) {
     typedef uint32_t Words __attribute__((vector_size(kVectorBytes)));
-    // A product, as bits that are added would make a number of what is none.
+    // A product, since adding to the bits of a NaN could make it a number.
     const Words power = (reinterpret_cast<Words>(shifted.part[i]) - (bits_of<uint32_t>(kRounder) - 127)) << 23;
     return p.part[i] * reinterpret_cast<Floats::Part>(power);
   });
@@ -173,11 +173,11 @@ inline Floats hyperbolic_tangent(const Floats& x) {
     p = fused(p, z, all_lanes(c));
   }
   const Floats near = fused(p * z, x, x);
-  const Floats doubled = exponential(smaller(all_lanes(20.f), size) * -2.f);  // of what is no number, something
+  const Floats doubled = exponential(smaller(all_lanes(20.f), size) * -2.f);  // anything for a NaN
   const Floats far = (all_lanes(1.f) - doubled) / (all_lanes(1.f) + doubled);
   return by_parts<Floats>([&](size_t i) {
     const auto signed_far = x.part[i] < 0 ? -far.part[i] : far.part[i];
-    return size.part[i] > 0.625f ? signed_far : near.part[i];  // and here what is no number is itself again
+    return size.part[i] > 0.625f ? signed_far : near.part[i];  // and here a NaN is itself again
   });
 }
 

@@ -17,7 +17,7 @@ struct Kernel : KVTypes<Activations> {
   Node node;
   KVAttributes attributes;
   const KVAttentionKernels* kernels = nullptr;
-  mutable Pool pool, floats;  // memory of tasks, and for what is float16
+  mutable Pool pool, floats;  // memory of tasks, and for float16 tensors as floats
   mutable std::atomic<const void*> known[kStates] = {};  // the state of the call before
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {

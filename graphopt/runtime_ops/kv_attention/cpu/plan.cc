@@ -5,8 +5,8 @@
 namespace graphopt {
 namespace {
 
-// With that many blocks of queries nobody waits long for the last; with less their pages are shared out, in runs of so
-// many tokens, or so many runs.
+// With this many blocks of queries the last one does not delay the call much; with fewer, their pages are split into
+// runs of this many tokens, or into this many runs.
 constexpr size_t kBytesOfCycle = 8;  // that one thread reads from memory
 constexpr size_t kEnough = 64, kRunTokens = 2048, kRuns = 256;
 

@@ -26,7 +26,7 @@ inline void load_numbers(const Stored* from, Floats (&numbers)[Count]) {
   for (size_t i = 0; i < Count; ++i) numbers[i] = load_numbers(from + i * kColumns);
 }
 
-// What registers hold: lines of sums for that many rows by that many lines.
+// Fits in registers: sums for that many rows by that many lines.
 #if defined(__AVX512F__)
 constexpr size_t kMostTogether = 8, kSumLines = 16;
 #elif defined(__AVX2__)
@@ -52,7 +52,7 @@ inline void for_rows(size_t rows, const WithCount& with_count, size_t row = 0) {
 template <size_t Rows>
 constexpr size_t lines_for = kSumLines / Rows < kMostLines ? kSumLines / Rows : kMostLines;
 
-// Few rows of floats wait for memory, which is fastest where it is read line by line, as it lies there.
+// Few rows of floats are limited by memory, which is fastest when read line by line, in its order.
 #if defined(__AVX512F__)
 template <typename Stored>
 constexpr size_t kRowsInOrder = sizeof(Stored) == sizeof(float) ? 4 : 0;
@@ -62,19 +62,19 @@ constexpr size_t kRowsInOrder = 0;
 #endif
 constexpr size_t kTokensInOrder = 16;  // whose values the first cache holds, for rows that do not fit in registers
 
-// Asks for the line of the next page that lies where `at` lies in this one. Pages are short: what a processor foresees
-// by itself comes too late for most of them. It goes to the second cache: so many more lines can be under way.
+// Prefetches the line of the next page at the offset that `at` has in this one. Pages are short, so the processor's own
+// prefetching comes too late for most of them. Goes to L2, where many more lines can be in flight.
 template <typename Stored>
 inline void prefetch_line(const Stored* at, ptrdiff_t to_next) {
   const uintptr_t next = reinterpret_cast<uintptr_t>(at) + static_cast<uintptr_t>(to_next);
   __builtin_prefetch(reinterpret_cast<const char*>(next), 0, 2);
 }
 
-// The lines of the page that is read next, asked for one by one while this page is worked on: what is asked for at once
-// waits, and so does all else.
+// The lines of the page that is read next, prefetched one by one while this page is processed: requested all at once
+// they would queue, and delay everything else.
 class Ahead {
  public:
-  // What is left of the bytes that are asked for now. Loops hold it in registers.
+  // What is left of the bytes that are prefetched now. Loops hold it in registers.
   struct Run {
     const char *at = nullptr, *end = nullptr;
   };

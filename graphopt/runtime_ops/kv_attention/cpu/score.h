@@ -9,10 +9,10 @@
 namespace graphopt {
 namespace {
 
-// Lines between a summary that is read and the one that is asked for.
+// Lines between a summary that is read and the one that is prefetched.
 constexpr size_t kAhead = 64;
 
-// Of some queries what is positive, and what is not: q times the bound that is larger with it is the sum of
+// The positive and the negative parts of some queries: q times the bound that makes the larger product is the sum of
 // positive * high and negative * low, of which one is 0.
 struct Signed {
   static constexpr size_t kMost = 256;
@@ -26,8 +26,7 @@ struct Signed {
   }
 };
 
-// The score of one query as it is defined, where what is no number stays, and in the given channels alone where there
-// are any.
+// The score of one query by the definition: NaN propagates, and only the given channels count, if any are given.
 template <bool Mean>
 inline float exact_score(const float* query, const float* summary, size_t size, const Channels* channels) {
   Floats sum = all_lanes(0.f);
@@ -73,7 +72,7 @@ inline void score_block(const float* queries, const Signed& parts, const float* 
   }
 }
 
-// What is no number counts as infinite.
+// NaN counts as infinite.
 inline void keep_larger(float score, float* most) {
   const float counted = score != score ? __builtin_inff() : score;
   *most = counted > *most ? counted : *most;
@@ -103,7 +102,7 @@ void score_pages(const Attention& call, const HeadState& state, const float* all
       score_block<Mean, kRows, kWidth>(queries, parts, summary, stride, size, found);
       for (size_t i = 0; i < kRows * kWidth; ++i) {
         const size_t p = i % kWidth;
-        // 0 times what is infinite is no number: there the definition says what is right
+        // 0 times infinity is NaN: there the definition decides
         if ((!Mean || channels) && found[i] - found[i] != 0) {
           found[i] = exact_score<Mean>(queries + i / kWidth * size, summary + p * stride, size, channels);
         }

@@ -5,7 +5,7 @@
 
 namespace graphopt {
 
-// The pages that may be chosen for a query: those that hold a visible token which is not read in any case.
+// The pages that may be chosen for a query: those with a visible token that is not always read.
 struct Candidates {
   int64_t first = 0, end = 0;
 

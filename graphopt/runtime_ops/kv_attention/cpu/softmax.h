@@ -10,11 +10,11 @@ namespace {
 // Rows that go side by side.
 constexpr size_t kMostWeighed = 4;
 
-// What is not finite must make the result so, also a score that would get no weight.
+// A score that is not finite must make the result so, even if it would get no weight.
 inline Floats spoil(const Floats& scores) { return scores + (scores - scores); }
 
-// Turns scores [Rows, page] of the first 16 * `lines` tokens of a page into weights; what is not visible weighs 0. Sets
-// the factors of what came before. Rows go side by side: each waits for its largest.
+// Turns scores [Rows, page] of the first 16 * `lines` tokens of a page into weights; invisible tokens get 0. Sets the
+// factors of earlier pages. Several rows are processed together, since each has to wait for its largest score.
 template <size_t Rows>
 void weigh(const Layout& layout, const Visible& seen, size_t lines, float* scores, float* largest, float* sums,
            float* factors) {

@@ -35,8 +35,8 @@ struct Leaving {
   }
 };
 
-// low, step and inverse step of a set of numbers, from its least and its largest, and from what is not finite in it:
-// `spoiled` is 0, or no number.
+// low, step and inverse step of a set of numbers, from its least and its largest; `spoiled` is NaN where the set has a
+// number that is not finite, else 0.
 struct Steps {
   float low, step, inverse;
 
@@ -49,13 +49,13 @@ struct Steps {
   }
   static GRAPHOPT_DEVICE uint32_t code(float x, float low, float inverse, float levels) {
     const float scaled = (x - low) * inverse;
-    // comparisons with what is no number are false: it becomes 0
+    // comparisons with NaN are false: it becomes 0
     const float above = scaled > 0 ? scaled : 0;
     return static_cast<uint32_t>(round_to_int(above < levels ? above : levels));
   }
 };
 
-// The least and the largest of some numbers, and 0 or no number.
+// The least and the largest of some numbers, and `spoiled`: 0 or NaN.
 struct Extent {
   float least = __builtin_inff(), most = -__builtin_inff(), spoiled = 0;
 
@@ -211,7 +211,7 @@ struct NewTokens {
           low = high = k;
         } else if (layout.mean) {
           low = low + (k - low) / static_cast<float>(t + 1);
-        } else {  // what is no number stays
+        } else {  // NaN propagates
           low = k != k || k < low ? k : low, high = k != k || k > high ? k : high;
         }
       }

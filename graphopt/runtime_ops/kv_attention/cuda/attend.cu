@@ -1,5 +1,5 @@
-// Each warp reads pages for 8 queries by itself, with an online softmax, and needs nobody until it is done: so loads
-// of one warp overlap with the arithmetic of others. What parts of the same queries found is merged by another kernel,
+// Each warp reads pages for 8 queries by itself, with an online softmax, without waiting for other warps: so loads of
+// one warp overlap with the arithmetic of others. Partial results of the same queries are merged by another kernel,
 // in their order.
 #include "kv_attention/cuda/attend.h"
 
@@ -200,7 +200,7 @@ void attend(AttendRun run) {
       tile.alike = reading.first == reading.last;
       tile.all = tile.seen == every;
       if (!tile.alike) {
-        // between two queries that read all of it there is none that does not
+        // if two queries read all of it, all queries between them do
         tile.all = tile.alike = tile.all && seen_at(reading.first) == every;
         tile.seen = seen_at(reading.last - before_last);
       }

@@ -9,7 +9,7 @@ namespace graphopt {
 
 // What fits a kernel's arguments; a call of more rows is several launches.
 constexpr int kMostRows = 32, kMostHeads = 256;
-constexpr float kNothing = -__builtin_inff();  // the score of what is not read
+constexpr float kNothing = -__builtin_inff();  // the score of tokens that are not read
 
 struct CudaCall {
   Layout layout;
@@ -25,7 +25,7 @@ struct CudaCall {
   Policy policies[kMostHeads] = {};
 
   GRAPHOPT_BOTH int64_t end(int row) const { return past[row] + fresh[row]; }
-  // The last page of a row that has a token; -1 where none has.
+  // The last page of a row that has a token; -1 if there is none.
   GRAPHOPT_BOTH int64_t newest_page(int row) const { return end(row) ? layout.page_of(end(row) - 1) : -1; }
   GRAPHOPT_BOTH HeadState head_state(int row, int head) const {
     return HeadState(layout, state, first_row + static_cast<size_t>(row), static_cast<size_t>(head));
@@ -77,7 +77,7 @@ GRAPHOPT_DEVICE void store_four(float* to, const Four& four) {
 
 GRAPHOPT_DEVICE float magnitude_of(float x) { return float_of_bits(bits_of_float(x) & 0x7fffffffu); }
 
-// e^x for x up to 0; less than -87 counts as -87, and what is no number stays so. A product of x with log2(e) that is
+// e^x for x up to 0; less than -87 counts as -87, and NaN propagates. A product of x with log2(e) that is
 // rounded once would err by more than x itself does.
 GRAPHOPT_DEVICE float exponential(float x) {
   constexpr float kLog2 = 1.44269504088896341f, kRest = 1.925963033500e-8f, kLn2 = 0.693147180559945f;
@@ -86,7 +86,7 @@ GRAPHOPT_DEVICE float exponential(float x) {
   return exp2_of(whole) * multiply_add(rest, kLn2, 1.0f);
 }
 
-// What is not finite must make the result so, also a score that would get no weight.
+// A score that is not finite must make the result so, even if it would get no weight.
 GRAPHOPT_DEVICE float spoil(float score) { return score + (score - score); }
 
 // tanh; the absolute error is below 3e-7 (Cephes, tanhf, where |x| is small).
@@ -96,7 +96,7 @@ GRAPHOPT_DEVICE float hyperbolic_tangent(float x) {
   p = multiply_add(p, z, 2.06390887954e-2f), p = multiply_add(p, z, -5.37397155531e-2f);
   p = multiply_add(p, z, 1.33314422036e-1f), p = multiply_add(p, z, -3.33332819422e-1f);
   const float doubled = exponential(size * -2.0f), far = (1.0f - doubled) / (1.0f + doubled);
-  return size > 0.625f ? (x < 0 ? -far : far) : multiply_add(p * z, x, x);  // what is no number is itself again
+  return size > 0.625f ? (x < 0 ? -far : far) : multiply_add(p * z, x, x);  // a NaN stays itself
 }
 GRAPHOPT_DEVICE float soften(const Layout& layout, float score) {
   return layout.softcap != 0 ? hyperbolic_tangent(score / layout.softcap) * layout.softcap : score;

@@ -260,7 +260,7 @@ struct CodePages {
     GRAPHOPT_NO_UNROLL
     for (int t = 0; t < tile.tokens; ++t) {
       const float weight = own[t];
-      if (weight == 0) continue;  // it is not read, and may be anything
+      if (weight == 0) continue;  // it is not read, and can hold any value
       const float* const value = slot() + (layout.page + static_cast<size_t>(tile.offset + t)) * layout.size;
       GRAPHOPT_UNROLL
       for (int i = 0; i < Count / 2; ++i) {

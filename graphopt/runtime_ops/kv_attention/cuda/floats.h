@@ -101,7 +101,7 @@ struct FloatPages : FloatPlaces {
     GRAPHOPT_NO_UNROLL
     for (int t = 0; t < tile.tokens; ++t) {
       const float weight = own[t];
-      if (weight == 0) continue;  // it is not read, and may be anything
+      if (weight == 0) continue;  // it is not read, and can hold any value
       const Stored* const value = page_of(state.values) + static_cast<size_t>(tile.offset + t) * layout.size;
       GRAPHOPT_UNROLL
       for (int span = 0; span < Count / 8; ++span) {

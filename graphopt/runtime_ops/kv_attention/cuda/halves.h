@@ -20,7 +20,7 @@ struct HalfPages : FloatPlaces {
 
   GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state) : layout(layout), state(state) {}
 
-  // Splits this lane's part of a query, which nobody else reads; returns what the query is counted in.
+  // Splits this lane's part of a query, which no other lane reads; returns the query's scale.
   GRAPHOPT_DEVICE float prepare(const float* queries, Word4* products) const {
     float most = 0;
     for (int step = 0; step < steps(layout); ++step) {
@@ -109,7 +109,7 @@ struct HalfPages : FloatPlaces {
     for (int four = 0; four < 4; ++four) {
       const int first = 16 * q + 4 * four;
       const Four weight = load_four(desk.weights_from(first));
-      // which tokens any query reads; others may hold anything, and 0 times that is not always 0
+      // which tokens any query reads; others can hold NaN or infinity, and 0 times those is not 0
       uint32_t read = first < tile.tokens ? 15u : 0u;
       if (!tile.all) {
         const float(&number)[4] = weight.number;
@@ -144,7 +144,7 @@ struct HalfPages : FloatPlaces {
     if (!tile.alike && ballot(bad != 0)) spoil_sums(desk, tile, sums);
   }
 
-  // What is not finite makes the results of those that read it so, and of nobody else: there it was left out.
+  // A value that is not finite reaches the results of the queries that read it, and of no others.
   template <int Count>
   GRAPHOPT_DEVICE void spoil_sums(const Desk& desk, const Tile& tile, float (&sums)[Count][kSums]) const {
     uint64_t bad = 0;  // a bit for each sum

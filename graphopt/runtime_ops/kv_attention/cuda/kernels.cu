@@ -12,7 +12,7 @@ namespace graphopt {
 namespace {
 
 constexpr unsigned kClearThreads = 256;
-constexpr size_t kListBytes = size_t{64} << 20;  // of scores and lists of pages of one launch, unless told
+constexpr size_t kListBytes = size_t{64} << 20;  // of scores and lists of pages of one launch, by default
 constexpr int64_t kMostPages = int64_t{1} << 30, kMostTokens = int64_t{1} << 62;
 
 // y of padding is 0: x counts columns, y is the row.

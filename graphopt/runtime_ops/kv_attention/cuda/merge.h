@@ -1,4 +1,4 @@
-// The end of a query's softmax: with what stands for dropped tokens and the logit of the sink it becomes a row of y.
+// The end of a query's softmax: with the token for dropped ones and the logit of the sink it becomes a row of y.
 #pragma once
 
 #include "kv_attention/cuda/call.h"
@@ -8,7 +8,7 @@ namespace graphopt {
 // Numbers of a row of 256 channels at most, shared by the lanes of a warp: lane i has channels i, i + 32 and so on.
 constexpr int kLaneChannels = 8;
 
-// The token that stands for what a query dropped: its mean key and value, null where no page was dropped whole, and
+// The token that replaces what a query dropped: its mean key and value, null where no page was dropped whole, and
 // how many tokens they are of.
 struct DroppedTokens {
   const float* mean = nullptr;

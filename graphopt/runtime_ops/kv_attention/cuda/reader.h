@@ -57,7 +57,7 @@ GRAPHOPT_DEVICE uint64_t bits_of(const Visible& seen, int offset, int tokens) {
   return bits;
 }
 
-// What all lanes of a warp read by, asked for page by page so that it need not stay in registers.
+// What all lanes of a warp share, loaded page by page so that it need not stay in registers.
 struct alignas(16) Reading {
   PageRange range;      // of pages, where there is no list
   const int32_t* list;
@@ -105,7 +105,7 @@ struct Desk {
 struct Softmax {
   float largest = kNothing, sum = 0;
 
-  // Turns scores into weights; what is not read weighs 0, and nothing else does. Returns the factor of what came
+  // Turns scores into weights; tokens that are not read get 0, and no others do. Returns the factor of what came
   // before.
   template <typename TokenOf>
   GRAPHOPT_DEVICE float weigh(const Layout& layout, const Tile& tile, const TokenOf& token_of, const Desk& desk) {

@@ -26,7 +26,7 @@ struct Asked {
   }
 };
 
-// The channels that count: those of the largest sums of |q| over the query heads, where no number counts as infinite;
+// The channels that count: those of the largest sums of |q| over the query heads, where NaN counts as infinite;
 // of equal ones the lower. All threads of the block.
 GRAPHOPT_DEVICE void choose_channels(const CudaCall& call, size_t queries, float* sums, float* used) {
   const Layout& layout = call.layout;
@@ -143,7 +143,7 @@ class BlockSum {
   char* memory_;
 };
 
-// Integers in the order of floats, of which none is no number.
+// Integers in the order of floats; there must be no NaN.
 GRAPHOPT_DEVICE int32_t rank_of(float score) {
   const int32_t bits = static_cast<int32_t>(bits_of_float(score + 0.0f));  // -0 is no less than 0
   return bits ^ (bits >> 31 & 0x7fffffff);
@@ -199,7 +199,7 @@ struct Lister {
   GRAPHOPT_DEVICE int32_t with_mass() const {
     const float most = highest();
     for (int64_t i = thread_index().x; i < count; i += thread_count()) {
-      // an infinite distance times a scale of 0 is no number, and counts as nothing
+      // an infinite distance times a scale of 0 is NaN, and counts as 0
       const float below = (scores[i] - most) * layout.scale, weight = exponential(below > 0 ? 0.0f : below);
       weights[i] = scores[i] == most ? 1.0f : weight == weight ? weight : 0.0f;
     }
@@ -248,7 +248,7 @@ void list_pages(SelectRun run) {
   int32_t listed = 0;
   const int threads = static_cast<int>(thread_count()), warps = threads / kWarp;
   int32_t* const of_warps = reinterpret_cast<int32_t*>(shared_memory());
-  // how many threads before this one say yes, and how many of all
+  // how many threads before this one have the flag set, and how many in all
   const auto place = [&](bool yes, int32_t* in_all) {
     const uint32_t bits = ballot(yes);
     sync_block();

@@ -7,7 +7,7 @@
 namespace graphopt {
 namespace {
 
-// What a product multiplies: how many of them a 32-bit word holds, and how a word is multiplied with a line.
+// The operand types of a product: how many numbers a 32-bit word holds, and how a word is multiplied with a line.
 template <bool Small>
 struct Int8 {
   static constexpr size_t kLines = 4;  // of a unit
@@ -50,7 +50,7 @@ void look_up_block(const Weights& weights, size_t tile, size_t first_unit, size_
     if (Kind::kLines == 16 && (i == 0 || row % weights.group == 0)) {
       of = column_scales(weights, tile, row / weights.group, 1);
     }
-    // the codes of the next block, which nobody walks up to
+    // the codes of the next block, which no loop prefetches
 #pragma GCC unroll 4
     for (size_t at = 0; at < kUnitBytes; at += kLine) __builtin_prefetch(unit + units * kUnitBytes + at, 0, 2);
     for_each_line([&](auto j) {

@@ -1,4 +1,4 @@
-// Packed codes to what a product multiplies by: planes of bits to codes, codes to bytes of the table's values.
+// Decodes packed weights: planes of bits to codes, codes to bytes of the table's values.
 #pragma once
 
 #include "matmul_table/cpu/vector.h"
@@ -49,7 +49,7 @@ inline Bytes with_single_bit(const Bytes& line, const uint8_t* plane) {
 #endif
 }
 
-// Whether a table of this many bits may be looked up by bytes whose bits above the code are anything.
+// Whether a table of this many bits can be indexed by bytes with arbitrary bits above the code.
 constexpr bool ignores_upper_bits(int bits) {
 #if defined(__AVX512VBMI__)
   return bits <= 6;

@@ -7,7 +7,7 @@
 namespace graphopt {
 namespace {
 
-// How far ahead of its use a line is asked for: past what the processor sees coming by itself.
+// How far ahead of its use a line is prefetched: further than the processor does by itself.
 constexpr size_t kAhead = 1536;
 
 template <size_t Count>

@@ -1,5 +1,5 @@
-// What the products with packed weights are given: read and checked, the same for every device. Inputs that are
-// constant must be in memory of the host.
+// The inputs of products with packed weights, read and checked, the same for every device. Constant inputs must be in
+// host memory.
 #pragma once
 
 #include "abi/tensor.h"
@@ -25,7 +25,7 @@ struct ProductTypes {
 };
 
 // Sizes, and every input but x and the table. Where scales or zero points are no constants, a call has to read them:
-// `computed` says so, or, where it is null, that is an error.
+// `computed` is set, or, where it is null, that is an error.
 OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed = nullptr);
 OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* weights);
 

@@ -14,7 +14,7 @@ namespace graphopt {
 struct Rounded {
   Activations kind = Activations::kFloat;
   int levels = 127;        // the largest magnitude of a rounded number, upper half by itself where there are two
-  float clip = 1;          // of the largest magnitude, which `levels` stands for
+  float clip = 1;          // times the largest magnitude is what `levels` represents
   bool whole_row = false;  // a row has one scale, not one for each group of the weights
   size_t rows_of_x = 0;
   size_t panel = 1;   // rows of each panel but the last
@@ -52,7 +52,7 @@ inline size_t Rounded::width(size_t index) const {
 }
 
 struct MatMulKernels {
-  // With up to `few` rows of 8 bits, codes are looked up as they are multiplied; with more of them, or others, the
+  // With up to `few` rows of 8 bits, codes are looked up as they are multiplied; with more rows, or other types, the
   // looked up values of two tiles are kept for panels of `panel` rows.
   size_t few, panel;
   void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel

@@ -11,8 +11,7 @@ constexpr size_t round_up(size_t bytes) {
   return (bytes + Pool::kAlignment - 1) / Pool::kAlignment * Pool::kAlignment;
 }
 
-// A task that waits for memory: long stretches are handed over faster, but all threads should have a part of a small
-// weight.
+// A task limited by memory: long stretches are read faster, but all threads should have a part of a small weight.
 constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t{512} << 10;
 // The least numbers of x that are worth a task of their own.
 constexpr size_t kTaskNumbers = 16384;

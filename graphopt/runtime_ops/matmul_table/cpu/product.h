@@ -1,4 +1,4 @@
-// What the products with packed weights have in common: reading the weights, and running a call on all threads.
+// The common part of products with packed weights: reading the weights, and running a call on all threads.
 #pragma once
 
 #include "abi/custom_op.h"

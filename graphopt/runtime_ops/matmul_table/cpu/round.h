@@ -1,4 +1,4 @@
-// Rows of x to the numbers that a product multiplies.
+// Rounds rows of x to the numbers that a product multiplies.
 #pragma once
 
 #include "matmul_table/cpu/kernels.h"
@@ -8,7 +8,7 @@
 namespace graphopt {
 namespace {
 
-// Magnitudes as integers: they have the same order, with infinity and then what is no number above all others.
+// Magnitudes as integers: they have the same order, with infinity and then NaN above all others.
 inline uint32_t largest_magnitude(const float* x, size_t count) {
   uint32_t largest = 0;
   for (size_t i = 0; i < count; ++i) {
@@ -30,7 +30,7 @@ inline Scale scale_for(uint32_t largest, float clip, float levels) {
 }
 
 // x * inverse to the nearest integer, to the even one of two, within the levels. Adding 1.5 * 2^23 leaves no bits for
-// what is less than 1. What is no number becomes the highest level, and its scale says the rest.
+// fractions. NaN becomes the highest level; the scale then carries the NaN or infinity.
 inline int32_t nearest(float x, float inverse, float levels) {
   constexpr float kShift = 12582912.0f;
   float scaled = x * inverse;
@@ -132,7 +132,7 @@ inline void round_to_floats(const Row& row, const Segment& segment) {
   if (row.rounded->kind == Activations::kBfloat16) {
     auto* const halves = reinterpret_cast<uint16_t*>(words);
     for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
-    // nobody else reads the sums
+    // nothing else reads the sums
     const bool with_zero_points = row.weights->zero_points || row.weights->half_zero_points;
     for (size_t i = 0; with_zero_points && i < count; ++i) {
       sum += bits_of<float>(static_cast<uint32_t>(halves[i]) << 16);
@@ -144,7 +144,7 @@ inline void round_to_floats(const Row& row, const Segment& segment) {
   row.rounded->sums[row.at(segment)] = sum;
 }
 
-// Rows that are not there, in a panel that has room for them.
+// Fills the unused rows of a panel.
 void clear(const Rounded& rounded, const Segment& segment, size_t panel, size_t width) {
   __builtin_memset(rounded.words_of(segment.unit, segment.units, panel), 0,
                    segment.units * rounded.words_of_unit() * width * sizeof(uint32_t));

@@ -1,5 +1,5 @@
-// What is done with the sum of a segment, the same in every product: so a row gives the same bits whatever stands
-// beside it.
+// Scaling the sum of a segment, the same in every product, so that a row gives the same bits whatever rows stand beside
+// it.
 #pragma once
 
 #include "matmul_table/cpu/kernels.h"
@@ -31,7 +31,7 @@ inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of
   return multiply_add(sum * scale, of.scale, total);
 }
 
-// The same for what is no integer, and has no scale of its own.
+// The same for operands that are not integers and have no scale of their own.
 inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float sum_of_x) {
   if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
   return multiply_add(sum, of.scale, total);

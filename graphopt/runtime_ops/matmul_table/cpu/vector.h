@@ -41,7 +41,7 @@ inline L by_parts(const Operation& operation) {
   return result;
 }
 
-// Part by part: a copy of the whole goes by smaller pieces, and reading what was just written so is slow.
+// Part by part: a copy of the whole would use smaller pieces, and loads that span them stall.
 template <typename L>
 inline L load_line(const void* from) {
   return by_parts<L>([&](size_t i) {

@@ -21,10 +21,9 @@ struct IntegerPlane {
 struct Table {
   // Bytes of each value as a float and as a bfloat16, lowest byte first; repeated to 64 entries where there are fewer.
   uint8_t floats[4][256], bfloat16s[2][256];
-  // value = step * integer, or the nearest there is; integer = low + 256 * high, and high is there where `wide` says
-  // so.
+  // value = step * integer, or the nearest such value; integer = low + 256 * high, where high exists only if `wide`.
   double step = 1;
-  // `small`: low is all there is, and no byte of it exceeds 128.
+  // `small`: there is only low, and no byte of it exceeds 128.
   bool wide = false, by_xor = false, small = false;
   IntegerPlane low, high;
 
@@ -40,7 +39,7 @@ struct Weights {
   const Half* half_scales = nullptr;   // one is there
   const float* zero_points = nullptr;  // neither of these two
   const Half* half_zero_points = nullptr;  // where all zero points are 0
-  const float* bias = nullptr;             // null where there is none
+  const float* bias = nullptr;             // null if absent
   Table table;
 
   size_t tiles() const { return (columns + 15) / 16; }

@@ -19,7 +19,7 @@ struct Arithmetic {
     GRAPHOPT_UNROLL
     for (int pair = 0; pair < 4; ++pair) reload(p, block, pair, words);
   }
-  // Once pairs up to this one are multiplied, the words that nobody needs any more are those of another block.
+  // Once pairs up to this one are multiplied, the words that are free hold those of another block.
   GRAPHOPT_DEVICE static void reload(const Product&, const uint8_t* block, int pair, uint32_t (&words)[4][kWords]) {
     GRAPHOPT_UNROLL
     for (int i = 0; i < Words; ++i) {

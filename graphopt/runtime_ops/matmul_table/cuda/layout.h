@@ -1,4 +1,4 @@
-// How codes stand in the memory of a GPU, so that a lane loads 16 bytes of its own at a time and they already are what
+// How codes are laid out in GPU memory, so that a lane loads 16 bytes of its own at a time and they already are what
 // a matrix product wants of it.
 //
 // A tile has 16 columns, a unit 16 rows of K, as in files (matmul_table/packing.py); a block is 8 units of a tile. A

@@ -58,7 +58,7 @@ struct Sums {
     const unsigned tile = first_tile < p.tiles ? first_tile : p.tiles - 1;
     return p.codes + (size_t{tile} * p.blocks + block) * block_bytes(static_cast<unsigned>(p.bits)) + lane() * 16;
   }
-  // From a tile to the next; 0 where there is none, whose sums nobody wants.
+  // From a tile to the next; 0 where there is none, whose sums are unused.
   GRAPHOPT_DEVICE size_t bytes_of_tile(const Product& p) const {
     return first_tile + 1 < p.tiles ? p.blocks * block_bytes(static_cast<unsigned>(p.bits)) : 0;
   }
@@ -76,7 +76,7 @@ struct Sums {
     begin_segment(p, unit);
   }
 
-  // Its scales are asked for here, long before they are wanted.
+  // Its scales are loaded here, long before they are used.
   GRAPHOPT_DEVICE void begin_segment(const Product& p, unsigned unit) {
     segment = segment_of(p, unit);
     GRAPHOPT_UNROLL

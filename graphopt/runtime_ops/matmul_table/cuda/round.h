@@ -43,7 +43,7 @@ struct RowScale {
   float scale, inverse;
 };
 
-// Magnitudes as integers have the same order, with infinity and then what is no number above all others.
+// Magnitudes as integers have the same order, with infinity and then NaN above all others.
 GRAPHOPT_DEVICE RowScale scale_of(uint32_t largest, const Rounding& r) {
   const float magnitude = float_of_bits(largest) * r.clip;
   if (largest >= 0x7f800000u) return {float_of_bits(0x7fc00000u), 0};
@@ -53,7 +53,7 @@ GRAPHOPT_DEVICE RowScale scale_of(uint32_t largest, const Rounding& r) {
 
 GRAPHOPT_DEVICE int32_t nearest(float x, float inverse, float levels) {
   float scaled = x * inverse;
-  // what is no number becomes the highest level: its scale says the rest
+  // NaN becomes the highest level; the scale carries the NaN or infinity
   scaled = scaled < levels ? scaled : levels;
   scaled = scaled > -levels ? scaled : -levels;
   return round_to_int(scaled);

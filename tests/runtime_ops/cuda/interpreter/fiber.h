@@ -49,7 +49,7 @@ class Fiber {
   void arrive();
 
   void (*main_)() = nullptr;
-  // Where its stack is, for the sanitizer, which tells it of the scheduler's fiber.
+  // Where its stack is, for the sanitizer; the sanitizer fills it in for the scheduler's fiber.
   const void* bottom_ = nullptr;
   size_t bytes_ = 0;
   void* fake_stack_ = nullptr;

@@ -13,7 +13,7 @@ namespace graphopt {
 namespace host {
 namespace {
 
-constexpr size_t kGuard = 256;  // bytes behind shared memory that nobody may touch
+constexpr size_t kGuard = 256;  // guard bytes behind shared memory
 constexpr unsigned char kNan = 0xff;
 
 // A copy that is under way; a null `global` brings zeros.
