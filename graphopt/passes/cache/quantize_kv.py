@@ -8,7 +8,7 @@ import onnx_ir as ir
 from pydantic import Field
 
 from graphopt.analysis.paged import describe, kv_nodes, layer_of
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.states import change
@@ -17,6 +17,11 @@ from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
 
 _PAGE = 64
+
+
+STORED = Rule("quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", floats=", {floats}")
+FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
+STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
 
 
 class QuantizeKVOptions(StepOptions):
@@ -78,7 +83,7 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
         for node in kv_nodes(model.graph):
             there = layer_of(node).attributes
             if there.storage != "float32":
-                ledger.skipped(node, f"its cache is stored as {there.storage} already")
+                ledger.skipped(node, STORED_ALREADY(storage=there.storage))
                 continue
             update = {
                 "storage": chosen.storage,
@@ -87,9 +92,8 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
                 "recent_pages": chosen.recent_pages if integer else 0,
             }
             change(model.graph, node, update)
-            floats = f", {chosen.sink_pages} first and {chosen.recent_pages} newest pages as floats" if integer else ""
-            ledger.changed(
-                node, f"its cache is stored as {chosen.storage} in pages of {update['page']}{floats}", [node]
-            )
+            floats = FLOATS(first=chosen.sink_pages, newest=chosen.recent_pages) if integer else None
+            stored = STORED(storage=chosen.storage, page=chosen.page or there.page, floats=floats)
+            ledger.changed(node, stored, [node])
         describe(model)
         declare(model)

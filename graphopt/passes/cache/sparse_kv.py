@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field
 from graphopt.analysis.heads import ORIGIN, HeadScores, Rank, read_scores
 from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions
@@ -26,6 +26,28 @@ _PAGE = 64
 
 NUMBERS: dict[str, int] = {"dense": DENSE, "streaming": STREAMING, "retrieval": RETRIEVAL}
 """The policies as the operator's attribute numbers them."""
+
+
+READS = Rule(
+    "sparse_kv.reads",
+    "{policies}: reads {sinks} first and {recent} newest tokens",
+    pages=", besides {pages}",
+    compensate=", and the mean of what streaming drops",
+)
+PAGES = Rule("sparse_kv.pages", "{budget} pages by {summary}", channels=" in the largest {channels} channels")
+PAGES_OF_MASS = Rule(
+    "sparse_kv.pages-of-mass",
+    "pages with {mass} of the mass{most} by {summary}",
+    channels=" in the largest {channels} channels",
+)
+AT_MOST = Rule("sparse_kv.at-most", ", {budget} pages at most,")
+ORIGIN_UNKNOWN = Rule(
+    "sparse_kv.origin-unknown", "the graph does not say what it was made from: only its heads were compared"
+)
+OWN_WINDOW = Rule("sparse_kv.own-window", "the model's own window of {window} tokens is all that it reads")
+HAS_POLICIES = Rule("sparse_kv.has-policies", "its heads have policies already")
+PAGE_STAYS = Rule("sparse_kv.page-stays", "its pages of {page} tokens are stored as {storage}: page stays as it is")
+LEFT_DENSE = Rule("sparse_kv.left-dense", "the recipe leaves it dense")
 
 
 class SparseKVOptions(StepOptions):
@@ -167,7 +189,7 @@ class SparseKV(Pass[SparseKVOptions]):
                 remedy="run `graphopt heads` on this model",
             )
         if origin is None:
-            ledger.skipped("heads", "the graph does not say what it was made from: only its heads were compared")
+            ledger.skipped("heads", ORIGIN_UNKNOWN())
         elif origin != scores.origin:
             raise InputError(
                 f"the calibration is of another model: it is of {scores.origin[:12]}..., the graph of {origin[:12]}...",
@@ -185,18 +207,18 @@ class SparseKV(Pass[SparseKVOptions]):
         layer = layer_of(node)
         there, chosen = layer.attributes, self.options
         if there.window:
-            ledger.skipped(node, f"the model's own window of {there.window} tokens is all that it reads")
+            ledger.skipped(node, OWN_WINDOW(window=there.window))
             return
         if set(there.policies) != {DENSE}:
-            ledger.skipped(node, "its heads have policies already")
+            ledger.skipped(node, HAS_POLICIES())
             return
         policies = self._policies(layer, node, found)
         page = chosen.page or there.page
         if there.storage != "float32" and page != there.page:
-            ledger.skipped(node, f"its pages of {there.page} tokens are stored as {there.storage}: page stays as it is")
+            ledger.skipped(node, PAGE_STAYS(page=there.page, storage=there.storage))
             page = there.page
         if set(policies) == {"dense"}:
-            ledger.skipped(node, "the recipe leaves it dense")
+            ledger.skipped(node, LEFT_DENSE())
             return
         if chosen.channels is not None and chosen.channels > layer.head_size:
             raise InputError(
@@ -217,18 +239,21 @@ class SparseKV(Pass[SparseKVOptions]):
             "compensate": int(chosen.compensate and streams),
         }
         change(graph, node, update)
-        besides = f", besides {self._pages()}" if retrieves else ""
-        besides += ", and the mean of what streaming drops" if chosen.compensate and streams else ""
-        heads = policies[0] if len(policies) == 1 else ", ".join(policies)
-        ledger.changed(node, f"{heads}: reads {chosen.sinks} first and {chosen.recent} newest tokens{besides}", [node])
+        reads = READS(
+            policies=policies,
+            sinks=chosen.sinks,
+            recent=chosen.recent,
+            pages=self._pages() if retrieves else None,
+            compensate=chosen.compensate and streams,
+        )
+        ledger.changed(node, reads, [node])
 
-    def _pages(self) -> str:
+    def _pages(self) -> Fact:
         chosen = self.options
-        pages = f"{chosen.budget} pages"
-        if chosen.mass is not None:
-            pages = f"pages with {chosen.mass} of the mass" + (f", {pages} at most," if chosen.budget else "")
-        channels = "" if chosen.channels is None else f" in the largest {chosen.channels} channels"
-        return f"{pages} by {chosen.summary}{channels}"
+        if chosen.mass is None:
+            return PAGES(budget=chosen.budget, summary=chosen.summary, channels=chosen.channels)
+        most = AT_MOST(budget=chosen.budget) if chosen.budget else None
+        return PAGES_OF_MASS(mass=chosen.mass, most=most, summary=chosen.summary, channels=chosen.channels)
 
     def _policies(
         self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[Policy, ...]]

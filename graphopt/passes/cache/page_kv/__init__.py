@@ -10,7 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.paged import OPERATOR, PagedLayer, describe, kv_nodes
 from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, STATES, past_port
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
 from graphopt.passes.cache.page_kv.rows import as_rows, read_rows
@@ -25,6 +25,16 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, 
 Page = Literal[16, 32, 64, 128]
 
 _MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
+
+
+OWNS_CACHE = Rule(
+    "page_kv.owns-cache", "owns its cache, in pages of {page} tokens", window=", a window of {window} tokens"
+)
+LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
+NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
+ONE_KIND = Rule("page_kv.one-kind", "{node} has to stay, and a graph has one kind of cache")
+LEFT_OUT = Rule("page_kv.left-out", "other layers have caches in pages already, and these were left out then")
+READ_TOO = Rule("page_kv.read-too", "{op} {node} reads {input} too, which a cache in pages has no use for")
 
 
 class PageKVOptions(StepOptions):
@@ -78,16 +88,16 @@ def page_attention(model: ir.Model, ledger: Ledger, page: int) -> None:
     graph, nodes = model.graph, attentions(model)
     if not nodes:
         if not kv_nodes(graph):
-            ledger.skipped("graph", "it has no standard Attention; canonicalize lifts what exporters spell out")
+            ledger.skipped("graph", NO_ATTENTION())
         return
     evaluator = MaskEvaluator(model)
     found = {node: meaning_of(node, evaluator) for node in nodes}
-    refused = {node: meaning for node, meaning in found.items() if isinstance(meaning, str)}
-    reason = None
+    refused = {node: meaning for node, meaning in found.items() if isinstance(meaning, Fact)}
+    reason: Fact | None = None
     if refused:
-        reason = f"{next(iter(refused)).name} has to stay, and a graph has one kind of cache"
+        reason = ONE_KIND(node=next(iter(refused)).name)
     elif kv_nodes(graph):
-        reason = "other layers have caches in pages already, and these were left out then"
+        reason = LEFT_OUT()
     else:
         for node in nodes:
             _drop_guards(evaluator, node, ledger)
@@ -105,7 +115,7 @@ def page_attention(model: ir.Model, ledger: Ledger, page: int) -> None:
     RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name == ATTENTION_MASK]:
         graph.inputs.remove(value)
-        ledger.report_change(ATTENTION_MASK, "lengths per row say what is padding: past_length, new_length")
+        ledger.report_change(ATTENTION_MASK, LENGTHS())
     describe(model)
     declare(model)
 
@@ -152,8 +162,7 @@ def _rewrite(
         if past is not None:
             graph.inputs.remove(past)
     connect(graph, made, layer)
-    window = f", a window of {meaning.window} tokens" if meaning.window else ""
-    ledger.changed(made, f"owns its cache, in pages of {page} tokens{window}", [node])
+    ledger.changed(made, OWNS_CACHE(page=page, window=meaning.window), [node])
 
 
 def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> None:
@@ -179,7 +188,7 @@ def _batch_from_tokens(graph: ir.Graph) -> None:
                 node.replace_input_with(0, tokens)
 
 
-def _other_reader(graph: ir.Graph) -> str | None:
+def _other_reader(graph: ir.Graph) -> Fact | None:
     """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
     going = {value for value in graph.inputs if value.name == ATTENTION_MASK or past_port(value) is not None}
     waiting, seen = [value.producer() for value in graph.outputs], set[ir.Node]()
@@ -198,7 +207,7 @@ def _other_reader(graph: ir.Graph) -> str | None:
         standard = node.op_type == "Attention" and not node.domain
         for value in [*(node.inputs[:_MASK] if standard else node.inputs), *inner]:
             if value in going and value is not None:
-                return f"{node.op_type} {node.name} reads {value.name} too, which a cache in pages has no use for"
+                return READ_TOO(op=node.op_type, node=node.name, input=value.name)
             if value is not None:
                 waiting.append(value.producer())
     return None

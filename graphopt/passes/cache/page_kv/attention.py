@@ -8,10 +8,28 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from graphopt.analysis.ports import CachePort, past_port
+from graphopt.facts import Fact, Rule
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
 _SIZES = range(16, 257, 16)
+
+
+NO_CACHE = Rule("page_kv.no-cache", "it has no cache of its own among the inputs of the graph")
+TOLD_LENGTHS = Rule("page_kv.told-lengths", "it is told the lengths of its rows in its own way (nonpad_kv_seqlen)")
+SCORES_READ = Rule("page_kv.scores-read", "its scores are read elsewhere")
+CACHE_READ = Rule("page_kv.cache-read", "its cache is read elsewhere in the graph")
+HEADS_UNKNOWN = Rule("page_kv.heads-unknown", "the graph does not state the number and size of its heads")
+HEADS_DO_NOT_FIT = Rule(
+    "page_kv.heads-do-not-fit",
+    "its queries, keys and values have heads of {query}, {key} and {value} numbers that do not fit",
+)
+HEAD_SIZE = Rule(
+    "page_kv.head-size", "its heads have {size} numbers, and KVAttention takes multiples of 16 from 16 to 256"
+)
+NOT_FLOAT32 = Rule("page_kv.not-float32", "it does not compute in float32")
+NOT_CAUSAL = Rule("page_kv.not-causal", "it is not causal")
+MASK_NOT_UNDERSTOOD = Rule("page_kv.mask-not-understood", "its mask {mask} is not understood: {why}")
 
 
 @dataclass(frozen=True)
@@ -37,45 +55,45 @@ class Meaning:
     window: int
 
 
-def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | str:
+def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
     """Return what the ``Attention`` node means, or why ``KVAttention`` cannot say it."""
     inputs = [*node.inputs, *[None] * 7][:7]
     query, key, value, past_key, past_value = (inputs[i] for i in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE))
     cache = past_port(past_key)
     if cache is None or cache.part != "key" or past_port(past_value) != CachePort(cache.layer, "value"):
-        return "it has no cache of its own among the inputs of the graph"
+        return NO_CACHE()
     if inputs[_VALID] is not None:
-        return "it is told the lengths of its rows in its own way (nonpad_kv_seqlen)"
+        return TOLD_LENGTHS()
     if any(output.uses() or output.is_graph_output() for output in node.outputs[3:]):
-        return "its scores are read elsewhere"
+        return SCORES_READ()
     if any(output.uses() for output in node.outputs[1:3]):
-        return "its cache is read elsewhere in the graph"
+        return CACHE_READ()
     sizes = [_heads(node, value, which) for value, which in ((query, "q"), (key, "kv"), (value, "kv"))]
     if None in sizes:
-        return "the graph does not state the number and size of its heads"
+        return HEADS_UNKNOWN()
     (query_heads, size), (kv_heads, key_size), (value_heads, value_size) = (each for each in sizes if each is not None)
     if not size == key_size == value_size or kv_heads != value_heads or query_heads % kv_heads:
-        return f"its queries, keys and values have heads of {size}, {key_size} and {value_size} numbers that do not fit"
+        return HEADS_DO_NOT_FIT(query=size, key=key_size, value=value_size)
     if size not in _SIZES:
-        return f"its heads have {size} numbers, and KVAttention takes multiples of 16 from 16 to 256"
+        return HEAD_SIZE(size=size)
     if any(each is not None and each.dtype != ir.DataType.FLOAT for each in (query, key, value)):
-        return "it does not compute in float32"
+        return NOT_FLOAT32()
     window = _window(node, inputs[_MASK], evaluator)
-    if isinstance(window, str):
+    if isinstance(window, Fact):
         return window
     scale = node.attributes.get_float("scale", 0.0) or 1.0 / math.sqrt(size)
     softcap = node.attributes.get_float("softcap", 0.0)
     return Meaning(cache.layer, query_heads, kv_heads, size, scale, softcap, window)
 
 
-def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | str:
+def _window(node: ir.Node, mask: ir.Value | None, evaluator: MaskEvaluator) -> int | Fact:
     is_causal = node.attributes.get_int("is_causal", 0) == 1
     if mask is None:
         if not is_causal:
-            return "it is not causal"
+            return NOT_CAUSAL()
         return evaluator.without_mask()
     window = evaluator.window(mask, is_causal=is_causal)
-    return f"its mask {mask.name} is not understood: {window}" if isinstance(window, str) else window
+    return MASK_NOT_UNDERSTOOD(mask=mask.name, why=window) if isinstance(window, Fact) else window
 
 
 def _heads(node: ir.Node, value: ir.Value | None, which: str) -> tuple[int, int] | None:

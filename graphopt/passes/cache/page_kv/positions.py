@@ -22,6 +22,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.paged import UNBOUNDED, kv_nodes, layer_of
+from graphopt.facts import Fact, Rule
 from graphopt.passes.cache.page_kv.states import graph_input
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.products import shared
@@ -32,6 +33,16 @@ _COS, _SIN, _INDICES = 1, 2, 3
 _SINK_QUERY = 6
 
 
+WIDE_ANGLES = Rule("positions.wide-angles", "angles are computed in float64, so that positions may be of any size")
+CAPPED = Rule("positions.capped", "reads its first tokens from position {position} at most")
+BOUND = Rule("positions.bound", "sequences end where the model's positions do: {why}")
+READS_MEAN = Rule("positions.reads-mean", "{node} reads a mean of keys at any distance")
+NO_POSITIONS = Rule("positions.no-input", "it has no input {input}, so nothing turns its queries")
+NO_ROTARY = Rule("positions.no-rotary", "the query of {node} comes from no RotaryEmbedding")
+FROM_TABLE = Rule("positions.from-table", "{node} reads its angles from a table, which has an end")
+POSITIONS_READ = Rule("positions.read-too", "{op} {node} reads positions too")
+
+
 def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     """Let positions go on for ever where every layer lets old tokens go; say why not where something binds them."""
     layers = {node: layer_of(node) for node in kv_nodes(graph)}
@@ -39,10 +50,7 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
         return
     compensated = [node for node, layer in layers.items() if layer.attributes.compensate]
     if compensated:
-        ledger.skipped(
-            _POSITIONS,
-            f"sequences end where the model's positions do: {compensated[0].name} reads a mean of keys at any distance",
-        )
+        ledger.skipped(_POSITIONS, BOUND(why=READS_MEAN(node=compensated[0].name)))
         return
     queries = {
         node: node.inputs[0]
@@ -51,21 +59,21 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     }
     reason = bound(graph, queries)
     if reason is not None:
-        ledger.skipped(_POSITIONS, f"sequences end where the model's positions do: {reason}")
+        ledger.skipped(_POSITIONS, BOUND(why=reason))
         return
     for node in exact_angles(graph):
-        ledger.changed(node, "angles are computed in float64, so that positions may be of any size")
+        ledger.changed(node, WIDE_ANGLES())
     capped: dict[int, CappedQueries] = {}
     for node, query in queries.items():
         cap = layers[node].reach - 1
         made = capped.setdefault(cap, CappedQueries(graph, cap)).of(query)
         node.replace_input_with(_SINK_QUERY, made)
-        ledger.changed(node, f"reads its first tokens from position {cap} at most", [node])
+        ledger.changed(node, CAPPED(position=cap), [node])
     for node in layers:
         node.metadata_props[UNBOUNDED] = "1"
 
 
-def bound(graph: ir.Graph, queries: Mapping[ir.Node, ir.Value]) -> str | None:
+def bound(graph: ir.Graph, queries: Mapping[ir.Node, ir.Value]) -> Fact | None:
     """Return what keeps the graph from positions of any size, or ``None``.
 
     Args:
@@ -74,16 +82,16 @@ def bound(graph: ir.Graph, queries: Mapping[ir.Node, ir.Value]) -> str | None:
     """
     positions = [value for value in graph.inputs if value.name == _POSITIONS]
     if not positions:
-        return f"it has no input {_POSITIONS}, so nothing turns its queries"
+        return NO_POSITIONS(input=_POSITIONS)
     for node, query in queries.items():
         rotary = _rotary(query)
         if rotary is None:
-            return f"the query of {node.name} comes from no RotaryEmbedding"
+            return NO_ROTARY(node=node.name)
         if len(rotary.inputs) > _INDICES and rotary.inputs[_INDICES] is not None:
-            return f"{rotary.name} reads its angles from a table, which has an end"
+            return FROM_TABLE(node=rotary.name)
     for node in _readers(positions[0]):
         if node.op_type != "RotaryEmbedding" and node.op_type not in _ELEMENTWISE:
-            return f"{node.op_type} {node.name} reads positions too"
+            return POSITIONS_READ(op=node.op_type, node=node.name)
     return None
 
 

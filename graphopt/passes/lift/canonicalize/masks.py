@@ -23,6 +23,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.ports import ATTENTION_MASK, past_port
 from graphopt.errors import InputError
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import scalar
@@ -65,7 +66,27 @@ class _Instance:
         return found
 
 
-Evaluated = list[tuple[_Instance, Array]] | str
+MASK_CAUSAL = Rule("canonicalize.mask-causal", "mask arithmetic ({meaning}) became is_causal")
+MASK_UNDERSTOOD = Rule("canonicalize.mask-understood", "mask arithmetic became what it means ({meaning})")
+MASK_STAYS = Rule("canonicalize.mask-stays", "its mask {mask} stays as it is: {why}")
+GUARD_REMOVED = Rule("canonicalize.guard-removed", "guard for queries that see no key removed")
+GUARD_NOT_RUN = Rule("canonicalize.guard-not-run", "the condition of the guard cannot be evaluated on its own")
+NO_GUARD = Rule("canonicalize.no-guard", "a Where behind Attention that is no guard for queries without a visible key")
+NOT_FED = Rule("mask.not-fed", "the graph cannot be fed ({error})")
+NOT_CUT_OUT = Rule("mask.not-cut-out", "its computation cannot be cut out of the graph ({error})")
+COMPUTED = Rule("mask.computed", "it depends on what the model computes")
+TOO_LONG = Rule("mask.too-long", "its arithmetic holds the number {number}, too long a sequence to try")
+NOT_RUN = Rule("mask.not-run", "its computation cannot be run on its own ({error})")
+ADDS_BIAS = Rule("mask.adds-bias", "it adds a bias to visible scores")
+NOT_CAUSAL = Rule(
+    "mask.not-causal",
+    "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)",
+)
+NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, with padding or without")
+NOT_TRIED = Rule("mask.not-tried", "it was tried on no single sequence")
+SHOWS_PADDING = Rule("mask.shows-padding", "it shows padding, which a cache in pages does not hold")
+
+Evaluated = list[tuple[_Instance, Array]] | Fact
 
 
 def lift_masks(model: ir.Model, ledger: Ledger) -> None:
@@ -76,16 +97,16 @@ def lift_masks(model: ir.Model, ledger: Ledger) -> None:
         if mask is None or node.attributes.get_int("is_causal") == 1:
             continue
         meaning = evaluator.meaning(mask)
-        if meaning not in _MEANINGS:
-            ledger.skipped(node, f"its mask {mask.name} stays as it is: {meaning}")
+        if isinstance(meaning, Fact):
+            ledger.skipped(node, MASK_STAYS(mask=mask.name, why=meaning))
             continue
         drop_guard(evaluator, node, mask, ledger)
         node.replace_input_with(_MASK, padding_mask(model) if "padding" in meaning else None)
         if "causal" in meaning:
             node.attributes["is_causal"] = ir.AttrInt64("is_causal", 1)
-            ledger.changed(node, f"mask arithmetic ({meaning}) became is_causal", [mask])
+            ledger.changed(node, MASK_CAUSAL(meaning=meaning), [mask])
         else:
-            ledger.changed(node, f"mask arithmetic became what it means ({meaning})", [mask])
+            ledger.changed(node, MASK_UNDERSTOOD(meaning=meaning), [mask])
 
 
 class MaskEvaluator:
@@ -112,16 +133,16 @@ class MaskEvaluator:
         try:
             task.check(graph)
         except InputError as error:
-            return f"the graph cannot be fed ({error.what})"
+            return NOT_FED(error=error.what)
         try:
             part = ir.convenience.extract(graph, list(graph.inputs), [value])
         except ValueError as error:
-            return f"its computation cannot be cut out of the graph ({error})"
+            return NOT_CUT_OUT(error=str(error))
         if any(node.op_type in ("Attention", "MatMul") for node in part):
-            return "it depends on what the model computes"
+            return COMPUTED()
         lengths = sorted(_numbers(part))
         if lengths and lengths[-1] > _LONGEST:
-            return f"its arithmetic holds the number {lengths[-1]}, too long a sequence to try"
+            return TOO_LONG(number=lengths[-1])
         for unused in [port for port in part.inputs if not port.uses()]:
             part.inputs.remove(unused)
         for port in part.inputs:
@@ -136,13 +157,13 @@ class MaskEvaluator:
                     feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
                     results.append((instance, session.run(None, feeds)[0]))
         except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
-            return f"its computation cannot be run on its own ({str(error).splitlines()[0]})"
+            return NOT_RUN(error=str(error).splitlines()[0])
         return results
 
-    def meaning(self, mask: ir.Value) -> str:
+    def meaning(self, mask: ir.Value) -> str | Fact:
         """Return what ``mask`` means, one of :data:`_MEANINGS`, or why it is none of them."""
         results = self.run(mask)
-        if isinstance(results, str):
+        if isinstance(results, Fact):
             return results
         left = list(_MEANINGS)
         if not self._has_padding:
@@ -150,15 +171,11 @@ class MaskEvaluator:
         for instance, array in results:
             visible = _visible(array)
             if array.dtype != np.bool_ and (array[visible] != 0).any():
-                return "it adds a bias to visible scores"
+                return ADDS_BIAS()
             left = [meaning for meaning in left if _same(visible, instance.seen(meaning))]
-        return (
-            left[0]
-            if left
-            else "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)"
-        )
+        return left[0] if left else NOT_CAUSAL()
 
-    def window(self, mask: ir.Value, *, is_causal: bool) -> int | str:
+    def window(self, mask: ir.Value, *, is_causal: bool) -> int | Fact:
         """Return the sliding window of ``mask`` in tokens, 0 for none, if it means causal and not padding, or why not.
 
         Args:
@@ -166,19 +183,19 @@ class MaskEvaluator:
             is_causal: whether ``Attention`` itself hides the keys behind each query.
         """
         results = self.run(mask)
-        if isinstance(results, str):
+        if isinstance(results, Fact):
             return results
         seen = [
             (instance, _visible(array) & instance.causal if is_causal else _visible(array), array)
             for instance, array in results
         ]
         if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in seen):
-            return "it adds a bias to visible scores"
+            return ADDS_BIAS()
         # The last query of the longest single sequence sees all that any window leaves.
         singles = [(instance, visible) for instance, visible, _ in seen if len(instance.padding) == 1]
         longest, visible = max(singles, key=lambda each: each[0].padding.shape[-1], default=(None, None))
         if longest is None or visible is None:
-            return "it was tried on no single sequence"
+            return NOT_TRIED()
         keys = longest.padding.shape[-1]
         left = int(np.broadcast_to(visible, (*visible.shape[:3], keys))[0, 0, -1].sum())
         window = 0 if left == keys else left
@@ -190,12 +207,12 @@ class MaskEvaluator:
         if hides:
             return window
         if shows:
-            return "it shows padding, which a cache in pages does not hold"
-        return "it is neither causal nor a sliding window, with padding or without"
+            return SHOWS_PADDING()
+        return NO_WINDOW()
 
-    def without_mask(self) -> int | str:
+    def without_mask(self) -> int | Fact:
         """Return the window of causal attention without any mask, 0, or why that is not causal and not padding."""
-        return "it shows padding, which a cache in pages does not hold" if self._has_padding else 0
+        return SHOWS_PADDING() if self._has_padding else 0
 
 
 def _numbers(part: ir.Graph) -> set[int]:
@@ -235,8 +252,8 @@ def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: 
         condition = user.inputs[0]
         assert condition is not None
         blind, masks = evaluator.run(condition), evaluator.run(mask)
-        if isinstance(blind, str) or isinstance(masks, str):
-            ledger.skipped(user, "the condition of the guard cannot be evaluated on its own")
+        if isinstance(blind, Fact) or isinstance(masks, Fact):
+            ledger.skipped(user, GUARD_NOT_RUN())
             continue
         # Both begin with the same instances; the sizes behind them come from constants that only one may have.
         shared = list(zip(blind, masks, strict=False))[: len(_INSTANCES)]
@@ -245,8 +262,8 @@ def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: 
             for (_, got), (_, seen) in shared
         )
         if not means_blind:
-            ledger.skipped(user, "a Where behind Attention that is no guard for queries without a visible key")
+            ledger.skipped(user, NO_GUARD())
             continue
-        ledger.changed(node, "guard for queries that see no key removed", [user])
+        ledger.changed(node, GUARD_REMOVED(), [user])
         user.outputs[0].replace_all_uses_with(node.outputs[0])
         evaluator.model.graph.remove(user, safe=True)
