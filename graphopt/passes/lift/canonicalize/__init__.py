@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import InputError
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Rule
 from graphopt.passes.base import CANONICAL_OPSETS, Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
@@ -27,6 +27,8 @@ from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_
 from graphopt.passes.lift.canonicalize.scores import lift_scores
 from graphopt.passes.lift.canonicalize.shapes import state_shapes
 from graphopt.runtime_ops import DOMAIN
+
+OPSET_RAISED = Rule("canonicalize.opset-raised", "opset {opset} raised to {to}")
 
 
 class CanonicalizeOptions(StepOptions):
@@ -125,4 +127,4 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
         log.setLevel(level)
     if model.opset_imports.get("") != oldest:
         raise InputError(f"opset {opset} cannot be raised to {oldest}", remedy=remedy)
-    ledger.report_change("graph", f"opset {opset} raised to {oldest}")
+    ledger.report_change("graph", OPSET_RAISED(opset=opset, to=oldest))

@@ -14,10 +14,18 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.weights import weight_of
 
 _KEY, _VALUE, _PAST_KEY = 1, 2, 4
+
+HEADS_GROUPED = Rule("canonicalize.heads-grouped", "reads grouped KV heads instead of repeated ones")
+ONE_REPEATED = Rule("canonicalize.one-repeated", "only one of key and value is repeated per query head")
+CACHE_TAKEN = Rule("canonicalize.cache-taken", "appends to its cache itself")
+NO_APPENDING = Rule(
+    "canonicalize.no-appending", "its keys or values are no Concat of a cache input and new ones along the length"
+)
 
 
 def attentions(model: ir.Model) -> list[ir.Node]:
@@ -32,11 +40,11 @@ def group_heads(model: ir.Model, ledger: Ledger) -> None:
         if bases[0] is None and bases[1] is None:
             continue
         if bases[0] is None or bases[1] is None:
-            ledger.skipped(node, "only one of key and value is repeated per query head")
+            ledger.skipped(node, ONE_REPEATED())
             continue
         for index, base in zip((_KEY, _VALUE), bases, strict=True):
             node.replace_input_with(index, base)
-        ledger.changed(node, "reads grouped KV heads instead of repeated ones", [b for b in bases if b is not None])
+        ledger.changed(node, HEADS_GROUPED(), [b for b in bases if b is not None])
 
 
 def _before_repeat(value: ir.Value | None, query: ir.Value | None) -> ir.Value | None:
@@ -76,7 +84,7 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
             continue
         concats = [_appends(node.inputs[index]) for index in (_KEY, _VALUE)]
         if concats[0] is None or concats[1] is None:
-            ledger.skipped(node, "its keys or values are no Concat of a cache input and new ones along the length")
+            ledger.skipped(node, NO_APPENDING())
             continue
         pairs = [(concat.inputs[0], concat.inputs[1], concat.outputs[0]) for concat in concats if concat is not None]
         (past_key, key, present_key), (past_value, value, present_value) = pairs
@@ -96,7 +104,7 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
             old.replace_all_uses_with(new, replace_graph_outputs=True)
             old.name, new.name = f"{name}.replaced", name
         model.graph.remove([node, *(concat for concat in concats if concat is not None)], safe=True)
-        ledger.changed(made, "appends to its cache itself", [concat.name or "" for concat in concats if concat])
+        ledger.changed(made, CACHE_TAKEN(), [concat.name or "" for concat in concats if concat])
 
 
 def _appends(value: ir.Value | None) -> ir.Node | None:

@@ -11,7 +11,13 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
+
+PRUNED = Rule("canonicalize.pruned", "removed {nodes} constant, identity, repeated or unused node(s)")
+GEMM_SPLIT = Rule("canonicalize.gemm-split", "Gemm became MatMul and Add")
+GEMM_SCALES = Rule("canonicalize.gemm-scales", "Gemm with alpha or beta other than 1")
+GEMM_TRANSPOSES = Rule("canonicalize.gemm-transposes", "Gemm that transposes its activation")
 
 
 def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
@@ -23,7 +29,7 @@ def merge_and_prune(model: ir.Model, ledger: Ledger) -> None:
     RemoveUnusedNodesPass()(model)
     removed = before - len(list(model.graph))
     if removed:
-        ledger.report_change("graph", f"removed {removed} constant, identity, repeated or unused node(s)")
+        ledger.report_change("graph", PRUNED(nodes=removed))
 
 
 def split_gemm(model: ir.Model, ledger: Ledger) -> None:
@@ -36,10 +42,10 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
             continue
         attributes = node.attributes
         if attributes.get_float("alpha", 1.0) != 1.0 or attributes.get_float("beta", 1.0) != 1.0:
-            ledger.skipped(node, "Gemm with alpha or beta other than 1")
+            ledger.skipped(node, GEMM_SCALES())
             continue
         if attributes.get_int("transA", 0):
-            ledger.skipped(node, "Gemm that transposes its activation")
+            ledger.skipped(node, GEMM_TRANSPOSES())
             continue
         inputs = list(node.inputs)
         right = inputs[1]
@@ -54,7 +60,7 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
         _splice(model.graph, node, tape, output)
         assert made is not None
         made.name = node.name
-        ledger.changed(made, "Gemm became MatMul and Add", [node])
+        ledger.changed(made, GEMM_SPLIT(), [node])
 
 
 def _splice(graph: ir.Graph, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:

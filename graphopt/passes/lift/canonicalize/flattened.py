@@ -12,9 +12,17 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.weights import new_weight, weight_of
+
+RESHAPE_GONE = Rule("canonicalize.reshape-gone", "a reshape to the shape that was there is gone")
+CAST_GONE = Rule("canonicalize.cast-gone", "a cast to the type that was there, or a product with 1, is gone")
+UNFLATTENED = Rule("canonicalize.unflattened", "reads and writes the shape around it, without reshapes")
+OTHER_SHAPE_BACK = Rule(
+    "canonicalize.other-shape-back", "between reshapes that do not give it back the shape it came in"
+)
 
 
 def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
@@ -27,7 +35,7 @@ def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
         if dims != list(y.shape) or any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in dims):
             continue
         y.replace_all_uses_with(x)
-        ledger.report_change(node.name or "?", "a reshape to the shape that was there is gone")
+        ledger.report_change(node.name or "?", RESHAPE_GONE())
         model.graph.remove(node, safe=True)
 
 
@@ -41,7 +49,7 @@ def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
         one = node.op_type == "Mul" and scalar(node.inputs[1]) == 1.0 and x.shape is not None and x.shape == y.shape
         if same or one:
             y.replace_all_uses_with(x)
-            ledger.report_change(node.name or "?", "a cast to the type that was there, or a product with 1, is gone")
+            ledger.report_change(node.name or "?", CAST_GONE())
             model.graph.remove(node, safe=True)
 
 
@@ -56,7 +64,7 @@ def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
             continue
         read = _unflattened_input(model.graph, flatten, last, unflatten)
         if read is None:
-            ledger.skipped(node, "between reshapes that do not give it back the shape it came in")
+            ledger.skipped(node, OTHER_SHAPE_BACK())
             continue
         result = unflatten.outputs[0]
         assert result.shape is not None
@@ -68,7 +76,7 @@ def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
         result.replace_all_uses_with(end, replace_graph_outputs=True)
         model.graph.remove(unflatten, safe=True)
         result.name, end.name = f"{name}.replaced", name
-        ledger.changed(node, "reads and writes the shape around it, without reshapes", [flatten, unflatten])
+        ledger.changed(node, UNFLATTENED(), [flatten, unflatten])
 
 
 def _between(first: ir.Node, last: ir.Node) -> list[ir.Value]:

@@ -14,12 +14,15 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import contrib_nodes
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
 from graphopt.passes.lower.products import shared
 
 _APPROXIMATE = {"FastGelu": "tanh", "BiasGelu": "none", "Gelu": "none"}
 _QUICK, _ALPHA = "QuickGelu", 1.702
+
+ACTIVATION_LIFTED = Rule("canonicalize.activation-lifted", "onnxruntime's {op} became standard ops")
 
 
 def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
@@ -48,4 +51,4 @@ def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
         last.metadata_props.update(node.metadata_props)
         take_place(y, made)
         model.graph.remove(node, safe=True)
-        ledger.changed(last, f"onnxruntime's {what} became standard ops", [node])
+        ledger.changed(last, ACTIVATION_LIFTED(op=what), [node])

@@ -14,10 +14,17 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import MICROSOFT
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
 
 _SUM = 3
+
+NORM_REPLACED = Rule("canonicalize.norm-replaced", "{op} became {by}")
+DEVIATION_READ = Rule(
+    "canonicalize.deviation-read", "its inverse deviation is read, which RMSNormalization does not give"
+)
+STATISTICS_READ = Rule("canonicalize.statistics-read", "its mean or deviation is read, which {op} does not give here")
 
 
 def lift_fused_norms(model: ir.Model, ledger: Ledger) -> None:
@@ -25,13 +32,13 @@ def lift_fused_norms(model: ir.Model, ledger: Ledger) -> None:
     for node in list(model.graph):
         if node.op_type == "SimplifiedLayerNormalization" and node.domain in ("", MICROSOFT):
             if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
-                ledger.skipped(node, "its inverse deviation is read, which RMSNormalization does not give")
+                ledger.skipped(node, DEVIATION_READ())
                 continue
             _replace(model.graph, node, "RMSNormalization", node.inputs[0], list(node.inputs[1:2]), ledger)
         elif node.domain == MICROSOFT and node.op_type in _SKIPS:
             kind, gains = _SKIPS[node.op_type]
             if any(output.uses() or output.is_graph_output() for output in node.outputs[1:_SUM]):
-                ledger.skipped(node, f"its mean or deviation is read, which {kind} does not give here")
+                ledger.skipped(node, STATISTICS_READ(op=kind))
                 continue
             given = [*node.inputs, *[None] * 5]
             norm = [value for value in given[2 : 2 + gains] if value is not None]
@@ -72,4 +79,4 @@ def _replace(
     made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
     take_place(node.outputs[0], made.outputs[0])
     graph.remove(node, safe=True)
-    ledger.changed(made, f"{node.op_type} became {kind}", [node])
+    ledger.changed(made, NORM_REPLACED(op=node.op_type, by=kind), [node])

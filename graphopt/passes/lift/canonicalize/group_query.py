@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import PADDING, contrib_nodes, head_sizes
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
@@ -28,6 +29,27 @@ from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
 _OPERATOR = "GroupQueryAttention"
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK, _K_SCALE, _V_SCALE, _Q_NORM, _K_NORM = range(5, 16)
 _INPUTS = 16
+
+LIFTED = Rule(
+    "canonicalize.attention-lifted", "{op} became Attention", window=", a window of {window} tokens as its mask"
+)
+OWN_TERM = Rule(
+    "canonicalize.own-term", "its softmax has a term of its own in the denominator (head_sink, smooth_softmax)"
+)
+ADDS_BIAS = Rule("canonicalize.adds-bias", "it adds a bias to scores")
+QUANTIZED_CACHE = Rule("canonicalize.quantized-cache", "its cache is quantized in its own way")
+NOT_CAUSAL = Rule("canonicalize.not-causal", "it is not causal")
+SCORES_READ = Rule("canonicalize.scores-read", "its scores are read elsewhere", also=["op"])
+ONE_NORM = Rule("canonicalize.one-norm", "only one of queries and keys has a norm")
+HEADS_UNKNOWN = Rule(
+    "canonicalize.heads-unknown", "the graph does not state the number and size of its heads", also=["op"]
+)
+NO_CACHE = Rule("canonicalize.no-cache", "it has no cache, or is not told how long its rows are")
+NO_MASK = Rule("canonicalize.no-mask", "the graph has no attention_mask, which its lengths could mean")
+LENGTHS_NOT_UNDERSTOOD = Rule("canonicalize.lengths-not-understood", "its lengths {lengths} are not understood: {why}")
+OTHER_LENGTHS = Rule("canonicalize.other-lengths", "its length {lengths} is not {expected}, by attention_mask")
+NO_TABLES = Rule("canonicalize.no-tables", "it has no tables of angles")
+OTHER_POSITIONS = Rule("canonicalize.other-positions", "it takes its positions from {positions}")
 
 
 def lift_group_query(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
@@ -40,7 +62,7 @@ def lift_group_query(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
             ledger.skipped(node, reason)
             continue
         turned = _angles(model, node, angles, ledger)
-        if isinstance(turned, str):
+        if isinstance(turned, Fact):
             ledger.skipped(node, turned)
             continue
         _lift(model, node, turned, ledger)
@@ -48,60 +70,60 @@ def lift_group_query(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
         model.metadata_props.pop(PADDING, None)
 
 
-def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> str | None:
+def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> Fact | None:
     """Return why the standard ops cannot say what ``node`` computes, or ``None``."""
     inputs, attributes = _inputs(node), node.attributes
     if inputs[_SINK] is not None or attributes.get_int("smooth_softmax", 0) == 1:
-        return "its softmax has a term of its own in the denominator (head_sink, smooth_softmax)"
+        return OWN_TERM()
     if inputs[_BIAS] is not None:
-        return "it adds a bias to scores"
+        return ADDS_BIAS()
     if inputs[_K_SCALE] is not None or inputs[_V_SCALE] is not None:
-        return "its cache is quantized in its own way"
+        return QUANTIZED_CACHE()
     if attributes.get_int("causal", 1) != 1:
-        return "it is not causal"
+        return NOT_CAUSAL()
     if any(value.uses() or value.is_graph_output() for value in node.outputs[3:]):
-        return "its scores are read elsewhere"
+        return SCORES_READ(op=_OPERATOR)
     if (inputs[_Q_NORM] is None) != (inputs[_K_NORM] is None):
-        return "only one of queries and keys has a norm"
+        return ONE_NORM()
     if head_sizes(node) is None or (inputs[1] is None) != (inputs[2] is None):
-        return "the graph does not state the number and size of its heads"
+        return HEADS_UNKNOWN(op=_OPERATOR)
     if any(inputs[index] is None for index in (3, 4, _SEQLENS, _TOTAL)):
-        return "it has no cache, or is not told how long its rows are"
+        return NO_CACHE()
     if not any(value.name == "attention_mask" for value in evaluator.model.graph.inputs):
-        return "the graph has no attention_mask, which its lengths could mean"
+        return NO_MASK()
     return _lengths(inputs[_SEQLENS], inputs[_TOTAL], evaluator)
 
 
-def _lengths(seqlens: ir.Value | None, total: ir.Value | None, evaluator: MaskEvaluator) -> str | None:
+def _lengths(seqlens: ir.Value | None, total: ir.Value | None, evaluator: MaskEvaluator) -> Fact | None:
     """Return why the lengths that the operator is told are not those that ``attention_mask`` says, or ``None``."""
     assert seqlens is not None and total is not None
     for value in (seqlens, total):
         results = evaluator.run(value)
-        if isinstance(results, str):
-            return f"its lengths {value.name} are not understood: {results}"
+        if isinstance(results, Fact):
+            return LENGTHS_NOT_UNDERSTOOD(lengths=value.name, why=results)
         for instance, array in results:
             tokens, keys = instance.padding.sum(axis=-1).reshape(-1) - 1, instance.padding.shape[-1]
             if not np.array_equal(np.asarray(array).reshape(-1), tokens if value is seqlens else [keys]):
-                what = "the number of a row's tokens less 1" if value is seqlens else "the number of columns"
-                return f"its length {value.name} is not {what}, by attention_mask"
+                expected = "the number of a row's tokens less 1" if value is seqlens else "the number of columns"
+                return OTHER_LENGTHS(lengths=value.name, expected=expected)
     return None
 
 
 def _angles(
     model: ir.Model, node: ir.Node, angles: Angles, ledger: Ledger
-) -> tuple[ir.Value, ir.Value] | tuple[()] | str:
+) -> tuple[ir.Value, ir.Value] | tuple[()] | Fact:
     """Return cosines and sines, nothing where ``node`` turns nothing, or why it cannot be lifted."""
     if node.attributes.get_int("do_rotary", 0) != 1:
         return ()
     inputs = _inputs(node)
     cos, sin, positions = inputs[_COS], inputs[_SIN], inputs[_POSITIONS]
     if cos is None or sin is None:
-        return "it has no tables of angles"
+        return NO_TABLES()
     given = position_ids(model, ledger) if positions is None else positions
-    if isinstance(given, str):
+    if isinstance(given, Fact):
         return given
     if given.name != "position_ids":
-        return f"it takes its positions from {given.name}"
+        return OTHER_POSITIONS(positions=given.name)
     return angles.of(cos, sin, given)
 
 
@@ -145,8 +167,7 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
     for old, new in zip(node.outputs, [y, *made.outputs[1:]], strict=False):
         take_place(old, new)
     graph.remove(node, safe=True)
-    said = f", a window of {window} tokens as its mask" if window > 0 else ""
-    ledger.changed(made, f"{_OPERATOR} became Attention{said}", [node])
+    ledger.changed(made, LIFTED(op=_OPERATOR, window=max(0, window)), [node])
 
 
 def _rows(insert: Inserter, inputs: list[ir.Value | None], heads: int, groups: int, size: int) -> list[ir.Value]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.weights import (
     Expression,
@@ -33,6 +34,8 @@ Layout = Callable[[Expression], Expression]
 
 _Shape = tuple[int, ...]
 _Found = list[tuple[str, Layout]] | None
+
+STORED_AS_READ = Rule("canonicalize.stored-as-read", "{weight}, or a part of it, stored as it is read")
 
 
 def store_layouts(model: ir.Model, ledger: Ledger) -> None:
@@ -61,7 +64,7 @@ def store_layouts(model: ir.Model, ledger: Ledger) -> None:
         graph.remove(node, safe=True)
     for stored, original in made.items():
         if stored.uses():
-            ledger.changed(stored, f"{original.name}, or a part of it, stored as it is read", [original])
+            ledger.changed(stored, STORED_AS_READ(weight=original.name), [original])
 
 
 def _constants(node: ir.Node, index: int) -> list[int] | None:

@@ -16,7 +16,9 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import contrib_nodes, head_sizes
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.group_query import HEADS_UNKNOWN, LIFTED, SCORES_READ
 from graphopt.passes.lift.canonicalize.inserting import Dims, Inserter, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
 from graphopt.weights import Sliced, WeightTensor, expression_of, new_weight, weight_of
@@ -28,6 +30,25 @@ _INPUTS = 10
 _HIDDEN = -1e4
 
 Masks = dict[tuple[ir.Value | None, ir.Value | None], ir.Value]
+
+NOT_THREE = Rule(
+    "canonicalize.not-three", "its queries, keys and values are not three tensors [batch, length, heads x size]"
+)
+OTHER_SEQUENCE = Rule(
+    "canonicalize.other-sequence",
+    "its keys and values are not [batch, length, heads x size]: those of another sequence, or packed",
+)
+BIAS_COMPUTED = Rule("canonicalize.bias-computed", "its bias is computed")
+PADDING_SHAPE = Rule(
+    "canonicalize.padding-shape",
+    "its padding {padding} is no mask [batch, keys] or [batch, queries, keys] (lengths, perhaps)",
+)
+FILTER_VALUE = Rule("canonicalize.filter-value", "its mask_filter_value does not hide what is padding")
+ONE_CACHE = Rule("canonicalize.one-cache", "only one of keys and values has a cache")
+SHARED_BUFFER = Rule(
+    "canonicalize.shared-buffer",
+    "its cache is a buffer that it shares with what it returns (past_sequence_length, cache_indirection)",
+)
 
 
 def lift_multi_head(model: ir.Model, ledger: Ledger) -> None:
@@ -41,29 +62,29 @@ def lift_multi_head(model: ir.Model, ledger: Ledger) -> None:
         _lift(model.graph, node, masks, ledger)
 
 
-def _why_not(node: ir.Node) -> str | None:
+def _why_not(node: ir.Node) -> Fact | None:
     """Return why the standard ops cannot say what ``node`` computes, or ``None``."""
     inputs = _inputs(node)
     query, key, value = inputs[:3]
     if query is None or query.shape is None or len(query.shape) != 3 or key is None or value is None:
-        return "its queries, keys and values are not three tensors [batch, length, heads x size]"
+        return NOT_THREE()
     if any(each.shape is None or len(each.shape) != 3 for each in (key, value)):
-        return "its keys and values are not [batch, length, heads x size]: those of another sequence, or packed"
+        return OTHER_SEQUENCE()
     if _widths(node) is None:
-        return "the graph does not state the number and size of its heads"
+        return HEADS_UNKNOWN(op=_OPERATOR)
     if inputs[_BIAS] is not None and weight_of(node, _BIAS) is None:
-        return "its bias is computed"
+        return BIAS_COMPUTED()
     padding = inputs[_PADDING]
     if padding is not None and (padding.shape is None or len(padding.shape) not in (2, 3)):
-        return f"its padding {padding.name} is no mask [batch, keys] or [batch, queries, keys] (lengths, perhaps)"
+        return PADDING_SHAPE(padding=padding.name)
     if padding is not None and node.attributes.get_float("mask_filter_value", _HIDDEN) > _HIDDEN:
-        return "its mask_filter_value does not hide what is padding"
+        return FILTER_VALUE()
     if (inputs[_PAST_KEY] is None) != (inputs[_PAST_VALUE] is None):
-        return "only one of keys and values has a cache"
+        return ONE_CACHE()
     if inputs[_PAST_LENGTH] is not None or inputs[_INDIRECTION] is not None:
-        return "its cache is a buffer that it shares with what it returns (past_sequence_length, cache_indirection)"
+        return SHARED_BUFFER()
     if any(value.uses() or value.is_graph_output() for value in node.outputs[3:]):
-        return "its scores are read elsewhere"
+        return SCORES_READ(op=_OPERATOR)
     return None
 
 
@@ -118,7 +139,7 @@ def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
             new.shape = old.shape or new.shape
             take_place(old, new)
     graph.remove(node, safe=True)
-    ledger.changed(made, f"{_OPERATOR} became Attention", [node])
+    ledger.changed(made, LIFTED(op=_OPERATOR), [node])
 
 
 def _bias(graph: ir.Graph, node: ir.Node, widths: list[int], number: int, which: str) -> ir.Value:

@@ -19,8 +19,13 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import MatchResult, onnx_fusions, pattern
 
+from graphopt.facts import Rule
 from graphopt.passes.base import CANONICAL_OPSETS
 from graphopt.passes.context import Ledger
+
+NEIGHBOURS_LIFTED = Rule("canonicalize.neighbours-lifted", "part of a spelled-out rotation of neighbours, {op} now")
+ROTARY_LIFTED = Rule("canonicalize.rotary-lifted", "{count} spelled-out part(s) became {by}")
+OTHER_OPSET = Rule("canonicalize.other-opset", "onnxscript lifts rotary embeddings in opset {opset} only")
 
 
 class _Interleaved(pattern.RewriteRuleClassBase):
@@ -62,7 +67,7 @@ class _Interleaved(pattern.RewriteRuleClassBase):
             node = value.producer()
             assert node is not None
             node.name = f"{old.name}.{node.op_type}"
-            self._ledger.changed(node, f"part of a spelled-out rotation of neighbours, {node.op_type} now", [x, angles])
+            self._ledger.changed(node, NEIGHBOURS_LIFTED(op=node.op_type), [x, angles])
         for value in (cos, sin):
             value.name, value.type, value.shape = f"{value.producer().name}.output", angles.type, angles.shape
         return output
@@ -74,11 +79,11 @@ def lift_rotary(model: ir.Model, ledger: Ledger) -> None:
     if pattern.RewriteRuleSet([rule]).apply_to_model(model):
         CommonSubexpressionEliminationPass()(model)
     if model.opset_imports.get("") != CANONICAL_OPSETS[0]:
-        ledger.skipped("graph", f"onnxscript lifts rotary embeddings in opset {CANONICAL_OPSETS[0]} only")
+        ledger.skipped("graph", OTHER_OPSET(opset=CANONICAL_OPSETS[0]))
         return
     for name, count in onnx_fusions.fuse(model).items():
         if count:
-            ledger.report_change("graph", f"{count} spelled-out part(s) became {name}")
+            ledger.report_change("graph", ROTARY_LIFTED(count=count, by=name))
     for node in model.graph:
         # onnxscript gives them neither
         if node.op_type in ("Cos", "Sin") and node.outputs[0].dtype is None and node.inputs[0] is not None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import MICROSOFT
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
 from graphopt.passes.lower.products import shared
@@ -26,6 +27,23 @@ _POSITIONS = "position_ids"
 # Cosines of equal float32 angles by two libraries: one unit in the last place of each, below 1.
 _ROUNDING = 2.5e-7
 _ROWS = 4096
+
+READS_ANGLES = Rule("canonicalize.reads-angles", "a rotary embedding by tables reads angles")
+TABLE_LOOKED_UP = Rule("canonicalize.table-looked-up", "a table of angles that positions look up")
+TABLE_TO_FREQUENCIES = Rule(
+    "canonicalize.table-to-frequencies", "a table of angles became the frequencies that it was made of"
+)
+POSITIONS_ADDED = Rule(
+    "canonicalize.positions-added", "an input of its own: the position of each new token, padding not counted"
+)
+POSITIONS_SHAPE = Rule(
+    "canonicalize.positions-shape", "its positions {positions} are no input [batch, length] of the graph"
+)
+TABLES_SHAPE = Rule("canonicalize.tables-shape", "{cos} and {sin} are no tables [positions, pairs]")
+NO_TOKENS = Rule("canonicalize.no-tokens", "the graph has no input_ids [batch, length]")
+PACKED = Rule("canonicalize.packed-batch", "its batch is packed into one row")
+SCALES = Rule("canonicalize.rotary-scales", "it scales what it turns")
+HEADS_UNKNOWN = Rule("canonicalize.head-count-unknown", "the graph does not state the number of its heads")
 
 
 class Angles:
@@ -40,7 +58,7 @@ class Angles:
         self._model, self._ledger = model, ledger
         self._made: dict[tuple[ir.Value, ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
-    def of(self, cos: ir.Value, sin: ir.Value, positions: ir.Value) -> tuple[ir.Value, ir.Value] | str:
+    def of(self, cos: ir.Value, sin: ir.Value, positions: ir.Value) -> tuple[ir.Value, ir.Value] | Fact:
         """Return cosines and sines [batch, length, pairs] of ``positions`` [batch, length], or why there are none.
 
         Args:
@@ -49,10 +67,10 @@ class Angles:
             positions: an input of the graph, int64.
         """
         if positions.shape is None or len(positions.shape) != 2 or not positions.is_graph_input():
-            return f"its positions {positions.name} are no input [batch, length] of the graph"
+            return POSITIONS_SHAPE(positions=positions.name)
         pairs = None if cos.shape is None or len(cos.shape) != 2 or cos.shape != sin.shape else cos.shape[1]
         if not isinstance(pairs, int):
-            return f"{cos.name} and {sin.name} are no tables [positions, pairs]"
+            return TABLES_SHAPE(cos=cos.name, sin=sin.name)
         key = (cos, sin, positions)
         if key not in self._made:
             self._made[key] = self._make(cos, sin, positions, pairs)
@@ -72,7 +90,7 @@ class Angles:
                 insert.op("Gather", [table, positions], dims, table.dtype, name, axis=0)
                 for table, name in ((cos, "cos"), (sin, "sin"))
             )
-            self._ledger.report_change(cos.name or "?", "a table of angles that positions look up")
+            self._ledger.report_change(cos.name or "?", TABLE_LOOKED_UP())
             return made[0], made[1]
         insert = Inserter(graph, graph[0], f"{cos.name}.angles")
         numbers = shared(graph, f"{cos.name}.frequencies", frequencies)
@@ -80,7 +98,7 @@ class Angles:
         wide = insert.op("Cast", [wide], [*positions.shape, 1], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
         angle = insert.op("Mul", [wide, numbers], dims, ir.DataType.FLOAT)
         both = (insert.op(name, [angle], dims, ir.DataType.FLOAT) for name in ("Cos", "Sin"))
-        self._ledger.report_change(cos.name or "?", "a table of angles became the frequencies that it was made of")
+        self._ledger.report_change(cos.name or "?", TABLE_TO_FREQUENCIES())
         return next(both), next(both)
 
 
@@ -124,7 +142,7 @@ def _off(
     return off
 
 
-def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | str:
+def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | Fact:
     """Return the input ``position_ids`` [batch, length] of the graph, made unless it is there, or why it cannot be."""
     graph = model.graph
     named = {value.name: value for value in graph.inputs}
@@ -132,12 +150,12 @@ def position_ids(model: ir.Model, ledger: Ledger) -> ir.Value | str:
         return named[_POSITIONS]
     tokens = named.get("input_ids")
     if tokens is None or tokens.shape is None or len(tokens.shape) != 2:
-        return "the graph has no input_ids [batch, length]"
+        return NO_TOKENS()
     made = ir.val(_POSITIONS, ir.DataType.INT64, tokens.shape.copy())
     graph.inputs.insert(
         1 + max(list(named).index(name) for name in ("input_ids", "attention_mask") if name in named), made
     )
-    ledger.report_change(_POSITIONS, "an input of its own: the position of each new token, padding not counted")
+    ledger.report_change(_POSITIONS, POSITIONS_ADDED())
     return made
 
 
@@ -155,7 +173,7 @@ def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
         heads = node.attributes.get_int("num_heads", 0) or (dims[1] if dims is not None and len(dims) == 4 else 0)
         reason = _why_not(node, dims, cos, heads)
         found = reason or angles.of(cos, sin, positions)
-        if isinstance(found, str):
+        if isinstance(found, Fact):
             ledger.skipped(node, found)
             continue
         attributes: dict[str, Any] = {
@@ -168,16 +186,16 @@ def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
         model.graph.insert_before(node, made)
         take_place(node.outputs[0], made.outputs[0])
         model.graph.remove(node, safe=True)
-        ledger.changed(made, "a rotary embedding by tables reads angles", [node, cos])
+        ledger.changed(made, READS_ANGLES(), [node, cos])
 
 
-def _why_not(node: ir.Node, dims: list[int | ir.SymbolicDim] | None, cos: ir.Value, heads: object) -> str | None:
+def _why_not(node: ir.Node, dims: list[int | ir.SymbolicDim] | None, cos: ir.Value, heads: object) -> Fact | None:
     if node.attributes.get_int("is_packed_batching", 0):
-        return "its batch is packed into one row"
+        return PACKED()
     if node.attributes.get_float("scale", 1.0) != 1.0:
-        return "it scales what it turns"
+        return SCALES()
     if dims is None or (not heads and not isinstance(_heads_of(dims, cos), int)):
-        return "the graph does not state the number of its heads"
+        return HEADS_UNKNOWN()
     return None
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 
 import onnx_ir as ir
 
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
@@ -24,6 +25,22 @@ from graphopt.weights import weight_of
 
 # Any score set to this or less is hidden: exporters write the lowest float, -inf, or -10000 as GPT-2 did.
 _LOWEST = -1e4
+
+SPELLED_OUT = Rule(
+    "canonicalize.attention-spelled-out",
+    "attention that was spelled out became Attention",
+    softcap=", scores capped at {softcap:g}",
+)
+LACKS_INPUT = Rule("canonicalize.lacks-input", "its product lacks an input")
+OTHER_LAYOUT = Rule(
+    "canonicalize.other-layout",
+    "queries and keys are not [batch, heads, length, size], or the softmax is not over keys",
+)
+PROBABILITIES_READ = Rule("canonicalize.probabilities-read", "its probabilities are read elsewhere too")
+PROBABILITIES_GO_INTO = Rule(
+    "canonicalize.probabilities-go-into",
+    "its probabilities go into {op} {node} and not into a product with values",
+)
 
 
 @dataclass(frozen=True)
@@ -53,13 +70,11 @@ def lift_scores(model: ir.Model, ledger: Ledger) -> None:
             continue
         product = _product_behind(node)
         query, keys = scores.product.inputs[:2]
-        if isinstance(product, str) or query is None or keys is None:
-            ledger.skipped(node, product if isinstance(product, str) else "its product lacks an input")
+        if isinstance(product, Fact) or query is None or keys is None:
+            ledger.skipped(node, product if isinstance(product, Fact) else LACKS_INPUT())
             continue
         if node.attributes.get_int("axis", -1) not in (-1, 3) or _rank(query, keys) != 4:
-            ledger.skipped(
-                node, "queries and keys are not [batch, heads, length, size], or the softmax is not over keys"
-            )
+            ledger.skipped(node, OTHER_LAYOUT())
             continue
         _lift(model.graph, scores, node, product, ledger)
 
@@ -106,7 +121,7 @@ def _scaled(node: ir.Node) -> _Scores | None:
     return None
 
 
-def _product_behind(softmax: ir.Node) -> ir.Node | str:
+def _product_behind(softmax: ir.Node) -> ir.Node | Fact:
     """Return the product of probabilities and values, or why what reads the probabilities is none."""
     value = softmax.outputs[0]
     while True:
@@ -118,12 +133,12 @@ def _product_behind(softmax: ir.Node) -> ir.Node | str:
             value = guard[0].outputs[0]
             continue
         if len(users) != 1 or value.is_graph_output():
-            return "its probabilities are read elsewhere too"
+            return PROBABILITIES_READ()
         (node,) = users
         if node.op_type == "MatMul" and node.inputs[0] is value and weight_of(node, 1) is None:
             return node
         if node.op_type not in ("Cast", "Identity") or not _is_float(node.outputs[0]):
-            return f"its probabilities go into {node.op_type} {node.name} and not into a product with values"
+            return PROBABILITIES_GO_INTO(op=node.op_type, node=node.name)
         value = node.outputs[0]
 
 
@@ -152,8 +167,7 @@ def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, 
     graph.insert_before(product, made)
     take_place(product.outputs[0], made.outputs[0])
     graph.remove(product, safe=True)
-    capped = f", scores capped at {softcap:g}" if softcap else ""
-    ledger.changed(made, f"attention that was spelled out became Attention{capped}", [scores.product, softmax, product])
+    ledger.changed(made, SPELLED_OUT(softcap=softcap), [scores.product, softmax, product])
 
 
 def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:

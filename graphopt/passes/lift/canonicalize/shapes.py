@@ -12,6 +12,7 @@ import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
 
 from graphopt.errors import MissingDependencyError
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
@@ -20,6 +21,11 @@ from graphopt.passes.lower.products import shared
 from graphopt.weights import weight_of
 
 _SMALL = 64
+
+SHAPES_STATED = Rule(
+    "canonicalize.shapes-stated", "stated the shapes of {values} value(s) that had none, or only in part"
+)
+NOT_INFERRED = Rule("canonicalize.shapes-not-inferred", "the shapes that it leaves out could not be inferred ({error})")
 
 
 def state_shapes(model: ir.Model, ledger: Ledger) -> None:
@@ -36,7 +42,7 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     try:
         inferred = SymbolicShapeInference.infer_shapes(ir.to_proto(_without_weights(model)), auto_merge=True)
     except Exception as error:  # whatever it raises: what it cannot follow stays as it is
-        ledger.skipped("graph", f"the shapes that it leaves out could not be inferred ({error!r})")
+        ledger.skipped("graph", NOT_INFERRED(error=repr(error)))
         return
     found = {value.name: value for node in ir.from_proto(inferred).graph for value in node.outputs}
     stated = 0
@@ -48,7 +54,7 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
         stated += 1
     if not stated:
         return
-    ledger.report_change("graph", f"stated the shapes of {stated} value(s) that had none, or only in part")
+    ledger.report_change("graph", SHAPES_STATED(values=stated))
     # Sizes are known now: what computed half a head's, or the target of a reshape, is a constant.
     _pick_sizes(model)
     fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer)
