@@ -6,6 +6,13 @@ import onnx_ir as ir
 
 from graphopt.checks.certificate.coordinates import Tag, in_blocks, same
 from graphopt.checks.certificate.correspondence import constant
+from graphopt.checks.certificate.reasons import (
+    HADAMARD_PORTS,
+    HADAMARD_TYPE,
+    HADAMARD_WIDTH,
+    NO_HADAMARD,
+    ROTATED_ALREADY,
+)
 from graphopt.checks.certificate.rotations import Orthogonal, Rotations, of_matrices
 from graphopt.checks.certificate.site import Dims, Refused, static, text_of
 from graphopt.checks.certificate.weights import read
@@ -18,17 +25,17 @@ def matrices_of(node: ir.Node) -> tuple[Orthogonal, Orthogonal]:
         Refused: it does not have one input and two constant Hadamard matrices, int8 [a, a] and [b, b].
     """
     if len(node.inputs) != 3 or len(node.outputs) != 1 or node.attributes:
-        raise Refused("it should have an input, two matrices, one output and no attributes")
+        raise Refused(HADAMARD_PORTS())
     matrices = []
     for value in node.inputs[1:]:
         tensor, name = constant(value), None if value is None else value.name
         if tensor is None or tensor.dtype != ir.DataType.INT8:
-            raise Refused("its matrix is no constant of type int8", tensor=name)
+            raise Refused(HADAMARD_TYPE(), tensor=name)
         matrices.append(read(tensor, lambda array: array.copy()))
         try:
             of_matrices(matrices[-1:])
         except ValueError as error:
-            raise Refused(f"it is no Hadamard matrix: {error}", tensor=name) from error
+            raise Refused(NO_HADAMARD(error=str(error)), tensor=name) from error
     return of_matrices(matrices), of_matrices([matrix.T for matrix in matrices])
 
 
@@ -42,11 +49,11 @@ def coordinates_behind(
     """
     width = matrices[0].width
     if not dims or not isinstance(dims[-1], int) or dims[-1] % width:
-        raise Refused(f"it rotates {width} coordinates at once, of a tensor of shape {text_of(dims)}")
+        raise Refused(HADAMARD_WIDTH(width=width, shape=text_of(dims)))
     size, shape = dims[-1], static(dims)
     if tag is not None and same(tag, in_blocks(rotations.number(matrices[1]), width, size).spread(shape)):
         return None
     turned = in_blocks(rotations.number(matrices[0]), width, size).spread(shape)
     if tag is not None:
-        raise Refused("what it rotates is in rotated coordinates already", [turned])
+        raise Refused(ROTATED_ALREADY(), [turned])
     return turned

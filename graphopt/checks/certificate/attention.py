@@ -11,6 +11,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from graphopt.checks.certificate.coordinates import Coordinates, Tag, canonical, planes, same
+from graphopt.checks.certificate.reasons import (
+    GROUPS,
+    HEADS_DIFFER,
+    HEADS_MIXED,
+    HEADS_UNKNOWN,
+    MASK,
+    PAST_DIFFERS,
+    TOKENS_DIFFER,
+)
 from graphopt.checks.certificate.site import Site, static
 
 _HEADS = ("q_num_heads", "kv_num_heads", "kv_num_heads")
@@ -19,25 +28,22 @@ _HEADS = ("q_num_heads", "kv_num_heads", "kv_num_heads")
 def attention(site: Site) -> list[Tag]:
     """Follow ``Attention`` with inputs [batch, heads, length, width] or [batch, length, heads x width]."""
     if any(tag is not None for tag in (site.tag(3), *site.tags[6:])):
-        site.refuse("its mask or its lengths are in rotated coordinates")
+        site.refuse(MASK())
     queries, keys, values = (_heads(site, index) for index in range(3))
     counts = [_count(site, index) for index in range(3)]
     if counts[1] != counts[2] or not counts[1] or counts[0] % counts[1]:
-        site.refuse(f"{counts[0]} query heads do not share {counts[1]} key and {counts[2]} value heads")
+        site.refuse(GROUPS(queries=counts[0], keys=counts[1], values=counts[2]))
     group = counts[0] // counts[1]
     for head in range(counts[0]):
         if not same(_head(queries, head), _head(keys, head // group)):
             site.refuse(
-                f"query head {head} and key head {head // group} are in different coordinates, "
-                f"{site.name(0)} and {site.name(1)}",
+                HEADS_DIFFER(query=head, key=head // group, queries=site.name(0), keys=site.name(1)),
                 site.name(0) if keys is not None else site.name(1),
             )
     for past, now, what in ((4, keys, "keys"), (5, values, "values")):
         given = past < len(site.node.inputs) and site.node.inputs[past] is not None
         if given and not same(_heads(site, past), now):
-            site.refuse(
-                f"the past {what} {site.name(past)} are in other coordinates than the new ones", site.name(past)
-            )
+            site.refuse(PAST_DIFFERS(what=what, past=site.name(past)), site.name(past))
     outputs: list[Tag] = [_repeated(site, values, group)]
     outputs += [None if now is None else _in_cache(site, now, index) for index, now in ((1, keys), (2, values))]
     return [*outputs, None][: len(site.node.outputs)]
@@ -52,10 +58,10 @@ def _heads(site: Site, index: int) -> Tag:
     folded = rank == 3
     row = tag.reduced([0, 1] if folded else [0, 2])
     if rank not in (3, 4) or row is None:
-        site.refuse(f"positions of {site.name(index)} are in different coordinates", site.name(index))
+        site.refuse(TOKENS_DIFFER(tensor=site.name(index)), site.name(index))
     heads = Coordinates(row.labels.reshape(3, _count(site, index), -1))
     if not heads.spanned() <= {1}:
-        site.refuse(f"a rotation of {site.name(index)} mixes heads", site.name(index))
+        site.refuse(HEADS_MIXED(tensor=site.name(index)), site.name(index))
     return heads
 
 
@@ -66,7 +72,7 @@ def _count(site: Site, index: int) -> int:
     if dims is not None:
         heads = dims[1] if len(dims) == 4 else site.attribute(_HEADS[index], 0)
     if not isinstance(heads, int):
-        site.refuse(f"the graph does not state how many heads {site.name(index)} has")
+        site.refuse(HEADS_UNKNOWN(tensor=site.name(index)))
     return heads
 
 

@@ -29,18 +29,27 @@ from graphopt.checks.certificate.claimed import Claimed
 from graphopt.checks.certificate.constants import Constants
 from graphopt.checks.certificate.coordinates import same
 from graphopt.checks.certificate.correspondence import constant, foreign_body, model_difference, needed
+from graphopt.checks.certificate.reasons import (
+    CACHE_TURNED,
+    CLAIM_OF_NOTHING,
+    FOREIGN_BODY,
+    INPUT_DEFAULT,
+    INPUT_GONE,
+    INPUT_NEW,
+    INPUT_ROTATED,
+    INPUT_TYPE,
+    NODE_GONE,
+    OUTPUT_GONE,
+    OUTPUT_NEW,
+    OUTPUT_OTHER,
+    OUTPUT_ROTATED,
+)
 from graphopt.checks.certificate.report import Certificate, listed, overall
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import dims_of
 from graphopt.checks.certificate.walk import Walk
-from graphopt.facts import TEXT, Finding, Rule
+from graphopt.facts import Finding
 from graphopt.rotations.claims import Claims
-
-FOREIGN_BODY = Rule(
-    "certificate.foreign-body",
-    "the body that the file gives it is not the operator's own, and what it computes is not looked at here",
-)
-UNSEEN = Rule("certificate.claim-of-nothing", "no computed tensor has this name")
 
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _PRESENT = re.compile(r"present\.(\d+)\.(key|value)")
@@ -66,7 +75,7 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
     walk = Walk(before.graph, claimed, rotations, constants, findings)
     changed = model_difference(before, after)
     if changed is not None:
-        findings.append(Finding(node="model", tensor=None, status="failed", reason=TEXT(text=changed)))
+        findings.append(Finding(node="model", tensor=None, status="failed", reason=changed))
     if foreign_body(after):
         findings.append(Finding(node="ai.graphopt::Hadamard", tensor=None, status="not covered", reason=FOREIGN_BODY()))
     _follow_inputs(before.graph, after.graph, walk, constants)
@@ -75,9 +84,9 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
     _confirm_outputs(before.graph, after.graph, walk, constants)
     for node in needed(before.graph):
         if node not in walk.found and constant(node.outputs[0]) is None:
-            walk.fail(node, None, "the graph after does not have this node, which outputs are computed from")
+            walk.fail(node, None, NODE_GONE())
     for name in sorted(claimed.unseen):
-        findings.append(Finding(node="claims", tensor=name, status="failed", reason=UNSEEN()))
+        findings.append(Finding(node="claims", tensor=name, status="failed", reason=CLAIM_OF_NOTHING()))
     return Certificate(
         status=overall(findings),
         rotations=len(rotations),
@@ -98,20 +107,20 @@ def _follow_inputs(before: ir.Graph, after: ir.Graph, walk: Walk, constants: Con
     for value in after.inputs:
         old = names.pop(value.name, None)
         if old is None:
-            walk.fail(value, value, "the graph before has no such input")
+            walk.fail(value, value, INPUT_NEW())
             continue
         if value.dtype != old.dtype or dims_of(value) != dims_of(old):
-            walk.fail(value, value, "type or shape of this input are not what they were")
+            walk.fail(value, value, INPUT_TYPE())
         if value.const_value is not None and old.const_value is not None:
             constants.same(value, value.name or "?", old.const_value, value.const_value)
         elif value.const_value is not old.const_value:
-            walk.fail(value, value, "this input has a default in one of the graphs only")
+            walk.fail(value, value, INPUT_DEFAULT())
         tag = walk.claim(value, value, old)
         if tag is not None and _present(value.name) not in outputs:
-            walk.fail(value, value, "it is claimed to be rotated, but it is no cache that comes out again")
+            walk.fail(value, value, INPUT_ROTATED())
         walk.stands_for[value], walk.tags[value] = old, tag
     for old in names.values():
-        walk.fail(old, old, "the graph after has no such input")
+        walk.fail(old, old, INPUT_GONE())
 
 
 def _confirm_outputs(before: ir.Graph, after: ir.Graph, walk: Walk, constants: Constants) -> None:
@@ -122,17 +131,16 @@ def _confirm_outputs(before: ir.Graph, after: ir.Graph, walk: Walk, constants: C
         place, old = value.producer() or value, names.pop(value.name, None)
         new_tensor, old_tensor = constant(value), constant(old)
         if old is None:
-            walk.fail(place, value, "the graph before has no such output")
+            walk.fail(place, value, OUTPUT_NEW())
         elif new_tensor is not None and old_tensor is not None:
             constants.same(place, value.name or "?", old_tensor, new_tensor)
         elif walk.stands_for.get(value) is not old:
-            walk.fail(place, value, "it does not stand for the output of this name")
+            walk.fail(place, value, OUTPUT_OTHER())
         if not same(walk.tags.get(value), caches.get(value.name)):
             fed = value.name in caches and _PRESENT.fullmatch(value.name or "")
-            left = "this output is left in rotated coordinates"
-            walk.fail(place, value, "the cache goes in and comes out in different coordinates" if fed else left)
+            walk.fail(place, value, CACHE_TURNED() if fed else OUTPUT_ROTATED())
     for old in names.values():
-        walk.fail(old.producer() or old, old, "the graph after has no such output")
+        walk.fail(old.producer() or old, old, OUTPUT_GONE())
 
 
 def _present(name: str | None) -> str | None:

@@ -6,10 +6,11 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.checks.certificate.coordinates import Tag
+from graphopt.checks.certificate.reasons import CHANGED, ENTRIES_HOLD, MATRIX_HOLDS, OTHER_TENSOR, ROUNDING_UNKNOWN
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import Site
 from graphopt.checks.certificate.weights import Comparison, compare_entries, compare_matrix, is_same, rounding_is_known
-from graphopt.facts import TEXT, Finding
+from graphopt.facts import Fact, Finding
 
 
 class Constants:
@@ -40,7 +41,7 @@ class Constants:
         if is_same(before, after):
             self.unchanged += 1
         else:
-            self._add(node, name, "it is not what it was, and nothing says that it should be rotated here")
+            self._add(node, name, CHANGED())
 
     def matrix(self, site: Site, index: int, rows: Tag, columns: Tag) -> None:
         """Compare input ``index`` with M_in^T W M_out."""
@@ -54,8 +55,7 @@ class Constants:
             site,
             index,
             found,
-            f"on {self._vectors} random vectors it is its original times its maps, to {found.ratio:.2g} of what "
-            f"rounding explains; a row off by {found.visible:.1e} of its length passes with probability below 1e-6",
+            MATRIX_HOLDS(vectors=self._vectors, ratio=found.ratio, visible=found.visible),
         )
 
     def entries(self, site: Site, index: int, labels: Tag) -> None:
@@ -68,28 +68,28 @@ class Constants:
             site,
             index,
             found,
-            f"each entry is that of its original times its map, to {found.ratio:.2g} of what rounding explains",
+            ENTRIES_HOLD(ratio=found.ratio),
         )
 
     def _fits(self, site: Site, index: int) -> bool:
         before, after = site.constants[index]
         if before.dtype != after.dtype or list(before.shape) != list(after.shape):
-            self._add(site.node, site.name(index), f"it was {before.dtype} {list(before.shape)} before")
+            self._add(
+                site.node, site.name(index), OTHER_TENSOR(dtype=str(before.dtype), shape=list(before.shape.numpy()))
+            )
         elif not rounding_is_known(after):
             finding = Finding(
                 node=site.node.name or site.node.op_type,
                 tensor=site.name(index),
                 status="not covered",
-                reason=TEXT(
-                    text=f"a rotated weight of type {after.dtype} cannot be compared: its rounding is not known"
-                ),
+                reason=ROUNDING_UNKNOWN(dtype=str(after.dtype)),
             )
             self._findings.append(finding)
         else:
             return True
         return False
 
-    def _judge(self, site: Site, index: int, found: Comparison, reason: str) -> None:
+    def _judge(self, site: Site, index: int, found: Comparison, reason: Fact) -> None:
         self.fused += 1
         self.largest_ratio = max(self.largest_ratio, found.ratio)
         figures = {"largest_error_ratio": found.ratio, "visible_row_error": found.visible}
@@ -100,27 +100,19 @@ class Constants:
                     node=node.name or node.op_type,
                     tensor=name,
                     status="proved",
-                    reason=TEXT(text=reason),
+                    reason=reason,
                     figures=figures,
                 )
             )
             return
-        what = (
-            "it is unchanged, but it should be rotated"
-            if is_same(*site.constants[index])
-            else "it is not its original times its maps"
-        )
-        self._add(
-            node, name, f"{what}: row {found.row} is off by {found.ratio:.1e} times what rounding explains", figures
-        )
+        off = UNCHANGED if is_same(*site.constants[index]) else NOT_ITS_ORIGINAL
+        self._add(node, name, off(row=found.row, ratio=found.ratio), figures)
 
     def _first(self, key: tuple[object, ...]) -> bool:
         new = key not in self._done
         self._done.add(key)
         return new
 
-    def _add(self, node: ir.Node | ir.Value, name: str, reason: str, figures: dict[str, float] | None = None) -> None:
+    def _add(self, node: ir.Node | ir.Value, name: str, reason: Fact, figures: dict[str, float] | None = None) -> None:
         where = node.name or (node.op_type if isinstance(node, ir.Node) else "?")
-        self._findings.append(
-            Finding(node=where, tensor=name, status="failed", reason=TEXT(text=reason), figures=figures or {})
-        )
+        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason, figures=figures or {}))

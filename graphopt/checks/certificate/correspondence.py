@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import onnx
 import onnx_ir as ir
 
+from graphopt.checks.certificate.reasons import ATTRIBUTE, BODY, OPERATOR, OUTPUTS, VERSION
+from graphopt.facts import Fact
 from graphopt.runtime_ops import OPERATORS
 
 HADAMARD = ("ai.graphopt", "Hadamard")
@@ -24,16 +26,16 @@ def constant(value: ir.Value | None) -> ir.TensorProtocol | None:
     return node.attributes["value"].as_tensor()
 
 
-def difference(node: ir.Node, before: ir.Node) -> str | None:
+def difference(node: ir.Node, before: ir.Node) -> Fact | None:
     """Return how the operation of ``node`` differs from that of ``before``, or ``None``."""
     if (node.domain, node.op_type, node.overload) != (before.domain, before.op_type, before.overload):
-        return f"it is {node.op_type}, before it was {before.op_type}"
+        return OPERATOR(op=node.op_type, before=before.op_type)
     if len(node.outputs) != len(before.outputs):
-        return f"it has {len(node.outputs)} outputs, before it had {len(before.outputs)}"
+        return OUTPUTS(outputs=len(node.outputs), before=len(before.outputs))
     for name in sorted({*node.attributes, *before.attributes}):
         one, other = node.attributes.get(name), before.attributes.get(name)
         if one is None or other is None or _bytes(one) != _bytes(other):
-            return f"attribute {name} is not what it was"
+            return ATTRIBUTE(attribute=name)
     return None
 
 
@@ -51,18 +53,18 @@ def inputs_of(node: ir.Node) -> list[ir.Value | None]:
     return inputs
 
 
-def model_difference(before: ir.Model, after: ir.Model) -> str | None:
+def model_difference(before: ir.Model, after: ir.Model) -> Fact | None:
     """Return how the operators that nodes may name differ: their versions, and their bodies in the model."""
     for domain in sorted({*before.opset_imports, *after.opset_imports}):
         old, new = before.opset_imports.get(domain), after.opset_imports.get(domain)
         if old != new and not (old is None and domain == HADAMARD[0]):
-            return f"version {old} of the operators of {domain or 'ONNX'} became {new}"
+            return VERSION(old=old, domain=domain or "ONNX", new=new)
     for key in sorted({*before.functions, *after.functions}):
         body, other = before.functions.get(key), after.functions.get(key)
         if body is None and key[:2] == HADAMARD:
             continue
         if body is None or other is None or _function_bytes(body) != _function_bytes(other):
-            return f"the body of the operator {key[0]}::{key[1]} is not what it was"
+            return BODY(domain=key[0], op=key[1])
     return None
 
 

@@ -11,6 +11,16 @@ from math import prod
 import numpy as np
 
 from graphopt.checks.certificate.coordinates import Tag, canonical, planes
+from graphopt.checks.certificate.reasons import (
+    CAST,
+    EXPANSION,
+    JOINS_SHAPES,
+    PUT_BEHIND,
+    SHAPE_UNKNOWN,
+    SLICE_AXES,
+    SLICE_PLACES,
+    SPLIT,
+)
 from graphopt.checks.certificate.reshape import only_rotated, reshape
 from graphopt.checks.certificate.site import Rule, Site, static, text_of
 from graphopt.checks.certificate.weights import read
@@ -30,7 +40,7 @@ def split(site: Site) -> list[Tag]:
     sizes = [site.output_shape(index)[axis] for index in range(len(site.node.outputs))]
     source = site.input_dims(0)
     if source is None or not isinstance(source[axis], int):
-        site.refuse("a split along an axis of unknown size")
+        site.refuse(SPLIT())
     parts = np.split(x.labels, np.cumsum(sizes)[:-1], axis + 1)
     return [canonical(part) for part in parts]
 
@@ -40,7 +50,7 @@ def slice_(site: Site) -> list[Tag]:
     x, shape = only_rotated(site), site.output_shape()
     starts, ends, axes, steps = (_numbers(site, index) for index in (1, 2, 3, 4))
     if len(shape) != len(x.shape) or (starts is None and axes is None):
-        site.refuse("a slice along axes that are not constant")
+        site.refuse(SLICE_AXES())
     for position, axis in enumerate(axes if axes is not None else range(len(starts or ()))):
         axis %= len(shape)
         row = x.reduced([axis])
@@ -48,7 +58,7 @@ def slice_(site: Site) -> list[Tag]:
             x = row.spread([*x.shape[:axis], shape[axis], *x.shape[axis + 1 :]])
             continue
         if starts is None or ends is None or (steps is None and len(site.node.inputs) > 4):
-            site.refuse("a slice of rotated coordinates at places that are not constant")
+            site.refuse(SLICE_PLACES())
         where = slice(starts[position], ends[position], steps[position] if steps else 1)
         moved = canonical(x.labels[(slice(None),) * (axis + 1) + (where,)])
         if moved is None:
@@ -62,7 +72,7 @@ def expand(site: Site) -> list[Tag]:
     try:
         return [only_rotated(site).spread(site.output_shape())]
     except ValueError:
-        site.refuse(f"an expansion to {text_of(site.output_dims())} cannot be followed")
+        site.refuse(EXPANSION(target=text_of(site.output_dims())))
 
 
 def concat(site: Site) -> list[Tag]:
@@ -74,14 +84,14 @@ def concat(site: Site) -> list[Tag]:
         rows = [tag and tag.reduced([axis]) for tag in site.tags]
         first = rows[0]
         if first is None or any(row is None or row.key() != first.key() for row in rows):
-            site.refuse("it puts tensors in different coordinates one behind the other")
+            site.refuse(PUT_BEHIND())
         return [first]
     parts, copies = [], 0
     for index, tag in enumerate(site.tags):
         dims = site.input_dims(index)
         size = None if dims is None else dims[axis]
         if not isinstance(size, int):
-            site.refuse(f"the graph does not state the shape of {site.name(index)}")
+            site.refuse(SHAPE_UNKNOWN(tensor=site.name(index)))
         part = planes(tag, [*shape[:axis], size, *shape[axis + 1 :]]).copy()
         part[1] += copies
         copies += prod(part.shape)
@@ -89,14 +99,14 @@ def concat(site: Site) -> list[Tag]:
     try:
         return [canonical(np.concatenate(parts, axis + 1))]
     except ValueError:
-        site.refuse("it joins tensors of different shapes")
+        site.refuse(JOINS_SHAPES())
 
 
 def same_elements(site: Site) -> list[Tag]:
     """``Identity``, ``Neg`` and ``Cast`` between floating-point types: x Q stays x Q, and -(x Q) = (-x) Q."""
     types = [value.dtype for value in (site.before.inputs[0], site.before.outputs[0]) if value is not None]
     if site.node.op_type == "Cast" and not all(dtype is not None and dtype.is_floating_point() for dtype in types):
-        site.refuse("it turns rotated coordinates into another type than floating point")
+        site.refuse(CAST())
     return [only_rotated(site)]
 
 

@@ -8,6 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from graphopt.checks.certificate.coordinates import Coordinates, Tag, same
+from graphopt.checks.certificate.reasons import (
+    BATCH_DIMS,
+    LOOKS_UP,
+    LOOKS_UP_BY,
+    POSITIONS_DIFFER,
+    ROWS_DIFFER,
+    SHAPE_UNKNOWN,
+    SIDES_DIFFER,
+    SIDES_NOT_SAME,
+    STACKED,
+    VECTOR,
+)
 from graphopt.checks.certificate.site import Dims, Site, static
 
 
@@ -17,7 +29,7 @@ def matmul(site: Site) -> list[Tag]:
         return product(site)
     shape = site.constants[1][0].shape.numpy()
     if len(shape) != 2:
-        site.refuse(f"its constant has {len(shape)} axes, only matrices are followed", site.name(1))
+        site.refuse(STACKED(axes=len(shape)), site.name(1))
     return [_through_weight(site, 1, _row(site, site.tags[0], shape[0], "reads"), shape[1])]
 
 
@@ -28,10 +40,10 @@ def gather(site: Site) -> list[Tag]:
         return [_through_weight(site, 0, None, site.constants[0][0].shape.numpy()[1])]
     x = site.tags[0]
     if x is None or site.tags[1] is not None:
-        site.refuse("it looks up coordinates that are rotated, or looks up by them")
+        site.refuse(LOOKS_UP())
     ids, axis = site.input_dims(1), axis % len(x.shape)
     if ids is None:
-        site.refuse(f"the graph does not state the shape of {site.name(1)}")
+        site.refuse(SHAPE_UNKNOWN(tensor=site.name(1)))
     return [_picked(site, x, axis, 1, ids)]
 
 
@@ -40,9 +52,9 @@ def gather_rows(site: Site) -> list[Tag]:
     x, ids = site.tags[0], site.input_dims(1)
     depth = ids[-1] if ids else None
     if x is None or site.tags[1] is not None or ids is None or not isinstance(depth, int):
-        site.refuse("it looks up by rotated coordinates, or by indices of unknown shape")
+        site.refuse(LOOKS_UP_BY())
     if site.attribute("batch_dims", 0):
-        site.refuse("it looks up batch by batch, which is not followed here")
+        site.refuse(BATCH_DIMS())
     return [_picked(site, x, 0, depth, ids[:-1])]
 
 
@@ -51,7 +63,7 @@ def product(site: Site) -> list[Tag]:
     a, b = site.tags[:2]
     shape = site.output_shape()
     if len(shape) < 2 or any(tag is not None and len(tag.shape) < 2 for tag in (a, b)):
-        site.refuse("a product with a vector in rotated coordinates")
+        site.refuse(VECTOR())
     contracts_a, contracts_b = (_contracted(tag, along, other) for tag, along, other in ((a, -1, -2), (b, -2, -1)))
     if contracts_a is not None and contracts_b is not None:
         batch = np.broadcast_shapes(shape[:-2], contracts_a.shape[:-2], contracts_b.shape[:-2])
@@ -60,19 +72,19 @@ def product(site: Site) -> list[Tag]:
             Coordinates(left).spread((*batch, left.shape[-1])), Coordinates(right).spread((*batch, right.shape[-1]))
         ):
             return [None]
-        site.refuse("the axis that is summed over is in different coordinates on its two sides")
+        site.refuse(SIDES_DIFFER())
     if a is None and b is not None and b.spanned() <= {len(b.shape) - 1}:
         row = b.reduced([-2])
         if row is not None:
             return [row.spread(shape)]
-    site.refuse("the axis that is summed over is not in the same coordinates on its two sides")
+    site.refuse(SIDES_NOT_SAME())
 
 
 def _picked(site: Site, x: Coordinates, axis: int, depth: int, ids: Dims) -> Tag:
     """Return the labels where ``depth`` axes from ``axis`` on are replaced by those of ``ids``."""
     row = x.reduced(range(axis, axis + depth))
     if row is None:
-        site.refuse("it picks among positions that are in different coordinates")
+        site.refuse(POSITIONS_DIFFER())
     before, after = row.shape[:axis], row.shape[axis + depth :]
     one = row.labels.reshape(3, *before, *(1 for _ in ids), *after)
     return Coordinates(one).spread((*before, *static(ids), *after))
@@ -91,7 +103,7 @@ def _row(site: Site, tag: Tag, width: int, what: str) -> Tag:
         return None
     row = tag.along_last()
     if row is None or row.shape != (width,):
-        site.refuse(f"the coordinates that its weight {what} are not the same for each row of {width}")
+        site.refuse(ROWS_DIFFER(verb=what, width=width))
     return row
 
 

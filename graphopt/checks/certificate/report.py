@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.facts import Finding, Rule, Status
+from graphopt.checks.certificate.reasons import NOT_LISTED
+from graphopt.facts import Finding, Status
 
 _LISTED_FAILURES = 20
-NOT_LISTED = Rule("certificate.not-listed", "{failures} failures from here on are not listed")
 
 
 class Certificate(BaseModel):

@@ -6,6 +6,7 @@ from itertools import groupby
 from math import prod
 
 from graphopt.checks.certificate.coordinates import Coordinates, Tag
+from graphopt.checks.certificate.reasons import INDICES, RESHAPE, SHAPE_UNKNOWN
 from graphopt.checks.certificate.site import Dims, Site, static, text_of
 
 
@@ -17,7 +18,7 @@ def reshape(site: Site) -> list[Tag]:
     x, target = only_rotated(site), site.output_dims()
     source = site.input_dims(0)
     if source is None:
-        site.refuse(f"the graph does not state the shape of {site.name(0)}")
+        site.refuse(SHAPE_UNKNOWN(tensor=site.name(0)))
     if _follows(source, target):
         return [x.moved(lambda plane: plane.reshape(static(target)))]
     for first in range(len(source)):
@@ -27,14 +28,14 @@ def reshape(site: Site) -> list[Tag]:
             if row is not None and whole and prod(static(target[last:])) == width:
                 lead = (1,) * last + static(target[last:])
                 return [Coordinates(row.labels.reshape(3, *lead)).spread(static(target))]
-    site.refuse(f"a reshape from {text_of(source)} to {text_of(target)} cannot be followed")
+    site.refuse(RESHAPE(shape=text_of(source), target=text_of(target)))
 
 
 def only_rotated(site: Site) -> Coordinates:
     """Return the labels of the only input that may have any."""
     x = site.tags[0]
     if x is None or any(tag is not None for tag in site.tags[1:]):
-        site.refuse("its shape or indices are in rotated coordinates")
+        site.refuse(INDICES())
     return x
 
 

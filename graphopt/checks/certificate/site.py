@@ -10,7 +10,9 @@ import onnx_ir as ir
 
 from graphopt.checks.certificate.coordinates import Tag
 from graphopt.checks.certificate.correspondence import inputs_of
+from graphopt.checks.certificate.reasons import SHAPE_UNKNOWN
 from graphopt.checks.certificate.rotations import Rotations
+from graphopt.facts import Fact
 
 Dims = tuple[int | str | None, ...]
 Pair = tuple[ir.TensorProtocol, ir.TensorProtocol]
@@ -25,8 +27,8 @@ class Refused(Exception):  # noqa: N818 - it is a finding, not an error
         tensor: the tensor at fault.
     """
 
-    def __init__(self, reason: str, guess: Sequence[Tag] = (), tensor: str | None = None) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: Fact, guess: Sequence[Tag] = (), tensor: str | None = None) -> None:
+        super().__init__(str(reason))
         self.reason, self.guess, self.tensor = reason, list(guess), tensor
 
 
@@ -67,7 +69,7 @@ class Site:
         """Return the shape of an output, as the graph before states it."""
         dims = dims_of(self.before.outputs[index])
         if dims is None:
-            self.refuse(f"the graph does not state the shape of {self.before.outputs[index].name}")
+            self.refuse(SHAPE_UNKNOWN(tensor=self.before.outputs[index].name))
         return dims
 
     def output_shape(self, index: int = 0) -> tuple[int, ...]:
@@ -87,7 +89,7 @@ class Site:
         """Return the coordinates of an input that may not be there."""
         return self.tags[index] if index < len(self.tags) else None
 
-    def refuse(self, reason: str, tensor: str | None = None) -> NoReturn:
+    def refuse(self, reason: Fact, tensor: str | None = None) -> NoReturn:
         """Raise :class:`Refused`; guess that coordinates pass from the first input that has the outputs' shape."""
         guess: list[Tag] = []
         for output, claim in zip(self.before.outputs, self.claims, strict=True):

@@ -12,9 +12,24 @@ from graphopt.checks.certificate.claimed import Claimed
 from graphopt.checks.certificate.constants import Constants
 from graphopt.checks.certificate.coordinates import Tag, same
 from graphopt.checks.certificate.correspondence import HADAMARD, constant, difference, inputs_of
+from graphopt.checks.certificate.reasons import (
+    CLAIM_REFUSED,
+    CUTS_THROUGH,
+    HADAMARD_HOLDS,
+    NODE_NEW,
+    NOT_AS_CLAIMED,
+    NOT_FOLLOWED,
+    ONE_CONSTANT,
+    ONE_HAS_INPUT,
+    OTHER_SHAPE,
+    READS_OTHER,
+    SHAPES_DO_NOT_FIT,
+    STANDS_FOR_NONE,
+    STANDS_FOR_NOTHING,
+)
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import Pair, Refused, Site, dims_of
-from graphopt.facts import TEXT, Finding
+from graphopt.facts import Fact, Finding
 
 # Only these make rotated coordinates out of others, by a weight of theirs.
 _WRITERS = ("MatMul", "Gather")
@@ -55,21 +70,21 @@ class Walk:
         elif (node.domain, node.op_type) == HADAMARD:
             self._follow_rotation(node)
         else:
-            self.fail(node, None, "it is not in the graph before")
+            self.fail(node, None, NODE_NEW())
             self._pass_through(node)
 
-    def fail(self, place: ir.Node | ir.Value, tensor: ir.Value | str | None, reason: str) -> None:
+    def fail(self, place: ir.Node | ir.Value, tensor: ir.Value | str | None, reason: Fact) -> None:
         """Add a failure."""
         name = tensor.name if isinstance(tensor, ir.Value) else tensor
         where = place.name or (place.op_type if isinstance(place, ir.Node) else "?")
-        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=TEXT(text=reason)))
+        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason))
 
     def claim(self, place: ir.Node | ir.Value, value: ir.Value, before: ir.Value) -> Tag:
         """Return the coordinates claimed of ``value``, nothing if the claim cannot be."""
         try:
             return self._claimed.tag(value.name, dims_of(before))
         except ValueError as error:
-            self.fail(place, value, str(error))
+            self.fail(place, value, CLAIM_REFUSED(error=str(error)))
             return None
 
     def _counterpart(self, node: ir.Node) -> ir.Node | None:
@@ -93,7 +108,7 @@ class Walk:
         )
         for (value, _), tag, claim in zip(outputs, self._outputs(site), claims, strict=False):
             if claim is not None and not same(tag, claim):
-                self.fail(node, value, "it does not come out in the coordinates that are claimed")
+                self.fail(node, value, NOT_AS_CLAIMED())
             self.tags[value] = tag if claim is None else claim
         for index, (old, new) in constants.items():
             if index not in site.fused:
@@ -109,13 +124,13 @@ class Walk:
                 constants[index] = (old, new)
             elif value is None or before is None:
                 if value is not before:
-                    self.fail(node, value or before, f"input {index} is there in one of the graphs only")
+                    self.fail(node, value or before, ONE_HAS_INPUT(input=index))
             elif new is not None or old is not None:
-                self.fail(node, value, f"input {index} is a constant in one of the graphs only")
+                self.fail(node, value, ONE_CONSTANT(input=index))
             elif self.stands_for.get(value) is not before:
                 meant = self.stands_for.get(value)
-                stands = "nothing known yet" if meant is None else meant.name
-                self.fail(node, value, f"it stands for {stands}, but the node before reads {before.name}")
+                known = None if meant is None else READS_OTHER(stands=meant.name, before=before.name)
+                self.fail(node, value, known or STANDS_FOR_NONE(before=before.name))
         return constants, tags
 
     def _outputs(self, site: Site) -> list[Tag]:
@@ -127,14 +142,14 @@ class Walk:
         rule = RULES.get(site.node.op_type) if not site.node.domain else None
         try:
             if rule is None:
-                site.refuse(f"{site.node.op_type} looks at single coordinates, or is not followed here")
+                site.refuse(NOT_FOLLOWED(op=site.node.op_type))
             tags = rule(site)
             self._confirm(site, tags)
         except Refused as refusal:
             self.fail(site.node, refusal.tensor or self._rotated_input(site), refusal.reason)
             return refusal.guess
         except (ValueError, IndexError) as error:
-            self.fail(site.node, self._rotated_input(site), f"its shapes do not fit the coordinates: {error}")
+            self.fail(site.node, self._rotated_input(site), SHAPES_DO_NOT_FIT(error=str(error)))
             return nothing
         return tags
 
@@ -144,9 +159,9 @@ class Walk:
             if tag is None:
                 continue
             if tag.shape != site.output_shape(index):
-                site.refuse(f"output {index} has another shape than its coordinates, {list(tag.shape)}")
+                site.refuse(OTHER_SHAPE(output=index, shape=list(tag.shape)))
             if not tag.is_complete(self._rotations):
-                site.refuse("it cuts through coordinates that a rotation mixes")
+                site.refuse(CUTS_THROUGH())
 
     def _follow_rotation(self, node: ir.Node) -> None:
         """Follow a node that is not in the graph before and stands for its input, in other coordinates."""
@@ -155,14 +170,12 @@ class Walk:
         meant = None if value is None else self.stands_for.get(value)
         try:
             matrices = matrices_of(node)
-            orders = " and ".join(str(value.shape[0]) for value in node.inputs[1:] if value is not None and value.shape)
+            orders = [fixed for value in node.inputs[1:] if (fixed := _order(value)) is not None]
             names = ", ".join(value.name or "?" for value in node.inputs[1:] if value is not None)
-            reason = f"H H^T = n I holds in integers for its matrices, of order {orders}"
-            self._findings.append(
-                Finding(node=node.name or "?", tensor=names, status="proved", reason=TEXT(text=reason))
-            )
+            reason = HADAMARD_HOLDS(orders=orders)
+            self._findings.append(Finding(node=node.name or "?", tensor=names, status="proved", reason=reason))
             if value is None or meant is None:
-                raise Refused("it rotates a tensor that stands for nothing known")
+                raise Refused(STANDS_FOR_NOTHING())
             self.tags[node.outputs[0]] = coordinates_behind(
                 self.tags.get(value), dims_of(meant), matrices, self._rotations
             )
@@ -180,3 +193,8 @@ class Walk:
 
     def _rotated_input(self, site: Site) -> str | None:
         return next((site.name(index) for index, tag in enumerate(site.tags) if tag is not None), None)
+
+
+def _order(value: ir.Value | None) -> int | None:
+    order = None if value is None or not value.shape else value.shape[0]
+    return order if isinstance(order, int) else None
