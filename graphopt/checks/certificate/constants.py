@@ -6,7 +6,15 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.checks.certificate.coordinates import Tag
-from graphopt.checks.certificate.reasons import CHANGED, ENTRIES_HOLD, MATRIX_HOLDS, OTHER_TENSOR, ROUNDING_UNKNOWN
+from graphopt.checks.certificate.reasons import (
+    CHANGED,
+    ENTRIES_HOLD,
+    MATRIX_HOLDS,
+    NOT_ITS_ORIGINAL,
+    OTHER_TENSOR,
+    ROUNDING_UNKNOWN,
+    UNCHANGED,
+)
 from graphopt.checks.certificate.rotations import Rotations
 from graphopt.checks.certificate.site import Site
 from graphopt.checks.certificate.weights import Comparison, compare_entries, compare_matrix, is_same, rounding_is_known
