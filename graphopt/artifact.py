@@ -13,6 +13,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of, 
 from graphopt.onnx_file import load
 from graphopt.tasks import TASKS, task_of
 from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.weights.data_file import save_model
+from graphopt.weights.disk import writing
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
@@ -96,6 +99,8 @@ def write(
     *,
     overwrite: bool = False,
     on_tensor: Callable[[int, int], None] | None = None,
+    executor: Executor | None = None,
+    within: Path | None = None,
 ) -> Manifest:
     """Write ``artifact`` to the folder ``output``, whole or not at all, and return its final manifest.
 
@@ -104,28 +109,34 @@ def write(
         output: the folder to make.
         overwrite: whether an artifact that is already there may be replaced.
         on_tensor: called with (tensors written, tensors in all).
+        executor: what evaluates weights; ``None`` for this process.
+        within: where the temporary folder lies; beside ``output`` by default, or where this is on another disk.
 
     Raises:
-        InputError: ``output`` exists and ``overwrite`` is false, or it is not an artifact that may be replaced.
+        InputError: ``output`` exists and ``overwrite`` is false, it is not an artifact that may be replaced, or the
+            disk is too small.
     """
-    with new_folder(Path(output), overwrite=overwrite) as folder:
-
-        def count(_: object, progress: ir.external_data.CallbackInfo) -> None:
-            if on_tensor is not None:
-                on_tensor(progress.index + 1, progress.total)
-
-        ir.save(artifact.model, folder / MODEL, external_data=DATA, callback=count)
-        for name, source in artifact.companions.items():
-            shutil.copyfile(source, folder / name)
-        notes = _write_genai_config(artifact, folder)
-        files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
-        manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
-        (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    with new_folder(Path(output), overwrite=overwrite, within=within) as folder:
+        save_model(artifact.model, folder / MODEL, DATA, executor=executor, on_tensor=on_tensor)
+        with writing(folder):
+            for name, source in artifact.companions.items():
+                shutil.copyfile(source, folder / name)
+            notes = _write_genai_config(artifact, folder)
+            files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
+            manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
+            (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
     return manifest
 
 
+def read_weights_from(model: ir.Model, output: Path) -> None:
+    """Let the weights of a model be read from the artifact that it was written to, not from what they were made of."""
+    for graph, written in zip(model.graphs(), load(output / MODEL).graphs(), strict=True):
+        for name, value in graph.initializers.items():
+            value.const_value = written.initializers[name].const_value
+
+
 @contextlib.contextmanager
-def new_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+def new_folder(output: Path, *, overwrite: bool = False, within: Path | None = None) -> Iterator[Path]:
     """Give a temporary folder that takes the name ``output`` when the block ends well, and vanishes when it does not.
 
     Raises:
@@ -134,7 +145,9 @@ def new_folder(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     check_output(output, overwrite=overwrite)
     output = output.absolute()
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=output.parent) as temporary:
+    # A folder can be renamed on its own disk only.
+    near = within if within is not None and within.stat().st_dev == output.parent.stat().st_dev else output.parent
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=near) as temporary:
         made = Path(temporary) / "new"
         made.mkdir()
         yield made

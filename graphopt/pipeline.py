@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
+from concurrent.futures import Executor
 from pathlib import Path
 
 from onnx_ir.passes.common import NameFixPass
@@ -21,6 +22,8 @@ from graphopt.passes.lower.lower import Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.weights import check_finite
+from graphopt.weights.evaluate import Evaluator, workers
+from graphopt.weights.work import new_in, store_in, work_folder
 
 
 def optimize(
@@ -33,6 +36,8 @@ def optimize(
     float16: bool = False,
     overwrite: bool = False,
     run: bool = True,
+    jobs: int | Executor = 1,
+    work: str | Path | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -48,6 +53,10 @@ def optimize(
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
             are still proved where they can be; the rest is reported as not covered.
+        jobs: how many processes evaluate weights, each in the memory of its largest; or an executor that does. Any
+            number gives the same bytes. A script that asks for several must be importable, see :mod:`multiprocessing`.
+        work: the folder for intermediate weights, ``.OUTPUT-work`` beside the output by default. Where this process is
+            killed, the folder stays, and the next call goes on with the weights in it; at the end it is removed.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -58,68 +67,107 @@ def optimize(
         InputError: the model, the recipe or the output cannot be used.
         VerificationError: a check failed; nothing was written.
     """
-    chosen = load_recipe(recipe)
-    chosen = chosen.adding("last_logits") if last_logits else chosen
-    chosen = chosen if target is None else chosen.lowered(target)
-    chosen = chosen.adding("float16") if float16 else chosen
-    if output is not None:
-        artifacts.check_output(Path(output), overwrite=overwrite)
+    chosen = chosen_recipe(load_recipe(recipe), target, last_logits, float16)
+    if output is None:
+        folder = tempfile.TemporaryDirectory(prefix="graphopt-")
+        with workers(jobs) as executor:
+            made = _compile(model, chosen, Path(folder.name), executor, run=run, on_stage=on_stage)
+        made.keep = folder
+        return made
+    output = Path(output)
+    artifacts.check_output(output, overwrite=overwrite)
+    with work_folder(output, None if work is None else Path(work)) as place, workers(jobs) as executor:
+        made = _compile(model, chosen, place, executor, run=run, on_stage=on_stage)
+        made.manifest = artifacts.write(
+            made,
+            output,
+            overwrite=overwrite,
+            on_tensor=lambda done, of: on_stage("writing", done, of),
+            executor=executor,
+            within=new_in(place),
+        )
+        artifacts.read_weights_from(made.model, output)
+    return made
+
+
+def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: bool, float16: bool) -> Recipe:
+    """Return a recipe with what :func:`optimize` is asked for beside it."""
+    recipe = recipe.adding("last_logits") if last_logits else recipe
+    recipe = recipe if target is None else recipe.lowered(target)
+    return recipe.adding("float16") if float16 else recipe
+
+
+def _compile(
+    model: str | Path | Artifact,
+    recipe: Recipe,
+    place: Path,
+    executor: Executor | None,
+    *,
+    run: bool,
+    on_stage: Progress,
+) -> Artifact:
+    """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
     source = model if isinstance(model, Artifact) else artifacts.read(model)
-    folder = tempfile.TemporaryDirectory(prefix="graphopt-")
     graph = source.model.clone()
 
-    passes = chosen.passes()
+    passes = recipe.passes()
     total = len(passes) + 3
     on_stage("reading the weights", 0, total)
-    check_finite(graph, None if isinstance(model, Artifact) else model)
+    check_finite(graph, None if isinstance(model, Artifact) else model, executor)
     graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
     on_stage("running the model as it is", 1, total)
     context = context_of(passes, source.manifest.model.max_positions)
-    verifier = Verifier(Path(folder.name), chosen.session_entries(), run=run, context=context)
-    verifier.start(graph)
+    evaluator = Evaluator(store_in(place), executor)
+    with tempfile.TemporaryDirectory(prefix="run-", dir=new_in(place)) as folder:
+        verifier = Verifier(Path(folder), recipe.session_entries(), run=run, context=context, evaluator=evaluator)
+        verifier.start(graph)
 
-    reports: list[PassReport] = []
-    checks: list[Check] = []
-    runs = Counter(report.name for report in source.manifest.passes)
-    for done, step in enumerate(passes, start=2):
-        on_stage(step.name, done, total)
-        before = graph.clone()
-        report = step(graph).report
-        runs[step.name] += 1
-        report.run = runs[step.name]
-        reports.append(report)
-        if report.claims is not None:
-            on_stage(f"proving {step.name}", done, total)
-            checks.append(_of_run(report, prove(before, graph, report.claims, step.name)))
-        on_stage(f"checking {step.name}", done, total)
-        checks.append(_of_run(report, verifier.check(graph, step.name, step.effect)))
+        def settle() -> None:
+            evaluator.settle(graph, lambda done, of: on_stage("evaluating weights", done, of))
 
-    NameFixPass()(graph)
-    kernels: KernelReport | None = None
-    if quantized_products(graph.graph) or own_nodes(graph.graph):
-        on_stage("reading the graph that onnxruntime runs", total - 1, total)
-        kernels = check_kernels(graph, verifier, chosen.session_entries())
-        checks.append(kernels.check)
+        reports: list[PassReport] = []
+        checks: list[Check] = []
+        runs = Counter(report.name for report in source.manifest.passes)
+        for done, step in enumerate(passes, start=2):
+            on_stage(step.name, done, total)
+            if step.phase() == "lower":
+                # It reads scales, to tell which type they are stored in.
+                settle()
+            before = graph.clone()
+            report = step(graph).report
+            runs[step.name] += 1
+            report.run = runs[step.name]
+            reports.append(report)
+            if report.claims is not None:
+                settle()
+                on_stage(f"proving {step.name}", done, total)
+                checks.append(_of_run(report, prove(before, graph, report.claims, step.name)))
+            on_stage(f"checking {step.name}", done, total)
+            checks.append(_of_run(report, verifier.check(graph, step.name, step.effect)))
+
+        NameFixPass()(graph)
+        kernels: KernelReport | None = None
+        if quantized_products(graph.graph) or own_nodes(graph.graph):
+            on_stage("reading the graph that onnxruntime runs", total - 1, total)
+            kernels = check_kernels(graph, verifier, recipe.session_entries())
+            checks.append(kernels.check)
+        if not any(step.phase() == "lower" for step in passes):
+            settle()
 
     manifest = Manifest(
         source=source.manifest.source,
         task=source.manifest.task,
         model=source.manifest.model,
         notes=[note for note in source.manifest.notes if note.code not in OF_GRAPH] + notes_of(graph),
-        recipe=chosen.model_dump(mode="json"),
+        recipe=recipe.model_dump(mode="json"),
         passes=[*source.manifest.passes, *reports],
         checks=[*source.manifest.checks, *checks],
         weights=weight_totals(graph),
-        precision=precision_of(graph, kernels, chosen),
-        session=chosen.session_entries() if quantized_products(graph.graph) else {},
+        precision=precision_of(graph, kernels, recipe),
+        session=recipe.session_entries() if quantized_products(graph.graph) else {},
         versions=source.manifest.versions | installed_versions(),
     )
-    made = Artifact(graph, manifest, source.companions, keep=folder)
-    if output is not None:
-        made.manifest = artifacts.write(
-            made, output, overwrite=overwrite, on_tensor=lambda done, of: on_stage("writing", done, of)
-        )
-    return made
+    return Artifact(graph, manifest, source.companions)
 
 
 def _of_run(report: PassReport, check: Check) -> Check:

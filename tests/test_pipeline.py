@@ -23,6 +23,7 @@ from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime import open_session
 from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.weights import Expression, Inline, Scaled
 
 
 @pytest.fixture(scope="module")
@@ -52,19 +53,19 @@ def test_rotate_keeps_the_logits_of_the_export(llama_artifact: Path, tmp_path: P
     assert all((gain == 1).all() for gain in found)
 
 
-def forget_the_gain(matrix: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    return matrix * factors.mean()
+def forget_the_gain(of: Expression, factors: Expression, axis: int) -> Expression:
+    return Scaled(of, Inline.of(np.full(factors.shape, factors.numpy().mean())), axis)
 
 
-def wrong_row(matrix: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    return np.roll(factors, 1)[:, None] * matrix
+def wrong_row(of: Expression, factors: Expression, axis: int) -> Expression:
+    return Scaled(of, Inline.of(np.roll(factors.numpy(), 1)), axis)
 
 
 @pytest.mark.parametrize("wrong", [forget_the_gain, wrong_row])
 def test_a_wrong_fold_is_refused_and_nothing_is_written(
-    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., np.ndarray]
+    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Expression]
 ) -> None:
-    monkeypatch.setattr(gains, "scale_rows", wrong)
+    monkeypatch.setattr(gains, "Scaled", wrong)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-from onnx_ir.external_data import unload_from_model
 
 from graphopt.analysis.contrib import contrib_nodes
 from graphopt.errors import InputError, VerificationError
@@ -29,7 +28,9 @@ from graphopt.rotations.claims import Claims
 from graphopt.runtime import open_session
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH
-from graphopt.weights import map_on_demand
+from graphopt.weights.data_file import save_model
+from graphopt.weights.evaluate import Evaluator
+from graphopt.weights.store import Store
 
 TOLERANCE = 1e-4
 """How far an exact pass may move what a model computes, relative to the largest number of it.
@@ -40,8 +41,6 @@ float32 rounding of tens of layers, with room.
 LONGEST_CONTEXT = 4096
 """Tokens of context at most: a pass that shows only later is measured as far as that."""
 _LEVEL, _FLOAT32 = "accuracy_level", 1
-# Below this many bytes a tensor stays inside the .onnx file: onnxruntime wants shape constants there.
-_INLINE = 256
 
 RAN = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")
 NOT_ASKED = Rule("equivalence.not-asked", "the caller asked not to run the model")
@@ -67,14 +66,23 @@ class Verifier:
             bodies run that the model carries, which is what onnxruntime runs anywhere else.
         context: tokens that fill the cache before anything is compared, see
             :attr:`graphopt.passes.base.Pass.context_tokens`.
+        evaluator: what evaluates weights; by default this process, into the folder.
 
     Attributes:
         why_not: why the model cannot be run here, once :meth:`start` has found a reason.
     """
 
     def __init__(
-        self, folder: Path, entries: Mapping[str, str], *, run: bool = True, native: bool = True, context: int = 0
+        self,
+        folder: Path,
+        entries: Mapping[str, str],
+        *,
+        run: bool = True,
+        native: bool = True,
+        context: int = 0,
+        evaluator: Evaluator | None = None,
     ) -> None:
+        self._evaluator = evaluator or Evaluator(Store(folder / "weights"))
         self._context = context
         self._folder, self._entries, self._may_run, self._native = folder, dict(entries), run, native
         self._task: Task | None = None
@@ -151,17 +159,11 @@ class Verifier:
         return self._probe
 
     def settle(self, model: ir.Model) -> Path:
-        """Write the model into the folder, let its weights point there, and return the ``.onnx`` file."""
+        """Evaluate the weights that are not yet, write the model into the folder, and return the ``.onnx`` file."""
         number = 0 if self._saved is None else int(self._saved.stem) + 1
         data, path = f"{number}.data", self._folder / f"{number}.onnx"
-        unload_from_model(model, self._folder, data, size_threshold_bytes=_INLINE)
-        map_on_demand(model)
-        # What is too small for the file may be made of what the file before has.
-        for value in (value for graph in model.graphs() for value in graph.initializers.values()):
-            if isinstance(value.const_value, ir.LazyTensor):
-                lazy = value.const_value
-                value.const_value = ir.Tensor(lazy.numpy(), dtype=lazy.dtype, shape=lazy.shape, name=lazy.name)
-        ir.save(model, path)
+        self._evaluator.settle(model)
+        save_model(model, path, data, executor=self._evaluator.executor)
         if self._saved is not None:
             self._saved.unlink()
             self._saved.with_suffix(".data").unlink(missing_ok=True)

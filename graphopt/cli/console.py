@@ -25,6 +25,11 @@ Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead 
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
 NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
+Jobs = Annotated[int, typer.Option("-j", "--jobs", help="processes that evaluate weights", min=1)]
+WorkFolder = Annotated[
+    Path | None,
+    typer.Option("--work", help="folder for intermediate weights; by default .OUTPUT-work beside OUTPUT"),
+]
 OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 

@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, NoRun, Output, Overwrite, out, print_json, progress
+from graphopt.cli.console import Jobs, Json, NoRun, Output, Overwrite, WorkFolder, out, print_json, progress
 from graphopt.passes.lower.lower import Target
 
 
@@ -89,26 +89,58 @@ def optimize(
         list[str] | None,
         typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML; may be repeated"),
     ] = None,
+    jobs: Jobs = 1,
+    work: WorkFolder = None,
+    shard: Annotated[
+        str | None,
+        typer.Option(help="I/N: only evaluate share I of N of the weights, for `graphopt assemble` to write the model"),
+    ] = None,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
+    from graphopt.pipeline import chosen_recipe
     from graphopt.pipeline import optimize as run_optimize
     from graphopt.recipe import load_recipe
 
+    chosen = chosen_recipe(load_recipe(recipe, add or (), options or ()), target, last_logits, float16)
+    if shard is not None:
+        from graphopt.shards import evaluate_shard, parse_shard
+
+        with progress() as say:
+            folder = evaluate_shard(model, chosen, output, *parse_shard(shard), jobs=jobs, work=work, on_stage=say)
+        if as_json:
+            return print_json([{"shard": shard, "work": str(folder)}])
+        return out.print(f"shard {shard} is evaluated: {folder}", highlight=False, soft_wrap=True)
     with progress() as say:
         made = run_optimize(
             model,
-            load_recipe(recipe, add or (), options or ()),
+            chosen,
             output,
-            target=target,
-            last_logits=last_logits,
-            float16=float16,
             overwrite=overwrite,
             run=not no_run,
+            jobs=jobs,
+            work=work,
             on_stage=say,
         )
+    return report_artifact(output, made.manifest, as_json)
+
+
+@command("assemble")
+def assemble(
+    output: Output,
+    jobs: Jobs = 1,
+    work: WorkFolder = None,
+    overwrite: Overwrite = False,
+    no_run: NoRun = False,
+    as_json: Json = False,
+) -> None:
+    """Check and write the model whose weights all of `optimize --shard` have evaluated."""
+    from graphopt.shards import assemble as run_assemble
+
+    with progress() as say:
+        made = run_assemble(output, overwrite=overwrite, run=not no_run, jobs=jobs, work=work, on_stage=say)
     report_artifact(output, made.manifest, as_json)
 
 

@@ -6,6 +6,12 @@
     arithmetic.py   cast, scaled, added, centered, rotated, vector times matrix
     tensor.py       a tensor of the graph that is an expression
     graph.py        the weights of a graph: find, own, rewrite, make
+    finite.py       NaN and infinity are refused; each stored tensor gets its digest
+    evaluate.py     the evaluator: tasks, worker processes
+    store.py        evaluated tensors on disk, found again by digest
+    work.py         the folder of one compilation, which goes on where it was cut off
+    data_file.py    a model and the file of its weights
+    disk.py         a full disk is an error like any other
 
 Expressions that need more than that live where it is: rounding to codes and packing in :mod:`graphopt.rounding`.
 """

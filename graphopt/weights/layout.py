@@ -131,7 +131,9 @@ class Reshaped(Expression):
         before = [slice(0, 1)] * len(self.of.shape)
         for old, new in zip(self._wide(self.of.shape), self._wide(self.dims), strict=True):
             before[old] = region[new]
-        return self.of.evaluate(tuple(before)).reshape([piece.stop - piece.start for piece in region])
+        sizes = [1 if size == 1 else piece.stop - piece.start for size, piece in zip(self.dims, region, strict=True)]
+        inside = tuple(piece if size == 1 else slice(None) for size, piece in zip(self.dims, region, strict=True))
+        return self.of.evaluate(tuple(before)).reshape(sizes)[inside]
 
     def _wide_whole(self) -> set[int]:
         return set(self.of.whole) & set(self._wide(self.of.shape))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -19,7 +20,12 @@ class MappedTensor(ir.ExternalTensor):
 
     ``onnx_ir`` keeps each file mapped once a tensor was read: reading all weights of a model one by one then ends with
     the whole model in resident memory.
+
+    Attributes:
+        expression: the expression that the tensor was made from, if it was.
     """
+
+    expression: Stored | None = None
 
     def numpy(self) -> Array:
         """Return the array, read-only; the mapping ends when the array does."""
@@ -84,17 +90,18 @@ class Stored(_Leaf):
         """SHA-256 of type, dimensions and bytes, unless the file's expression is known."""
         return self.known_digest or digest_of_array(self.numpy(), self.kind)
 
-    @property
-    def tensor(self) -> MappedTensor:
-        """The tensor as the ONNX IR has it."""
-        file = Path(self.path)
-        return MappedTensor(
-            file.name, self.offset, self.nbytes, self.kind, shape=ir.Shape(self.dims), name="", base_dir=file.parent
+    def tensor(self, name: str | None = None) -> MappedTensor:
+        """Return the tensor as the ONNX IR has it; it remembers this expression."""
+        file, dims = Path(self.path), ir.Shape(self.dims)
+        made = MappedTensor(
+            file.name, self.offset, self.nbytes, self.kind, shape=dims, name=name or "", base_dir=file.parent
         )
+        made.expression = self
+        return made
 
     def evaluate(self, region: Region) -> Array:
         """Map the file and return a read-only view of it."""
-        return _cut(self.tensor.numpy(), region)
+        return _cut(self.tensor().numpy(), region)
 
     def __str__(self) -> str:
         return f"stored({Path(self.path).name}, {self.offset}, {self.kind.name.lower()}{list(self.dims)})"
@@ -137,6 +144,14 @@ class Inline(_Leaf):
         view = _cut(self.array, region)
         view.flags.writeable = False
         return view
+
+
+def write_array(array: Array, dtype: ir.DataType, stream: BinaryIO) -> None:
+    """Write a tensor as a model file holds it: in row-major order, little-endian, codes below 8 bits packed."""
+    if dtype.bitwidth >= 8 and sys.byteorder == "little":
+        stream.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    else:
+        stream.write(ir.Tensor(np.ascontiguousarray(array), dtype=dtype).tobytes())
 
 
 def _cut(array: Array, region: Region) -> Array:

@@ -42,6 +42,8 @@ def expression_of(tensor: ir.TensorProtocol | None) -> Expression:
         raise ValueError("an initializer without a tensor has no expression")
     if isinstance(tensor, WeightTensor):
         return tensor.expression
+    if isinstance(tensor, MappedTensor) and tensor.expression is not None:
+        return tensor.expression
     if isinstance(tensor, ir.ExternalTensor):
         return Stored(str(Path(tensor.path).absolute()), tensor.offset or 0, tensor.dtype, tuple(tensor.shape.numpy()))
     return Inline(tensor.numpy(), tensor.dtype)

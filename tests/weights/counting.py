@@ -1,8 +1,9 @@
-"""An expression that counts how often it is evaluated."""
+"""An expression that counts how often it is evaluated, and what else is sent to workers: nothing heavy is imported."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections import Counter
 from typing import ClassVar
 
@@ -30,3 +31,8 @@ class Counted(Expression):
     def evaluate(self, region: Region) -> Array:
         self.counts[self.name] += 1
         return self.of.evaluate(region)
+
+
+def loaded_modules() -> list[str]:
+    """Return the names of all modules that this process has imported."""
+    return list(sys.modules)

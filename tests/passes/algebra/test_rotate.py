@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from graphopt.facts import PassReport
 from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
 from graphopt.rotations import Rotation
+from graphopt.weights import Array, Expression, Inline, Region, Shape
 from tests.graphs import logits, relative, residual_model
 
 # float32: each weight is rounded once more after the rotation, sums of up to 24 terms, 3 layers; seen 5e-7.
@@ -276,6 +278,26 @@ def flipped(array: np.ndarray) -> np.ndarray:
     return copy
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Faulty(Expression):
+    """``wrong`` of a rotation and what it is applied to."""
+
+    of: Expression
+    turn: Callable[[Expression], Expression]
+    wrong: Callable[..., np.ndarray]
+
+    @property
+    def dtype(self) -> ir.DataType:
+        return self.of.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.of.shape
+
+    def evaluate(self, region: Region) -> Array:
+        return self.wrong(lambda array: self.turn(Inline.of(array)).numpy(), self.of.numpy())[region]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_the_pass_is_named_by_the_certificate_alone(
     fault: str, llama_canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
@@ -289,8 +311,7 @@ def test_a_fault_of_the_pass_is_named_by_the_certificate_alone(
     def add(self: fused.Fuser, site: WeightAxis, rotation: Rotation) -> ir.Value:
         weight = right(self, site, rotation)
         if site.node.name == f"{culprit}.MatMul" and site.axis == axis:
-            turn, where = self._steps[weight].pop()
-            self._steps[weight].append((partial(wrong, turn), where))
+            self._steps[weight].append(partial(Faulty, turn=self._steps[weight].pop(), wrong=wrong))
         return weight
 
     monkeypatch.setattr(fused.Fuser, "add", add)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import onnx_ir as ir
 
 from graphopt.analysis.axes import WeightAxis
 from graphopt.rotations import Rotation
-from graphopt.rotations.claims import RotationClaim
 from graphopt.weights import Expression, Rotated, own, rewrite
 
 
@@ -16,22 +16,21 @@ class Fuser:
     """Collects what is to be multiplied into each weight, so that a weight between two bases is rounded once."""
 
     def __init__(self) -> None:
-        self._steps: dict[ir.Value, list[tuple[WeightAxis, RotationClaim]]] = {}
+        self._steps: dict[ir.Value, list[Callable[[Expression], Expression]]] = {}
 
     def add(self, site: WeightAxis, rotation: Rotation) -> ir.Value:
         """Multiply ``rotation`` into one axis of a weight, W Q for a writer, Q^T W for a reader; return the weight."""
         weight = own(site.node, site.input)
-        self._steps.setdefault(weight, []).append((site, rotation.claim()))
+        assert weight.const_value is not None
+        axis = site.axis % len(weight.const_value.shape)
+        turn = partial(Rotated, axis=axis, starts=tuple(site.starts), claim=rotation.claim())
+        self._steps.setdefault(weight, []).append(turn)
         return weight
 
     def finish(self) -> None:
         """Let the weights be what was collected."""
         for weight, steps in self._steps.items():
-            rewrite(weight, *(partial(_rotated, site=site, claim=claim) for site, claim in steps))
-
-
-def _rotated(of: Expression, site: WeightAxis, claim: RotationClaim) -> Expression:
-    return Rotated(of, site.axis % len(of.shape), tuple(site.starts), claim)
+            rewrite(weight, *steps)
 
 
 def fuse(site: WeightAxis, rotation: Rotation) -> ir.Value:

@@ -1,0 +1,115 @@
+"""A model and its weights as two files: weights are evaluated by many workers, each into its place in the data file."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import Executor
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.weights.disk import reserve, writing
+from graphopt.weights.evaluate import OnTensor, grouped, run_tasks
+from graphopt.weights.expression import Array, Expression
+from graphopt.weights.leaves import write_array
+from graphopt.weights.store import with_parts_in_memory
+from graphopt.weights.tensor import WeightTensor, expression_of
+
+INLINE = 256
+"""Tensors of at most so many bytes stand in the model file itself: onnxruntime wants constants of shapes there."""
+
+# A file, and for each expression its place in it, or None for one that is returned instead.
+_Task = tuple[Path, list[tuple[Expression, int | None]]]
+
+
+def save_model(
+    model: ir.Model, file: Path, data: str, *, executor: Executor | None = None, on_tensor: OnTensor | None = None
+) -> None:
+    """Write a model to ``file`` and its weights, in the order of the graph and without gaps, to ``data`` beside it.
+
+    The model stays as it is. Weights are evaluated one by one in each worker, so each holds its largest, not their sum.
+
+    Args:
+        model: the model.
+        file: the ``.onnx`` file.
+        data: the name of the file of weights.
+        executor: what evaluates weights and copies what is stored; ``None`` for this process.
+        on_tensor: called with how many tensors are written, of how many.
+
+    Raises:
+        InputError: the disk is too small.
+    """
+    found = [value for graph in model.graphs() for value in graph.initializers.values()]
+    before = {value: value.const_value for value in found if value.const_value is not None}
+    large = [value for value, tensor in before.items() if tensor.nbytes > INLINE and tensor.dtype != ir.DataType.STRING]
+    ends = list(itertools.accumulate((before[value].nbytes for value in large), initial=0))
+    places = dict(zip(large, ends, strict=False))
+    reserve(file.parent / data, ends[-1])
+    try:
+        small = _write_tensors(before, places, file.parent / data, executor, on_tensor)
+        for value, array in small.items():
+            value.const_value = ir.Tensor(array, dtype=before[value].dtype, name=before[value].name)
+        for value, offset in places.items():
+            tensor = before[value]
+            shape, name = ir.Shape(tensor.shape.numpy()), tensor.name or ""
+            value.const_value = ir.ExternalTensor(
+                data, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=file.parent
+            )
+        with writing(file.parent):
+            ir.save(model, file)
+    finally:
+        for value, tensor in before.items():
+            value.const_value = tensor
+
+
+def _write_tensors(
+    tensors: dict[ir.Value, ir.TensorProtocol],
+    places: dict[ir.Value, int],
+    file: Path,
+    executor: Executor | None,
+    on_tensor: OnTensor | None,
+) -> dict[ir.Value, Array]:
+    """Write tensors to their places, and return the arrays of those that have none and are not in memory."""
+    done, elsewhere = 0, []
+    with writing(file.parent), file.open("r+b") as stream:
+        for value, tensor in tensors.items():
+            if isinstance(tensor, (WeightTensor, ir.ExternalTensor)):
+                elsewhere.append(value)
+            elif value in places:
+                # What is in memory is not sent to another process only to be written.
+                stream.seek(places[value])
+                stream.write(tensor.tobytes())
+                done = _count(done, value, places, on_tensor)
+    expressions = [expression_of(tensors[value]) for value in elsewhere]
+    groups = grouped(expressions)
+    tasks: list[_Task] = [
+        (file, [(expressions[number], places.get(elsewhere[number])) for number in group]) for group in groups
+    ]
+    small: dict[ir.Value, Array] = {}
+    for index, arrays in run_tasks(executor, _write, tasks):
+        for number, array in zip(groups[index], arrays, strict=True):
+            if array is not None:
+                small[elsewhere[number]] = array
+            done = _count(done, elsewhere[number], places, on_tensor)
+    return small
+
+
+def _count(done: int, value: ir.Value, places: dict[ir.Value, int], on_tensor: OnTensor | None) -> int:
+    done += value in places
+    if value in places and on_tensor is not None:
+        on_tensor(done, len(places))
+    return done
+
+
+def _write(task: _Task) -> list[Array | None]:
+    file, places = task
+    evaluated, small = with_parts_in_memory([expression for expression, _ in places]), []
+    with writing(file.parent), file.open("r+b") as stream:
+        for expression, (_, offset) in zip(evaluated, places, strict=True):
+            array = expression.numpy()
+            small.append(np.array(array) if offset is None else None)
+            if offset is not None:
+                stream.seek(offset)
+                write_array(array, expression.dtype, stream)
+    return small
