@@ -8,13 +8,25 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure import head_nodes, makes_last_logits
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.passes.lower.products import shared
 
 # What may stand between the head and the logits: it treats each position by itself, and has no shape of its own.
 _BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
+
+
+LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
+NO_LOGITS = Rule("last_logits.no-logits", "the graph has no output of this name")
+ONE_POSITION = Rule("last_logits.one-position", "they are of one position already")
+NO_PRODUCT = Rule("last_logits.no-product", "no product with a matrix makes them")
+NOT_BY_POSITION = Rule("last_logits.not-by-position", "{tensor} is not known to be [batch, length, width]")
+READ_ELSEWHERE = Rule("last_logits.read-elsewhere", "{tensor} is read elsewhere too")
+BEHIND_PRODUCT = Rule("last_logits.behind-product", "{op} {node} stands behind the product that makes them")
+INPUT_NOT_BY_POSITION = Rule(
+    "last_logits.input-not-by-position", "the input of {lm_head} is not known to be [batch, length, width]"
+)
 
 
 class LastLogitsOptions(StepOptions):
@@ -49,10 +61,10 @@ class LastLogits(Pass[LastLogitsOptions]):
         graph = model.graph
         logits = next((value for value in graph.outputs if value.name == "logits"), None)
         if logits is None:
-            ledger.skipped("logits", "the graph has no output of this name")
+            ledger.skipped("logits", NO_LOGITS())
             return
         path = _path_to_head(graph, logits)
-        if isinstance(path, str):
+        if isinstance(path, Fact):
             ledger.skipped("logits", path)
             return
         head = path[-1]
@@ -70,32 +82,32 @@ class LastLogits(Pass[LastLogitsOptions]):
             output = node.outputs[0]
             assert output.shape is not None
             output.shape = _one_position(output.shape)
-        ledger.changed(cut, f"only the last position of {x.name} reaches {head.name}", [head])
+        ledger.changed(cut, LAST_POSITION(tensor=x.name, lm_head=head.name), [head])
 
 
-def _path_to_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | str:
+def _path_to_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
     heads, path, value = head_nodes(graph), [], logits
     if makes_last_logits(graph):
-        return "they are of one position already"
+        return ONE_POSITION()
     while True:
         node = value.producer()
         if node is None:
-            return "no product with a matrix makes them"
+            return NO_PRODUCT()
         if value.shape is None or len(value.shape) != 3:
-            return f"{value.name} is not known to be [batch, length, width]"
+            return NOT_BY_POSITION(tensor=value.name)
         if len(value.uses()) > (0 if value is logits else 1) or (value is not logits and value.is_graph_output()):
-            return f"{value.name} is read elsewhere too"
+            return READ_ELSEWHERE(tensor=value.name)
         path.append(node)
         if node in heads:
             break
         varying = [each for each in node.inputs if each is not None and not _same_for_all_positions(each)]
         if node.op_type not in _BY_POSITION or node.domain or len(varying) != 1:
-            return f"{node.op_type} {node.name} stands behind the product that makes them"
+            return BEHIND_PRODUCT(op=node.op_type, node=node.name)
         value = varying[0]
     x = path[-1].inputs[0]
     if x is None or x.shape is None or len(x.shape) != 3 or x.is_initializer():
-        return f"the input of {path[-1].name} is not known to be [batch, length, width]"
+        return INPUT_NOT_BY_POSITION(lm_head=path[-1].name)
     return path
 
 

@@ -7,12 +7,14 @@ from typing import ClassVar, Literal
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.passes.lower.float16.casts import Casts, keep_outputs
 from graphopt.passes.lower.float16.convert import convert_weights, narrow_values, retype
-from graphopt.passes.lower.float16.wide import NARROW, WIDE, follows, wide_nodes
+from graphopt.passes.lower.float16.wide import NARROW, STAYS_FLOAT32, WIDE, follows, wide_nodes
+
+NARROWED = Rule("float16.narrowed", "{op} in float16")
 
 
 class Float16Options(StepOptions):
@@ -69,7 +71,7 @@ class Float16(Pass[Float16Options]):
         wide = wide_nodes(graph, opset)
         for node, reason in wide.items():
             if any(each is not None and each.dtype == WIDE for each in (*node.inputs, *node.outputs)):
-                ledger.skipped(node, f"stays float32: {reason}")
+                ledger.skipped(node, STAYS_FLOAT32(why=reason))
         convert_weights(graph, wide, ledger)
         narrow = narrow_values(graph, wide)
         for value in narrow:
@@ -77,7 +79,7 @@ class Float16(Pass[Float16Options]):
         for node in graph:
             if any(each in narrow for each in node.outputs):
                 retype(node)
-                ledger.changed(node, f"{node.op_type} in float16")
+                ledger.changed(node, NARROWED(op=node.op_type))
         casts = Casts(graph, ledger)
         for reader in list(graph):
             for index, read in enumerate(reader.inputs):

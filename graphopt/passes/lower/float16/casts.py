@@ -5,8 +5,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.ports import present_port
+from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import NARROW, WIDE
+
+CAST = Rule("float16.cast", "{tensor} as {to}")
 
 
 class Casts:
@@ -28,7 +31,7 @@ class Casts:
                 self._graph.insert_before(self._graph[0], node)
             else:
                 self._graph.insert_after(producer, node)
-            self._ledger.changed(node, f"{value.name} as {suffix}", [value])
+            self._ledger.changed(node, CAST(tensor=value.name, to=suffix), [value])
             self._made[value, dtype] = made
         return self._made[value, dtype]
 

@@ -9,8 +9,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.ports import past_port
+from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.float16.wide import LARGEST, NARROW, WIDE, follows
+from graphopt.passes.lower.float16.wide import LARGEST, NARROW, STAYS_FLOAT32, WIDE, follows
 from graphopt.runtime_ops import DOMAIN
 from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
@@ -19,8 +20,11 @@ Weight = npt.NDArray[Any]
 # What a number that only has to be low, as in masks, may be read by.
 _BOUNDED = ("Where", "Add", "Sub", "Max", "Min", "Clip")
 
+BEYOND = Rule("float16.beyond", "{tensor} has a number of {reach:.3g}, beyond float16")
+CUT_OFF = Rule("float16.cut-off", "{reach:.3g} becomes {largest:g}, the largest float16")
 
-def convert_weights(graph: ir.Graph, wide: dict[ir.Node, str], ledger: Ledger) -> None:
+
+def convert_weights(graph: ir.Graph, wide: dict[ir.Node, Fact], ledger: Ledger) -> None:
     """Give readers in float16 a float16 copy of each constant; where it has no such copy, they join ``wide``."""
     found = []
     for value in graph.initializers.values():
@@ -34,8 +38,8 @@ def convert_weights(graph: ir.Graph, wide: dict[ir.Node, str], ledger: Ledger) -
         if reach > LARGEST and not hides:
             for node, _ in value.uses():
                 if node not in wide:
-                    wide[node] = f"{value.name} has a number of {reach:.3g}, beyond float16"
-                    ledger.skipped(node, f"stays float32: {wide[node]}")
+                    wide[node] = BEYOND(tensor=value.name, reach=reach)
+                    ledger.skipped(node, STAYS_FLOAT32(why=wide[node]))
     for value, tensor, reach in found:
         uses = list(value.uses())
         followers = [use for use in uses if follows(*use, wide)]
@@ -48,14 +52,14 @@ def convert_weights(graph: ir.Graph, wide: dict[ir.Node, str], ledger: Ledger) -
                 node.replace_input_with(index, copy)
         copy.const_value, copy.dtype = _halved(tensor, copy.name), NARROW
         if reach > LARGEST:
-            ledger.changed(copy, f"{reach:.3g} becomes {LARGEST:g}, the largest float16", [value])
+            ledger.changed(copy, CUT_OFF(reach=reach, largest=LARGEST), [value])
 
 
 def _halved(tensor: ir.TensorProtocol, name: str | None) -> ir.TensorProtocol:
     return WeightTensor(Cast(expression_of(tensor), NARROW, saturate=True), name)
 
 
-def narrow_values(graph: ir.Graph, wide: dict[ir.Node, str]) -> set[ir.Value]:
+def narrow_values(graph: ir.Graph, wide: dict[ir.Node, Fact]) -> set[ir.Value]:
     """Return what becomes float16: results of nodes that are not wide, and caches that grow, which they read."""
     narrow = {
         value

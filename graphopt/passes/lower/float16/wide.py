@@ -9,6 +9,7 @@ import onnx
 import onnx_ir as ir
 
 from graphopt.analysis.paged import OPERATOR as KV_ATTENTION
+from graphopt.facts import Fact, Rule
 from graphopt.runtime_ops import DOMAIN
 
 WIDE, NARROW = ir.DataType.FLOAT, ir.DataType.FLOAT16
@@ -22,15 +23,25 @@ _OF_X = {"MatMulTable": (0,), "MatMulDynamic": (0,), "Hadamard": (0,), KV_ATTENT
 # Their standard has float16, and onnxruntime's kernels for the CPU fail in it when they run.
 _NOT_IN_ONNXRUNTIME = ("ScatterElements", "ScatterND")
 
+STAYS_FLOAT32 = Rule("float16.stays-float32", "stays float32: {why}")
+OF_POSITIONS = Rule("float16.of-positions", "sines and cosines of positions are made of it")
+FLOAT32_ALONE = Rule("float16.float32-alone", "{op} takes float32 alone")
+OTHER_DOMAIN = Rule("float16.other-domain", "it is an operator of {domain}, whose types are not known here")
+WIDENS = Rule("float16.widens", "it widens what was float16 before")
+SCALES_BEYOND = Rule("float16.scales-beyond", "its scales are not known to have float16's range")
+NOT_ON_CPU = Rule("float16.not-on-cpu", "onnxruntime's {op} has no float16 on a CPU")
+NUMBER_IN_ATTRIBUTE = Rule("float16.number-in-attribute", "a number in an attribute is float32")
+NO_FLOAT16 = Rule("float16.no-float16", "{op} has no float16 in its place")
 
-def wide_nodes(graph: ir.Graph, opset: int) -> dict[ir.Node, str]:
+
+def wide_nodes(graph: ir.Graph, opset: int) -> dict[ir.Node, Fact]:
     """Return the nodes that keep float32, each with the reason."""
-    wide: dict[ir.Node, str] = {}
+    wide: dict[ir.Node, Fact] = {}
     waiting = [node for node in graph if node.op_type in ("Sin", "Cos")]
     while waiting:
         node = waiting.pop()
         if node not in wide:
-            wide[node] = "sines and cosines of positions are made of it"
+            wide[node] = OF_POSITIONS()
             made_by = (value.producer() for value in node.inputs if value is not None)
             waiting += [producer for producer in made_by if producer is not None]
     for node in graph:
@@ -42,20 +53,20 @@ def wide_nodes(graph: ir.Graph, opset: int) -> dict[ir.Node, str]:
     return wide
 
 
-def _refusal(node: ir.Node, opset: int) -> str | None:
+def _refusal(node: ir.Node, opset: int) -> Fact | None:
     """Return why a node cannot compute in float16, or ``None``."""
     if node.domain == DOMAIN:
-        return None if node.op_type in _OF_X else f"{node.op_type} takes float32 alone"
+        return None if node.op_type in _OF_X else FLOAT32_ALONE(op=node.op_type)
     if node.domain:
-        return f"it is an operator of {node.domain}, whose types are not known here"
+        return OTHER_DOMAIN(domain=node.domain)
     if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == NARROW:
-        return "it widens what was float16 before"
+        return WIDENS()
     if node.op_type == "DequantizeLinear":
-        return None if _scales_fit(node) else "its scales are not known to have float16's range"
+        return None if _scales_fit(node) else SCALES_BEYOND()
     if node.op_type in _NOT_IN_ONNXRUNTIME:
-        return f"onnxruntime's {node.op_type} has no float16 on a CPU"
+        return NOT_ON_CPU(op=node.op_type)
     if node.op_type == "Constant" and "value" not in node.attributes:
-        return "a number in an attribute is float32"
+        return NUMBER_IN_ATTRIBUTE()
     schema = onnx.defs.get_schema(node.op_type, opset)
     allowed = {each.type_param_str: each.allowed_type_strs for each in schema.type_constraints}
     for values, formal in ((node.inputs, schema.inputs), (node.outputs, schema.outputs)):
@@ -63,7 +74,7 @@ def _refusal(node: ir.Node, opset: int) -> str | None:
             if value is not None and value.dtype == WIDE:
                 kind = formal[min(index, len(formal) - 1)].type_str
                 if "tensor(float16)" not in allowed.get(kind, [kind]):
-                    return f"{node.op_type} has no float16 in its place"
+                    return NO_FLOAT16(op=node.op_type)
     return None
 
 
