@@ -1,4 +1,4 @@
-"""The main job on the shipped model: export, rotate, quantize, check, evaluate, complete."""
+"""The main workflow on the shipped model: export, rotate, quantize, check, evaluate, complete."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class Stage(BaseModel):
         folder: the artifact that was written.
         bytes: size of all its files.
         bits_per_weight: bits of one weight, scales included.
-        bits_per_byte: what the model needs per byte of the held-out text.
+        bits_per_byte: the model's loss per byte of the held-out text.
         largest_logit_change: against the exported model, relative to the largest logit.
         activations: to what quantized products round their inputs.
-        proof: what was proved of its exact passes, ``None`` where nothing claims to be.
+        proof: what was proved of its exact passes, ``None`` where none makes claims.
         seconds: time to make the artifact.
         completion: what the model makes of the prompt, sampled with the same seed in every stage.
     """
@@ -60,7 +60,7 @@ class Demo(BaseModel):
     """What the demo found.
 
     Attributes:
-        held_out_bytes: size of the text that the models were judged on.
+        held_out_bytes: size of the text that the models were scored on.
         xz_bits_per_byte: what ``xz -9e`` needs for it, for a sense of scale.
         prompt: what the models completed.
         stages: a row per artifact.
@@ -73,12 +73,12 @@ class Demo(BaseModel):
 
 
 def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = None) -> Demo:
-    """Make every stage below ``output``, replacing artifacts of an earlier demo, and judge each on text it never saw.
+    """Make every stage below ``output``, replacing artifacts of an earlier demo, and score each on text it never saw.
 
     Args:
         output: where the artifacts go, a folder each.
         on_stage: called when a stage begins.
-        text: what to judge on; source of held-out modules by default.
+        text: the text to score; source of held-out modules by default.
 
     Raises:
         GraphoptError: a stage failed.

@@ -40,7 +40,7 @@ class GraphoptError(Exception):
 
 
 class InputError(GraphoptError):
-    """What was handed in cannot be used: a file, a model, a recipe, a prompt."""
+    """The input cannot be used: a file, a model, a recipe, a prompt."""
 
     exit_code = 2
 

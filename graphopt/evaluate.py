@@ -107,16 +107,16 @@ def evaluate(
     Args:
         session: the model, with a tokenizer.
         text: the text.
-        window: tokens that are fed as one sequence; the model's positions unless told, at most
+        window: tokens that are fed as one sequence; by default the model's positions, at most
             :data:`LARGEST_DEFAULT_WINDOW`; of a model that streams without end, the whole text.
-        stride: tokens from one window to the next; half a window unless told. A smaller one gives each token more
+        stride: tokens from one window to the next; half a window by default. A smaller one gives each token more
             context and takes longer.
         on_progress: called with (tokens scored, tokens in all).
 
     Raises:
         InputError: there is no tokenizer, nothing to score, no such window, or the model makes logits of the last
             position only.
-        GraphoptError: the model's logits are not numbers.
+        GraphoptError: the model's logits are NaN.
     """
     began = time.perf_counter()
     session.check_all_logits()

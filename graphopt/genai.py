@@ -63,7 +63,7 @@ def genai_config(
         "present_value_names": names["value"][1],
     }
     decoder = {
-        # Keys that onnxruntime-genai does not know itself it hands to onnxruntime as session entries.
+        # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},
         "filename": model_file,
         "head_size": size,

@@ -24,20 +24,20 @@ Prompt = str | Sequence[int]
 Stopped = Literal["end of text", "length", "positions"]
 
 _AHEAD = 512
-"""New tokens that a cache in pages makes room for before the first: more may never come, as a text may end."""
+"""New tokens that a cache in pages reserves room for in advance, at most: a text may end before."""
 
 _AT_LENGTH: Stopped = "length"
 _AT_POSITIONS: Stopped = "positions"
 
 
 class Completion(BaseModel):
-    """What a model made of one prompt.
+    """The completion of one prompt.
 
     Attributes:
         prompt: the tokens of the prompt.
         tokens: the new tokens, without the token that ended the text.
         text: the text of the new tokens, such that prompt and text can be joined; ``None`` without a tokenizer.
-        stopped: why there are no more: the model ended the text, ``max_new_tokens`` were made, or the model has no
+        stopped: why there are no more: the model ended the text, ``max_new_tokens`` is reached, or the model has no
             position left.
     """
 
@@ -55,8 +55,8 @@ class Step:
 
     Attributes:
         tokens: the new token, or ``None`` where the row has ended, now or before.
-        texts: the text that became complete with it; characters whose last bytes are still to come are held back.
-        stopped: why the row has ended, or ``None`` while it goes on.
+        texts: the text that the token completes; characters whose last bytes are still missing are held back.
+        stopped: why the row has ended, or ``None`` while it continues.
     """
 
     tokens: tuple[int | None, ...]
@@ -123,7 +123,7 @@ def stream(
     max_new_tokens: int = 64,
     sampling: Sampling = GREEDY,
 ) -> Iterator[Step]:
-    """Complete the prompts step by step; the arguments are checked at once, the model runs as the steps are asked for.
+    """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
     Args:
         session: the model.
@@ -195,7 +195,7 @@ def _steps(session: Session, rows: Sequence[_Row], sampling: Sampling) -> Iterat
         yield Step(tokens, texts, tuple(row.stopped for row in rows))
         if all(row.stopped is not None for row in rows):
             return
-        # A row that has ended keeps its place; its mask of 0 takes no position and hides what is fed for it.
+        # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
         ids = np.array([[0 if token is None else token] for token in tokens], np.int64)
         live = [row.stopped is None for row in rows]
         mask = None if all(live) else np.array(live, np.int64)[:, None]

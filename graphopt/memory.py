@@ -11,11 +11,11 @@ _ROOT = Path("/")
 
 
 def available_memory(root: Path = _ROOT) -> int:
-    """Return the bytes of memory that a process here could still have.
+    """Return the bytes of memory that a process here could still allocate.
 
-    On Linux that is what the kernel says of the machine, or less where a control group, as of a container, has a limit
-    (https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1). What a group holds of files counts as free, as
-    the kernel takes it back when needed. Elsewhere it is what is plainly free.
+    On Linux that is what the kernel reports as available, or less where a control group, such as a container's, has a
+    limit (https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1). A group's file cache counts as free, since
+    the kernel reclaims it when needed. Elsewhere only unused memory counts.
 
     Args:
         root: where /proc and /sys are.
@@ -29,7 +29,7 @@ def available_memory(root: Path = _ROOT) -> int:
 
 
 def _left_in_groups(root: Path) -> Iterator[int]:
-    """Yield what is left to each group that this process is in and that has a limit."""
+    """Yield the memory left to each control group of this process that has a limit."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             number, controllers, name = line.split(":", 2)
@@ -41,7 +41,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _up(mounted: Path, name: str, limit: str, used: str, files: str) -> Iterator[int]:
-    # A container often sees its own group as the root, whatever the name says; groups that are not there are passed by.
+    # A container often sees its own group as the root, whatever its name; groups that do not exist are skipped.
     group = mounted / name.lstrip("/")
     for folder in (group, *group.parents):
         if folder.is_relative_to(mounted):

@@ -1,4 +1,4 @@
-"""An ``.onnx`` file is untrusted input: it is opened here, with every check that needs no weight to be read."""
+"""An ``.onnx`` file is untrusted input: it is opened here, with every check that does not read weights."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _check_opset(model: ir.Model, onnx_file: Path) -> None:
 
 
 def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
-    """Confirm that every tensor outside the file is there in full, and lies beside it: a model file is untrusted."""
+    """Confirm that the external data of every tensor is complete and lies beside the file, which is untrusted."""
     folder = onnx_file.parent.resolve()
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
         tensor = value.const_value
@@ -64,7 +64,7 @@ def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
         start, length = tensor.offset or 0, tensor.nbytes if tensor.length is None else tensor.length
         if start < 0 or length != tensor.nbytes:
             raise InputError(
-                f"external data is said to be {length} bytes from {start} on, but the tensor has {tensor.nbytes}",
+                f"external data is declared as {length} bytes at offset {start}, but the tensor has {tensor.nbytes}",
                 file=onnx_file,
                 tensor=value.name,
                 shape=list(tensor.shape),

@@ -1,4 +1,4 @@
-"""How long work tells its caller where it stands."""
+"""How long-running work reports its progress to its caller."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Called when a stage begins, and as it goes on."""
+    """Called when a stage begins, and while it runs."""
 
     def __call__(self, stage: str, done: int = 0, total: int | None = None) -> None:
-        """Say what happens, and how much of it is done; ``total`` is ``None`` where nobody knows."""
+        """Report the stage, and how much of it is done; ``total`` is ``None`` where it is unknown."""
 
 
 def silent(stage: str, done: int = 0, total: int | None = None) -> None:
-    """Say nothing."""
+    """Report nothing."""

@@ -1,4 +1,4 @@
-"""The one door to onnxruntime: import it with a clear message, open a session without its noise."""
+"""The only access to onnxruntime: import it with a clear message, open a session without its logging."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 
 _ERRORS_ONLY, _NOTHING = 3, 4
 
-# How onnxruntime says that a node has neither kernel nor body.
+# onnxruntime's message for a node that has neither kernel nor body.
 _UNREGISTERED = "is not a registered function/op"
 
 
@@ -70,13 +70,13 @@ def open_session(
         path: the ``.onnx`` file; external data is looked for beside it.
         entries: session configuration entries, such as :data:`ACCURACY_LEVEL`.
         threads: intra-op threads; 0 lets onnxruntime choose.
-        optimized_to: where onnxruntime writes the graph that it really runs.
+        optimized_to: where onnxruntime writes the optimized graph that it runs.
         native: let graphopt's own kernels take the nodes of its operators, where they were built; else their bodies of
             standard operators run.
         device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
 
     Raises:
-        InputError: onnxruntime refuses the file or the library of kernels; its own message is passed on. For ``cuda``
+        InputError: onnxruntime refuses the file or the library of kernels; its message is included. For ``cuda``
             also: the provider does not start, or the file has nodes of our operators, ``native``, and the library for
             GPUs was not built.
         MissingDependencyError: onnxruntime is not installed, or has no provider for the device.
@@ -101,12 +101,12 @@ def open_session(
         session = ort.InferenceSession(str(path), options, providers=list(PROVIDERS[device]))
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
-    # onnxruntime goes on without a provider that does not start, and says so in its log only.
+    # onnxruntime continues without a provider that does not start, and only logs it.
     if PROVIDERS[device][0] not in session.get_providers():
         raise InputError(
             f"onnxruntime cannot start its {PROVIDERS[device][0]}, and would run everything on the CPU",
             file=path,
-            remedy="it says above what it misses: a driver, CUDA or cuDNN of the version that it was built with",
+            remedy="its log above names what is missing: a driver, CUDA or cuDNN of the version that it was built with",
         )
     return session
 
@@ -132,13 +132,13 @@ def _has_own_nodes(path: Path) -> bool:
     try:
         return any(node.domain == DOMAIN for node in ir.load(path).graph.all_nodes())
     except Exception:
-        return False  # onnxruntime says what is wrong with it
+        return False  # onnxruntime will report what is wrong with the file
 
 
 def ort_value(array: Array) -> onnxruntime.OrtValue:
-    """Return a value that lies in the memory of ``array``, which must be contiguous.
+    """Return a value that shares the memory of ``array``, which must be contiguous.
 
-    onnxruntime does not know the NumPy types of bfloat16 and float8, so it is told the ONNX type.
+    onnxruntime does not know the NumPy types of bfloat16 and float8, so the ONNX type is passed.
     """
     ort = import_onnxruntime()
     if array.dtype.kind != "V":
@@ -156,7 +156,7 @@ def array_of(value: onnxruntime.OrtValue) -> Array:
 
 
 def run(session: onnxruntime.InferenceSession, names: Sequence[str] | None, feeds: Mapping[str, Array]) -> list[Array]:
-    """Return outputs of a session, all unless named; as ``session.run``, but with bfloat16 and float8 too."""
+    """Return outputs of a session, all by default; like ``session.run``, but also for bfloat16 and float8."""
     if all(array.dtype.kind != "V" for array in feeds.values()):
         outputs: list[Array] = session.run(names, dict(feeds))
         return outputs
@@ -165,10 +165,10 @@ def run(session: onnxruntime.InferenceSession, names: Sequence[str] | None, feed
 
 
 def native_operators(device: Device = "cpu") -> frozenset[str]:
-    """Return the operators of ours that the library of kernels for a device registers; none where it was not built.
+    """Return the operators of graphopt that the library of kernels for a device registers; none if it was not built.
 
-    Each is asked for by a node that has no body: onnxruntime then either does not know it, or has some other fault to
-    find with it.
+    Each operator is probed with a node that has no body: onnxruntime reports it as unregistered if the library
+    lacks it; otherwise it loads the node or reports another error.
     """
     library = library_path(device)
     return frozenset() if library is None else _registered(library)

@@ -1,4 +1,4 @@
-"""An artifact folder, opened in onnxruntime and ready to be asked for logits, completions or a score."""
+"""An artifact folder opened in onnxruntime, ready to compute logits, completions or a score."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Session:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 that tells this model from others: of its files by the manifest, else of the ``.onnx`` file."""
+        """SHA-256 that identifies this model: of its files by the manifest, else of the ``.onnx`` file."""
         records = {
             name: record.sha256 for name, record in self.manifest.files.items() if name.startswith(artifact.MODEL)
         }
@@ -72,22 +72,22 @@ class Session:
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens a sequence may have, or ``None`` where that is not known or old ones are dropped."""
+        """How many tokens a sequence may have, or ``None`` where that is unknown or caches drop old tokens."""
         return None if self.endless else self.manifest.model.max_positions
 
     @property
     def endless(self) -> bool:
-        """Whether a sequence may go on for ever: all caches let old tokens go, and all distances were trained on."""
+        """Whether sequences have no maximum length: all caches drop old tokens, and all distances were trained on."""
         trained, reach = self.manifest.model.max_positions, self.interface.reach
         return reach is not None and (trained is None or reach <= trained)
 
     @cached_property
     def beginning(self) -> tuple[int, ...]:
-        """The tokens that the tokenizer sets before every text: a BOS token, or nothing."""
+        """The tokens that the tokenizer puts before every text: a BOS token, or none."""
         return beginning_of(self._tokenizer())
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of ``text``, after what the tokenizer itself sets before it (see :attr:`beginning`).
+        """Return the tokens of ``text``, with those that the tokenizer puts before it (see :attr:`beginning`).
 
         Raises:
             InputError: the folder has no tokenizer.
@@ -124,7 +124,7 @@ class Session:
         return self._run(feeds).astype(np.float32, copy=False)
 
     def check_tokens(self, ids: npt.ArrayLike) -> None:
-        """Refuse tokens that the model does not have.
+        """Refuse tokens that are not in the model's vocabulary.
 
         Raises:
             InputError: a token is negative, or not below the width of the logits.
@@ -140,7 +140,7 @@ class Session:
             )
 
     def check_all_logits(self) -> None:
-        """Refuse a model that makes no logits but those of the last position.
+        """Refuse a model that computes logits of the last position only.
 
         Raises:
             InputError: it is one.
@@ -149,7 +149,7 @@ class Session:
             recipe = (self.manifest.recipe or {}).get("name")
             made_by = f" by the step last_logits of its recipe {recipe}" if recipe else ""
             raise InputError(
-                f"the model makes logits of the last position only{made_by}; this needs those of every position",
+                f"the model computes logits of the last position only{made_by}; this needs those of every position",
                 file=self.file,
                 tensor="logits",
                 remedy="use the model without that step: it generates the same text",
@@ -237,7 +237,7 @@ def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, devi
     folder, manifest = file.parent, None
     if path.is_dir() and (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
-        # Sizes cost nothing and catch what goes wrong in practice: a copy that was cut off.
+        # Checking sizes costs nothing and catches the usual damage: a truncated copy.
         artifact.check_sizes(folder, manifest, manifest.files)
     entries = {} if manifest is None else manifest.session
     inference = open_session(file, entries=entries, threads=threads, native=native, device=device)
@@ -249,14 +249,14 @@ def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, devi
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer sets before every text."""
+    """Return the tokens that a tokenizer puts before every text."""
     encoding = tokenizer.encode("a")
     body = (*encoding.special_tokens_mask, 0).index(0)
     return tuple(encoding.ids[:body])
 
 
 def read_tokenizer(file: Path) -> Tokenizer | None:
-    """Read a ``tokenizer.json``, without the truncation and padding that it may ask for; ``None`` where there is none.
+    """Read a ``tokenizer.json``, ignoring its settings of truncation and padding; ``None`` where the file is missing.
 
     Raises:
         InputError: it is not one.
@@ -267,7 +267,7 @@ def read_tokenizer(file: Path) -> Tokenizer | None:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception
         raise InputError(f"the tokenizer cannot be read: {error}", file=file) from error
-    # Some files carry the settings of their training: they would cut long texts and fill up short ones without a word.
+    # Some files keep the settings of training, which would silently truncate long texts and pad short ones.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

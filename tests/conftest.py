@@ -19,7 +19,7 @@ from tests.once import once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
 
-# Before anything imports them. No test may reach for the network; each worker of pytest-xdist computes on one core.
+# Set before any import. No test may use the network; each worker of pytest-xdist computes on one core.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -35,7 +35,7 @@ EXPORTS = (
     *(f"graphopt/{name}.py" for name in ("artifact", "facts", "genai", "manifest", "models/*", "tasks/*")),
 )
 
-# The families whose exports are looked into closely: each has what the others here have not.
+# The families whose exports are tested in detail: each has a feature that the others here lack.
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
 
 

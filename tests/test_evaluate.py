@@ -106,7 +106,7 @@ def test_the_beginning_is_a_condition(tmp_path: Path) -> None:
     assert (with_bos.tokens, with_bos.bytes) == (7, 7)
     assert without.nats == pytest.approx(6 * nats, rel=3e-4)
     assert (without.tokens, without.bytes) == (6, 6)
-    assert with_bos.window == 1024  # where nobody said how many positions there are
+    assert with_bos.window == 1024  # where the number of positions is unknown
 
 
 def test_a_graph_without_a_cache_can_be_scored(tmp_path: Path) -> None:

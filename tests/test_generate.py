@@ -192,7 +192,7 @@ def test_positions_run_out(tmp_path: Path, prompt: list[int], made: int) -> None
 
 
 def test_rows_end_apart_at_the_positions(session: Session) -> None:
-    # The short row goes on after the long one has no position left.
+    # The short row continues after the long one has no position left.
     room = session.max_positions
     assert room is not None
     session = dataclasses.replace(
@@ -277,7 +277,7 @@ def tokenizer_only(tokenizer: Tokenizer) -> Session:
 )
 def test_unusable_prompts_are_refused(session: Session, prompts: str | list[object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        stream(session, prompts)  # type: ignore[arg-type]  # at once, before the first step is asked for
+        stream(session, prompts)  # type: ignore[arg-type]  # at once, before the first step is consumed
 
 
 def test_no_new_tokens_are_refused(session: Session) -> None:

@@ -1,4 +1,4 @@
-"""Small things to test with, whose right answers can be worked out by hand."""
+"""Small models to test with, whose right answers can be worked out by hand."""
 
 from __future__ import annotations
 

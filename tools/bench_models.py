@@ -98,7 +98,7 @@ def _built(model: Model, checkpoint: Path, absent: dict[str, str]) -> bool:
         model.build(checkpoint, unfinished)
     except UnavailableError as error:
         absent[model.name] = str(error)
-    except Exception as error:  # a recipe may ask for what this graphopt has not; the others go on
+    except Exception as error:  # a recipe may need what this graphopt lacks; the others are still run
         absent[model.name] = f"{type(error).__name__}: {error}"
     else:
         unfinished.rename(target)

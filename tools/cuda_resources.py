@@ -54,7 +54,7 @@ class Resources:
 
 
 def resources_of(said: str) -> list[Resources]:
-    """Return what ``ptxas -v`` said of each kernel."""
+    """Return what ``ptxas -v`` reports for each kernel."""
     found = []
     for match in _KERNEL.finditer(said):
         number = {name: int(match[name] or 0) for name in ("registers", "stores", "loads", "stack", "shared")}
@@ -65,7 +65,7 @@ def resources_of(said: str) -> list[Resources]:
 
 
 def demangled(name: str) -> str:
-    """Return a kernel's name as a reader knows it, without namespaces and arguments; as it is where c++filt is none."""
+    """Return a kernel's readable name, without namespaces and arguments; the raw name without c++filt."""
     tool = shutil.which("c++filt")
     if tool is None:
         return name
@@ -88,7 +88,7 @@ def compile_one(nvcc: str, source: Path, folder: Path) -> list[Resources]:
         sys.exit(f"{source}: nvcc refuses it\n{said}")
     found = resources_of(said)
     if len(found) != said.count("Compiling entry function"):
-        sys.exit(f"{source}: not all that ptxas says of its kernels can be read\n{said}")
+        sys.exit(f"{source}: the output of ptxas for its kernels cannot be parsed\n{said}")
     return found
 
 

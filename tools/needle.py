@@ -54,7 +54,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "retrieval, mean": {"policies": (RETRIEVAL,), "summary": "mean"},
 }
 FOUND = 0.1
-"""How far each number of y may be from +1 or -1: what is not found is an average over others, and is near 0."""
+"""How far each number of y may be from +1 or -1: a missed needle gives an average over others, which is near 0."""
 
 _KV_HEADS = 2
 _STATE = ("keys", "values", "scales", "recent", "summaries")
@@ -71,7 +71,7 @@ def main(
     page: Annotated[int, typer.Option(help="tokens of a page")] = 16,
     sinks: Annotated[int, typer.Option(min=0, help="first tokens that streaming and retrieval read")] = 64,
     recent: Annotated[int, typer.Option(min=1, help="newest tokens that they read")] = 256,
-    budget: Annotated[int, typer.Option(min=0, help="tokens that retrieval reads besides")] = 1024,
+    budget: Annotated[int, typer.Option(min=0, help="further tokens that retrieval reads")] = 1024,
     size: Annotated[int, typer.Option(min=16, max=256, help="of a head")] = 128,
     cosine: Annotated[float, typer.Option(min=0.1, max=1, help="of a needle and its query")] = 0.9,
     channels: Annotated[int, typer.Option(min=1, help="that a query uses")] = 16,

@@ -98,7 +98,7 @@ def main(
 
 
 def run(script: str, *arguments: object) -> str:
-    """Run ``script`` in a process of its own, offline, and return what it prints."""
+    """Run ``script`` in a separate process, offline, and return what it prints."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout

@@ -1,4 +1,4 @@
-"""What all commands share: options, streams, progress, reports, texts."""
+"""Shared by all commands: options, streams, progress, reports, texts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it ch
 
 @contextlib.contextmanager
 def progress() -> Iterator[Progress]:
-    """Show a bar with a word on what happens, on standard error and only on a terminal."""
+    """Show a bar with the current stage, on standard error and only on a terminal."""
     columns = (SpinnerColumn(), BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Bar(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
@@ -59,7 +59,7 @@ def chosen_text(text: Path | None, held_out: bool, usage: str) -> str:
     """Return the text of a file, or the held-out modules.
 
     Raises:
-        InputError: neither or both are asked for, or the file cannot be read.
+        InputError: neither or both are given, or the file cannot be read.
     """
     from graphopt.models.stdlib_text import held_out_text
 

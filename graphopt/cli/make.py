@@ -75,19 +75,19 @@ def optimize(
     target: Annotated[
         Target | None,
         typer.Option(
-            help="what it is to run on: adds the step `lower`, or sets its target; ort-... also merges products"
+            help="what the model will run on: adds the step `lower`, or sets its target; ort-... also merges products"
         ),
     ] = None,
     last_logits: Annotated[
         bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")
     ] = False,
     float16: Annotated[
-        bool, typer.Option("--float16", help="compute in float16, as GPUs want it: adds the step `float16`")
+        bool, typer.Option("--float16", help="compute in float16, for GPUs: adds the step `float16`")
     ] = False,
-    add: Annotated[list[str] | None, typer.Option("--add", help="a step to add at its place; may be repeated")] = None,
+    add: Annotated[list[str] | None, typer.Option("--add", help="a step to add at its place in the order")] = None,
     options: Annotated[
         list[str] | None,
-        typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML; may be repeated"),
+        typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML"),
     ] = None,
     jobs: Jobs = 1,
     work: WorkFolder = None,

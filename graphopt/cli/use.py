@@ -17,7 +17,7 @@ from graphopt.errors import InputError
 @command("run")
 def run(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
-    prompt: Annotated[list[str], typer.Option("--prompt", help="a text to complete; repeat it for a batch")],
+    prompt: Annotated[list[str], typer.Option("--prompt", help="a text to complete; several make a batch")],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest tokens")] = None,
@@ -97,17 +97,17 @@ def heads(
     held_out: Annotated[bool, typer.Option(help="read the standard-library modules that stdlib_lm never saw")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="write the calibration here: `heads` of the step sparse_kv"),
+        typer.Option("-o", "--output", help="write the calibration to this file: `heads` of the step sparse_kv"),
     ] = None,
     sinks: Annotated[int, typer.Option(min=0, help="first tokens that streaming and retrieval read")] = 64,
     recent: Annotated[int, typer.Option(min=1, help="newest tokens that they read")] = 256,
-    budget: Annotated[int, typer.Option(min=0, help="pages that retrieval reads besides")] = 16,
+    budget: Annotated[int, typer.Option(min=0, help="further pages that retrieval reads")] = 16,
     page: Annotated[int, typer.Option(help="tokens of a page: 16, 32, 64 or 128")] = 64,
     window: Annotated[int | None, typer.Option(help="tokens in a window; the model's positions, up to 2048")] = None,
     windows: Annotated[int, typer.Option(min=1, help="windows, spaced over the text")] = 8,
     as_json: Json = False,
 ) -> None:
-    """Measure per layer and head what policies keep of attention, and which are retrieval heads."""
+    """Measure, per layer and head, the share of attention that policies keep, and which heads are retrieval heads."""
     from graphopt.calibrate import calibrate
     from graphopt.passes.cache.sparse_kv import SparseKVOptions
     from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES
@@ -136,7 +136,7 @@ def heads(
     out.print(heads_table(found))
     out.print(policies_table(found))
     if found.windowed:
-        out.print(f"left out, as they have windows of their own: layers {', '.join(map(str, found.windowed))}")
+        out.print(f"left out, since they have sliding windows: layers {', '.join(map(str, found.windowed))}")
     if output is not None:
         out.print(f"written: {output}. A recipe's step sparse_kv takes it as `heads: {output}`", soft_wrap=True)
     return None

@@ -1,1 +1,1 @@
-"""Parts of generation: a cache that is kept between steps, the choice of a token, text from tokens."""
+"""Parts of generation: a cache that lives across steps, the choice of a token, text from tokens."""

@@ -43,12 +43,12 @@ class Buffer(ABC):
 
     @property
     def nbytes(self) -> int:
-        """Memory that it takes."""
+        """Its size in bytes."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @abstractmethod
     def whole(self, places: int) -> Array:
-        """Return the first places of all rows, [batch, KV heads, places, ...], without a copy where that can be."""
+        """Return the first places of all rows, [batch, KV heads, places, ...], without a copy where possible."""
 
     @abstractmethod
     def read(self, row: int, place: int) -> Array:
@@ -65,7 +65,7 @@ class Buffer(ABC):
         Args:
             row: of this buffer.
             first: of its places, where the first one goes.
-            source: a buffer of the same memory, of as many heads and as many numbers in a place.
+            source: a buffer in the same memory, with the same number of heads and of numbers per place.
             source_row: of that.
             source_first: the first of its places.
             places: how many.
@@ -81,17 +81,17 @@ class Buffer(ABC):
 
 
 class Memory(Protocol):
-    """Memory that buffers are made of."""
+    """Memory that buffers are allocated in."""
 
     def zeros(self, tensor: StateTensor) -> Buffer:
         """Return a buffer of zeros.
 
         Raises:
-            InputError: the memory cannot be had.
+            InputError: the memory cannot be allocated.
         """
 
     def available(self) -> int:
-        """Return the bytes that could still be had."""
+        """Return the bytes that could still be allocated."""
 
 
 @dataclass(frozen=True)

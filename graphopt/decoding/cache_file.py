@@ -1,4 +1,4 @@
-"""The cache of a session in a file: safetensors, with the SHA-256 of what it holds.
+"""The cache of a session in a file: safetensors, with the SHA-256 of the content.
 
 Only pages that are in use are written. A file says of which model, and of which layers, sizes and policies it is; a
 cache of another model is refused, and so is a file that was changed or cut off. States of bfloat16 and float8 are
@@ -34,14 +34,14 @@ _TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 
 @dataclass(frozen=True)
 class CacheFile:
-    """What such a file holds.
+    """The content of such a file.
 
     Attributes:
         model: fingerprint of the model.
         layers: sizes and policies of its caches, as JSON.
         tokens: tokens that each row has stored, int64 [batch].
-        columns: columns fed for that.
-        oldest: by layer and row, the oldest page that is still there behind those of the sinks.
+        columns: columns fed so far.
+        oldest: by layer and row, the oldest page after the sinks that is not overwritten.
         states: the state tensors, by graph input.
     """
 
@@ -82,7 +82,7 @@ class CacheFile:
         """Read a file.
 
         Raises:
-            InputError: there is none, it is no such file, or its content has changed since it was written.
+            InputError: the file is missing, is not a cache file, or its content has changed since it was written.
         """
         if not file.is_file():
             raise InputError("there is no cache file here", file=file)
@@ -93,7 +93,7 @@ class CacheFile:
         except (SafetensorError, OSError) as error:
             raise InputError(f"the cache file cannot be read: {error}", file=file) from error
         if metadata.get("format") != _FORMAT:
-            raise InputError("this is no cache file of graphopt", file=file, remedy=f"its format would be {_FORMAT!r}")
+            raise InputError("this is no graphopt cache file", file=file, remedy=f"its format must be {_FORMAT!r}")
         if metadata.pop("sha256", None) != _digest(metadata, states):
             raise InputError("the cache file has changed since it was written", file=file, remedy="make it again")
         types = json.loads(metadata.get("types", "{}"))
@@ -104,7 +104,7 @@ class CacheFile:
 
 
 def _digest(metadata: Mapping[str, str], states: Mapping[str, Array]) -> str:
-    """Return the SHA-256 of all that is said and stored, whatever the order in the file."""
+    """Return the SHA-256 of metadata and tensors, independent of their order in the file."""
     found = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
     for name, array in sorted(states.items()):
         found.update(json.dumps([name, array.dtype.str, array.shape]).encode())

@@ -42,7 +42,7 @@ _PIECE = 256
 window of 1024: the operator ``Attention`` computes what a causal mask then hides, and pieces have less of that."""
 
 _LOGITS_BYTES = 1 << 26
-"""Of the logits of one piece, at most: a large vocabulary makes the pieces shorter."""
+"""Bytes of the logits of one piece, at most: a large vocabulary makes the pieces shorter."""
 
 
 class Cache(Protocol):
@@ -64,7 +64,7 @@ class Cache(Protocol):
         """Bind the caches of a step of ``new_tokens`` tokens: inputs, and behind the logits outputs in their order."""
 
     def advance(self, binding: onnxruntime.IOBinding) -> None:
-        """Take over what the step that was just run on ``binding`` has written."""
+        """Adopt the states that the step just run on ``binding`` has written."""
 
 
 class GrowingCache:
@@ -90,7 +90,7 @@ class GrowingCache:
         }
 
     def reserve(self, stored: IntArray, tokens: IntArray, new_tokens: int) -> None:
-        """See :class:`Cache`: onnxruntime makes the room."""
+        """See :class:`Cache`: onnxruntime allocates the memory."""
 
     def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
         """See :class:`Cache`."""
@@ -110,10 +110,10 @@ class Decoder:
     Args:
         session: the model.
         batch: number of sequences.
-        cache: where keys and values live; unless told a :class:`PagedCache` where the graph has pages, else a
+        cache: where keys and values live; by default a :class:`PagedCache` where the graph has pages, else a
             :class:`GrowingCache`.
-        expected: tokens that a row will probably have: a :class:`PagedCache` makes room for them at once, where there
-            is memory, and grows later if there are more.
+        expected: tokens that a row will probably have: a :class:`PagedCache` reserves room for them at once, as far as
+            memory allows, and grows later if there are more.
 
     Raises:
         InputError: the graph does not state the number of KV heads or the head size, or there is no memory for a cache.
@@ -175,22 +175,22 @@ class Decoder:
 
         Args:
             input_ids: the new tokens, [batch, length].
-            mask: 1 for a token, 0 for padding before a prompt or after the end of a row, [batch, length]; all 1 unless
-                told. A 0 takes no position, and no later token sees it.
+            mask: 1 for a token, 0 for padding before a prompt or after the end of a row, [batch, length]; all 1 by
+                default. A 0 takes no position, and no later token sees it.
 
         Returns:
             Logits [batch, length, vocabulary] in the graph's own float type, or [batch, 1, vocabulary], of the last
-            position, where the graph makes no others. They lie in onnxruntime's memory, which is
-            theirs for as long as the array lives: read what you need and let them go.
+            position, where the graph computes no others. They share onnxruntime's memory, which stays allocated as long
+            as the array lives: read what you need and drop it.
 
         Raises:
-            InputError: a row runs past the model's positions, the graph has no cache to go on from or no mask to obey,
+            InputError: a row runs past the model's positions, the graph has no cache for a second step, it has no mask,
                 or the run fails.
         """
         session, interface, first = self._session, self._session.interface, self.length == 0
         if not first and not interface.past:
             raise InputError(
-                "the graph has no past_key_values inputs, so it cannot go on from where it was",
+                "the graph has no past_key_values inputs, so it cannot continue a sequence",
                 file=session.file,
                 remedy="export the model with a KV cache: `graphopt export`",
             )
@@ -200,7 +200,7 @@ class Decoder:
         binding = self._binding
         for name, array in step.feeds.items():
             binding.bind_cpu_input(name, array)
-        # What is bound by a name takes the place of what was: the logits stay the first output.
+        # Binding a name again replaces the earlier binding: the logits stay the first output.
         binding.bind_output("logits", "cpu")
         self._cache.bind(binding, input_ids.shape[1])
         try:
@@ -209,7 +209,7 @@ class Decoder:
             raise session.failure(error) from error
         self._cache.advance(binding)
         self._rows.finish()
-        # Not get_outputs(): that makes an object of each state of the cache, which nobody looks at.
+        # Not get_outputs(): that would create an unused object for each state of the cache.
         logits: Logits = binding.get_outputs_as_ortvaluevector()[0].numpy()
         return logits
 
@@ -218,7 +218,7 @@ class Decoder:
         """The cache in pages: what it holds, how large it is.
 
         Raises:
-            InputError: the graph's caches are none.
+            InputError: the graph's caches are not in pages.
         """
         return self._paged()[0]
 
@@ -227,7 +227,7 @@ class Decoder:
         """Tokens that each row has stored, int64 [batch], for a graph with caches in pages.
 
         Raises:
-            InputError: the graph's caches are none.
+            InputError: the graph's caches are not in pages.
         """
         return self._paged()[1].tokens.copy()
 
@@ -246,22 +246,22 @@ class Decoder:
         self._rows = CountedRows(self._session.interface, kept, rows.columns)
 
     def fork(self, rows: Sequence[int]) -> Decoder:
-        """Return a decoder whose rows go on from copies of these rows, each of which may come any number of times.
+        """Return a decoder whose rows continue from copies of these rows; a row may be named any number of times.
 
         A prompt that many texts share is fed once in a batch of one, then ``fork([0] * number)``.
 
         Raises:
-            InputError: there is no such row, no memory, or the graph has no caches in pages.
+            InputError: a row does not exist, memory is short, or the graph has no caches in pages.
         """
         cache, there = self._paged()
         if not rows or not all(0 <= row < cache.batch for row in rows):
-            raise InputError(f"rows {list(rows)} of a batch of {cache.batch}", remedy="name rows that are there")
+            raise InputError(f"rows {list(rows)} of a batch of {cache.batch}", remedy=f"give rows below {cache.batch}")
         made = Decoder(self._session, len(rows), cache=cache.picked(rows))
         made._rows = CountedRows(self._session.interface, there.tokens[list(rows)], there.columns)
         return made
 
     def save(self, file: str | Path) -> None:
-        """Write the cache to a file, from which :meth:`restore` goes on.
+        """Write the cache to a file, from which :meth:`restore` continues.
 
         Raises:
             InputError: the graph has no caches in pages.
@@ -275,7 +275,7 @@ class Decoder:
 
     @classmethod
     def restore(cls, session: Session, file: str | Path) -> Decoder:
-        """Return a decoder that goes on from the cache in ``file``.
+        """Return a decoder that continues from the cache in ``file``.
 
         Raises:
             InputError: the file cannot be read, was changed, or is of another model.
@@ -283,7 +283,7 @@ class Decoder:
         stored = CacheFile.read(Path(file))
         interface = session.interface
         if stored.model != session.fingerprint or stored.layers != to_json(interface.layers):
-            raise InputError("the cache is of another model", file=file, remedy=f"{session.file} did not make it")
+            raise InputError("the cache is of another model", file=file, remedy=f"it was not written by {session.file}")
         made = cls(session, len(stored.tokens))
         made.cache.take(stored.states)
         made.cache.oldest = [np.array(pages, np.int64) for pages in stored.oldest]
@@ -301,7 +301,7 @@ class Decoder:
 
 
 def _memory_of(session: Session) -> Memory:
-    """Return memory that the kernels of a session compute in; bodies take any, and onnxruntime copies for them."""
+    """Return the memory that a session's kernels compute in; for bodies onnxruntime copies from any memory."""
     library = library_path(session.device)
     if session.device == "cpu" or library is None or not session.in_place:
         return HostMemory()

@@ -1,4 +1,4 @@
-"""Tokens into text, as they come."""
+"""Tokens into text, as they arrive."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _INCOMPLETE = "\ufffd"  # what a tokenizer shows in place of bytes that are not 
 
 
 class TextStream:
-    """Turns tokens into text as they come, whole characters only.
+    """Turns tokens into text as they arrive, whole characters only.
 
     A token of a byte-level tokenizer may hold a part of a character, and some decoders drop the space before a first
     word. So each piece is what a token adds to the text of a few tokens before it.
@@ -25,10 +25,10 @@ class TextStream:
     def __init__(self, session: Session, prompt: Sequence[int]) -> None:
         self._session = session
         self._ids = list(prompt[-self._CONTEXT :])
-        self._given = len(self._ids)  # tokens whose text has been handed out
+        self._given = len(self._ids)  # tokens whose text has been returned
 
     def push(self, token: int) -> str:
-        """Return the text that ``token`` completes, maybe none."""
+        """Return the text that ``token`` completes; may be empty."""
         self._ids.append(token)
         text = self._session.decode(self._ids)
         before = self._session.decode(self._ids[: self._given])

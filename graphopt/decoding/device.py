@@ -33,7 +33,7 @@ class DeviceMemory:
     """
 
     device = "cuda"
-    """Where it is, as onnxruntime calls it."""
+    """onnxruntime's name for the device."""
 
     def __init__(self, library: Path) -> None:
         self._file, self._library = library, ctypes.CDLL(str(library))
@@ -52,16 +52,16 @@ class DeviceMemory:
         return DeviceBuffer(self, tuple(int(size) for size in tensor.shape), tensor.dtype)
 
     def available(self) -> int:
-        """Return the bytes that the driver could still give; what onnxruntime holds in advance is not among them."""
+        """Return the bytes that the driver could still allocate, without what onnxruntime holds in advance."""
         left = ctypes.c_size_t()
         self._check(self._library.graphopt_cuda_memory_left(ctypes.byref(left)))
         return left.value
 
     def allocate(self, owner: object, size: int) -> int:
-        """Return where ``size`` bytes of zeros are, which are given back when ``owner`` is gone."""
+        """Return the address of ``size`` bytes of zeros, which are freed when ``owner`` is collected."""
         pointer = ctypes.c_void_p()
         self._check(self._library.graphopt_cuda_allocate(ctypes.byref(pointer), size))
-        # at the end of a process the driver takes everything back, and may be gone before us
+        # at the end of a process the driver frees everything, and may be unloaded before this runs
         weakref.finalize(owner, self._library.graphopt_cuda_free, pointer.value).atexit = False
         return pointer.value or 0
 
@@ -71,7 +71,7 @@ class DeviceMemory:
 
     def _check(self, failure: bytes | None) -> None:
         if failure is not None:
-            raise InputError(f"memory of the GPU: {failure.decode()}", file=self._file)
+            raise InputError(f"GPU memory: {failure.decode()}", file=self._file)
 
 
 class DeviceBuffer(Buffer):
@@ -120,7 +120,7 @@ class DeviceBuffer(Buffer):
         binding.bind_output(name, *self._bound)
 
     def _at(self, row: int, first: int, places: int) -> int:
-        """Return where places of a row begin, after a look at whether they are there."""
+        """Return the address of places of a row, after checking that they exist."""
         if not (0 <= row < self.shape[0] and first >= 0 and first + places <= self.shape[2]):
             raise IndexError(f"places {first} to {first + places} of row {row} of a state {list(self.shape)}")
         return self._pointer + row * self.shape[1] * self._head + first * self._place

@@ -27,7 +27,7 @@ def aligned_zeros(shape: tuple[int, ...], dtype: npt.DTypeLike) -> Array:
 def _mapped(size: int) -> mmap.mmap:
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return mmap.mmap(-1, size)
-    # Shared memory, which is what Python takes otherwise, has no large pages.
+    # Shared memory, Python's default here, has no large pages.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a system without them
         memory.madvise(mmap.MADV_HUGEPAGE)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Array = npt.NDArray[Any]
 
 _SPARE = 1 << 26
-"""Bytes of free memory that a cache leaves to what else a step needs."""
+"""Bytes of free memory that a cache leaves for the rest of a step."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class State:
         past: the graph input.
         present: the graph output.
         paged: whether its places are pages, which grow; else slots, which do not.
-        buffers: where it lies, the newest first; a second one takes the next step where that cannot write in place.
+        buffers: its memory, the newest first; a second buffer is written by the next step where it cannot be in place.
     """
 
     past: str
@@ -57,10 +57,10 @@ class PagedCache:
         interface: names and layers of the graph.
         batch: number of sequences.
         in_place: whether the graph may read and write the same buffers; else there are two of each.
-        max_tokens: tokens that a row will ever have, where that is known; capacity never exceeds them.
-        memory_limit: bytes that the cache may take; what is free when it grows unless told.
-        expected: tokens that a row will probably have: room for them is made at once, where there is memory.
-        memory: where the cache lies; in memory of the host unless told.
+        max_tokens: the most tokens that a row will ever have, if known; capacity never exceeds them.
+        memory_limit: bytes that the cache may take; by default the memory that is free when it grows.
+        expected: tokens that a row will probably have: room for them is reserved at once, as far as memory allows.
+        memory: where the cache lies; host memory by default.
 
     Raises:
         InputError: there is not enough memory for the first page of each row.
@@ -107,7 +107,7 @@ class PagedCache:
 
     @property
     def capacity(self) -> int:
-        """Tokens per row that it has room for; layers whose pages go round have room for any number."""
+        """Tokens per row that it has room for; layers that reuse their pages in a ring have room for any number."""
         fixed = [
             pages * each.attributes.page for pages, each in zip(self._pages, self.layers, strict=True) if not each.wraps
         ]
@@ -127,7 +127,7 @@ class PagedCache:
             new_tokens: columns of that call.
 
         Raises:
-            InputError: that needs more memory than there is; nothing has changed then.
+            InputError: there is not enough memory; the cache is unchanged then.
         """
         longest = int(tokens.max())
         if longest <= self._roomy:
@@ -153,7 +153,7 @@ class PagedCache:
             else max(need, min(max(2 * have, layer.pages(self._expected, new_tokens)), layer.pages(most, new_tokens)))
             for need, have, layer in zip(needed, self._pages, self.layers, strict=True)
         ]
-        # What is more than needed is a wish; where memory is short, what is needed will do.
+        # Extra pages are best effort: where memory is short, only those that are needed are allocated.
         if self._excess(wished) > 0:
             wished = [max(need, have) for need, have in zip(needed, self._pages, strict=True)]
         self._demand(wished, f"{longest} tokens in each of {self.batch} rows")
@@ -162,7 +162,7 @@ class PagedCache:
                 self._resize(index, layer, pages, stored)
 
     def bind(self, binding: onnxruntime.IOBinding, new_tokens: int) -> None:
-        """Bind all states as inputs and outputs, unless they are bound to this ``binding`` as they lie."""
+        """Bind all states as inputs and outputs, unless this ``binding`` already has them at their addresses."""
         if self._bound is binding and self._sets == 1:
             return
         for layer in self.states:
@@ -172,7 +172,7 @@ class PagedCache:
         self._bound = binding
 
     def advance(self, binding: onnxruntime.IOBinding) -> None:
-        """Take over what the step that was just run has written."""
+        """Adopt the states that the step just run has written."""
         if self._sets > 1:
             for layer in self.states:
                 for state in layer.values():
@@ -182,7 +182,7 @@ class PagedCache:
         """Go back from ``stored`` tokens per row to ``kept``, both int64 [batch]; see :mod:`graphopt.decoding.rewind`.
 
         Raises:
-            InputError: a row has fewer tokens, or what it would read is overwritten; nothing has changed then.
+            InputError: a row has fewer tokens, or pages that it would read are overwritten; nothing has changed.
         """
         lengths = list(enumerate(zip(stored.tolist(), kept.tolist(), strict=True)))
         for layer, oldest in zip(self.layers, self.oldest, strict=True):

@@ -1,4 +1,4 @@
-"""How far each row of a batch has come: its tokens so far, and what a step of new columns is fed for it.
+"""The progress of each row of a batch: its tokens so far, and its inputs for a step of new columns.
 
 :class:`MaskedRows` serves graphs that see a mask over all columns ever fed, :class:`CountedRows` graphs with caches in
 pages, which are told two numbers a row.
@@ -37,14 +37,14 @@ class Rows(Protocol):
         """Columns fed so far, padding included."""
 
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
-        """Return the step of new columns, of which ``mask`` says what is a token; all are unless told.
+        """Return the step of new columns, of which ``mask`` marks the tokens; all are tokens by default.
 
         Raises:
-            InputError: the graph cannot obey ``mask``.
+            InputError: the graph has no input for ``mask``.
         """
 
     def finish(self) -> None:
-        """Take over the columns of the last :meth:`begin`: they were run."""
+        """Count the columns of the last :meth:`begin`, which have been run."""
 
 
 class MaskedRows:
@@ -63,7 +63,7 @@ class MaskedRows:
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
         """See :class:`Rows`."""
         self._next = np.concatenate((self._mask, np.ones_like(input_ids) if mask is None else mask), axis=1)
-        # Later, a 0 stands after the end of a row. Nobody reads that row, so a graph without a mask may ignore it.
+        # Later, a 0 marks columns after the end of a row. They are never read, so a graph without a mask may ignore it.
         feeds = self._interface.feeds(input_ids, self._next, {}, padded=self.columns == 0)
         return Step(feeds, self._mask.sum(axis=1), self._next.sum(axis=1))
 
@@ -78,7 +78,7 @@ class CountedRows:
     Args:
         interface: names of the graph's inputs.
         tokens: tokens that each row has stored, int64 [batch].
-        columns: columns fed for that.
+        columns: columns fed so far.
     """
 
     def __init__(self, interface: Interface, tokens: IntArray, columns: int = 0) -> None:

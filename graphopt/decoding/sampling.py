@@ -48,13 +48,13 @@ class Sampling:
             )
 
     def stream(self, prompt: Sequence[int], occurrence: int = 0) -> np.random.Generator:
-        """Return the random numbers of one row.
+        """Return the random generator of one row.
 
         They depend on the seed and on the row's own prompt, never on its neighbours or its place in the batch.
 
         Args:
             prompt: the tokens of the prompt.
-            occurrence: how many rows before this one have the same prompt, so that asking twice gives two answers.
+            occurrence: how many rows before this one have the same prompt, so that equal prompts get different answers.
         """
         return np.random.default_rng([self.seed, occurrence, *prompt])
 
@@ -65,7 +65,7 @@ class Sampling:
             logits: of one position, [vocabulary].
 
         Raises:
-            GraphoptError: the logits are not numbers.
+            GraphoptError: the logits are NaN.
         """
         values = logits.astype(np.float64)
         peak = values.max()
@@ -85,7 +85,7 @@ class Sampling:
             likely = np.argpartition(-values, k - 1)[:k]
             ranks = likely[np.argsort(-values[likely])]
             mass = np.cumsum(weights[ranks])
-            # As many as are needed: a token goes when those before it reach top_p already.
+            # The fewest tokens that reach top_p: a token is dropped when those before it already reach it.
             count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * mass[-1]))
             dropped = np.ones(weights.shape, np.bool_)
             dropped[ranks[:count]] = False
@@ -101,11 +101,11 @@ class Sampling:
             random: the row's random numbers, from :meth:`stream`.
 
         Raises:
-            GraphoptError: the logits are not numbers.
+            GraphoptError: the logits are NaN.
         """
         if self.temperature == 0:
             best = int(logits.argmax())
-            # What is no number is the largest to argmax.
+            # argmax takes NaN for the largest.
             if np.isfinite(logits[best]):
                 return best
         probabilities = self.probabilities(logits)

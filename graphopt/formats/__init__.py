@@ -62,7 +62,7 @@ def format_of(name: str | Sequence[float]) -> TableFormat:
         numbers = tuple(float(np.float32(number)) for number in name)
     if len(set(numbers)) < 2 or len(numbers) > 256 or not np.isfinite(numbers).all():
         raise InputError(
-            f"a table of {len(numbers)} numbers is no number format: {list(name)[:20]}",
+            f"a table of {len(numbers)} numbers cannot be a number format: {list(name)[:20]}",
             remedy="give 2 to 256 finite numbers, the value of each code, at least two of them different",
         )
     return TableFormat("custom", (len(numbers) - 1).bit_length(), numbers)

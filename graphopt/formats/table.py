@@ -33,7 +33,7 @@ class TableFormat:
         zero_point: whether groups carry a zero point, a code that means 0; the table is then 0, 1, 2, ...
 
     Raises:
-        ValueError: the table is not as said.
+        ValueError: the table does not fit its description.
     """
 
     name: str

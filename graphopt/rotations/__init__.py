@@ -1,4 +1,4 @@
-"""Orthogonal maps: Hadamard matrices that are constructed, not pasted, and fast ways to apply them."""
+"""Orthogonal maps: constructed Hadamard matrices, and fast ways to apply them."""
 
 from graphopt.rotations.hadamard import factors, hadamard, has_hadamard
 from graphopt.rotations.orthogonal import HadamardRotation, RandomRotation, Rotation, rotation_for, signs

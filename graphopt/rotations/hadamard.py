@@ -34,10 +34,10 @@ _H2 = np.array([[1, 1], [1, -1]], np.int8)
 
 @lru_cache(maxsize=16)
 def hadamard(n: int) -> Signs:
-    """Return a Hadamard matrix of order ``n``, int8 [n, n], read-only: the same one at every call.
+    """Return a Hadamard matrix of order ``n``, int8 [n, n], read-only; every call returns the same matrix.
 
     Raises:
-        ValueError: no construction known here reaches ``n``.
+        ValueError: no implemented construction reaches ``n``.
     """
     direct = _construction(n)
     if direct is not None:
@@ -45,7 +45,7 @@ def hadamard(n: int) -> Signs:
     elif has_hadamard(n):
         matrix = reduce(np.kron, (hadamard(order) for order in factors(n)))
     else:
-        raise ValueError(f"no construction of a Hadamard matrix of order {n} is known here")
+        raise ValueError(f"no construction of a Hadamard matrix of order {n} is implemented")
     matrix.flags.writeable = False
     return matrix
 
@@ -99,7 +99,7 @@ def _cheapest(n: int) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _construction(n: int) -> Callable[[], Signs] | None:
-    """Return what makes order ``n`` without a product of other constructions, if there is such a thing."""
+    """Return the construction that makes order ``n`` without a product of others, if there is one."""
     if n > 0 and _is_power_of_two(n):
         return lambda: _sylvester(n)
     if n < 1 or n % 4:

@@ -26,7 +26,7 @@ class Rotation(Protocol):
 
     @property
     def seed(self) -> int | None:
-        """What Q was drawn from; None where nothing was drawn."""
+        """The seed that Q was drawn from; None where nothing was drawn."""
 
     @property
     def kind(self) -> str:

@@ -78,7 +78,7 @@ def test_places_that_are_not_there_are_an_error_before_anything_is_copied(memory
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_names_the_library(memory: DeviceMemory) -> None:
-    with pytest.raises(InputError, match=r"memory of the GPU: .*memory"):
+    with pytest.raises(InputError, match=r"GPU memory: .*memory"):
         memory.zeros(StateTensor((1, 1, 1 << 30, 1 << 30)))
 
 

@@ -116,7 +116,7 @@ def test_rows_that_ended_and_padding_cost_no_room(make_session: Callable[..., Se
         decoder.step(ids[:, :1], np.array([[0], [1]]))
     assert decoder.tokens.tolist() == [3, 15]
     assert decoder.length == 15
-    # the row that waited goes on as if nothing had happened
+    # the row that waited continues unchanged
     alone = Decoder(session, 1)
     alone.step(ids[:1, 9:])
     assert close(alone.step(ids[:1, :1])[0], decoder.step(ids[:, :1])[0])

@@ -39,7 +39,7 @@ WAYS = {
 
 @pytest.fixture
 def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Give the path of an output, and confirm afterwards that neither it nor anything temporary was left."""
+    """Yield the path of an output, and confirm afterwards that neither it nor any temporary file is left."""
     scratch, outputs = tmp_path / "scratch", tmp_path / "outputs"
     scratch.mkdir()
     outputs.mkdir()

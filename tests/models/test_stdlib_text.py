@@ -36,7 +36,7 @@ def test_missing_held_out_module_is_named(library: Path) -> None:
 def test_training_never_sees_what_is_held_out(library: Path) -> None:
     for name in ("abc.py", "email/parser.py", "test/test_csv.py", "test/test_json_decoder.py", "test/test_abc.py"):
         write(library, name, "x = 1\n")
-    # A module of the same last name elsewhere is another module, but its test cannot be told apart: it stays out.
+    # A module of the same last name elsewhere has a test of the same name, so it is left out too.
     write(library, "xml/string.py", "y = 1\n")
     assert list(training_texts()) == ["abc.py", "email/parser.py", "test/test_abc.py", "xml/string.py"]
 

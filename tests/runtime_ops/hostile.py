@@ -1,4 +1,4 @@
-"""Model files of a stranger: one node whose inputs may lie, and what may be done to any of them."""
+"""Untrusted model files: one node whose inputs may be wrong, and the ways in which any of them is corrupted."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class Tensor:
     says: list[int] | None = None  # a shape that is not that of the values
     cut: int = 0  # bytes of the data that are missing at the end
     offset: int | None = None  # in the file of external data, where it is not the one that the data has
-    shift: int = 0  # bytes in front of the data in the file: few of them are a multiple of anything
+    shift: int = 0  # bytes before the data in the file, so that it is misaligned
     length: int | None = None
 
     def said(self) -> np.ndarray:
-        """The values in the shape that the file says, which is no lie where there are as many, or none."""
+        """The values in the shape that the file declares, if it declares one; its size must be theirs."""
         return self.values if self.says is None or self.where == "fed" else self.values.reshape(self.says)
 
 
@@ -181,7 +181,7 @@ def check(case: Case, folder: Path) -> np.ndarray | None:
     try:
         y = run(file, fed)
     except Exception as error:
-        # onnxruntime refuses some by itself, before it asks a kernel, in words of its own
+        # onnxruntime refuses some by itself, before it calls a kernel, with its own message
         says = str(error)
     else:
         says = ""
@@ -195,7 +195,7 @@ def check(case: Case, folder: Path) -> np.ndarray | None:
     assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
     as_given = all(tensor.offset is None for tensor in case.inputs.values())
     if as_given and all(np.isfinite(a).all() and np.abs(a).max(initial=0) < 1e4 for a in arguments):
-        # Other tests know how near it must be. Here it is enough that it was computed from these numbers and no others.
+        # Other tests check the error. Here it is enough that it was computed from these numbers and no others.
         assert np.abs(y - expected).max(initial=0) <= largest(case)
     return y
 

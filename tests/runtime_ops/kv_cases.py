@@ -109,7 +109,7 @@ class Fed:
         self.column = 0
 
     def call(self, columns: int, new: Sequence[int] | None = None) -> np.ndarray:
-        """Run the next ``columns`` columns, of which row b has ``new[b]`` tokens, all unless told; return y."""
+        """Run the next ``columns`` columns, of which row b has ``new[b]`` tokens, all by default; return y."""
         these = slice(self.column, self.column + columns)
         inputs = {"past": self.past, "new": np.full(len(self.past), columns) if new is None else np.array(new)}
         for name, tensor in self.tokens.items():
@@ -152,7 +152,7 @@ def model_of(
     opset: int = 23,
     activations: ir.DataType = ir.DataType.FLOAT,
 ) -> ir.Model:
-    """Return a graph of one node; all that ``shapes`` names are inputs of the graph, floats but for what is not."""
+    """Return a graph of one node; the names in ``shapes`` are its inputs: lengths int64, states by storage, others floats."""
     whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
     whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
     for name, tensor in attributes.state("batch", "pages", 16):

@@ -70,7 +70,7 @@ class Native:
             return run(session, None, feeds)
         binding, _ = bind(session, feeds)
         session.run_with_iobinding(binding)
-        # what onnxruntime hands out is a view of memory that ends with the binding
+        # onnxruntime returns a view of memory that ends with the binding
         return [array_of(each) for each in binding.get_outputs()]
 
 

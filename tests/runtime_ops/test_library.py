@@ -110,7 +110,7 @@ def test_many_sessions_share_one_domain(both: Path) -> None:
         assert all(np.array_equal(a, b) for a, b in zip(session.run(None, {"x": x}), first, strict=True))
 
 
-# A library of one function, which hands back what our header finds in the onnxruntime that loads it.
+# A library of one function, which returns what our header finds in the onnxruntime that loads it.
 PROBE = """
 #include "abi/onnxruntime.h"
 

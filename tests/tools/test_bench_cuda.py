@@ -27,7 +27,7 @@ def test_without_a_gpu_it_says_so_and_exits_2() -> None:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A torch whose events tell of a clock that calls move on."""
+    """A torch whose events read a clock that calls advance."""
     state = SimpleNamespace(now=0.0)
 
     class Event:

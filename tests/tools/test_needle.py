@@ -1,4 +1,4 @@
-"""The needle test that anyone can run: what its table says, and what it refuses."""
+"""The needle test as a tool: its table, and what it refuses."""
 
 from __future__ import annotations
 

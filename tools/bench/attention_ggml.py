@@ -29,7 +29,7 @@ _TOKENS = 4096
 
 
 def engines() -> list[AnyEngine[AttentionProblem]]:
-    """Return the types that llama.cpp is asked for caches of."""
+    """Return the types of llama.cpp's caches to measure."""
     return [
         AnyEngine(f"llama.cpp-{name}", tolerance, partial(_prepare, type_name=name), kind="attention", default=False)
         for name, tolerance in _TOLERANCES.items()

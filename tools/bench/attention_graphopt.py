@@ -39,7 +39,7 @@ _SINKS, _WINDOW = 4, 4096
 
 @dataclass(frozen=True)
 class Choice:
-    """What a node is asked for: how it stores, what it reads, and by which summary it retrieves how many tokens."""
+    """The settings of a node: its storage, its policy, and by which summary it retrieves how many tokens."""
 
     storage: str
     policy: int = DENSE

@@ -35,7 +35,7 @@ class AttentionCase:
         kv_heads: KV heads.
         size: of a head.
         page: tokens of a page, for engines that have pages.
-        budget: tokens that are retrieved, where nothing else is said.
+        budget: tokens that are retrieved by default.
         kind: ``"attention"``, or ``"curve"`` for a point of the curve.
     """
 
@@ -59,7 +59,7 @@ class AttentionCase:
 
 
 class Sequence:
-    """Random keys and values, the same for all engines, drawn where they are asked for.
+    """Random keys and values, the same for all engines, drawn on demand.
 
     A few channels of a key are large throughout, with one sign, as in models (KIVI, Liu et al. 2024). Queries are
     scaled such that scores have a standard deviation of 2.5: over N tokens a softmax then weighs about as many as

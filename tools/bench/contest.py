@@ -79,10 +79,10 @@ class Contest:
         return rows
 
     def close(self, json_file: Path | None, plot: Path | None, curves: Sequence[Curve] = ()) -> None:
-        """Print curves and who was absent, and write what was found to the files that are named.
+        """Print curves and absent engines, and write the results to the files that are named.
 
         Raises:
-            UnavailableError: a plot is asked for, and plotly is not installed.
+            UnavailableError: a plot is requested, and plotly is not installed.
         """
         if curves:
             self._console.print(curve_table("microseconds of a step", curves))

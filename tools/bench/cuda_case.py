@@ -16,7 +16,7 @@ class Case:
     Attributes:
         name: what is computed, with its sizes.
         moved: bytes that a call must read and write at least.
-        copies: how many copies of the tensors there are; a call is told which one to use.
+        copies: how many copies of the tensors there are; a call is given the one to use.
         poison: fills the output of a copy with NaN.
         run: computes one copy on torch's current stream.
         error: relative error of a copy's output against float64, in the norm.

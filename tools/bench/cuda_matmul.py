@@ -94,7 +94,7 @@ def _case(
     def poison(copy: int) -> None:
         y[copy].fill_(float("nan"))
 
-    # y, and a table whose numbers float16 has not, are off by half a unit in the last place; a rounded x by half a step
+    # y, and a table that float16 cannot represent, are off by half a unit in the last place; a rounded x by half a step
     # of 1/127 of the largest in its group, at most 5 times the root of its mean square.
     allowed = 2**-10 if activations == "float32" else 5 / 127 / 2
     of_x = "float16" if activations == "float32" else activations

@@ -13,7 +13,7 @@ from graphopt.formats.table import TableFormat
 from tools.bench.problem import Array, Problem
 
 FORMATS = {"fp6": "fp6-e2m3"}
-"""What a shorter name in an engine's name stands for; any other is the format's own."""
+"""The formats of abbreviations in engines' names; any other name is the format's own."""
 
 
 @dataclass(frozen=True)

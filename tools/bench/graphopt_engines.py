@@ -34,7 +34,7 @@ Make = Callable[[ir.Value, int], Sequence[ir.Node]]
 def engines() -> list[Engine]:
     """Return every format with every rounding of activations; no suffix means int8.
 
-    ``hadamard-`` stands for a Hadamard in front: as a node of its own, or within ``MatMulDynamic``.
+    ``hadamard-`` means a Hadamard in front: as a separate node, or within ``MatMulDynamic``.
     """
     found = []
     for name in _FORMATS:

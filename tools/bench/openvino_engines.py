@@ -14,7 +14,7 @@ from tools.bench.unavailable import UnavailableError
 
 
 def engines() -> list[Engine]:
-    """Return the plugin's own choice of activations, and the two that can be asked for."""
+    """Return the plugin's own choice of activations, and the two that can be requested."""
     return [
         Engine("openvino-int4", TOLERANCES["int8"], partial(_prepare, options={})),
         Engine(

@@ -69,9 +69,9 @@ def token_count(text: str) -> int:
     """Return what, say, 16k means.
 
     Raises:
-        typer.BadParameter: it is no number.
+        typer.BadParameter: it is not a number.
     """
     digits, unit = (text[:-1], _UNITS[text[-1]]) if text[-1:] in _UNITS else (text, 1)
     if not digits.isdecimal():
-        raise typer.BadParameter(f"{text!r} is no number of tokens, such as 4096, 16k or 1M")
+        raise typer.BadParameter(f"{text!r} is not a number of tokens, such as 4096, 16k or 1M")
     return int(digits) * unit

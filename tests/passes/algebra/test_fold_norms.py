@@ -158,7 +158,7 @@ def test_a_gain_passes_one_move_after_another(tmp_path: Path) -> None:
     assert all((gain == 1).all() for gain in gains(model))
 
 
-# What breaks rows up, or lets coordinates of a row meet; and who is then said to read them.
+# Operators that split rows, or mix coordinates of a row; and the reader that the reason then names.
 BREAKS: dict[str, tuple[str, list[list[int] | int], Dims, dict[str, object]]] = {
     "heads taken apart": ("Reshape", [[0, 0, 4, 4]], ["batch", "length", 4, 4], {}),
     "rows turned": ("Transpose", [], ["batch", 16, "length"], {"perm": [0, 2, 1]}),

@@ -168,7 +168,7 @@ def test_only_what_the_recipe_pays_for_runs_online(llama_canonical: ir.Model, wh
     assert sum("reads weight_input" in change.what for change in report.changes) == (
         2 if what == "weight_inputs" else 0
     )
-    # what could be free and is not asked for is said
+    # a basis that could be rotated for free but is not enabled is reported
     assert any("the recipe leaves residual bases" in skip.reason for skip in report.skips)
 
 

@@ -64,7 +64,7 @@ def test_a_norm_with_a_gain_behind_the_layer_holds_the_residual(family: str, mak
     reason = f"the norm has a gain of its own, which fold_norms could not move into weights ({norm})"
     assert refused.outcomes["residual"] == Outcome(refusals=[reason])
     assert (refused.outcomes["value"], refused.outcomes["query_key"]) == (USUAL["value"], USUAL["query_key"])
-    # What weights read of it is still rotated where the recipe pays for that: in front of five norms' readers.
+    # What weights read of it is still rotated where the recipe enables online Hadamards: before five norms' readers.
     paid = examine(family, path, RotateOptions(query_key="hadamard", weight_inputs="hadamard"))
     assert paid.outcomes["residual"] == Outcome(refusals=[reason])
     assert paid.outcomes["weight_input"] == Outcome(rotated=2 + 1, nodes=2 + 5)
@@ -87,7 +87,7 @@ def test_values_that_share_an_axis_with_rotary_queries_stay(make_artifact: MakeA
     rotaries = [f"transformer.h.{layer}.self_attention.RotaryEmbedding" for layer in range(2)]
     reasons = [f"RotaryEmbedding turns each pair of its coordinates by another angle ({node})" for node in rotaries]
     assert row.outcomes["value"] == Outcome(refusals=reasons)
-    # The output projection, which values would have reached, pays beside the down projection.
+    # The output projection, which values would have reached, gets a Hadamard like the down projection.
     assert row.outcomes["weight_input"] == Outcome(rotated=4, nodes=4)
     assert {row.outcomes[role] == USUAL[role] for role in ("residual", "query_key")} == {True}
     assert row.certificate == "proved"

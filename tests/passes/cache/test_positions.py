@@ -1,4 +1,4 @@
-"""Positions inside the cache: sequences that go on past the positions of a model, and what keeps others from it."""
+"""Positions inside the cache: sequences that exceed a model's positions, and what prevents that for others."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def last_logits(session: Session, ids: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("length", [20, SINKS + RECENT, 100, 5 * POSITIONS])
 def test_a_long_text_is_its_first_and_newest_tokens_side_by_side(one_layer: Path, tmp_path: Path, length: int) -> None:
-    """StreamingLLM's definition: what was let go might never have been there. It holds layer by layer."""
+    """StreamingLLM's definition: dropped tokens have no influence. It holds layer by layer."""
     session = streaming(one_layer, tmp_path / "made")
     assert session.endless
     assert session.max_positions is None

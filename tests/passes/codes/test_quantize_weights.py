@@ -41,7 +41,7 @@ def changes_of(report: Any) -> dict[str, str]:
 
 
 def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
-    """Return a float copy of ``model`` whose weights are what the codes stand for, computed by the definition."""
+    """Return a float copy of ``model`` whose weights are the values of the codes, computed by the definition."""
     copy = model.clone(deep_copy=True)
     for name, value in copy.graph.initializers.items():
         if name == "table":

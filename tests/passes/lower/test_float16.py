@@ -55,7 +55,7 @@ def both(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def differences(before: Session, after: Session) -> np.ndarray:
-    """Of each token, relative to the largest logit: of whole sequences, and of calls that go on from a cache."""
+    """Of each token, relative to the largest logit: of whole sequences, and of calls that continue from a cache."""
     ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, 40))
     expected = before.logits(ids)
     decoder = Decoder(after, 2)

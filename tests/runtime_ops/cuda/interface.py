@@ -82,7 +82,7 @@ def check(failure: bytes | None) -> None:
     """Raise what a call of the interface says.
 
     Raises:
-        RuntimeError: it says something.
+        RuntimeError: the library returned an error message.
     """
     if failure is not None:
         raise RuntimeError(failure.decode())

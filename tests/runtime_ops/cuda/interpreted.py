@@ -62,7 +62,7 @@ def _run(command: Sequence[str | Path], output: Path) -> None:
 
 
 def load(library: Path) -> ctypes.CDLL:
-    """Return the library, each of whose functions hands back nothing or what went wrong, unless told otherwise."""
+    """Return the library; by default each of its functions returns null or an error message."""
 
     class Function(ctypes._CFuncPtr):  # type: ignore[name-defined]
         _flags_ = ctypes._FUNCFLAG_CDECL  # type: ignore[attr-defined]

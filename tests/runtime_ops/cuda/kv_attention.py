@@ -37,7 +37,7 @@ class Kernels:
     Args:
         library: the C interface.
         seed: of the order in which the interpreter runs threads.
-        dtype: of query, key, value, `sink_query` and y, which is handed back as float32.
+        dtype: of query, key, value, `sink_query` and y, which is returned as float32.
         list_bytes: that lists of pages may take at a time; 0 for as many as the kernels choose.
     """
 

@@ -55,7 +55,7 @@ def test_hostile_calls_are_errors_or_defined() -> None:
     @given(hostile())
     @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
     def no_crash(case: Case) -> None:
-        assume(not any(name in case.shift for name in STATE))  # the CPU takes codes that lie anywhere
+        assume(not any(name in case.shift for name in STATE))  # the CPU takes codes at any address
         assume(cost_of(case) < 4e6)
         check(case)
 

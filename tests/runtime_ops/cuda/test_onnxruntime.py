@@ -109,7 +109,7 @@ def test_a_session_on_the_cpu_may_have_the_library_for_gpus(
 
 
 def test_onnxruntime_takes_a_domain_from_one_library_only(both: Path, tmp_path: Path) -> None:
-    """Why the library for GPUs hands on the CPU's operators. Where this fails one day, two libraries will do."""
+    """Why the library for GPUs registers the CPU's operators too. If this ever fails, two libraries will do."""
     options = onnxruntime.SessionOptions()
     for library in (library_path(), both):
         options.register_custom_ops_library(str(library))

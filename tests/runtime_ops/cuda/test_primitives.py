@@ -280,7 +280,7 @@ def test_a_race_shows_in_the_order_of_fibers_and_a_barrier_ends_it(run: Run) -> 
     assert len(results) == 4
     for seed in range(4):
         assert np.array_equal(run("exchange", values, outputs=384, shared=512, seed=seed).reshape(3, 128), expected)
-    # What nobody wrote yet reads as NaN.
+    # Unwritten memory reads as NaN.
     assert any(
         (np.frombuffer(result, np.uint32) >= NAN_BITS - 2).any() or b"\xff\xff\xff\xff" in result for result in results
     )

@@ -67,7 +67,7 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[type, int], Pat
 
 
 class Kernel:
-    """Runs the kernel on the instructions that are asked for; sessions are made once."""
+    """Runs the kernel with the given set of instructions; sessions are created once."""
 
     def __init__(self, file: dict[tuple[type, int], Path], monkeypatch: pytest.MonkeyPatch) -> None:
         self.file, self.monkeypatch = file, monkeypatch

@@ -213,7 +213,7 @@ def test_each_set_of_attributes_has_its_body() -> None:
     model.graph.append(again)
     declare(model)
     assert {key[2] for key in model.functions} == {name_of(one), name_of(other)}
-    # a body that nobody uses any more goes
+    # a body that is no longer used is removed
     model.graph.remove(again)
     declare(model)
     assert {key[2] for key in model.functions} == {name_of(one)}
@@ -267,7 +267,7 @@ def test_a_float_of_a_file_names_the_same_body() -> None:
     ],
 )
 def test_a_body_for_other_attributes_fails(other: dict[str, Any]) -> None:
-    # as an onnxruntime would have it that knows no overloads
+    # as in an onnxruntime without overloads
     attributes = attributes_of()
     fed = Fed(attributes, tokens_of(attributes, 4), 1)
     shapes: dict[str, Any] = {name: [None] * array.ndim for name, array in fed.tokens.items()}

@@ -1,4 +1,4 @@
-"""The bounds of KVAttention hold for what they are about, and are not far above it."""
+"""The error bounds of KVAttention hold, and are not far above the errors."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ MOST_PAGES = 2**31
 """Of `sink_pages` and `recent_pages` in the kernel."""
 
 NUMBERS = np.array([*FLOATS, 1e-38, -1e-40, 1e19, -1e30, 65504, 65520, 6e-8, 0, 0, 0], np.float32)
-# what is no number may hold any bits, and may signal
+# NaNs may have any payload, and may be signaling
 NUMBERS[-3:] = np.array([0x7F800001, 0xFFC12345, 0x7FFFFFFF], np.uint32).view(np.float32)
 NEWER = {"mass", "channels", "compensate"}
 """Attributes that a node need not have."""
@@ -113,12 +113,12 @@ def run(case: Case) -> list[onnxruntime.OrtValue] | str:
                 binding.bind_output(f"{name}_after")
         session.run_with_iobinding(binding)
         results = binding.get_outputs()
-        if not case.says:  # what onnxruntime hands out ends with the binding
+        if not case.says:  # onnxruntime's views end with the binding
             results = [ort_value(array_of(each)) for each in results]
     except Exception as raised:
         error = str(raised)
     assert not error or "[ONNXRuntimeError]" in error or error.startswith("Error in execution"), error
-    # onnxruntime refuses some by itself, before it asks a kernel, in words of its own
+    # onnxruntime refuses some by itself, before it calls a kernel, with its own message
     assert f"ai.graphopt node '{NODE}'" in error or "ai.graphopt node" not in error
     for name, tensor in memory.items():
         assert (not error and case.in_place and name in STATE) or tensor.tobytes() == before[name], name
@@ -161,7 +161,7 @@ def check(case: Case) -> bool:
             continue  # a running sum, which other tests bound
         assert np.array_equal(output, wanted, equal_nan=wanted.dtype.kind in "fV"), name
     if 2 in case.attributes["policies"] and not (all(map(is_usual, case.inputs.values())) and are_bounds(case)):
-        return True  # scores of pages that overflow, or no number, or no bounds: which pages are chosen is open
+        return True  # scores that overflow, NaN, or without bounds: which pages are chosen is undefined
     y = outputs[0]
     with np.errstate(all="ignore"):
         most = bound(*case.inputs.values(), **case.attributes)

@@ -60,7 +60,7 @@ def by_definition(x: np.ndarray, storage: str) -> np.ndarray:
 
 
 def interesting(storage: str) -> np.ndarray:
-    """Every number, every middle of two, what lies next to these, and what is no number: float32."""
+    """Every number, every middle of two, their float32 neighbours, and NaN: float32."""
     known = ladder(storage) if storage == "float8" else ladder(storage)[::257]
     middles = (known[1:] + known[:-1]) / 2
     ends = [0.0, -0.0, 1e-45, -1e-45, 448, 464, np.nextafter(np.float32(464), 1e9), 480, 3.4e38, -3.4e38]

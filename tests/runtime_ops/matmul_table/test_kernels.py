@@ -36,7 +36,7 @@ TABLES = {
 
 
 class Kernel:
-    """Sessions on a product with the library, on the instructions that are asked for."""
+    """Sessions on a product with the library, with the given set of instructions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.monkeypatch = monkeypatch

@@ -22,7 +22,7 @@ SHAPES = [(16, 16, 16), (37, 50, 16), (80, 20, 32), (45, 3, 45), (5, 17, 16)]
 
 
 def of_float32(case: Case) -> np.ndarray:
-    """What float32 sums may err by: x and the table are rounded already, so the bound has nothing else."""
+    """The error bound of float32 sums: x and the table are rounded already, so it has no other term."""
     x = round_activations(case["x"], case["group"], case["activations"])
     table = to_bfloat16(case["table"]) if case["activations"] == "bfloat16" else case["table"]
     rest = {key: value for key, value in case.items() if key not in ("x", "table", "activations")}

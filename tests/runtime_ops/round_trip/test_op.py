@@ -33,7 +33,7 @@ def run(
 
 
 def by_definition(row: np.ndarray, bits: int, symmetric: bool) -> tuple[np.ndarray, float]:
-    """Return the nearest of all the numbers that codes can stand for, found by trying each, and the scale."""
+    """Return the nearest of all values of codes, found by trying each, and the scale."""
     row = row.astype(np.float64)
     if symmetric:
         largest = 2 ** (bits - 1) - 1

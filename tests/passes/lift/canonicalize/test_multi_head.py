@@ -53,7 +53,7 @@ def test_the_standard_ops_say_what_the_operator_computes(layer: MultiHead) -> No
     assert {node.domain for node in model.graph} == {""}
     assert all("its mask" in skip.reason for skip in report.skips)
     after = run(model, calls, masks)
-    # a query that is padding itself may see no key, and then nobody wants what it gets
+    # a query that is padding itself may see no key, and then its result is unused
     before[0], after[0] = (logits[masks[0].astype(bool)] for logits in (before[0], after[0]))
     assert max(relative(a, b) for a, b in zip(before, after, strict=True)) < FLOAT32
 
