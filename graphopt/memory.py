@@ -14,7 +14,7 @@ def available_memory(root: Path = _ROOT) -> int:
     """Return the bytes of memory that a process here could still allocate.
 
     On Linux that is what the kernel reports as available, or less where a control group, such as a container's, has a
-    limit (https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1). A group's file cache counts as free, since
+    limit (https://docs.kernel.org/admin-guide/cgroup-v2.html, and version 1). A group's file cache counts as free, as
     the kernel reclaims it when needed. Elsewhere only unused memory counts.
 
     Args:

@@ -152,7 +152,7 @@ def model_of(
     opset: int = 23,
     activations: ir.DataType = ir.DataType.FLOAT,
 ) -> ir.Model:
-    """Return a graph of one node; the names in ``shapes`` are its inputs: lengths int64, states by storage, others floats."""
+    """Return a graph of one node with inputs of these ``shapes``: lengths int64, states by storage, others floats."""
     whole = {"past": ir.DataType.INT64, "new": ir.DataType.INT64}
     whole |= dict.fromkeys(("query", "key", "value", "sink_query"), activations)
     for name, tensor in attributes.state("batch", "pages", 16):
