@@ -119,9 +119,7 @@ def write(
     with new_folder(Path(output), overwrite=overwrite, within=within) as folder:
         save_model(artifact.model, folder / MODEL, DATA, executor=executor, on_tensor=on_tensor)
         with writing(folder):
-            for name, source in artifact.companions.items():
-                shutil.copyfile(source, folder / name)
-            notes = _write_genai_config(artifact, folder)
+            notes = write_companions(artifact, folder)
             files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
             manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
             (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
@@ -210,23 +208,35 @@ def check_sizes(folder: Path, manifest: Manifest, names: Collection[str]) -> Non
 
 
 def verify_files(folder: Path) -> None:
-    """Confirm that every file of an artifact has the size and hash its manifest says.
+    """Confirm that the files of an artifact are those that its manifest lists, with the sizes and hashes that it says.
 
     Raises:
-        InputError: a file is missing, or differs.
+        InputError: a file is missing, differs, or is not listed.
     """
-    for name, record in read_manifest(folder).files.items():
-        file = folder / name
-        if not file.is_file():
-            raise InputError("a file of the artifact is missing", file=file, remedy="make the artifact again")
-        if _record_of(file) != record:
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest, manifest.files)
+    for name, record in manifest.files.items():
+        if _record_of(folder / name) != record:
             raise InputError(
-                "a file of the artifact is not what its manifest says", file=file, remedy="make the artifact again"
+                "a file of the artifact is not what its manifest says: the hash differs",
+                file=folder / name,
+                remedy="it was changed or damaged; make the artifact again",
             )
+    more = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
+    if more:
+        raise InputError(
+            "its manifest does not list this file", file=folder / more[0], remedy="move it out of the artifact"
+        )
 
 
-def _write_genai_config(artifact: Artifact, folder: Path) -> list[Fact]:
-    """Write ``genai_config.json`` if onnxruntime-genai can run the graph; return the manifest's notes, with why not."""
+def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
+    """Write what lies beside the model: tokenizer, configuration, and ``genai_config.json`` where it can be.
+
+    Returns:
+        The manifest's notes, with the reason if onnxruntime-genai cannot run the graph.
+    """
+    for name, source in artifact.companions.items():
+        shutil.copyfile(source, folder / name)
     facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai
     try:
         config = why_not or genai_config(

@@ -150,6 +150,14 @@ class Manifest(BaseModel):
     versions: dict[str, str] = {}
     files: dict[str, FileRecord] = {}
 
+    @field_validator("files")
+    @classmethod
+    def _of_this_folder(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in files:
+            if name in ("", ".", "..", MANIFEST) or {"/", "\\", "\0"} & set(name):
+                raise ValueError(f"{name!r} is not the name of another file in this folder")
+        return files
+
     @field_validator("notes", mode="before")
     @classmethod
     def _of_older(cls, notes: Any) -> Any:

@@ -1,3 +1,3 @@
 """The version of graphopt; must equal the one in pyproject.toml."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"

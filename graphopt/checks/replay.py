@@ -7,25 +7,42 @@ recipe makes of BEFORE, every stored number of it.
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 from pydantic import BaseModel
 
 from graphopt import artifact as artifacts
+from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
+from graphopt.checks.companions import confirm_companions
 from graphopt.checks.equivalence import Verifier, context_of, prove
+from graphopt.checks.same_model import confirm_model
 from graphopt.errors import InputError, VerificationError
-from graphopt.facts import Check, Rule
+from graphopt.facts import Check, Finding, Rule
+from graphopt.manifest import MANIFEST
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
+from graphopt.version import VERSION
 
 SAME_AGAIN = Rule(
-    "replay.same", "the recipe, run again on the model before, makes every node and every stored number of this one"
+    "replay.same",
+    "the recipe, run again on the model before, makes this one: every node, function, port and stored number, every "
+    "other field of the model, every file beside it, and nothing else",
+    rounded="; {rounded} tensors differ by rounding, which the certificate covers",
+)
+SAME_UP_TO_NAMES = Rule(
+    "replay.same-up-to-names",
+    "the recipe, run again on the model before, computes what this one computes: every operator that an output needs, "
+    "every function, port and stored number, up to names and metadata",
+)
+OTHER_NAMES = Rule(
+    "replay.other-names",
+    "names, metadata, comments and types of inner values are not compared: graphopt {version} wrote the artifact; "
+    "{first}",
 )
 
 
@@ -50,10 +67,15 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     """
     first, last = artifacts.read(before), artifacts.read(after)
     recipe = _recipe_between(first, last, Path(after))
+    for folder in (Path(before), Path(after)):
+        _confirm_hashes(folder)
+    version = last.manifest.versions.get("graphopt")
+    older = None if version == VERSION else str(version)
     passes = recipe.passes()
     recorded = last.manifest.passes[len(first.manifest.passes) :]
     total, checks = len(passes) + 1, []
     graph = first.model.clone()
+    graph.metadata_props[ORIGIN] = artifacts.origin_of(first)
     for done, (step, report) in enumerate(zip(passes, recorded, strict=True)):
         on_stage(f"running {step.name} again", done, total)
         previous = graph.clone()
@@ -61,15 +83,19 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
         if report.claims is not None:
             on_stage(f"proving {step.name}", done, total)
             final = done == len(passes) - 1
-            checks.append(prove(previous, last.model if final else graph, report.claims, step.name))
-    if not recorded or recorded[-1].claims is None:
-        NameFixPass()(graph)
-        checks.append(_same_model(graph, last.model))
+            # the names of an older version, which lead from node to node, may be others than this one gives
+            against = last.model if final and not older else graph
+            checks.append(prove(previous, against, report.claims, step.name))
+    NameFixPass()(graph)
+    on_stage("comparing all that is in the files", total - 1, total)
+    certified = bool(recorded) and recorded[-1].claims is not None and checks[-1].status == "proved"
+    checks.append(_confirm_replay(graph, Path(after), rounding_proved=certified and not older, older=older))
+    confirm_companions(Artifact(graph, last.manifest, first.companions), Path(after))
     on_stage("running both models", total - 1, total)
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         # with the bodies that the file carries: our own kernels would not show that one of them is another
         context = context_of(passes, first.manifest.model.max_positions)
-        verifier = Verifier(Path(folder), recipe.session_entries(), run=run, native=False, context=context)
+        verifier = Verifier(Path(temporary), recipe.session_entries(), run=run, native=False, context=context)
         verifier.start(first.model.clone())
         lossy = any(step.effect == "lossy" for step in passes)
         checks.append(verifier.check(last.model.clone(), "the recipe", "lossy" if lossy else "exact"))
@@ -96,42 +122,43 @@ def _recipe_between(first: Artifact, last: Artifact, file: Path) -> Recipe:
     return recipe
 
 
-def _same_model(made: ir.Model, stored: ir.Model) -> Check:
-    """Confirm that ``stored`` is ``made``, node by node and number by number."""
-    ours, theirs = ([_signature(node) for node in model.graph] for model in (made, stored))
-    for mine, other in zip(ours, theirs, strict=False):
-        if mine != other:
-            raise VerificationError("the recipe, run again, makes another node here", node=other[0])
-    weights, found = made.graph.initializers, stored.graph.initializers
-    if len(ours) != len(theirs) or set(weights) != set(found):
-        odd = sorted(set(weights) ^ set(found))
-        raise VerificationError(
-            "the recipe, run again, makes another number of nodes or weights", tensor=odd[0] if odd else None
-        )
-    for key in found:
-        tensors = [values[key].const_value for values in (weights, found)]
-        a, b = (tensor.numpy() for tensor in tensors if tensor is not None)
-        if a.dtype != b.dtype or a.shape != b.shape or not np.array_equal(_bytes(a), _bytes(b)):
-            raise VerificationError(
-                "the recipe, run again, makes other numbers of this weight",
-                tensor=key,
-                shape=list(b.shape),
-                remedy="was it changed after it was made, or made with other versions? see `versions` in its manifest",
-            )
+def _confirm_hashes(folder: Path) -> None:
+    """Confirm that the files of ``folder`` are those of its manifest, where it has one."""
+    if not (folder / MANIFEST).is_file():
+        return
+    try:
+        artifacts.verify_files(folder)
+    except InputError as error:
+        raise VerificationError(error.what, file=error.file, remedy=error.remedy) from error
+
+
+def _confirm_replay(made: ir.Model, folder: Path, *, rounding_proved: bool, older: str | None) -> Check:
+    """Confirm that the recipe, run again, made what is stored.
+
+    Args:
+        made: what it makes.
+        folder: the artifact.
+        rounding_proved: see :func:`confirm_model`.
+        older: another version of graphopt that wrote the artifact; it may have given other names than this one.
+    """
+    findings = []
+    try:
+        extent = confirm_model(made, folder, rounding_proved=rounding_proved)
+    except VerificationError as error:
+        if older is None:
+            raise
+        try:
+            extent = confirm_model(made, folder, rounding_proved=rounding_proved, up_to_names=True)
+        except VerificationError as other:
+            other.add_note(f"the artifact was written by graphopt {older}, this is {VERSION}")
+            raise
+        reason = OTHER_NAMES(version=older, first=error.what)
+        findings.append(Finding(node="model", tensor=None, status="not covered", reason=reason))
     return Check(
         name="replay",
         after="the recipe",
         status="proved",
-        reason=SAME_AGAIN(),
-        figures={"nodes": len(ours), "tensors": len(found)},
+        reason=SAME_UP_TO_NAMES() if findings else SAME_AGAIN(rounded=extent.rounded),
+        figures=dataclasses.asdict(extent),
+        findings=findings,
     )
-
-
-def _bytes(array: npt.NDArray[np.generic]) -> npt.NDArray[np.uint8]:
-    return np.atleast_1d(np.ascontiguousarray(array)).view(np.uint8)
-
-
-def _signature(node: ir.Node) -> tuple[str, ...]:
-    names = [value.name or "" if value is not None else "" for value in (*node.inputs, *node.outputs)]
-    attributes = [f"{key}={attribute.value}" for key, attribute in sorted(node.attributes.items())]
-    return (node.name or "", node.domain, node.op_type, *names, *attributes)

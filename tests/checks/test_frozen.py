@@ -49,7 +49,7 @@ def test_it_still_opens_and_its_files_are_whole(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("rotate", [("certificate", "proved"), ("logits", "measured")]),
+        ("rotate", [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]),
         ("packed", [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]),
         ("dynamic", [("replay", "proved"), ("logits", "measured")]),
     ],
@@ -57,3 +57,7 @@ def test_it_still_opens_and_its_files_are_whole(name: str) -> None:
 def test_it_still_verifies(name: str, expected: list[tuple[str, str]]) -> None:
     proof = verify(FROZEN / "before", FROZEN / name)
     assert [(check.name, check.status) for check in proof.checks] == expected
+    # the replay says what it did not compare
+    replay = next(check for check in proof.checks if check.name == "replay")
+    assert [finding.status for finding in replay.findings] == ["not covered"]
+    assert "graphopt 0.1.0 wrote the artifact" in str(replay.findings[0].reason)

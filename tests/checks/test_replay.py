@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import onnx_ir as ir
 import pytest
 
@@ -32,8 +35,18 @@ def quantized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return output
 
 
+def agreeing(folder: Path) -> Path:
+    """Set sizes and hashes in the manifest to those of the files, as whoever changed them on purpose would."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in manifest["files"]:
+        content = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    return folder
+
+
 def edited(folder: Path, copy: Path, tensor: str, change: float) -> Path:
-    """Copy an artifact with one number of one weight changed."""
+    """Copy an artifact with one number of one weight changed, and the hash with it."""
     shutil.copytree(folder, copy)
     stored = ir.load(copy / MODEL).graph.initializers[tensor].const_value
     assert isinstance(stored, ir.ExternalTensor)
@@ -41,7 +54,16 @@ def edited(folder: Path, copy: Path, tensor: str, change: float) -> Path:
     number = np.memmap(copy / DATA, stored.dtype.numpy(), "r+", offset=stored.offset, shape=(1,))
     number += number.dtype.type(change)
     number.flush()
-    return copy
+    return agreeing(copy)
+
+
+def with_model(folder: Path, copy: Path, change: Callable[[onnx.ModelProto], object]) -> Path:
+    """Copy an artifact with its ``model.onnx`` changed, and the hash with it."""
+    shutil.copytree(folder, copy)
+    proto = onnx.load(copy / MODEL, load_external_data=False)
+    change(proto)
+    (copy / MODEL).write_bytes(proto.SerializeToString())
+    return agreeing(copy)
 
 
 def test_the_manifest_holds_the_certificate(rotated: Path) -> None:
@@ -58,7 +80,8 @@ def test_the_manifest_holds_the_certificate(rotated: Path) -> None:
 
 def test_a_rotation_is_proved_again_from_the_two_folders(llama_artifact: Path, rotated: Path) -> None:
     proof = verify(llama_artifact, rotated)
-    assert [(check.name, check.status) for check in proof.checks] == [("certificate", "proved"), ("logits", "measured")]
+    statuses = [(check.name, check.status) for check in proof.checks]
+    assert statuses == [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]
     assert proof.checks[-1].figures["largest_change"] < TOLERANCE
 
 
@@ -124,20 +147,65 @@ def test_the_wrong_order_is_refused(llama_artifact: Path, rotated: Path, quantiz
         verify(rotated, quantized)
 
 
-def test_another_body_of_our_operator_is_not_taken_for_it(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
-    copy = shutil.copytree(rotated, tmp_path / "copy")
-    model = ir.load(copy / MODEL)
-    body = model.functions[("ai.graphopt", "Hadamard", "")]
-    square_root = next(node for node in body if node.op_type == "Sqrt")
-    square_root.op_type = "Abs"  # type: ignore[misc]
-    ir.save(model, copy / MODEL)
-    manifest = json.loads((copy / MANIFEST).read_text())
-    manifest["files"] = {}
-    (copy / MANIFEST).write_text(json.dumps(manifest))
-    check = verify(llama_artifact, copy, run=False).checks[0]
-    assert check.status == "not covered"
-    (finding,) = [finding for finding in check.findings if finding.status != "proved"]
-    assert finding.node == "ai.graphopt::Hadamard"
-    # and run, it is found out
-    with pytest.raises(VerificationError, match="moved the logits"):
-        verify(llama_artifact, copy)
+def other_operator(proto: onnx.ModelProto) -> None:
+    body = next(function for function in proto.functions if function.name == "Hadamard")
+    next(node for node in body.node if node.op_type == "Sqrt").op_type = "Abs"
+
+
+FAULTS: dict[str, tuple[Callable[[onnx.ModelProto], object], str]] = {
+    "operator of a body": (other_operator, r"functions\[Hadamard\]\.node\[.*\]\.op_type is 'Abs'"),
+    "opset": (
+        lambda proto: setattr(proto.opset_import[0], "version", 24),
+        "version 23 of the operators of ONNX became 24",
+    ),
+    "one function more": (lambda proto: proto.functions.add(name="extra", domain="x"), "body of the operator x::extra"),
+    "dimension of a port": (
+        lambda proto: setattr(proto.graph.output[0].type.tensor_type.shape.dim[0], "dim_param", "rows"),
+        r"graph\.output\[logits\].*dim_param is 'rows'",
+    ),
+    "name of a port": (lambda proto: setattr(proto.graph.input[-1], "name", "other"), "no such input.*other"),
+    "version of the IR": (lambda proto: setattr(proto, "ir_version", 9), "ir_version is 9"),
+    "metadata": (lambda proto: proto.graph.node[0].metadata_props.add(key="by", value="me"), "metadata_props"),
+    "a comment": (lambda proto: setattr(proto.graph.node[0], "doc_string", "hello"), "doc_string is 'hello'"),
+    "an unknown field": (lambda proto: proto.graph.MergeFromString(b"\xf8\x7f\x05"), "unknown fields is number 2047"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_changed_part_of_the_model_is_found_and_named(
+    llama_artifact: Path, rotated: Path, tmp_path: Path, name: str
+) -> None:
+    change, message = FAULTS[name]
+    copy = with_model(rotated, tmp_path / "copy", change)
+    with pytest.raises(VerificationError, match=message):
+        verify(llama_artifact, copy, run=False)
+
+
+def test_files_beside_the_model_are_compared(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "config.json", "genai_config.json"):
+        copy = shutil.copytree(rotated, tmp_path / name)
+        with (copy / name).open("a") as stream:
+            stream.write(" ")
+        with pytest.raises(VerificationError, match="where its manifest says"):
+            verify(llama_artifact, copy, run=False)
+        with pytest.raises(VerificationError, match=f"writes another file.*{name}"):
+            verify(llama_artifact, agreeing(copy), run=False)
+
+
+def test_a_file_too_many_or_too_few_is_refused(llama_artifact: Path, rotated: Path, tmp_path: Path) -> None:
+    more = shutil.copytree(rotated, tmp_path / "more")
+    (more / "chat_template.jinja").write_text("x")
+    with pytest.raises(VerificationError, match="does not list this file.*chat_template"):
+        verify(llama_artifact, more, run=False)
+    manifest = json.loads((more / MANIFEST).read_text())
+    manifest["files"]["chat_template.jinja"] = {"bytes": 0, "sha256": ""}
+    (more / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(VerificationError, match="writes no such file.*chat_template"):
+        verify(llama_artifact, agreeing(more), run=False)
+    fewer = shutil.copytree(rotated, tmp_path / "fewer")
+    (fewer / "tokenizer.json").unlink()
+    manifest["files"] = {name: {"bytes": 0, "sha256": ""} for name in sorted(f.name for f in fewer.iterdir())}
+    del manifest["files"][MANIFEST]
+    (fewer / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(VerificationError, match="this file is missing.*tokenizer.json"):
+        verify(llama_artifact, agreeing(fewer), run=False)

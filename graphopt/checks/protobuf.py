@@ -1,0 +1,157 @@
+"""Two protobuf messages of one type, compared field by field, whatever fields the type has.
+
+The walk asks the descriptors which fields there are, so a field that nobody thought of is compared too, and so are
+fields that the descriptors do not know.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.unknown_fields import UnknownFieldSet
+
+# What tells the elements of a repeated field apart for a reader, the first that an element has.
+_NAMES = ("name", "key", "domain", "tensor_name", "op_type")
+_SHOWN = 60
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two messages differ first, and how.
+
+    Attributes:
+        place: the field, such as ``graph.node[norm].attribute[epsilon].f``.
+        made: what the first message has there; ``nothing`` where the field is absent.
+        stored: what the second has there.
+        node: the name of the innermost node on the way, if there is one.
+        tensor: the name of the initializer, value or tensor on the way, if there is one.
+    """
+
+    place: str
+    made: str
+    stored: str
+    node: str | None = None
+    tensor: str | None = None
+
+
+def first_difference(made: Message, stored: Message) -> Difference | None:
+    """Return where two messages of one type differ first, in the order of their descriptors, or ``None``.
+
+    Presence counts: a field that is set to its default differs from one that is absent. So does the order of repeated
+    fields, the sign of a zero, and every unknown field.
+    """
+    return _Walk(()).messages(made, stored)
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """A place in both messages.
+
+    Attributes:
+        steps: name of each field on the way, its element's label where it is repeated, and the element's type.
+    """
+
+    steps: tuple[tuple[str, str | None, str], ...]
+
+    def messages(self, made: Message, stored: Message) -> Difference | None:
+        if made.SerializeToString(deterministic=True) == stored.SerializeToString(deterministic=True):
+            return None
+        for field in made.DESCRIPTOR.fields:
+            found = self._repeated(field, made, stored) if field.is_repeated else self._single(field, made, stored)
+            if found is not None:
+                return found
+        return self._differ("unknown fields", _unknown(made), _unknown(stored))
+
+    def _single(self, field: FieldDescriptor, made: Message, stored: Message) -> Difference | None:
+        has = [_present(message, field) for message in (made, stored)]
+        if has == [False, False]:
+            return None
+        values = [
+            getattr(message, field.name) if there else None for message, there in zip((made, stored), has, strict=True)
+        ]
+        if None not in values and field.message_type is not None:
+            return self._below(field, None).messages(*values)
+        same = has[0] == has[1] and repr(values[0]) == repr(values[1])
+        return None if same else self._differ(field.name, *(_shown(field, value) for value in values))
+
+    def _repeated(self, field: FieldDescriptor, made: Message, stored: Message) -> Difference | None:
+        ours, theirs = getattr(made, field.name), getattr(stored, field.name)
+        for index in range(max(len(ours), len(theirs))):
+            pair = [elements[index] if index < len(elements) else None for elements in (ours, theirs)]
+            labels = [None if each is None else _label(each, index) for each in pair]
+            if field.message_type is None or labels[0] != labels[1] or None in pair:
+                if repr(pair[0]) != repr(pair[1]):
+                    shown = [label or _shown(field, each) for label, each in zip(labels, pair, strict=True)]
+                    return self._differ(f"{field.name}[{index}]", *shown)
+                continue
+            found = self._below(field, labels[0] or str(index)).messages(*pair)
+            if found is not None:
+                return found
+        return None
+
+    def _below(self, field: FieldDescriptor, label: str | None) -> _Walk:
+        return _Walk((*self.steps, (field.name, label, field.message_type.name)))
+
+    def _differ(self, last: str, made: str, stored: str) -> Difference | None:
+        if made == stored:
+            # what both have and cannot be told apart in words
+            made, stored = "one value", "another"
+        steps = [name if label is None else f"{name}[{label}]" for name, label, _ in self.steps]
+        named = {kind: label for _, label, kind in self.steps if label is not None}
+        tensor = named.get("TensorProto", named.get("ValueInfoProto", named.get("TensorAnnotation")))
+        return Difference(".".join([*steps, last]), made, stored, named.get("NodeProto"), tensor)
+
+
+def all_messages(message: Message, name: str) -> Iterator[Any]:
+    """Yield every message of the type called ``name``, such as ``GraphProto``, in ``message``, outer ones first."""
+    if message.DESCRIPTOR.name == name:
+        yield message
+    for field, value in message.ListFields():
+        if field.message_type is not None and name in _inside(field.message_type):
+            for each in value if field.is_repeated else [value]:
+                yield from all_messages(each, name)
+
+
+@functools.cache
+def _inside(kind: Descriptor) -> frozenset[str]:
+    """Return the names of the types that a message may hold, however deep, its own included."""
+    found, pending = {kind.name: kind}, [kind]
+    while pending:
+        below = [field.message_type for field in pending.pop().fields if field.message_type is not None]
+        pending += [each for each in below if each.name not in found]
+        found |= {each.name: each for each in below}
+    return frozenset(found)
+
+
+def _present(message: Message, field: FieldDescriptor) -> bool:
+    return message.HasField(field.name) if field.has_presence else bool(getattr(message, field.name))
+
+
+def _label(element: Any, index: int) -> str | None:
+    """Return what a reader calls an element of a repeated field of messages, or ``None`` for a number or text."""
+    if not isinstance(element, Message):
+        return None
+    given = (getattr(element, name, None) for name in _NAMES)
+    return next((str(name) for name in given if name), str(index))
+
+
+def _shown(field: FieldDescriptor, value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if field.enum_type is not None:
+        return str(field.enum_type.values_by_number[value].name) if value in field.enum_type.values_by_number else "?"
+    if isinstance(value, Message):
+        return f"a {field.message_type.name}"
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(value)} in all)"
+
+
+def _unknown(message: Message) -> str:
+    found = [f"number {each.field_number}: {each.data!r}" for each in UnknownFieldSet(message)]
+    text = ", ".join(found) or "nothing"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
