@@ -15,6 +15,7 @@ from graphopt.errors import InputError
 from graphopt.facts import Effect, PassReport
 from graphopt.passes.context import Context, Ledger, Removals
 from graphopt.runtime import NEWEST_OPSET
+from graphopt.runtime_ops import declare
 
 Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -108,6 +109,7 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
         there = Removals(model.graph)
         started = time.perf_counter()
         self.rewrite(model, Context(Ledger(report)))
+        declare(model)
         report.seconds = time.perf_counter() - started
         report.removed = there.found(model.graph, self.name)
         return PassResult(model, modified=bool(report.changes), report=report)

@@ -13,7 +13,6 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.states import change
 from graphopt.passes.context import Context
-from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
 
 _PAGE = 64
@@ -96,4 +95,3 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
             stored = STORED(storage=chosen.storage, page=chosen.page or there.page, floats=floats)
             ledger.changed(node, stored, [node])
         describe(model)
-        declare(model)

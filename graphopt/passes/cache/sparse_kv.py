@@ -17,7 +17,6 @@ from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions
 from graphopt.passes.cache.page_kv.states import change
 from graphopt.passes.context import Context, Ledger
-from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING
 
 Policy = Literal["dense", "streaming", "retrieval"]
@@ -157,7 +156,6 @@ class SparseKV(Pass[SparseKVOptions]):
             self._rewrite_node(model.graph, node, found, ledger)
         unbind_positions(model.graph, ledger)
         describe(model)
-        declare(model)
 
     def _check(self) -> None:
         """Refuse options that no head would follow."""

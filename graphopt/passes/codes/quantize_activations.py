@@ -9,10 +9,11 @@ import onnx_ir as ir
 from pydantic import Field
 
 from graphopt.analysis.structure import coded_nodes, dequantize_of, head_nodes, linear_nodes, router_nodes
+from graphopt.editing import drop, shared
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.products import Packed, drop, repack, replace, shared
+from graphopt.passes.lower.products import Packed, repack, replace
 from graphopt.runtime_ops import DOMAIN, OPERATORS, declare
 
 
@@ -88,8 +89,6 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         new = packed.node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
         what = f"its input rounded to int{self.options.bits} per token{note}"
         replace(graph, node, new, what, ledger)
-        if rotation is not None:
-            graph.remove(rotation, safe=True)
         drop(graph, one)
 
 

@@ -8,12 +8,13 @@ import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, router_nodes, token_lookups
+from graphopt.editing import drop
 from graphopt.errors import InputError
 from graphopt.facts import Effect
 from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Options, Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.products import HALF, drop, pack, replace
+from graphopt.passes.lower.products import HALF, pack, replace
 from graphopt.rounding.lazy import LazyQuantized
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.weights import new_weight, weight_of

@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure import head_nodes, makes_last_logits
+from graphopt.editing import shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
-from graphopt.passes.lower.products import shared
 
 # What may stand between the head and the logits: it treats each position by itself, and has no shape of its own.
 _BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")

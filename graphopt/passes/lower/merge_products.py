@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure import coded_nodes, dequantize_of, is_packed
+from graphopt.editing import drop, shared
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.products import drop, shared
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.weights import Joined, WeightTensor, expression_of, new_weight, weight_of

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
+from graphopt import editing
+from graphopt.editing import shared
 from graphopt.formats.table import TableFormat
 from graphopt.passes.context import Ledger
 from graphopt.rounding.packed import format_of_codes, repacked_tensors
@@ -112,41 +113,5 @@ def replace(
     graph: ir.Graph, node: ir.Node, new: ir.Node, what: str, ledger: Ledger, *, sources: tuple[ir.Value, ...] = ()
 ) -> None:
     """Let ``new`` take the place and the output name of ``node``; remove what nothing reads any more."""
-    old, made = node.outputs[0], new.outputs[0]
-    made.type, made.shape, name = old.type, old.shape, old.name
-    read = [value for value in node.inputs if value is not None]
-    graph.insert_before(node, new)
-    old.replace_all_uses_with(made, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    made.name = name
-    # Also after a later rewrite, the history names the nodes that the model came with.
-    new.metadata_props.update({key: text for key, text in node.metadata_props.items() if key not in new.metadata_props})
+    editing.replace(node, new)
     ledger.changed(new, what, [node, *sources])
-    for value in read:
-        drop(graph, value)
-
-
-def drop(graph: ir.Graph, value: ir.Value) -> None:
-    """Remove an initializer, or a node with one output and its initializers, that nothing reads."""
-    if value.uses() or value.is_graph_output() or value.is_graph_input():
-        return
-    producer = value.producer()
-    if value.is_initializer():
-        del graph.initializers[value.name or ""]
-    elif producer is not None and producer.op_type == "DequantizeLinear":
-        read = [each for each in producer.inputs if each is not None]
-        graph.remove(producer, safe=True)
-        for each in read:
-            drop(graph, each)
-
-
-def shared(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
-    """Return the initializer ``name`` that holds ``array``, made unless it is there."""
-    there = graph.initializers.get(name)
-    if there is not None and there.const_value is not None and _equal(there.const_value.numpy(), array):
-        return there
-    return new_weight(graph, name, ir.tensor(array, name=name))
-
-
-def _equal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
-    return a.dtype == b.dtype and bool(np.array_equal(a, b))

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from graphopt import provenance
 from graphopt.analysis.cost import weight_totals
+from graphopt.editing import shared
 from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.lower.merge_products import MergeProducts, MergeProductsOptions
-from graphopt.passes.lower.products import shared
 from graphopt.pipeline import optimize
 from graphopt.runtime import open_session
 from graphopt.weights import WeightTensor, expression_of

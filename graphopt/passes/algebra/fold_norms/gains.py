@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.editing import insert_behind
 from graphopt.facts import Fact, Rule
 from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
 from graphopt.passes.context import Ledger
@@ -113,12 +114,7 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     assert graph is not None
     made = new_weight(graph, f"{product.name}.bias", WeightTensor(Cast(shift, weight.const_value.dtype)))
     behind = ir.node("Add", [output, made], name=f"{product.name}.add_bias")
-    sum_, name = behind.outputs[0], output.name
-    sum_.type, sum_.shape = output.type, output.shape
-    graph.insert_after(product, behind)
-    output.replace_all_uses_with(sum_, replace_graph_outputs=True)
-    behind.replace_input_with(0, output)
-    output.name, sum_.name = f"{name}.unbiased", name
+    insert_behind(output, behind, renamed=f"{output.name}.unbiased")
     ledger.changed(behind, BIAS_ADDED(weight=weight.name), [bias, weight])
 
 

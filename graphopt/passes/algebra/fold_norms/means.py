@@ -8,6 +8,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.axes import Axis, Basis
 from graphopt.analysis.bases import find_bases
+from graphopt.editing import replace
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.weights import Centered, Expression, own, rewrite, weight_of
@@ -45,7 +46,7 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
             rewrite(weight, partial(_centered, axis=site.axis, starts=tuple(site.starts), width=basis.width))
             ledger.changed(weight, CENTERED(axis=site.axis, basis=basis.name))
         for node in inside:
-            _become_root_mean_square(model.graph, node, ledger)
+            _become_root_mean_square(node, ledger)
 
 
 def _centered(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
@@ -82,20 +83,16 @@ def _reduces_last(node: ir.Node) -> bool:
     return x is not None and x.shape is not None and node.attributes.get_int("axis", -1) in (-1, len(x.shape) - 1)
 
 
-def _become_root_mean_square(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
+def _become_root_mean_square(node: ir.Node, ledger: Ledger) -> None:
     gain = weight_of(node, 1)
     attributes = {"axis": -1, "epsilon": node.attributes.get_float("epsilon", 1e-5)}
     bias = node.inputs[2] if len(node.inputs) > 2 else None
     made = ir.node("RMSNormalization", [node.inputs[0], gain], attributes, name=node.name)
-    old, new = node.outputs[0], made.outputs[0]
-    new.type, new.shape, name = old.type, old.shape, old.name
-    graph.insert_before(node, made)
+    new, name = [made], node.outputs[0].name
     if bias is not None:
-        behind = ir.node("Add", [new, bias], name=f"{node.name}.add_bias")
-        graph.insert_before(node, behind)
-        new.name, new = f"{name}.unbiased", behind.outputs[0]
-        new.type, new.shape = old.type, old.shape
-    old.replace_all_uses_with(new, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    old.name, new.name = f"{name}.replaced", name
+        made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        new.append(ir.node("Add", [made.outputs[0], bias], name=f"{node.name}.add_bias"))
+    replace(node, new)
+    if bias is not None:
+        made.outputs[0].name = f"{name}.unbiased"
     ledger.changed(made, MEAN_FOLDED(), [node])

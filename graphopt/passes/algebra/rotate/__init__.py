@@ -17,7 +17,6 @@ from graphopt.passes.algebra.rotate.work import Work
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.rotations import HadamardRotation, rotation_for
-from graphopt.runtime_ops import declare
 
 STAYS = Rule("rotate.stays", "{why}", also=["role", "width"])
 WIDTH_UNKNOWN = Rule("rotate.width-unknown", "its width is not known before run time")
@@ -88,7 +87,6 @@ class Rotate(Pass[RotateOptions]):
                 why = STAYS(why=reason, role=basis.role, width=basis.width)
                 ledger.skipped(basis.name, why, node=None if pin is None else pin.node)
         ledger.report.claims = work.finish()
-        declare(model)
 
     def _rotate(self, work: Work, basis: Basis, number: int) -> Fact | None:
         """Rotate one basis, or return why it stays."""

@@ -8,11 +8,11 @@ import networkx as nx
 import onnx_ir as ir
 
 from graphopt.analysis.axes import Basis, fixed
+from graphopt.editing import free_name, insert_behind, shared
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.rotations import HadamardRotation
 from graphopt.runtime_ops import OPERATORS
-from graphopt.weights import new_weight
 
 _BLIND = ("Shape", "Size")
 
@@ -111,17 +111,9 @@ def insert(
     graph: ir.Graph, value: ir.Value, rotation: HadamardRotation, ledger: Ledger, readers: set[ir.Node] | None = None
 ) -> ir.Node:
     """Put a ``Hadamard`` behind ``value``, for all that uses it or for ``readers`` only; blocks of its last axis."""
-    uses = [use for use in value.uses() if readers is None or use.node in readers]
-    node = OPERATORS["Hadamard"].node([value, *matrices(graph, rotation)], name=_free(graph, f"{value.name}.hadamard"))
-    made = node.outputs[0]
-    made.name, made.type, made.shape = f"{node.name}.output", value.type, value.shape
-    producer = value.producer()
-    if producer is not None:
-        graph.insert_after(producer, node)
-    else:
-        graph.insert_before(uses[0].node, node)
-    for use in uses:
-        use.node.replace_input_with(use.idx, made)
+    name = free_name(graph, f"{value.name}.hadamard")
+    node = OPERATORS["Hadamard"].node([value, *matrices(graph, rotation)], name=name)
+    insert_behind(value, node, readers)
     ledger.changed(node, ONLINE(tensor=value.name, rotation=rotation.kind), [value])
     return node
 
@@ -131,16 +123,5 @@ def matrices(graph: ir.Graph, rotation: HadamardRotation) -> list[ir.Value]:
     found: list[ir.Value] = []
     for matrix in rotation.pair:
         name = f"hadamard.{rotation.kind}.{len(found)}".replace(" ", "_").replace(",", "")
-        value = graph.initializers.get(name)
-        if value is None:
-            value = new_weight(graph, name, ir.tensor(matrix, name=name))
-        found.append(value)
+        found.append(shared(graph, name, matrix))
     return found
-
-
-def _free(graph: ir.Graph, name: str) -> str:
-    taken = {node.name for node in graph}
-    unique, number = name, 1
-    while unique in taken:
-        unique, number = f"{name}.{number}", number + 1
-    return unique

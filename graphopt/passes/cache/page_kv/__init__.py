@@ -10,6 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.paged import OPERATOR, PagedLayer, describe, kv_nodes
 from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, STATES, past_port
+from graphopt.editing import inherit, remove, shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
@@ -18,8 +19,7 @@ from graphopt.passes.cache.page_kv.states import connect, graph_input
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
-from graphopt.passes.lower.products import shared
-from graphopt.runtime_ops import DOMAIN, declare
+from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
 Page = Literal[16, 32, 64, 128]
@@ -117,7 +117,6 @@ def page_attention(model: ir.Model, ledger: Ledger, page: int) -> None:
         graph.inputs.remove(value)
         ledger.report_change(ATTENTION_MASK, LENGTHS())
     describe(model)
-    declare(model)
 
 
 def _rewrite(
@@ -146,7 +145,7 @@ def _rewrite(
         num_outputs=1 + len(STATES),
         name=node.name,
     )
-    made.metadata_props.update(node.metadata_props)
+    inherit(made, node)
     y, old = made.outputs[0], node.outputs[0]
     y.name, y.type = f"{node.name}.rows", old.type
     assert rows[0].shape is not None
@@ -157,7 +156,8 @@ def _rewrite(
         if present.is_graph_output():
             graph.outputs.remove(present)
     read_rows(graph, old, y, made)
-    graph.remove(node, safe=True)
+    if node.graph is not None:
+        remove(node)
     for past in pasts:
         if past is not None:
             graph.inputs.remove(past)

@@ -22,10 +22,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.paged import UNBOUNDED, kv_nodes, layer_of
+from graphopt.editing import like, name_output, replace, shared
 from graphopt.facts import Fact, Rule
 from graphopt.passes.cache.page_kv.states import graph_input
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.products import shared
 from graphopt.runtime_ops import DOMAIN
 
 _POSITIONS = "position_ids"
@@ -101,7 +101,7 @@ def exact_angles(graph: ir.Graph) -> list[ir.Node]:
     for node in [node for node in _readers(graph_input(graph, _POSITIONS)) if node.op_type in ("Mul", "MatMul")]:
         if node.outputs[0].dtype not in (ir.DataType.FLOAT, None):
             continue
-        old, name = node.outputs[0], node.name
+        name = node.name
         # Integers up to 2^24 are exact as float32, but positions go further: what cast them is gone around.
         wide = [
             _cast(graph, _before_cast(value), ir.DataType.DOUBLE, node) for value in node.inputs if value is not None
@@ -111,11 +111,8 @@ def exact_angles(graph: ir.Graph) -> list[ir.Node]:
         rest = ir.node("Mod", [product.outputs[0], turn], {"fmod": 1}, name=f"{name}.turn")
         back = ir.node("Cast", [rest.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.angle")
         for each, dtype in ((product, ir.DataType.DOUBLE), (rest, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
-            value = each.outputs[0]
-            value.name, value.dtype, value.shape = f"{each.name}.output", dtype, old.shape
-        graph.insert_before(node, [product, rest, back])
-        old.replace_all_uses_with(back.outputs[0])
-        graph.remove(node, safe=True)
+            name_output(each, node.outputs[0], dtype=dtype)
+        replace(node, [product, rest, back])
         made.append(back)
     return made
 
@@ -150,10 +147,8 @@ class CappedQueries:
             if value.name == _POSITIONS and node is None:
                 cap = shared(self._graph, f"position.{self._cap}", np.array(self._cap, np.int64))
                 least = ir.node("Min", [value, cap], name=f"{_POSITIONS}.capped.{self._cap}")
-                least.outputs[0].name, least.outputs[0].type = f"{least.name}.output", value.type
-                least.outputs[0].shape = value.shape
-                self._graph.insert_before(_first(self._graph), least)
-                self._made[value] = least.outputs[0]
+                self._graph.insert_before(self._graph[0], least)
+                self._made[value] = name_output(least, value)
             elif node is None or not node.inputs:
                 return value
             else:
@@ -164,12 +159,9 @@ class CappedQueries:
         return self._made[value]
 
     def _copy(self, node: ir.Node, inputs: list[ir.Value | None], after: ir.Node) -> ir.Value:
-        made = ir.node(node.op_type, inputs, dict(node.attributes), domain=node.domain, name=f"{node.name}.sinks")
-        old, new = node.outputs[0], made.outputs[0]
-        new.name, new.type, new.shape = f"{old.name}.sinks", old.type, old.shape
-        made.metadata_props.update(node.metadata_props)
+        made = like(node, inputs, f"{node.name}.sinks")
         self._graph.insert_after(after, made)
-        return new
+        return name_output(made, node.outputs[0], name=f"{node.outputs[0].name}.sinks")
 
 
 _ELEMENTWISE = frozenset(
@@ -221,11 +213,5 @@ def _before_cast(value: ir.Value) -> ir.Value:
 
 def _cast(graph: ir.Graph, value: ir.Value, dtype: ir.DataType, before: ir.Node) -> ir.Value:
     node = ir.node("Cast", [value], {"to": dtype}, name=f"{before.name}.{value.name}.wide")
-    made = node.outputs[0]
-    made.name, made.dtype, made.shape = f"{node.name}.output", dtype, value.shape
     graph.insert_before(before, node)
-    return made
-
-
-def _first(graph: ir.Graph) -> ir.Node:
-    return next(iter(graph))
+    return name_output(node, value, dtype=dtype)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.passes.lower.products import shared
+from graphopt.editing import bypass, like, name_output, shared, take_place
 from graphopt.runtime_ops import DOMAIN
 
 _SWAPPED = (0, 2, 1, 3)
@@ -38,19 +38,18 @@ def as_rows(graph: ir.Graph, value: ir.Value, before: ir.Node) -> ir.Value:
         made = _copy(node, [rows, *node.inputs[1:]])
         if node.op_type == "RotaryEmbedding":
             made.attributes["num_heads"] = ir.AttrInt64("num_heads", int(str(heads)))
-        _name(made, f"{value.name}.rows", value, shape)
         graph.insert_before(node, made)
-        return made.outputs[0]
+        return name_output(made, value, shape, name=f"{value.name}.rows")
     apart = ir.Shape([shape[0], shape[1], heads, size])
     turned = node.inputs[0].producer() if node is not None and node.inputs and node.inputs[0] is not None else None
     if node is not None and turned is not None and _by_head_size(node) and _is_swap(turned) and alone:
         normed = _copy(node, [turned.inputs[0], *node.inputs[1:]])
-        _name(normed, f"{value.name}.by_position", value, apart)
         graph.insert_before(node, normed)
+        name_output(normed, value, apart, name=f"{value.name}.by_position")
         return _joined(graph, normed.outputs[0], shape, before)
     swap = ir.node("Transpose", [value], {"perm": _SWAPPED}, name=f"{value.name}.turned")
-    _name(swap, f"{swap.name}.output", value, apart)
     graph.insert_before(before, swap)
+    name_output(swap, value, apart)
     return _joined(graph, swap.outputs[0], shape, before)
 
 
@@ -61,9 +60,7 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
     """
     assert old.shape is not None and rows.shape is not None
     if len(old.shape) == 3:
-        name = old.name
-        old.replace_all_uses_with(rows, replace_graph_outputs=True)
-        old.name, rows.name = f"{name}.replaced", name
+        take_place(old, rows)
         return
     for swap in [use.node for use in old.uses()]:
         joins = [use.node for use in swap.outputs[0].uses()] if _is_swap(swap) else []
@@ -78,22 +75,16 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
             ):
                 if joined.is_graph_output() or len(joined.shape) != 3:
                     continue
-                joined.replace_all_uses_with(rows)
-                graph.remove(join, safe=True)
-        if not swap.outputs[0].uses() and _is_swap(swap):
-            graph.remove(swap, safe=True)
+                bypass(join, rows)
     if not old.uses() and not old.is_graph_output():
         return
     heads, size = old.shape[1], old.shape[3]
     target = shared(graph, f"{rows.name}.heads", np.array([0, 0, int(str(heads)), int(str(size))], np.int64))
     apart = ir.node("Reshape", [rows, target], name=f"{rows.name}.apart")
-    _name(apart, f"{apart.name}.output", old, ir.Shape([rows.shape[0], rows.shape[1], heads, size]))
+    name_output(apart, old, [rows.shape[0], rows.shape[1], heads, size])
     swap = ir.node("Transpose", [apart.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
-    _name(swap, f"{swap.name}.output", old, old.shape)
     graph.insert_after(after, [apart, swap])
-    name, made = old.name, swap.outputs[0]
-    old.replace_all_uses_with(made, replace_graph_outputs=True)
-    old.name, made.name = f"{name}.replaced", name
+    take_place(old, swap.outputs[0])
 
 
 def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) -> ir.Value:
@@ -104,9 +95,8 @@ def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) 
         return whole
     target = shared(graph, f"rows_of_{shape[-1]}", np.array([0, 0, shape[-1]], np.int64))
     join = ir.node("Reshape", [value, target], name=f"{value.name}.joined")
-    _name(join, f"{join.name}.output", value, shape)
     graph.insert_before(before, join)
-    return join.outputs[0]
+    return name_output(join, value, shape)
 
 
 def _is_swap(node: ir.Node) -> bool:
@@ -127,8 +117,7 @@ def _by_head_size(node: ir.Node) -> bool:
 
 def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
     """Return a node like ``node`` on other inputs, whose last axis is the same."""
-    made = ir.node(node.op_type, inputs, dict(node.attributes), domain=node.domain, name=node.name)
-    made.metadata_props.update(node.metadata_props)
+    made = like(node, inputs)
     if made.op_type == "RMSNormalization":
         made.attributes["axis"] = ir.AttrInt64("axis", -1)
     return made
@@ -136,8 +125,3 @@ def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
 
 def _product(heads: object, size: object) -> int:
     return int(str(heads)) * int(str(size))
-
-
-def _name(node: ir.Node, name: str, like: ir.Value, shape: ir.Shape) -> None:
-    made = node.outputs[0]
-    made.name, made.type, made.shape = name, like.type, shape

@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.paged import FIRST_STATE, PagedLayer, layer_of
 from graphopt.analysis.ports import INPUT_IDS, STATES, CachePort
-from graphopt.passes.lower.products import shared
+from graphopt.editing import shared
 
 
 def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
+from graphopt.editing import replace
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.weights import weight_of
@@ -89,21 +90,10 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
         pairs = [(concat.inputs[0], concat.inputs[1], concat.outputs[0]) for concat in concats if concat is not None]
         (past_key, key, present_key), (past_value, value, present_value) = pairs
         mask = node.inputs[3] if len(node.inputs) > 3 else None
-        made = ir.Node(
-            "",
-            "Attention",
-            [node.inputs[0], key, value, mask, past_key, past_value],
-            list(node.attributes.values()),
-            num_outputs=3,
-            name=node.name,
-            metadata_props=dict(node.metadata_props),
-        )
-        model.graph.insert_before(node, made)
-        for old, new in zip([node.outputs[0], present_key, present_value], made.outputs, strict=True):
-            new.type, new.shape, name = old.type, old.shape, old.name
-            old.replace_all_uses_with(new, replace_graph_outputs=True)
-            old.name, new.name = f"{name}.replaced", name
-        model.graph.remove([node, *(concat for concat in concats if concat is not None)], safe=True)
+        inputs = [node.inputs[0], key, value, mask, past_key, past_value]
+        made = ir.node("Attention", inputs, dict(node.attributes), num_outputs=3, name=node.name)
+        olds = (node.outputs[0], present_key, present_value)
+        replace(node, made, dict(zip(olds, made.outputs, strict=True)))
         ledger.changed(made, CACHE_TAKEN(), [concat.name or "" for concat in concats if concat])
 
 

@@ -11,6 +11,7 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
+from graphopt.editing import replace
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 
@@ -49,27 +50,17 @@ def split_gemm(model: ir.Model, ledger: Ledger) -> None:
             continue
         inputs = list(node.inputs)
         right = inputs[1]
-        tape = ir.tape.Tape()
+        new: list[ir.Node] = []
         if attributes.get_int("transB", 0):
-            right = tape.op("Transpose", [right], {"perm": [1, 0]})
-        output = tape.op("MatMul", [inputs[0], right])
-        output.type, output.shape = node.outputs[0].type, node.outputs[0].shape
-        made = output.producer()
+            new.append(ir.node("Transpose", [right], {"perm": [1, 0]}))
+            right = new[-1].outputs[0]
+        made = ir.node("MatMul", [inputs[0], right], name=node.name)
+        made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
+        new.append(made)
         if len(inputs) > 2 and inputs[2] is not None:
-            output = tape.op("Add", [output, inputs[2]])
-        _splice(model.graph, node, tape, output)
-        assert made is not None
-        made.name = node.name
+            new.append(ir.node("Add", [made.outputs[0], inputs[2]]))
+        replace(node, new)
         ledger.changed(made, GEMM_SPLIT(), [node])
-
-
-def _splice(graph: ir.Graph, node: ir.Node, tape: ir.tape.Tape, output: ir.Value) -> None:
-    old = node.outputs[0]
-    output.type, output.shape, name = old.type, old.shape, old.name
-    graph.insert_before(node, tape.nodes)
-    ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    output.name = name
 
 
 def scalar(value: ir.Value | None) -> float | None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.editing import bypass, name_output, remove, take_place
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
@@ -34,9 +35,8 @@ def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
         dims = list(x.shape)
         if dims != list(y.shape) or any(isinstance(dim, ir.SymbolicDim) and dim.value is None for dim in dims):
             continue
-        y.replace_all_uses_with(x)
+        bypass(node, x)
         ledger.report_change(node.name or "?", RESHAPE_GONE())
-        model.graph.remove(node, safe=True)
 
 
 def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
@@ -48,9 +48,8 @@ def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
         same = node.op_type == "Cast" and x.dtype == node.attributes.get_int("to", 0)
         one = node.op_type == "Mul" and scalar(node.inputs[1]) == 1.0 and x.shape is not None and x.shape == y.shape
         if same or one:
-            y.replace_all_uses_with(x)
+            bypass(node, x)
             ledger.report_change(node.name or "?", CAST_GONE())
-            model.graph.remove(node, safe=True)
 
 
 def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
@@ -72,10 +71,8 @@ def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
         for value in _between(node, last):
             width = None if value.shape is None else value.shape[-1]
             value.shape = ir.Shape([*result.shape[:-1], width])
-        end, name = last.outputs[0], result.name
-        result.replace_all_uses_with(end, replace_graph_outputs=True)
-        model.graph.remove(unflatten, safe=True)
-        result.name, end.name = f"{name}.replaced", name
+        take_place(result, last.outputs[0])
+        remove(unflatten)
         ledger.changed(node, UNFLATTENED(), [flatten, unflatten])
 
 
@@ -119,7 +116,5 @@ def _unflattened_input(graph: ir.Graph, flatten: ir.Node, last: ir.Node, unflatt
     shape = np.array([0, 0, width], np.int64)
     target = new_weight(graph, f"{flatten.name}.shape", ir.tensor(shape))
     reshape = ir.node("Reshape", [x, target], name=f"{flatten.name}.unflattened")
-    value = reshape.outputs[0]
-    value.name, value.type, value.shape = f"{reshape.name}.output", x.type, ir.Shape([*x.shape[:2], width])
     graph.insert_before(flatten, reshape)
-    return value
+    return name_output(reshape, x, [*x.shape[:2], width])

@@ -14,10 +14,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import contrib_nodes
+from graphopt.editing import Inserter, replace, shared
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
-from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
-from graphopt.passes.lower.products import shared
 
 _APPROXIMATE = {"FastGelu": "tanh", "BiasGelu": "none", "Gelu": "none"}
 _QUICK, _ALPHA = "QuickGelu", 1.702
@@ -31,7 +30,7 @@ def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
         x, y, what = node.inputs[0], node.outputs[0], node.op_type
         assert x is not None
         insert = Inserter(model.graph, node, node.name or "activation")
-        dims, dtype = list(x.shape or []), x.dtype or y.dtype
+        dims, dtype = None if x.shape is None else list(x.shape), x.dtype or y.dtype
         bias = node.inputs[1] if len(node.inputs) > 1 else None
         if bias is not None:
             x = insert.op("Add", [x, bias], dims, dtype, "biased")
@@ -44,11 +43,5 @@ def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
             made = insert.op("Mul", [x, insert.op("Sigmoid", [scaled], dims, dtype)], dims, dtype)
         else:
             made = insert.op("Gelu", [x], dims, dtype, approximate=_APPROXIMATE[what])
-        if node.inputs[0] is not None and node.inputs[0].shape is None:
-            for each in insert.nodes:
-                each.outputs[0].shape = None
-        last = insert.nodes[-1]
-        last.metadata_props.update(node.metadata_props)
-        take_place(y, made)
-        model.graph.remove(node, safe=True)
-        ledger.changed(last, ACTIVATION_LIFTED(op=what), [node])
+        replace(node, insert.nodes, {y: made})
+        ledger.changed(insert.nodes[-1], ACTIVATION_LIFTED(op=what), [node])

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import MICROSOFT
+from graphopt.editing import Inserter, replace, take_place
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
-from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
 
 _SUM = 3
 
@@ -34,7 +34,7 @@ def lift_fused_norms(model: ir.Model, ledger: Ledger) -> None:
             if any(output.uses() or output.is_graph_output() for output in node.outputs[1:]):
                 ledger.skipped(node, DEVIATION_READ())
                 continue
-            _replace(model.graph, node, "RMSNormalization", node.inputs[0], list(node.inputs[1:2]), ledger)
+            _lift(node, "RMSNormalization", node.inputs[0], list(node.inputs[1:2]), ledger)
         elif node.domain == MICROSOFT and node.op_type in _SKIPS:
             kind, gains = _SKIPS[node.op_type]
             if any(output.uses() or output.is_graph_output() for output in node.outputs[1:_SUM]):
@@ -42,7 +42,7 @@ def lift_fused_norms(model: ir.Model, ledger: Ledger) -> None:
                 continue
             given = [*node.inputs, *[None] * 5]
             norm = [value for value in given[2 : 2 + gains] if value is not None]
-            _replace(model.graph, node, kind, _sum(model.graph, node, given[2 + gains]), norm, ledger)
+            _lift(node, kind, _sum(model.graph, node, given[2 + gains]), norm, ledger)
 
 
 _SKIPS = {
@@ -56,27 +56,18 @@ def _sum(graph: ir.Graph, node: ir.Node, bias: ir.Value | None) -> ir.Value:
     x, y = node.inputs[:2]
     assert x is not None
     insert = Inserter(graph, node, node.name or "norm")
-    dims = [] if x.shape is None else list(x.shape)
+    dims = None if x.shape is None else list(x.shape)
     total = insert.op("Add", [x, y], dims, x.dtype, "sum")
     if bias is not None:
         total = insert.op("Add", [total, bias], dims, x.dtype, "sum_with_bias")
-    if x.shape is None:
-        for made in insert.nodes:
-            made.outputs[0].shape = None
     if len(node.outputs) > _SUM and (node.outputs[_SUM].uses() or node.outputs[_SUM].is_graph_output()):
         take_place(node.outputs[_SUM], total)
     return total
 
 
-def _replace(
-    graph: ir.Graph, node: ir.Node, kind: str, x: ir.Value | None, gains: Sequence[ir.Value | None], ledger: Ledger
-) -> None:
+def _lift(node: ir.Node, kind: str, x: ir.Value | None, gains: Sequence[ir.Value | None], ledger: Ledger) -> None:
     epsilon = node.attributes.get_float("epsilon", 1e-5 if node.op_type == "SimplifiedLayerNormalization" else 1e-12)
     axis = node.attributes.get_int("axis", -1)
     made = ir.node(kind, [x, *gains], {"axis": axis, "epsilon": epsilon, "stash_type": 1}, name=node.name)
-    made.metadata_props.update(node.metadata_props)
-    graph.insert_before(node, made)
-    made.outputs[0].type, made.outputs[0].shape = node.outputs[0].type, node.outputs[0].shape
-    take_place(node.outputs[0], made.outputs[0])
-    graph.remove(node, safe=True)
+    replace(node, made, {node.outputs[0]: made.outputs[0]})
     ledger.changed(made, NORM_REPLACED(op=node.op_type, by=kind), [node])

@@ -19,9 +19,10 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import PADDING, contrib_nodes, head_sizes
+from graphopt.editing import Inserter, replace
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
-from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 from graphopt.passes.lift.canonicalize.padding import padding_mask
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
@@ -137,7 +138,7 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
     batch, length = rows[0].shape[:2]  # type: ignore[index]
     parts: list[ir.Value] = []
     for which, count, norm in (("query", heads, _Q_NORM), ("key", groups, _K_NORM), ("value", groups, None)):
-        part = insert.apart(rows[len(parts)], count, size, f"{which}.heads")
+        part = apart(insert, rows[len(parts)], count, size, f"{which}.heads")
         gain = None if norm is None else inputs[norm]
         if gain is not None:
             epsilon = attributes.get_float("qk_norm_epsilon", 1e-6)
@@ -145,7 +146,7 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
             part = insert.op(
                 "RMSNormalization", [part, gain], dims, part.dtype, f"{which}.norm", axis=-1, epsilon=epsilon
             )
-        part = insert.turned(part, f"{which}.turned")
+        part = swapped(insert, part, f"{which}.turned")
         if which != "value" and angles:
             part = _rotary(insert, part, angles, attributes.get_int("rotary_interleaved", 0), f"{which}.rotary")
         parts.append(part)
@@ -160,13 +161,8 @@ def _lift(model: ir.Model, node: ir.Node, angles: tuple[ir.Value, ...], ledger: 
         is_causal=1,
         **_numbers(node, size),
     )
-    made.metadata_props.update(node.metadata_props)
-    y = insert.turned(made.outputs[0], "output.turned")
-    target = insert.integers([0, 0, heads * size])
-    y = insert.op("Reshape", [y, target], [batch, length, heads * size], dtype, "output.rows")
-    for old, new in zip(node.outputs, [y, *made.outputs[1:]], strict=False):
-        take_place(old, new)
-    graph.remove(node, safe=True)
+    y = joined(insert, made.outputs[0], "output")
+    replace(node, insert.nodes, dict(zip(node.outputs, [y, *made.outputs[1:]], strict=False)))
     ledger.changed(made, LIFTED(op=_OPERATOR, window=max(0, window)), [node])
 
 

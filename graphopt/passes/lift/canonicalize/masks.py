@@ -22,6 +22,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.ports import ATTENTION_MASK, past_port
+from graphopt.editing import bypass
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
@@ -265,5 +266,4 @@ def drop_guard(evaluator: MaskEvaluator, node: ir.Node, mask: ir.Value, ledger: 
             ledger.skipped(user, NO_GUARD())
             continue
         ledger.changed(node, GUARD_REMOVED(), [user])
-        user.outputs[0].replace_all_uses_with(node.outputs[0])
-        evaluator.model.graph.remove(user, safe=True)
+        bypass(user, node.outputs[0])

@@ -16,10 +16,11 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import contrib_nodes, head_sizes
+from graphopt.editing import Dims, Inserter, replace
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.group_query import HEADS_UNKNOWN, LIFTED, SCORES_READ
-from graphopt.passes.lift.canonicalize.inserting import Dims, Inserter, take_place
+from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
 from graphopt.weights import Sliced, WeightTensor, expression_of, new_weight, weight_of
 
@@ -110,7 +111,7 @@ def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
         if inputs[_BIAS] is not None:
             bias = _bias(graph, node, widths, number, which)
             rows = insert.op("Add", [rows, bias], list(rows.shape), rows.dtype, f"{which}.biased")
-        parts.append(insert.turned(insert.apart(rows, heads, widths[number] // heads, f"{which}.heads"), which))
+        parts.append(swapped(insert, apart(insert, rows, heads, widths[number] // heads, f"{which}.heads"), which))
     query = parts[0]
     assert query.shape is not None
     batch, _, length, size = query.shape
@@ -128,17 +129,13 @@ def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
         sizes = (int(str(size)), widths[2] // heads)
         outputs += [([batch, heads, None, each], dtype) for each in sizes]
     made = insert.node("Attention", [*parts, mask, *inputs[_PAST_KEY:_PAST_LENGTH]], outputs, "Attention", **attributes)
-    made.metadata_props.update(node.metadata_props)
-    y = insert.turned(made.outputs[0], "output.turned")
-    target = insert.integers([0, 0, widths[2]])
-    y = insert.op("Reshape", [y, target], [batch, length, widths[2]], dtype, "output.rows")
+    y = joined(insert, made.outputs[0], "output")
     # Without a cache what it would be is the keys and values themselves.
     presents = list(made.outputs[1:]) if cached else parts[1:]
-    for old, new in zip(node.outputs, [y, *presents], strict=False):
-        if old.name:
-            new.shape = old.shape or new.shape
-            take_place(old, new)
-    graph.remove(node, safe=True)
+    places = {old: new for old, new in zip(node.outputs, [y, *presents], strict=False) if old.name}
+    for old, new in places.items():
+        new.shape = new.shape if old.shape is None else old.shape
+    replace(node, insert.nodes, places)
     ledger.changed(made, LIFTED(op=_OPERATOR), [node])
 
 

@@ -18,10 +18,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import MICROSOFT
+from graphopt.editing import Inserter, replace, shared
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
-from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
-from graphopt.passes.lower.products import shared
 
 _POSITIONS = "position_ids"
 # Cosines of equal float32 angles by two libraries: one unit in the last place of each, below 1.
@@ -182,10 +181,7 @@ def lift_rotary_tables(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
             "rotary_embedding_dim": node.attributes.get_int("rotary_embedding_dim", 0),
         }
         made = ir.node("RotaryEmbedding", [x, *found], attributes, name=node.name)
-        made.metadata_props.update(node.metadata_props)
-        model.graph.insert_before(node, made)
-        take_place(node.outputs[0], made.outputs[0])
-        model.graph.remove(node, safe=True)
+        replace(node, made)
         ledger.changed(made, READS_ANGLES(), [node, cos])
 
 

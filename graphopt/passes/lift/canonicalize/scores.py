@@ -12,14 +12,15 @@ sees no key may be NaN, and set to 0 behind the softmax; ``Attention`` gives zer
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+import dataclasses
+from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
+from graphopt.editing import Inserter, inherit, replace
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
-from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
 from graphopt.weights import weight_of
 
@@ -93,18 +94,18 @@ def _scores(value: ir.Value | None) -> _Scores | None:
     if node.op_type == "Tanh":
         inner = _scores(node.inputs[0])
         capped = inner is None or inner.inside is not None or bool(inner.masks)
-        return None if inner is None or capped else replace(inner, scale=1.0, inside=inner.scale)
+        return None if inner is None or capped else dataclasses.replace(inner, scale=1.0, inside=inner.scale)
     if node.op_type == "Add":
         for x, mask in (node.inputs[:2], node.inputs[1::-1]):
             inner = _scores(x)
             if inner is not None and mask is not None:
-                return replace(inner, masks=(*inner.masks, (mask, False)))
+                return dataclasses.replace(inner, masks=(*inner.masks, (mask, False)))
     if node.op_type == "Where":
         visible, first, second = node.inputs[:3]
         for x, other, hidden in ((first, second, False), (second, first, True)):
             inner, number = _scores(x), scalar(other)
             if inner is not None and visible is not None and number is not None and number <= _LOWEST:
-                return replace(inner, masks=(*inner.masks, (visible, hidden)))
+                return dataclasses.replace(inner, masks=(*inner.masks, (visible, hidden)))
     return None
 
 
@@ -117,7 +118,7 @@ def _scaled(node: ir.Node) -> _Scores | None:
             continue
         if node.op_type == "Div" and x is right:
             return None
-        return replace(inner, scale=inner.scale * (1.0 / number if node.op_type == "Div" else number))
+        return dataclasses.replace(inner, scale=inner.scale * (1.0 / number if node.op_type == "Div" else number))
     return None
 
 
@@ -162,12 +163,10 @@ def _lift(graph: ir.Graph, scores: _Scores, softmax: ir.Node, product: ir.Node, 
     mask = one_mask(insert, scores.masks)
     inputs = [query, key, product.inputs[1], None if mask is None else with_queries(insert, mask, query)]
     made = ir.node("Attention", inputs[: 3 + bool(scores.masks)], attributes, name=f"{softmax.name}.Attention")
-    made.metadata_props.update(softmax.metadata_props)
-    made.outputs[0].type, made.outputs[0].shape = product.outputs[0].type, product.outputs[0].shape
-    graph.insert_before(product, made)
-    take_place(product.outputs[0], made.outputs[0])
-    graph.remove(product, safe=True)
-    ledger.changed(made, SPELLED_OUT(softcap=softcap), [scores.product, softmax, product])
+    inherit(made, softmax)
+    spelled = [scores.product, softmax, product]
+    replace(product, made)
+    ledger.changed(made, SPELLED_OUT(softcap=softcap), spelled)
 
 
 def _without_factor(value: ir.Value) -> tuple[ir.Value, float]:

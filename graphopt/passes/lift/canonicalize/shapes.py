@@ -11,13 +11,12 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
 
+from graphopt.editing import Inserter, bypass, shared
 from graphopt.errors import MissingDependencyError
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
-from graphopt.passes.lift.canonicalize.inserting import Inserter
-from graphopt.passes.lower.products import shared
 from graphopt.weights import weight_of
 
 _SMALL = 64
@@ -83,7 +82,7 @@ def _pick_sizes(model: ir.Model) -> None:
         size = dims[place.item()]
         if isinstance(size, int):
             known = shared(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
-            node.outputs[0].replace_all_uses_with(known)
+            bypass(node, known)
         elif tokens is not None and shape.inputs[0] is not tokens:
             _pick_from_tokens(model.graph, node, size, tokens, scalar=place.ndim == 0)
 
@@ -97,7 +96,7 @@ def _pick_from_tokens(graph: ir.Graph, node: ir.Node, size: ir.SymbolicDim, toke
     picked = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=axis, end=axis + 1)
     if scalar:
         picked = insert.op("Squeeze", [picked], [], ir.DataType.INT64)
-    node.outputs[0].replace_all_uses_with(picked)
+    bypass(node, picked)
 
 
 def _is_small_integer(node: ir.Node) -> bool | None:

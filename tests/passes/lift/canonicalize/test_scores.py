@@ -10,9 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphopt.analysis.contrib import settle_caches
-from graphopt.passes.lift.canonicalize.inserting import Inserter, take_place
+from graphopt.editing import Inserter, shared, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask
-from graphopt.passes.lower.products import shared
 from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
 from tests.graphs import relative, run_pass
 
