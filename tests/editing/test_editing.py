@@ -17,7 +17,7 @@ X = np.array([[1.0, -2.0, 3.0, -4.0]], np.float32)
 
 
 def chain(*op_types: str) -> ir.Model:
-    """Return a graph in which each op reads the one before: values ``x``, ``v0``, ``v1`` and so on, the last one out."""
+    """Return a graph in which each op reads the one before: ``x``, ``v0``, ``v1`` and so on; the last is the output."""
     value = ir.val("x", F, ["batch", 4])
     graph = ir.Graph([value], [], nodes=[], opset_imports={"": 23}, name="chain")
     for number, op_type in enumerate(op_types):
