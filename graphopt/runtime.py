@@ -63,6 +63,7 @@ def open_session(
     optimized_to: Path | None = None,
     native: bool = True,
     device: Device = "cpu",
+    rewritten: bool = True,
 ) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session.
 
@@ -74,6 +75,7 @@ def open_session(
         native: let graphopt's own kernels take the nodes of its operators, where they were built; else their bodies of
             standard operators run.
         device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
+        rewritten: let onnxruntime optimize the graph before it runs it; if false, nodes run as they are written.
 
     Raises:
         InputError: onnxruntime refuses the file or the library of kernels; its message is included. For ``cuda``
@@ -87,6 +89,8 @@ def open_session(
     options = ort.SessionOptions()
     options.log_severity_level = _ERRORS_ONLY
     options.intra_op_num_threads = threads
+    if not rewritten:
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
     if optimized_to is not None:
@@ -196,9 +200,14 @@ def _registered(library: Path) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def session_of(model: ir.Model) -> Iterator[onnxruntime.InferenceSession]:
-    """Open a session on a model in memory, through a temporary file that is removed afterwards."""
+def session_of(model: ir.Model, *, rewritten: bool = True) -> Iterator[onnxruntime.InferenceSession]:
+    """Open a session on a model in memory, through a temporary file that is removed afterwards.
+
+    Args:
+        model: the model.
+        rewritten: as for :func:`open_session`.
+    """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         path = Path(folder) / "model.onnx"
         ir.save(model, path, external_data="model.onnx.data")
-        yield open_session(path)
+        yield open_session(path, rewritten=rewritten)
