@@ -15,6 +15,7 @@ from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
 from graphopt.checks.equivalence import Verifier, context_of, prove
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
+from graphopt.errors import InputError
 from graphopt.facts import Check, PassReport
 from graphopt.manifest import Manifest, installed_versions
 from graphopt.notes import OF_GRAPH, notes_of, precision_of
@@ -69,6 +70,8 @@ def optimize(
     """
     chosen = chosen_recipe(load_recipe(recipe), target, last_logits, float16)
     if output is None:
+        if work is not None:
+            raise InputError("a work folder is for an artifact that is written", file=work, remedy="name an output too")
         folder = tempfile.TemporaryDirectory(prefix="graphopt-")
         with workers(jobs) as executor:
             made = _compile(model, chosen, Path(folder.name), executor, run=run, on_stage=on_stage)

@@ -56,6 +56,7 @@ def evaluate_shard(
     shard: int,
     shards: int,
     *,
+    overwrite: bool = False,
     jobs: int | Executor = 1,
     work: str | Path | None = None,
     on_stage: Progress = silent,
@@ -70,18 +71,20 @@ def evaluate_shard(
         output: the artifact that :func:`assemble` will write; it names the work folder.
         shard: which share, from 0 on.
         shards: how many there are.
+        overwrite: whether an artifact at ``output`` may be replaced in the end.
         jobs: as for :func:`graphopt.optimize`.
         work: as for :func:`graphopt.optimize`; all shards must see the same folder.
         on_stage: called when a stage begins, with how many are done.
 
     Raises:
         InputError: there is no such shard, the model or the recipe cannot be used, or other shards in the work folder
-            are of another model or recipe.
+            are of another model or recipe, or ``output`` cannot be written.
     """
     if not 0 <= shard < shards:
         raise InputError(
             f"there is no shard {shard}/{shards}", remedy=f"the shards are 0/{shards} to {shards - 1}/{shards}"
         )
+    artifacts.check_output(Path(output), overwrite=overwrite)
     on_stage("applying the passes")
     source = artifacts.read(model)
     folder = open_work_folder(Path(output), None if work is None else Path(work))

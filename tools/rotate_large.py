@@ -1,6 +1,7 @@
-"""Measure what it takes to rotate a large model: memory and time, against plain copying of the same bytes.
+"""Measure what it takes to rotate and quantize a large model: memory and time, against plain copying of its bytes.
 
 python tools/rotate_large.py --json rotate_large.json
+python tools/rotate_large.py --steps rotate-int4 --jobs 1 --jobs 2
 
 The model is Llama-shaped, with random weights, and is exported as any other. Each step runs in a process of its own,
 whose peak of resident memory the system reports; it counts pages of mapped files too.
@@ -8,6 +9,7 @@ whose peak of resident memory the system reports; it counts pages of mapped file
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -39,7 +41,7 @@ del model
 export(folder, sys.argv[1] + "/float32")
 """
 OPTIMIZE = """
-import sys, resource, json, time
+import sys, hashlib, os, resource, json, time
 from graphopt import artifact
 from graphopt.pipeline import optimize
 from graphopt.recipe import load_recipe
@@ -48,11 +50,14 @@ if sys.argv[3] == "copy":
     artifact.write(artifact.read(sys.argv[1]), sys.argv[2])
     proof = None
 else:
-    made = optimize(sys.argv[1], load_recipe(sys.argv[3]), sys.argv[2], run=False)
+    made = optimize(sys.argv[1], load_recipe(sys.argv[3]), sys.argv[2], run=False, jobs=int(sys.argv[4]))
     (proof,) = [check for check in made.manifest.checks if check.name == "certificate"]
 print(json.dumps({
     "seconds": time.perf_counter() - begin,
     "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+    "peak_bytes_of_a_worker": 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss,
+    "load": os.getloadavg()[0],
+    "sha256": hashlib.file_digest(open(sys.argv[2] + "/model.onnx.data", "rb"), "sha256").hexdigest(),
     "certificate": proof and proof.status,
     "certificate_seconds": proof and proof.figures["seconds"],
 }))
@@ -64,29 +69,37 @@ def main(
     hidden: Annotated[int, typer.Option(help="a multiple of 256")] = 2048,
     inner: int = 8192,
     vocabulary: int = 32000,
+    steps: Annotated[list[str] | None, typer.Option(help="presets, or copy; by default the exact ones")] = None,
+    jobs: Annotated[list[int] | None, typer.Option(help="processes; several numbers are compared")] = None,
     folder: Annotated[Path | None, typer.Option(help="where to work; needs five times the model's size")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the figures here too")] = None,
 ) -> None:
-    """Make the model, copy it, rotate it by both exact presets, and report each step."""
+    """Make the model, copy it, run the steps with each number of jobs, and report each."""
     with tempfile.TemporaryDirectory(dir=folder) as work:
         run(MAKE, work, layers, hidden, inner, vocabulary)
         source = Path(work) / "float32"
         size = sum(file.stat().st_size for file in source.iterdir())
         largest = 4 * hidden * max(inner, vocabulary)
         rows: list[dict[str, Any]] = [{"step": "plain copy of the files", **copy(source, Path(work) / "copied")}]
-        for step in ("copy", "rotate", "rotate-online"):
+        for step, count in itertools.product(steps or ("copy", "rotate", "rotate-online"), jobs or (1,)):
             made = Path(work) / step
-            rows.append({"step": step, **json.loads(run(OPTIMIZE, source, made, step))})
+            rows.append({"step": step, "jobs": count, **json.loads(run(OPTIMIZE, source, made, step, count))})
             shutil.rmtree(made)
-    table = Table("step", "seconds", "peak memory", "certificate", "of that seconds")
+    table = Table(
+        "step", "jobs", "seconds", "peak memory", "of a worker", "certificate", "of that seconds", "load", "sha256"
+    )
     for row in rows:
         peak, proof = row.get("peak_bytes"), row.get("certificate_seconds")
         table.add_row(
             row["step"],
+            str(row.get("jobs", "")),
             f"{row['seconds']:.1f}",
             "" if peak is None else f"{peak / 1e9:.2f} GB",
+            f"{row['peak_bytes_of_a_worker'] / 1e9:.2f} GB" if row.get("jobs", 1) > 1 else "",
             row.get("certificate") or "",
             "" if proof is None else f"{proof:.1f}",
+            f"{row['load']:.1f}" if "load" in row else "",
+            row.get("sha256", "")[:8],
         )
     console = Console()
     console.print(

@@ -109,7 +109,10 @@ def optimize(
         from graphopt.shards import evaluate_shard, parse_shard
 
         with progress() as say:
-            folder = evaluate_shard(model, chosen, output, *parse_shard(shard), jobs=jobs, work=work, on_stage=say)
+            number, of = parse_shard(shard)
+            folder = evaluate_shard(
+                model, chosen, output, number, of, overwrite=overwrite, jobs=jobs, work=work, on_stage=say
+            )
         if as_json:
             return print_json([{"shard": shard, "work": str(folder)}])
         return out.print(f"shard {shard} is evaluated: {folder}", highlight=False, soft_wrap=True)

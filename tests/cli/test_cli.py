@@ -256,3 +256,26 @@ def test_heads_that_cannot_be_measured_are_refused(run, llama_artifact: Path, tm
     code, _, error = run("heads", llama_artifact, "--held-out", "--windows", 1, "-o", tmp_path / "none" / "heads.json")
     assert code == 2
     assert "there is no such folder" in error
+
+
+def test_shards_are_evaluated_and_assembled(run, llama_artifact: Path, tmp_path: Path) -> None:
+    command = ("optimize", llama_artifact, "-r", "rotate-int4", "-o", tmp_path / "out", "--no-run")
+    code, out, _ = run(*command, "--shard", "0/2")
+    assert (code, out) == (0, f"shard 0/2 is evaluated: {tmp_path / '.out-work'}\n")
+    code, _, err = run("assemble", "-o", tmp_path / "out", "--no-run")
+    assert code == 2
+    assert "these shards are not done: 1/2" in err
+    code, out, _ = run(*command, "--shard", "1/2", "--jobs", "2", "--json")
+    assert (code, json.loads(out)) == (0, [{"shard": "1/2", "work": str(tmp_path / ".out-work")}])
+    code, out, _ = run("assemble", "-o", tmp_path / "out", "--no-run")
+    assert code == 0
+    assert f"written: {tmp_path / 'out'}" in out
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_what_is_no_shard_is_refused(run, llama_artifact: Path, tmp_path: Path) -> None:
+    for text, message in (("half", "'half' is no shard"), ("2/2", "there is no shard 2/2: the shards are 0/2 to 1/2")):
+        code, _, err = run("optimize", llama_artifact, "-o", tmp_path / "out", "--shard", text)
+        assert code == 2
+        assert message in err
+    assert not list(tmp_path.iterdir())
