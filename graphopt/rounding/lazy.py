@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import onnx_ir as ir
 
 from graphopt.formats.table import TableFormat
@@ -39,7 +41,7 @@ def quantized(
 
 
 class LazyQuantized:
-    """As :func:`quantized`, for graphs that state the type of scales: it is found by reading the weight once, at once.
+    """As :func:`quantized`, for graphs that state the type of scales: who asks for it reads the weight once.
 
     Args:
         weight: an initializer, [rows, columns].
@@ -48,9 +50,6 @@ class LazyQuantized:
         scale: as for :func:`quantized`.
         transposed: as for :func:`quantized`.
         half: as for :func:`quantized`.
-
-    Attributes:
-        half: whether scales are rounded to float16.
     """
 
     def __init__(
@@ -64,9 +63,15 @@ class LazyQuantized:
         half: bool = False,
     ) -> None:
         self._source, self._table, self._group, self._scale = expression_of(weight.const_value), table, group, scale
-        self._transposed = transposed
-        matrix = self._source.numpy() if half else None
-        self.half = matrix is not None and fits_half(matrix.T if transposed else matrix, table, group)
+        self._transposed, self._half = transposed, half
+
+    @cached_property
+    def half(self) -> bool:
+        """Whether scales are rounded to float16. This reads the weight; :meth:`tensors` does not."""
+        if not self._half:
+            return False
+        matrix = self._source.numpy()
+        return fits_half(matrix.T if self._transposed else matrix, self._table, self._group)
 
     def tensors(self) -> dict[str, ir.TensorProtocol]:
         """Return ``codes``, ``scales`` and, where the format has them, ``zero_points``, not yet evaluated.
@@ -88,5 +93,5 @@ class LazyQuantized:
     def _rounding(self, *, standard: bool) -> RoundedToNearest:
         axis = int(self._transposed)
         return RoundedToNearest(
-            self._source, self._table, self._group, self._scale, axis=axis, half=self.half, standard=standard
+            self._source, self._table, self._group, self._scale, axis=axis, half=self._half, standard=standard
         )

@@ -119,7 +119,7 @@ def test_scales_that_are_not_what_they_were_promised_to_be_are_not_rounded() -> 
     scales.const_value = ir.tensor(scales.const_value.numpy() * np.float32(1 + 2**-20), name=scales.name)
     lower(model)
     packed = next(node for node in model.graph if node.name == "up0")
-    with pytest.raises(ValueError, match="no numbers of FLOAT16"):
+    with pytest.raises(ValueError, match="promised as FLOAT16"):
         packed.inputs[2].const_value.numpy()
 
 
