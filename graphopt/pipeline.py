@@ -12,6 +12,7 @@ from onnx_ir.passes.common import NameFixPass
 from graphopt import artifact as artifacts
 from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.heads import ORIGIN
+from graphopt.analysis.structure import packed_nodes
 from graphopt.artifact import Artifact
 from graphopt.checks.equivalence import Verifier, context_of, prove
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
@@ -48,7 +49,8 @@ def optimize(
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
-            none, for any but ``portable`` with ``merge_products`` behind it. ``None`` leaves the recipe as it is.
+            none, for any but ``portable`` with ``merge_products`` in front. ``None``: what the recipe says, by default
+            ``portable``.
         last_logits: add the step ``last_logits``: enough to generate, not to score a given text.
         float16: add the step ``float16``: compute in float16.
         overwrite: whether an artifact at ``output`` may be replaced.
@@ -111,6 +113,7 @@ def _compile(
 ) -> Artifact:
     """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
     source = model if isinstance(model, Artifact) else artifacts.read(model)
+    recipe = (recipe.unpacking() if packed_nodes(source.model.graph) else recipe).lowered()
     graph = source.model.clone()
 
     passes = recipe.passes()
@@ -146,7 +149,7 @@ def _compile(
                 on_stage(f"proving {step.name}", done, total)
                 checks.append(_of_run(report, prove(before, graph, report.claims, step.name)))
             on_stage(f"checking {step.name}", done, total)
-            checks.append(_of_run(report, verifier.check(graph, step.name, step.effect)))
+            checks.append(_of_run(report, verifier.check(graph, step.name, report.effect)))
 
         NameFixPass()(graph)
         kernels: KernelReport | None = None

@@ -66,10 +66,33 @@ class Recipe(BaseModel):
         """Return the passes of the recipe, ready to run."""
         return [PASSES[step.step](self._settled(step)) for step in self.steps]
 
-    def lowered(self, target: Target) -> Recipe:
-        """Return the recipe for ``target``: its step ``lower`` says so, and any but ``portable`` merges products."""
-        recipe = self.adding("lower").setting("lower", target=target)
+    def lowered(self, target: Target | None = None) -> Recipe:
+        """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
+
+        Args:
+            target: what ``lower`` is for; any but ``portable`` merges products too. ``None`` leaves a step ``lower`` as
+                it is, and adds one for ``portable``.
+        """
+        recipe = self.adding("lower")
+        if target is None:
+            return recipe
+        recipe = recipe.setting("lower", target=target)
         return recipe if target == "portable" else recipe.adding("merge_products")
+
+    def unpacking(self) -> Recipe:
+        """Return the recipe for a graph of packed products: with a step ``unpack`` if it has work with codes."""
+        works = any(PASSES[step.step].phase() in ("codes", "lower") for step in self.steps)
+        return self.adding("unpack") if works else self
+
+    @classmethod
+    def recorded(cls, data: Mapping[str, Any]) -> Recipe:
+        """Read the recipe of a manifest. One of an older graphopt may lack ``lower``, and has another order in it.
+
+        Raises:
+            ValidationError: it is no recipe.
+        """
+        steps = sorted(data["steps"], key=lambda step: list(PASSES).index(step["step"]))
+        return cls.model_validate({**data, "steps": steps}).lowered()
 
     def adding(self, name: str) -> Recipe:
         """Return the recipe with the step ``name`` and its defaults at its place, unless it has one.

@@ -138,7 +138,7 @@ def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
 def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     recipe = load_recipe("int4")
     lowered = recipe.lowered("ort-cpu")
-    assert lowered.steps == (*recipe.steps, LowerOptions(target="ort-cpu"), MergeProductsOptions())
+    assert lowered.steps == (*recipe.steps, MergeProductsOptions(), LowerOptions(target="ort-cpu"))
     assert lowered.lowered("ort-cpu") == lowered
     assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
 
@@ -147,7 +147,7 @@ def test_float16_is_the_last_step_and_asked_for_once() -> None:
     recipe = load_recipe("int4").adding("float16")
     assert recipe.steps[-1] == Float16Options()
     assert recipe.adding("float16") == recipe
-    lowered = [*load_recipe("int4").steps, LowerOptions(target="ort-cuda"), MergeProductsOptions(), Float16Options()]
+    lowered = [*load_recipe("int4").steps, MergeProductsOptions(), LowerOptions(target="ort-cuda"), Float16Options()]
     assert list(recipe.lowered("ort-cuda").steps) == lowered
 
 

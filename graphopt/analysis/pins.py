@@ -26,6 +26,7 @@ CONSTANT_LEFT = Rule("basis.constant-left", "MatMul of a constant on its left, o
 STACKED = Rule("basis.stacked", "MatMul with a stack of constant matrices")
 PAIRED = Rule("basis.paired", "MatMul pairs its entries one by one")
 CODES = Rule("basis.codes", "its codes are fixed: rotate before weights are quantized")
+ROUNDED = Rule("basis.rounded", "its numbers are rounded in these coordinates: rotate before inputs are quantized")
 PICKED = Rule("basis.picked", "{op} picks or sums its entries")
 
 MIXED = Rule("basis.mixed", "{op} mixes it with other axes")

@@ -1,4 +1,4 @@
-"""Which product makes the logits, which chooses experts, which lookup reads the tokens; how a product stores codes."""
+"""Which product makes the logits, which chooses experts, which lookup reads the tokens; which products are packed."""
 
 from __future__ import annotations
 
@@ -29,25 +29,9 @@ def is_packed(node: ir.Node) -> bool:
     return node.domain == DOMAIN and node.op_type in PACKED
 
 
-def dequantize_of(node: ir.Node) -> ir.Node | None:
-    """Return the ``DequantizeLinear`` whose output is the right side of the ``MatMul`` ``node``, if there is one."""
-    right = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
-    producer = None if right is None else right.producer()
-    return producer if producer is not None and producer.op_type == "DequantizeLinear" else None
-
-
-def coded_nodes(graph: ir.Graph) -> list[ir.Node]:
-    """Return every product with a matrix of codes, in order: of our operators, or behind a ``DequantizeLinear``."""
-    return [
-        node
-        for node in graph
-        if is_packed(node)
-        or (
-            (dequantize := dequantize_of(node)) is not None
-            and (codes := weight_of(dequantize, 0)) is not None
-            and len(codes.shape or ()) == 2
-        )
-    ]
+def packed_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return every product with packed codes, in order."""
+    return [node for node in graph if is_packed(node)]
 
 
 def head_nodes(graph: ir.Graph) -> set[ir.Node]:

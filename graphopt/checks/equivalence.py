@@ -24,6 +24,7 @@ from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Effect, Fact, Rule
 from graphopt.memory import available_memory
 from graphopt.passes.base import Pass
+from graphopt.passes.lower.lower import lowered
 from graphopt.rotations.claims import Claims
 from graphopt.runtime import open_session
 from graphopt.tasks import Probe, Task, task_of
@@ -148,9 +149,16 @@ class Verifier:
         )
 
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
+        """Run what will run of the model: codes that are still logical are packed in a copy, so that kernels run."""
         with _float32_inputs(model):
-            path = self.settle(model)
-        return self._probe_for(model).run(open_session(path, entries=self._entries, native=self._native))
+            path, runs = self.settle(model), lowered(model)
+            if runs is not model:
+                path = self._write(runs, f"{path.stem}.lowered")
+        try:
+            return self._probe_for(model).run(open_session(path, entries=self._entries, native=self._native))
+        finally:
+            if runs is not model:
+                _remove(path)
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
@@ -161,14 +169,22 @@ class Verifier:
     def settle(self, model: ir.Model) -> Path:
         """Evaluate the weights that are not yet, write the model into the folder, and return the ``.onnx`` file."""
         number = 0 if self._saved is None else int(self._saved.stem) + 1
-        data, path = f"{number}.data", self._folder / f"{number}.onnx"
-        self._evaluator.settle(model)
-        save_model(model, path, data, executor=self._evaluator.executor)
+        path = self._write(model, str(number))
         if self._saved is not None:
-            self._saved.unlink()
-            self._saved.with_suffix(".data").unlink(missing_ok=True)
+            _remove(self._saved)
         self._saved = path
         return path
+
+    def _write(self, model: ir.Model, stem: str) -> Path:
+        path = self._folder / f"{stem}.onnx"
+        self._evaluator.settle(model)
+        save_model(model, path, f"{stem}.data", executor=self._evaluator.executor)
+        return path
+
+
+def _remove(path: Path) -> None:
+    path.unlink()
+    path.with_suffix(".data").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure import dequantize_of, is_packed
+from graphopt.analysis.codes import dequantize_of
+from graphopt.analysis.structure import is_packed
 from graphopt.checks.equivalence import Verifier
 from graphopt.errors import VerificationError
 from graphopt.facts import Check, Fact, Rule

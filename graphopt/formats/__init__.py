@@ -68,4 +68,10 @@ def format_of(name: str | Sequence[float]) -> TableFormat:
     return TableFormat("custom", (len(numbers) - 1).bit_length(), numbers)
 
 
-__all__ = ["FORMATS", "TableFormat", "format_of", "integer_step"]
+def format_stored_as(dtype: ir.DataType) -> TableFormat | None:
+    """Return the format whose codes ONNX stores as integers of this type, if there is one."""
+    named = (table for table in FORMATS.values() if table.onnx_type == dtype)
+    return next(named, None) if dtype.is_integer() else None
+
+
+__all__ = ["FORMATS", "TableFormat", "format_of", "format_stored_as", "integer_step"]

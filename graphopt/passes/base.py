@@ -112,4 +112,6 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
         declare(model)
         report.seconds = time.perf_counter() - started
         report.removed = there.found(model.graph, self.name)
+        if not report.changes:  # what a lossy pass left as it was must compute what it computed
+            report.effect = "exact"
         return PassResult(model, modified=bool(report.changes), report=report)

@@ -9,8 +9,7 @@ import onnx_ir as ir
 from graphopt.formats.table import TableFormat
 from graphopt.rounding.expressions import RoundedToNearest, Scale, parts_of
 from graphopt.rounding.half import fits_half
-from graphopt.rounding.packed import packed_tensors
-from graphopt.weights import WeightTensor, expression_of
+from graphopt.weights import Cast, Expression, WeightTensor, expression_of
 
 
 def quantized(
@@ -81,14 +80,16 @@ class LazyQuantized:
         """
         return {name: WeightTensor(part) for name, part in parts_of(self._rounding(standard=True)).items()}
 
-    def packed(self) -> dict[str, ir.TensorProtocol]:
-        """Return the same in the layout of ``MatMulTable``."""
-        assert not self._transposed
-        parts = parts_of(self._rounding(standard=False))
-        dtype = ir.DataType.FLOAT16 if self.half else ir.DataType.FLOAT
-        return packed_tensors(
-            self._table, dtype, codes=parts["codes"], scales=parts["scales"], zero_points=parts.get("zero_points")
-        )
+    def places(self) -> dict[str, ir.TensorProtocol]:
+        """Return the same for any format: codes are places in its table, uint8, zero points are values of it.
+
+        Scales and zero points are float16 where :attr:`half` is true, else of the matrix's own type.
+        """
+        parts: dict[str, Expression] = {**parts_of(self._rounding(standard=False))}
+        dtype = ir.DataType.FLOAT16 if self.half else parts["scales"].dtype
+        for name in parts.keys() - {"codes"}:  # a code that means 0 is its own value
+            parts[name] = parts[name] if parts[name].dtype == dtype else Cast(parts[name], dtype)
+        return {name: WeightTensor(part) for name, part in parts.items()}
 
     def _rounding(self, *, standard: bool) -> RoundedToNearest:
         axis = int(self._transposed)

@@ -37,19 +37,21 @@ OPERATORS: dict[str, Operator] = {
 def declare(model: ir.Model) -> None:
     """Put the body of each of our operators that the graph or another body uses into the model, and import the domain.
 
-    Where an operator has overloads, its nodes are told which; bodies that no node uses any more are taken out.
+    Where an operator has overloads, its nodes are told which. Bodies of the domain that no node uses any more are taken
+    out, and the import with the last of them.
 
     Raises:
         ValueError: the graph has a node of the domain that is no operator of ours, or one whose attributes allow no
             body.
     """
     waiting = [node for node in model.graph.all_nodes() if node.domain == DOMAIN]
-    if not waiting:
-        return
     unknown = {node.op_type for node in waiting} - OPERATORS.keys()
     if unknown:
         raise ValueError(f"{DOMAIN} has no operator {', '.join(sorted(unknown))}; it has {', '.join(OPERATORS)}")
-    model.opset_imports[DOMAIN] = max(OPERATORS[node.op_type].version for node in waiting)
+    if waiting:
+        model.opset_imports[DOMAIN] = max(OPERATORS[node.op_type].version for node in waiting)
+    else:
+        model.opset_imports.pop(DOMAIN, None)
     opset = model.opset_imports[""]
     bodies: dict[ir.OperatorIdentifier, ir.Function] = {}
     while waiting:
@@ -59,7 +61,7 @@ def declare(model: ir.Model) -> None:
         if node.op_identifier() not in bodies:
             body = bodies[node.op_identifier()] = operator.body_of(node, opset)
             waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
-    for key in [key for key in model.functions if key[2] and key[0] == DOMAIN and key not in bodies]:
+    for key in [key for key in model.functions if key[0] == DOMAIN and key not in bodies]:
         del model.functions[key]
     model.functions.update(sorted(bodies.items()))
 

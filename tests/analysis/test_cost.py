@@ -9,7 +9,7 @@ from graphopt.passes.codes.quantize_weights import (
     QuantizeWeights,
     QuantizeWeightsOptions,
 )
-from tests.graphs import VOCABULARY, residual_model
+from tests.graphs import VOCABULARY, residual_model, run_pass
 
 WIDTH, INNER, LAYERS = 32, 48, 2
 MATRICES = LAYERS * 2 * WIDTH * INNER
@@ -48,6 +48,7 @@ def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) 
     model = residual_model(WIDTH, INNER, LAYERS)
     linear = LinearFormat(format=name, group=16)
     QuantizeWeights(QuantizeWeightsOptions(linear=linear, head=linear, embedding=None))(model)
+    run_pass(model, "lower")
     totals = weight_totals(model)
     assert totals.parameters == PARAMETERS
     # 24 columns of the head are padded to 32; a table is stored once, and what is neutral takes two bytes
@@ -62,4 +63,5 @@ def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) 
 def test_a_table_of_ones_own_tells_its_size() -> None:
     model = residual_model(WIDTH, INNER, LAYERS)
     QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(format=(-1.0, 0.0, 0.5), group=16), head=None))(model)
+    run_pass(model, "lower")
     assert storage_formats(model)["a table of 3 values"] == 4

@@ -9,11 +9,10 @@ from graphopt.checks import equivalence, kernels
 from graphopt.checks.equivalence import Verifier
 from graphopt.checks.kernels import check_kernels, quantized_products
 from graphopt.errors import VerificationError
-from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.runtime import ACCURACY_LEVEL, native_operators, open_session
 from graphopt.runtime_ops.library import PATH_VARIABLE
-from tests.graphs import residual_model, save
+from tests.graphs import residual_model, run_pass, save
 from tests.native import needs_library
 
 
@@ -69,6 +68,7 @@ def packed(**given: object) -> ir.Model:
     model = residual_model(width=32, inner=48)
     options = {"linear": LinearFormat(format="fp6-e2m3", group=16), "head": LinearFormat(group=16), **given}
     QuantizeWeights(QuantizeWeightsOptions(**options))(model)  # type: ignore[arg-type]
+    run_pass(model, "lower")
     return model
 
 
@@ -89,7 +89,9 @@ def test_without_a_library_bodies_run_and_the_check_says_so(tmp_path: Path, monk
     monkeypatch.setenv(PATH_VARIABLE, "")
     assert native_operators() == frozenset()
     model = packed()
-    QuantizeActivations(QuantizeActivationsOptions(bits=4))(model)
+    run_pass(model, "unpack")
+    run_pass(model, "quantize_activations", bits=4)
+    run_pass(model, "lower")
     report = check_kernels(model, Verifier(tmp_path, {}), {})
     assert "MatMulDynamic runs by the function body: no kernel here" in report.check.reason
     assert {(each.operator, each.activations): each.count for each in report.products} == {

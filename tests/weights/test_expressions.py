@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
+from graphopt.rounding.packed import packed_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.formats import FORMATS
 from graphopt.rotations import RandomRotation
 from graphopt.rounding.expressions import RoundedToNearest, parts_of
-from graphopt.rounding.packed import packed_tensors
 from graphopt.weights import (
     Array,
     Cast,

@@ -40,6 +40,8 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "RotaryEmbedding"): attention.rotary,
     ("", "Shape"): ignore,
     ("", "Size"): ignore,
+    (DOMAIN, "Dequantize"): linear.dequantize,
+    (DOMAIN, "RoundActivations"): linear.round_activations,
     (DOMAIN, "Hadamard"): elementwise.hadamard,
     **{(DOMAIN, name): linear.packed for name in PACKED},
 }

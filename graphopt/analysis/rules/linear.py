@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.analysis.axes import BasisGraph
-from graphopt.analysis.pins import CODES, CONSTANT_LEFT, PAIRED, PICKED, STACKED
+from graphopt.analysis.pins import CODES, CONSTANT_LEFT, PAIRED, PICKED, ROUNDED, STACKED
 from graphopt.analysis.rules.common import integers, join_through, observe, pin_all, rank, ranked
 from graphopt.weights import weight_of
 
@@ -43,6 +43,18 @@ def dequantize(found: BasisGraph, node: ir.Node) -> None:
     """Codes have been chosen for these coordinates: a rotation comes before the rounding, or not at all."""
     for axis in found.axes(node.outputs[0]):
         found.pin(axis, node.name or "", CODES(), "observed")
+
+
+def round_activations(found: BasisGraph, node: ir.Node) -> None:
+    """``round(x)``, number by number in these coordinates: the last axis stays, other axes pass on."""
+    x, y = node.inputs[0], node.outputs[0]
+    if x is None or not ranked(x, y):
+        observe(found, node)
+        return
+    reason = ROUNDED()
+    found.pin(found.axis(x, -1), node.name or "", reason, "observed")
+    found.pin(found.axis(y, -1), node.name or "", reason, "made")
+    join_through(found, node, x, y, but=[rank(y) - 1])
 
 
 def packed(found: BasisGraph, node: ir.Node) -> None:

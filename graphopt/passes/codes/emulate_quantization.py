@@ -7,12 +7,12 @@ from typing import Annotated, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field
 
+from graphopt.analysis.codes import dequantize_of, rounding_of
 from graphopt.analysis.ports import past_port
-from graphopt.analysis.structure import dequantize_of, head_nodes, is_packed
+from graphopt.analysis.structure import head_nodes
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
-from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from graphopt.weights import weight_of
 
@@ -49,7 +49,9 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
     and turns it back, x' = code * scale + offset. Everything stays in floating point, nothing gets smaller or faster:
     the graph computes what kernels on such codes would compute, so that their error can be measured. Activations have
     offset 0; k and v are rounded between the row's least and largest number. A tensor that several products read is
-    rounded once. W may be a float matrix or a ``DequantizeLinear`` of codes. Queries keep their numbers, and so does
+    rounded once. W may be a float matrix or one
+    that is dequantized. An input that ``RoundActivations`` rounds in groups is emulated in front of it, one that it
+    rounds token by token is left alone. Queries keep their numbers, and so does
     the input of the product that makes the logits, as in the evaluations of QuaRot (Ashkboos et al. 2024).
     """
 
@@ -68,7 +70,6 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
             self._round_activations(model.graph, self.options.activations, ledger)
         if self.options.cache is not None:
             self._round_caches(model.graph, self.options.cache, ledger)
-        declare(model)
 
     def _round_activations(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
         heads = head_nodes(graph)
@@ -76,10 +77,16 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
         for node in graph:
             if node in heads:
                 ledger.skipped(node, "it makes the logits: its input is left in floating point")
-            elif node.op_type == "MatMulDynamic" and is_packed(node):
-                ledger.skipped(node, "it rounds its input itself")
-            elif _multiplies_by_a_matrix(node) and (x := node.inputs[0]) is not None:
-                readers.setdefault(x, []).append(node)
+            elif _multiplies_by_a_matrix(node):
+                rounding = rounding_of(node)
+                if rounding is not None and not rounding.attributes.get_int("group", 0):
+                    ledger.skipped(node, "its input is really rounded, token by token")
+                    continue
+                reader = rounding or node
+                if reader is not node and any(use.node in heads for use in reader.outputs[0].uses()):
+                    ledger.skipped(node, "it shares its rounded input with the product that makes the logits")
+                elif (x := reader.inputs[0]) is not None and reader not in readers.setdefault(x, []):
+                    readers[x].append(reader)
             elif _has_weights(node):
                 ledger.skipped(node, f"{node.op_type} is no product with a constant matrix on its right")
         for x, nodes in readers.items():
@@ -125,8 +132,6 @@ def _insert(graph: ir.Graph, node: ir.Node, reader: ir.Node) -> None:
 
 def _multiplies_by_a_matrix(node: ir.Node) -> bool:
     """Whether ``node`` is ``MatMul(x, W)`` for a constant matrix W, stored as floats or as codes."""
-    if is_packed(node):
-        return True
     if node.op_type != "MatMul" or node.domain:
         return False
     dequantize = dequantize_of(node)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure import coded_nodes, dequantize_of, head_nodes, linear_nodes, router_nodes
-from graphopt.editing import drop, shared
-from graphopt.facts import Effect
+from graphopt.analysis.codes import NOT_QUANTIZED, coded_nodes, rounding_of, stored_codes
+from graphopt.analysis.structure import head_nodes, linear_nodes, router_nodes
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.codes.inputs import input_of, round_input
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.products import Packed, repack, replace
-from graphopt.runtime_ops import DOMAIN, OPERATORS, declare
+
+HEAD = Rule("quantize_activations.head", "it makes the logits: its input is rounded only if the recipe asks for it")
+ROUTER = Rule("quantize_activations.router", "it chooses experts: its input is left alone")
+ALREADY = Rule("quantize_activations.already", "its input is already rounded to {activations} per token")
+NOT_FLOAT = Rule("quantize_activations.not-float", "its input is {type}, and inputs are rounded in float")
 
 
 class QuantizeActivationsOptions(StepOptions):
@@ -34,17 +37,17 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
 
     before::
 
-        y = MatMul(Hadamard(x, left, right), DequantizeLinear(codes, scales; axis=0, block_size=group))
+        y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
 
     after::
 
-        y = ai.graphopt::MatMulDynamic(x, codes, scales, table, zero points, 0, left, right; bits, clip)
+        y = MatMul(ai.graphopt::RoundActivations(x; bits, clip), DequantizeLinear(codes, scales; ...))
 
-    For z = x H, with H the rotation that left and right make, a token's scale is s = clip max|z| / (2^(bits-1) - 1),
-    its codes are q = round(z / s), cut off at either end, and y = s q W: a product of integers (QuaRot, Ashkboos et al.
-    2024, section 4). A rotation that only this product reads runs inside it, any other stays in front. Products in the
-    form of ``MatMulTable`` are rewritten likewise, and what they said about activations is replaced. A product that
-    chooses experts is left alone, and so is the head unless the options ask for it.
+    A token's scale is s = clip max|x| / (2^(bits-1) - 1), its codes are q = round(x / s), cut off at either end, and
+    y = s q W: a product of integers (QuaRot, Ashkboos et al. 2024, section 4), which the step ``lower`` makes of it,
+    with a rotation in front inside. A tensor that several products read is rounded once. Products with codes of any
+    format are rewritten likewise, and what the graph said about their inputs is replaced. A product that chooses
+    experts is left alone, and so is the head unless the options ask for it.
     """
 
     name: ClassVar[str] = "quantize_activations"
@@ -58,43 +61,24 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         graph = model.graph
         heads, routers = head_nodes(graph), router_nodes(graph)
         for node in linear_nodes(graph):
-            ledger.skipped(node, "its weights are not quantized")
+            ledger.skipped(node, NOT_QUANTIZED())
         for node in coded_nodes(graph):
             if node in heads and not self.options.head:
-                ledger.skipped(node, "it makes the logits: its input is rounded only if the recipe asks for it")
+                ledger.skipped(node, HEAD())
             elif node in routers - heads:
-                ledger.skipped(node, "it chooses experts: its input is left alone")
-            elif node.op_type == "MatMulDynamic":
-                ledger.skipped(node, f"its input is already rounded to {node.attributes.get_int('bits', 0)} bits")
+                ledger.skipped(node, ROUTER())
             else:
-                self._rewrite_product(graph, node, ledger)
-        declare(model)
+                self._round(graph, node, ledger)
 
-    def _rewrite_product(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
-        x, dequantize = node.inputs[0], dequantize_of(node)
-        assert x is not None
-        if x.dtype is not None and x.dtype != ir.DataType.FLOAT:
-            ledger.skipped(node, f"its input is {x.dtype}, and MatMulDynamic reads float")
-            return
-        packed = Packed.of_node(node) if dequantize is None else repack(graph, dequantize)
-        if isinstance(packed, str):
-            ledger.skipped(node, packed)
-            return
-        one = shared(graph, "no_rotation", np.ones((1, 1), np.int8))
-        matrices, rotation, note = (one, one), _rotation_in_front(x), ""
-        if rotation is not None:
-            x, left, right = (value for value in rotation.inputs if value is not None)
-            matrices, note = (left, right), f", {rotation.name} inside"
-        attributes = {"bits": self.options.bits, "clip": self.options.clip}
-        new = packed.node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
-        what = f"its input rounded to int{self.options.bits} per token{note}"
-        replace(graph, node, new, what, ledger)
-        drop(graph, one)
-
-
-def _rotation_in_front(x: ir.Value) -> ir.Node | None:
-    """Return the ``Hadamard`` that makes ``x`` where nothing else reads it."""
-    producer = x.producer()
-    if producer is None or producer.domain != DOMAIN or producer.op_type != "Hadamard":
-        return None
-    return producer if len(x.uses()) == 1 and not x.is_graph_output() else None
+    def _round(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
+        x, stored, rounding = input_of(node), stored_codes(node), rounding_of(node)
+        if rounding is not None and not rounding.attributes.get_int("group", 0):
+            stated = rounding.attributes.get_string("activations", "")
+            ledger.skipped(node, ALREADY(activations=stated))
+        elif x.dtype is not None and x.dtype != ir.DataType.FLOAT:
+            ledger.skipped(node, NOT_FLOAT(type=str(x.dtype)))
+        elif isinstance(stored, Fact):
+            ledger.skipped(node, stored)
+        else:
+            attributes = {"activations": f"int{self.options.bits}", "group": 0, "clip": self.options.clip}
+            round_input(graph, node, attributes, ledger)

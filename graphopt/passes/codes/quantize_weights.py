@@ -1,22 +1,23 @@
-"""Weights become codes, scales and perhaps zero points: in standard ONNX where it has the type, else in our product."""
+"""Weights become codes, scales and perhaps zero points: in standard ONNX where it has the type, else in ours."""
 
 from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
+import numpy as np
 import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
+from graphopt.analysis.codes import DEQUANTIZE, HALF
 from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, router_nodes, token_lookups
-from graphopt.editing import drop
+from graphopt.editing import drop, shared
 from graphopt.errors import InputError
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Rule
 from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Options, Pass, StepOptions
+from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.products import HALF, pack, replace
 from graphopt.rounding.lazy import LazyQuantized
-from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.weights import new_weight, weight_of
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
@@ -30,6 +31,26 @@ _FUSED = {
     ir.DataType.INT8: 21,
     ir.DataType.UINT8: 21,
 }
+
+STORED = Rule(
+    "quantize_weights.stored",
+    "{weight} as {format}",
+    group=" in groups of {group}",
+    per_column=" with a scale per column",
+    asked=" ({asked} does not divide {rows} rows)",
+    wide="; scales are float32, some are too small or too large for float16",
+    also=("rows",),
+)
+LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
+ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
+LEFT = Rule("quantize_weights.left", "the recipe leaves it in floating point")
+NOT_TOKENS = Rule("quantize_weights.not-tokens", "a table that is not looked up by input_ids")
+NO_MATRIX = Rule("quantize_weights.no-matrix", "{op_type} with a weight of shape [{shape}], not a matrix")
+NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequantize makes float")
+ODD_WIDTH = Rule(
+    "quantize_weights.odd-width",
+    "its width {width} is no multiple of the group {group}, or its indices have no known rank",
+)
 
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
@@ -70,8 +91,9 @@ class QuantizeWeightsOptions(StepOptions):
         embedding: format of the token embedding.
         head: format of the matrix that makes the logits.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
-        activations: what the inputs of ``MatMulTable`` are rounded to; ``None`` for what the recipe says. It is a part
-            of the graph. What onnxruntime's own kernel does is a session entry: see ``activations`` of the recipe.
+        activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
+            what the recipe says. It is a part of the graph. For the standard form it is a session entry of
+            onnxruntime: see ``activations`` of the recipe.
     """
 
     step: Literal["quantize_weights"] = "quantize_weights"
@@ -94,20 +116,21 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
         e = DequantizeLinear(Gather(codes, ids), Gather(scales, ids); axis=-1)
 
-    or, where ONNX has no type for the codes or onnxruntime no kernel for the groups::
+    or, where ONNX has no type for the codes or onnxruntime fuses no such groups::
 
-        y = ai.graphopt::MatMulTable(x, codes, scales, table, zero points, 0; group, activations)
+        y = MatMul(RoundActivations(x; activations, group), Dequantize(codes, scales, table, zero points; group))
 
-    W is about (value(code) - zero point) x scale. onnxruntime turns the first form into one ``MatMulNBits`` kernel when
-    it loads the model; the second looks up codes, so that a step dequantizes the rows it reads and not the whole table.
-    ``MatMulTable`` states in ``activations`` what x is rounded to. Scales of matrices are rounded to float16 where all
-    of a matrix are normal numbers there, and codes are chosen for what is stored. A product that chooses experts is
-    left as it is.
+    W is about (value(code) - zero point) x scale, and codes lie as W does, [K, N]: the step ``lower`` packs them. The
+    first form is fused by onnxruntime when it loads the model; of the second, a step looks up codes, so that it
+    dequantizes the rows it reads and not the whole table; the third says what x is rounded to, once for all products
+    that read x. Scales of matrices are rounded to float16 where all of a matrix are normal numbers there, and codes are
+    chosen for what is stored. A product that chooses experts is left as it is.
     """
 
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[StepOptions]] = QuantizeWeightsOptions
+    after: ClassVar[tuple[str, ...]] = ("unpack",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Quantize what the options name; say why anything else with weights stays."""
@@ -117,24 +140,23 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         for node in linear_nodes(graph):
             wanted = self.options.head if node in heads else self.options.linear
             if node in routers - heads:
-                ledger.skipped(node, "it chooses experts: its few columns stay in floating point")
+                ledger.skipped(node, ROUTER())
             elif wanted is None:
-                ledger.skipped(node, "the recipe leaves it in floating point")
+                ledger.skipped(node, LEFT())
             else:
                 self._quantize_matrix(graph, node, wanted, ledger)
         for node in lookups(graph):
             if node not in tokens:
-                ledger.skipped(node, "a table that is not looked up by input_ids")
+                ledger.skipped(node, NOT_TOKENS())
             elif self.options.embedding is None:
-                ledger.skipped(node, "the recipe leaves it in floating point")
+                ledger.skipped(node, LEFT())
             else:
                 self._quantize_table(graph, node, self.options.embedding, ledger)
         left = set(linear_nodes(graph))
         for node in graph:
             weight = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
             if weight is not None and node not in left:
-                ledger.skipped(node, f"{node.op_type} with a weight of shape {list(weight.shape or ())}, not a matrix")
-        declare(model)
+                ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in weight.shape or ()]))
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that no original weight is left in the file beside its codes."""
@@ -152,9 +174,9 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         if group is not None:
             self._as_dequantized(graph, node, weight, table, group, wanted, ledger)
         elif weight.dtype != ir.DataType.FLOAT:
-            ledger.skipped(node, f"its weight is {weight.dtype}, and MatMulTable multiplies float")
+            ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
         else:
-            self._as_packed(graph, node, weight, table, min(wanted.group or rows, rows), ledger)
+            self._as_places(graph, node, weight, table, min(wanted.group or rows, rows), ledger)
 
     def _as_dequantized(
         self,
@@ -178,11 +200,12 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
         graph.insert_before(node, dequantize)
         node.replace_input_with(1, dequantize.outputs[0])
-        note = "" if group == wanted.group else f" ({wanted.group} does not divide {rows} rows)"
-        ledger.changed(dequantize, f"{weight.name} as {table.name} in groups of {group}{note}", [weight])
+        asked = None if group == wanted.group else wanted.group
+        stored = STORED(weight=weight.name, format=table.name, group=group, asked=asked, rows=rows)
+        ledger.changed(dequantize, stored, [weight])
         drop(graph, weight)
 
-    def _as_packed(
+    def _as_places(
         self,
         graph: ir.Graph,
         node: ir.Node,
@@ -194,14 +217,24 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         assert weight.const_value is not None
         rows, columns = weight.const_value.shape.numpy()
         lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
-        packed = pack(graph, weight.name or "", table, (rows, columns), group, lazily.packed())
-        x, activations = node.inputs[0], self.options.activations or "int8"
-        assert x is not None
-        new = packed.node(OPERATORS["MatMulTable"], x, (), {"activations": activations}, node.name or "")
-        shared_by = f"in groups of {group}" if group < rows else "with a scale per column"
-        scales = "" if lazily.half else "; scales are float32, some are too small or too large for float16"
-        what = f"{weight.name} as {table.name} {shared_by}, inputs rounded to {activations}{scales}"
-        replace(graph, node, new, what, ledger, sources=(weight,))
+        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in lazily.places().items()}
+        dtype = ir.DataType.FLOAT16 if lazily.half else ir.DataType.FLOAT
+        inputs = [
+            made["codes"],
+            made["scales"],
+            shared(graph, f"{table.name}.table", table.values.astype(np.float32)),
+            made.get("zero_points") or shared(graph, f"zero.{dtype.name.lower()}", np.zeros((1, 1), dtype.numpy())),
+        ]
+        dequantize = DEQUANTIZE.node(inputs, {"group": group}, name=f"{node.name}.dequantize")
+        _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
+        graph.insert_before(node, dequantize)
+        node.replace_input_with(1, dequantize.outputs[0])
+        figures = {"group": group if group < rows else None, "per_column": group >= rows, "wide": not lazily.half}
+        ledger.changed(dequantize, STORED(weight=weight.name, format=table.name, **figures), [weight])
+        drop(graph, weight)
+        activations = self.options.activations or "int8"
+        if activations != "float32":
+            round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
 
     def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, ledger: Ledger) -> None:
         table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
@@ -209,8 +242,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         width = table.const_value.shape.numpy()[1]
         group = wanted.group or width
         if ids is None or ids.shape is None or width % group:
-            reason = f"its width {width} is no multiple of the group {group}, or its indices have no known rank"
-            ledger.skipped(node, reason)
+            ledger.skipped(node, ODD_WIDTH(width=width, group=group))
             return
         rank = len(ids.shape)
         lazily = LazyQuantized(table, format_of(wanted.format), group, self.options.scale, transposed=True)
@@ -220,7 +252,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
             _typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
             graph.insert_before(node, gather)
-            ledger.changed(gather, f"{part} of {table.name} looked up", [node, table])
+            ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
             looked_up.append(gather.outputs[0])
         dequantize = ir.node(
             "DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize"
@@ -230,7 +262,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         output.replace_all_uses_with(made, replace_graph_outputs=True)
         graph.remove(node, safe=True)
         _typed(made, name, table.dtype, [*ids.shape, width])
-        ledger.changed(dequantize, f"{table.name} as {wanted.format} in groups of {group}", [node, table])
+        ledger.changed(dequantize, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
         drop(graph, table)
 
 

@@ -8,7 +8,23 @@ from importlib import resources
 
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.facts import Fact, Rule
+
 FILE = "costs.json"
+
+NOT_MEASURED = Rule(
+    "lower.not-measured", "no cost was measured for {bits} bits on {instructions}: onnxruntime's kernel stays"
+)
+MEASURED = Rule(
+    "lower.measured",
+    "{ours_us:g} us against {theirs_us:g} us of MatMulNBits at its least advantage ({rows_of_x} row(s) of x, "
+    "{rows} x {columns}, group {group}, {instructions})",
+)
+ESTIMATED = Rule(
+    "lower.estimated",
+    "an estimate, nothing was measured: {ours_us:.3g} us against {theirs_us:.3g} us of float16 weights, by the bytes "
+    "of {rows} x {columns} codes of {bits} bits at a nominal {bandwidth_tb:g} TB/s",
+)
 
 NOMINAL_BANDWIDTH = 3.35e12
 """Bytes per second of an H100's memory by its data sheet: what estimates of a product on a GPU are made with."""
@@ -43,7 +59,7 @@ class Choice:
     """Whether graphopt's kernel is the faster one, and the figures that say so."""
 
     ours: bool
-    reason: str
+    reason: Fact
 
 
 class Costs(BaseModel):
@@ -70,13 +86,18 @@ class Costs(BaseModel):
         """
         rows = [cost for cost in self.costs if (cost.bits, cost.instructions) == (bits, instructions)]
         if not rows:
-            return Choice(False, f"no cost was measured for {bits} bits on {instructions}: onnxruntime's kernel stays")
+            return Choice(False, NOT_MEASURED(bits=bits, instructions=instructions))
         worst = min(rows, key=lambda cost: cost.matmulnbits_us / cost.matmultable_us)
-        figures = (
-            f"{worst.matmultable_us:g} us against {worst.matmulnbits_us:g} us of MatMulNBits at its least advantage "
-            f"({worst.rows_of_x} row(s) of x, {worst.shape[0]} x {worst.shape[1]}, group {worst.group}, {instructions})"
+        reason = MEASURED(
+            ours_us=worst.matmultable_us,
+            theirs_us=worst.matmulnbits_us,
+            rows_of_x=worst.rows_of_x,
+            rows=worst.shape[0],
+            columns=worst.shape[1],
+            group=worst.group,
+            instructions=instructions,
         )
-        return Choice(worst.matmultable_us < worst.matmulnbits_us, figures)
+        return Choice(worst.matmultable_us < worst.matmulnbits_us, reason)
 
 
 def estimate(rows: int, columns: int, bits: int) -> Choice:
@@ -85,10 +106,8 @@ def estimate(rows: int, columns: int, bits: int) -> Choice:
     The other choice is float16 weights, as onnxruntime's CUDA provider multiplies what it has dequantized.
     """
     ours, theirs = (rows * columns * each / 8 / NOMINAL_BANDWIDTH * 1e6 for each in (bits, 16))
-    reason = (
-        f"an estimate, nothing was measured: {ours:.3g} us against {theirs:.3g} us of float16 weights, by the bytes of "
-        f"{rows} x {columns} codes of {bits} bits at a nominal {NOMINAL_BANDWIDTH / 1e12:g} TB/s"
-    )
+    bandwidth = NOMINAL_BANDWIDTH / 1e12
+    reason = ESTIMATED(ours_us=ours, theirs_us=theirs, rows=rows, columns=columns, bits=bits, bandwidth_tb=bandwidth)
     return Choice(ours < theirs, reason)
 
 

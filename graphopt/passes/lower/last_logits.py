@@ -54,6 +54,7 @@ class LastLogits(Pass[LastLogitsOptions]):
     name: ClassVar[str] = "last_logits"
     effect: ClassVar[Effect] = "exact"
     options_type: ClassVar[type[StepOptions]] = LastLogitsOptions
+    after: ClassVar[tuple[str, ...]] = ("lower",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Cut the input of the head; say why it cannot be where it cannot."""

@@ -1,22 +1,34 @@
-"""Products with stored codes in the form that the target runs fastest."""
+"""Products with stored codes get the layout and the kernel that the target runs."""
 
 from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure import coded_nodes, dequantize_of
-from graphopt.facts import Effect
+from graphopt.analysis.codes import LOGICAL, StoredCodes, coded_nodes, rounding_of, stored_codes
+from graphopt.editing import drop, replace, shared
+from graphopt.errors import InputError
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.costs import Costs, estimate, shipped_costs
-from graphopt.passes.lower.products import repack, replace
-from graphopt.runtime_ops import OPERATORS, declare
-from graphopt.weights import weight_of
+from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
+from graphopt.passes.lower.packing import packed
+from graphopt.runtime_ops import DOMAIN, OPERATORS
 
 Target = Literal["portable", "ort-cpu", "ort-cuda"]
+
+PACKED = Rule("lower.packed", "MatMulTable, inputs rounded to {activations} in groups of {group}", reason=": {reason}")
+PACKED_EXACT = Rule("lower.packed-exact", "MatMulTable, inputs as they are", reason=": {reason}")
+PACKED_DYNAMIC = Rule(
+    "lower.packed-dynamic", "MatMulDynamic, inputs rounded to int{bits} per token", rotation=", {rotation} inside"
+)
+PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
+NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
+
+_PER_TOKEN = {"int8": 8, "int4": 4}
 
 
 class LowerOptions(StepOptions):
@@ -26,7 +38,7 @@ class LowerOptions(StepOptions):
         target: ``portable``: any onnxruntime; every product stays in the standard form where it has one. ``ort-cpu``:
             onnxruntime on a CPU with graphopt's library registered. ``ort-cuda``: the same on an NVIDIA GPU.
         instructions: the instruction set of that CPU, of those that costs were measured with.
-        activations: what the inputs of products that become ``MatMulTable`` are rounded to; ``None`` for what the
+        activations: what the inputs of products that leave the standard form are rounded to; ``None`` for what the
             recipe says, on a GPU ``float32``.
     """
 
@@ -37,70 +49,163 @@ class LowerOptions(StepOptions):
 
 
 class Lower(Pass[LowerOptions]):
-    """Choose for each product with stored codes between onnxruntime's kernel and graphopt's, by cost.
+    """Pack codes, and choose for each product between onnxruntime's kernel and graphopt's.
 
     before::
 
-        y = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
+        y1 = MatMul(RoundActivations(x; activations, group), Dequantize(codes, scales, table, zero points; group))
+        y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), ...)
+        y3 = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
 
-    after, for the target ``ort-cpu`` where graphopt's kernel was measured to be faster, for ``ort-cuda`` where it can::
+    after::
 
-        y = ai.graphopt::MatMulTable(x, codes, scales, table, zero points, 0; group, activations)
+        y1 = ai.graphopt::MatMulTable(x, packed codes, scales, table, zero points, 0; group, activations)
+        y2 = ai.graphopt::MatMulDynamic(x, packed codes, ..., 0, left, right; group, bits, clip)
+        y3 = MatMul(x, DequantizeLinear(...))  or  ai.graphopt::MatMulTable(x, ...; activations)
 
-    Codes, scales and zero points are the same numbers in another layout, so W stays bit for bit. What changes is where
-    the rounding of x is said: onnxruntime fuses the first form into ``MatMulNBits``, which rounds x to int8 in groups
-    unless a session entry forbids it; the second says in the graph what x is rounded to. The graph then means that
-    rounding, where before it meant none: the pass counts as lossy, and is measured. For the target ``portable`` nothing
-    is rewritten. Nothing was measured on a GPU yet: there the report states an estimate, from bytes and a nominal
-    bandwidth.
+    Codes, scales and zero points are the same numbers in another layout, so W stays bit for bit. A rounding that the
+    graph states becomes a part of the product, and so does a rotation that only this product reads. Where the graph
+    states none and ONNX has the form, the target decides: ``portable`` keeps it; for ``ort-cpu`` it becomes
+    ``MatMulTable`` where graphopt's kernel was measured to be faster, for ``ort-cuda`` where it can. onnxruntime fuses
+    the standard form into ``MatMulNBits``, which rounds x to int8 in groups unless a session entry forbids it;
+    ``MatMulTable`` says in the graph what x is rounded to. The graph then means that rounding, where before it meant
+    none: the pass counts as lossy, and is measured. With ``bfloat16`` the product rounds the table too. Nothing was
+    measured on a GPU yet: there the report states an estimate, from bytes and a nominal bandwidth.
+
+    Every recipe has this step: one that does not name it gets it at its place, for the target ``portable``.
     """
 
     name: ClassVar[str] = "lower"
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[StepOptions]] = LowerOptions
-    after: ClassVar[tuple[str, ...]] = ("last_logits",)
+    after: ClassVar[tuple[str, ...]] = ("merge_products",)
 
     def __init__(self, options: LowerOptions, costs: Costs | None = None) -> None:
         super().__init__(options)
         self._costs = costs
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Rewrite the products whose cost says so, and give the reason for every other."""
+        """Pack what the standard has no form for, and what the target runs faster; say why the others stay."""
         ledger = context.ledger
         for node in coded_nodes(model.graph):
-            if (dequantize := dequantize_of(node)) is None:
-                continue
-            if self.options.target == "portable":
-                ledger.skipped(node, "the target is portable: it keeps its standard form")
+            stored, rounding = stored_codes(node), rounding_of(node)
+            if rounding is not None:
+                self._lower_rounded(model.graph, node, _known(node, stored), rounding, ledger)
+            elif isinstance(stored, Fact):
+                ledger.skipped(node, stored)
+            elif not stored.is_standard:
+                _replace(model.graph, node, stored, "float32", ledger)
             else:
-                self._choose(model.graph, node, dequantize, ledger)
-        declare(model)
+                self._choose(model.graph, node, stored, ledger)
 
-    def _choose(self, graph: ir.Graph, node: ir.Node, dequantize: ir.Node, ledger: Ledger) -> None:
-        codes, x = weight_of(dequantize, 0), node.inputs[0]
-        assert codes is not None and codes.dtype is not None and codes.shape is not None and x is not None
-        on_gpu = self.options.target == "ort-cuda"
-        if on_gpu:
-            rows, columns = codes.shape.numpy()
-            choice = estimate(rows, columns, int(codes.dtype.bitwidth))
-        else:
-            costs = shipped_costs() if self._costs is None else self._costs
-            choice = costs.compare(int(codes.dtype.bitwidth), self.options.instructions)
+    def ensures(self, model: ir.Model) -> None:
+        """Promise also that nothing logical is left, which has no kernel."""
+        super().ensures(model)
+        left = [node for node in model.graph if node.domain == DOMAIN and node.op_type in LOGICAL]
+        if left:
+            raise ir.passes.PostconditionError(
+                f"{self.name} left {left[0].op_type} {left[0].name}: it stands in front of no product with stored codes"
+            )
+
+    def _choose(self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> None:
+        if self.options.target == "portable":
+            ledger.skipped(node, PORTABLE())
+            return
+        choice, x = self._compare(stored), node.inputs[0]
         if not choice.ours:
             ledger.skipped(node, choice.reason)
-            return
-        if x.dtype is not None and x.dtype != ir.DataType.FLOAT:
-            ledger.skipped(node, f"its input is {x.dtype}, and MatMulTable reads float")
-            return
-        packed = repack(graph, dequantize)
-        if isinstance(packed, str):
-            ledger.skipped(node, packed)
-            return
-        activations = "float32" if on_gpu else self.options.activations or "int8"
-        new = packed.node(OPERATORS["MatMulTable"], x, (), {"activations": activations}, node.name or "")
-        rounding = "inputs as they are" if on_gpu else f"inputs rounded to {activations} in groups of {packed.group}"
-        what = f"MatMulTable, {rounding}: {choice.reason}"
-        replace(graph, node, new, what, ledger)
+        elif x is not None and x.dtype not in (None, ir.DataType.FLOAT):
+            ledger.skipped(node, NOT_FLOAT(type=str(x.dtype)))
+        else:
+            on_gpu = self.options.target == "ort-cuda"
+            activations = "float32" if on_gpu else self.options.activations or "int8"
+            _replace(graph, node, stored, activations, ledger, reason=choice.reason)
+
+    def _compare(self, stored: StoredCodes) -> Choice:
+        if self.options.target == "ort-cuda":
+            return estimate(*stored.shape, stored.bits)
+        return (shipped_costs() if self._costs is None else self._costs).compare(stored.bits, self.options.instructions)
+
+    def _lower_rounded(
+        self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, rounding: ir.Node, ledger: Ledger
+    ) -> None:
+        attributes = rounding.attributes
+        activations, group = attributes.get_string("activations", ""), attributes.get_int("group", 0)
+        clip = attributes.get_float("clip", 1.0)
+        if not group and activations in _PER_TOKEN:
+            _replace_dynamic(graph, node, stored, rounding, _PER_TOKEN[activations], ledger)
+        elif clip == 1 and (group == stored.group or activations == "bfloat16") and activations != "int4":
+            _replace(graph, node, stored, activations, ledger, rounding=rounding)
+        else:
+            raise InputError(
+                f"no product of graphopt rounds its input to {activations} in groups of {group} with clip {clip:g} in "
+                f"front of codes in groups of {stored.group}",
+                node=node.name,
+                remedy="int8 and int16 go with the groups of the weight, int8 and int4 with whole tokens",
+            )
 
 
-__all__ = ["Costs", "Lower", "LowerOptions", "Target", "shipped_costs"]
+def lowered(model: ir.Model) -> ir.Model:
+    """Return what runs of ``model``: itself where nothing in it is logical, else a copy that is lowered, portable."""
+    if not any(node.domain == DOMAIN and node.op_type in LOGICAL for node in model.graph):
+        return model
+    copy = model.clone()
+    Lower(LowerOptions())(copy)
+    return copy
+
+
+def _known(node: ir.Node, stored: StoredCodes | Fact) -> StoredCodes:
+    if isinstance(stored, Fact):
+        raise InputError(f"its input is rounded for a product of codes, but {stored}", node=node.name)
+    return stored
+
+
+def _replace(
+    graph: ir.Graph,
+    node: ir.Node,
+    stored: StoredCodes,
+    activations: str,
+    ledger: Ledger,
+    *,
+    rounding: ir.Node | None = None,
+    reason: Fact | None = None,
+) -> None:
+    x, sources = (rounding or node).inputs[0], [each for each in (stored.reader, rounding, node) if each is not None]
+    assert x is not None
+    attributes = {"activations": activations}
+    new = packed(graph, stored).node(OPERATORS["MatMulTable"], x, (), attributes, node.name or "")
+    exact, group = activations == "float32", stored.group
+    what = PACKED_EXACT(reason=reason) if exact else PACKED(activations=activations, group=group, reason=reason)
+    replace(node, new)
+    ledger.changed(new, what, sources)
+
+
+def _replace_dynamic(
+    graph: ir.Graph, node: ir.Node, stored: StoredCodes, rounding: ir.Node, bits: int, ledger: Ledger
+) -> None:
+    x, rotation = rounding.inputs[0], _rotation_in_front(rounding)
+    assert x is not None
+    one = shared(graph, "no_rotation", np.ones((1, 1), np.int8))
+    matrices, sources = (one, one), [stored.reader, rounding, node]
+    if rotation is not None:
+        x, left, right = (value for value in rotation.inputs if value is not None)
+        matrices, sources = (left, right), [*sources, rotation]
+    attributes = {"bits": bits, "clip": rounding.attributes.get_float("clip", 1.0)}
+    new = packed(graph, stored).node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
+    what = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name)
+    replace(node, new)
+    ledger.changed(new, what, sources)
+    drop(graph, one)
+
+
+def _rotation_in_front(rounding: ir.Node) -> ir.Node | None:
+    """Return the ``Hadamard`` whose product ``rounding`` rounds, where one product alone reads either."""
+    x = rounding.inputs[0]
+    producer = None if x is None else x.producer()
+    if x is None or producer is None or producer.domain != DOMAIN or producer.op_type != "Hadamard":
+        return None
+    alone = len(x.uses()) == 1 and not x.is_graph_output() and len(rounding.outputs[0].uses()) == 1
+    return producer if alone else None
+
+
+__all__ = ["Costs", "Lower", "LowerOptions", "Target", "lowered", "shipped_costs"]

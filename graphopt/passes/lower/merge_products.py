@@ -8,16 +8,21 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure import coded_nodes, dequantize_of, is_packed
+from graphopt.analysis.codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of
 from graphopt.editing import drop, shared
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
-from graphopt.runtime_ops import declare
-from graphopt.runtime_ops.matmul_table.spec.packing import TILE
 from graphopt.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
 
-_ZERO_POINTS, _BIAS = 4, 5
+MERGED = Rule("merge_products.merged", "{products} in one product of {columns} columns")
+SIDE_BY_SIDE = Rule("merge_products.side-by-side", "the codes of {products} side by side")
+SPLIT = Rule("merge_products.split", "the columns of {products}")
+DIFFER = Rule(
+    "merge_products.differ",
+    "the other products of {input} differ in format, group, scales, zero points or in what they round their input to",
+)
+READ_TWICE = Rule("merge_products.read-twice", "its weight is read elsewhere too, and would be stored twice")
 
 
 class MergeProductsOptions(StepOptions):
@@ -27,11 +32,10 @@ class MergeProductsOptions(StepOptions):
 
 
 class _Product(NamedTuple):
-    """A product, the node that reads its codes, and what it must have in common with those it is merged with."""
+    """A product, the node that dequantizes its codes, and what it must have in common with those it is merged with."""
 
     node: ir.Node
     reader: ir.Node
-    along: dict[int, int]  # inputs of the reader that are joined, and the axis of each that counts columns
     columns: int
     kind: Hashable
 
@@ -41,23 +45,23 @@ class MergeProducts(Pass[MergeProductsOptions]):
 
     before::
 
-        y1 = ai.graphopt::MatMulTable(x, codes1, scales1, ...)
-        y2 = ai.graphopt::MatMulTable(x, codes2, scales2, ...)
+        y1 = MatMul(x, Dequantize(codes1, scales1, ...))
+        y2 = MatMul(x, Dequantize(codes2, scales2, ...))
 
     after::
 
-        y1, y2 = Split(ai.graphopt::MatMulTable(x, [codes1, codes2], [scales1, scales2], ...), [columns1, columns2])
+        y1, y2 = Split(MatMul(x, Dequantize([codes1, codes2], [scales1, scales2], ...)), [columns1, columns2])
 
     A column of a product depends on x and on its own codes and scales alone, so each stays what it was; graphopt's
     kernel gives the same bits. x is rounded once, threads are woken once, and memory is read from end to end in one go:
-    what a decode step gains where a product takes a few tens of microseconds. ``MatMulDynamic`` and ``MatMul`` of a
-    ``DequantizeLinear`` are merged likewise. Formats, groups, scale types and what x is rounded to must agree.
+    what a decode step gains where a product takes a few tens of microseconds. Products of a ``DequantizeLinear`` are
+    merged likewise. Formats, groups, scale types and what x is rounded to must agree.
     """
 
     name: ClassVar[str] = "merge_products"
     effect: ClassVar[Effect] = "exact"
     options_type: ClassVar[type[StepOptions]] = MergeProductsOptions
-    after: ClassVar[tuple[str, ...]] = ("lower",)
+    after: ClassVar[tuple[str, ...]] = ()
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Merge the products of each tensor that agree; say why the others of a tensor that several read stay."""
@@ -69,13 +73,12 @@ class MergeProducts(Pass[MergeProductsOptions]):
         for x, nodes in by_input.items():
             if len(nodes) > 1:
                 self._merge_readers(model.graph, x, nodes, ledger)
-        declare(model)
 
     def _merge_readers(self, graph: ir.Graph, x: ir.Value, nodes: list[ir.Node], ledger: Ledger) -> None:
         alike: dict[Hashable, list[_Product]] = {}
         for node in nodes:
             product = _product(node)
-            if isinstance(product, str):
+            if isinstance(product, Fact):
                 ledger.skipped(node, product)
             else:
                 alike.setdefault(product.kind, []).append(product)
@@ -83,75 +86,52 @@ class MergeProducts(Pass[MergeProductsOptions]):
             if len(products) > 1:
                 _merge(graph, products, ledger)
             else:
-                what = "differ in format, group, scales, zero points or in what they round their input to"
-                ledger.skipped(products[0].node, f"the other products of {x.name} {what}")
+                ledger.skipped(products[0].node, DIFFER(input=x.name))
 
 
-def _product(node: ir.Node) -> _Product | str:
+def _product(node: ir.Node) -> _Product | Fact:
     """Return what ``node`` is and must agree in, or why it cannot be merged with any."""
-    reader, first = (node, 1) if is_packed(node) else (dequantize_of(node), 0)
+    reader = dequantize_of(node)
     assert reader is not None
-    stored = {
-        index: weight_of(reader, index)
-        for index, value in enumerate(reader.inputs)
-        if index >= first and value is not None
-    }
-    codes, scales = stored[first], stored[first + 1]
-    if codes is None or scales is None or None in stored.values():
-        return "its codes, scales or zero points are no constants"
-    if len(codes.uses()) > 1 or (reader is not node and len(reader.outputs[0].uses()) > 1):
-        return "its weight is read elsewhere too, and would be stored twice"
-    along = _columns_of_packed(node, stored) if reader is node else _columns_of_dequantize(reader, stored)
-    if isinstance(along, str):
-        return along
-    columns = node.attributes.get_int("columns", 0) if reader is node else _shape(codes)[1]
-    attributes = {name: each.value for name, each in reader.attributes.items() if name != "columns"}
-    agreed = tuple(_agreed(value, along.get(index)) for index, value in stored.items())
-    kind = (node.op_type, reader.overload, tuple(sorted(attributes.items())), agreed)
-    return _Product(node, reader, along, columns, kind)
+    stored = [weight_of(reader, index) for index, value in enumerate(reader.inputs) if value is not None]
+    codes = stored[0]
+    if codes is None or None in stored:
+        return NOT_CONSTANT()
+    if len(codes.uses()) > 1 or len(reader.outputs[0].uses()) > 1:
+        return READ_TWICE()
+    of_rows = not reader.attributes.get_int("axis", 0) % 2 and all(len(_shape(value)) == 2 for value in stored)
+    if not reader.domain and not of_rows:  # as MatMulNBits wants it
+        return NOT_IN_ROWS()
+    joined = _joined_inputs(reader)
+    # All but the number of columns, or all of it where there are none.
+    agreed = tuple(
+        (value.dtype, _shape(value)[:1]) if index in joined else value.name
+        for index, value in enumerate(stored)
+        if value is not None
+    )
+    attributes = tuple(sorted((name, each.value) for name, each in reader.attributes.items()))
+    return _Product(node, reader, _shape(codes)[1], (reader.domain, reader.op_type, attributes, agreed))
 
 
-def _columns_of_packed(node: ir.Node, stored: dict[int, ir.Value | None]) -> dict[int, int] | str:
-    columns = node.attributes.get_int("columns", 0)
-    if columns % TILE:
-        return f"its {columns} columns are no multiple of {TILE}: the next product would begin inside a tile"
-    # Zero points and bias of one number are none.
-    full = [index for index in (_ZERO_POINTS, _BIAS) if np.prod(_shape(stored[index])) > 1]
-    return dict.fromkeys((1, 2, *full), 0)
-
-
-def _columns_of_dequantize(reader: ir.Node, stored: dict[int, ir.Value | None]) -> dict[int, int] | str:
-    # Groups run along the rows, as MatMulNBits wants it: [rows, columns] and [groups, columns].
-    if reader.attributes.get_int("axis", 1) % 2 or any(len(_shape(value)) != 2 for value in stored.values()):
-        return "its scales are not in groups of rows"
-    return dict.fromkeys(stored, 1)
-
-
-def _agreed(value: ir.Value | None, axis: int | None) -> Hashable:
-    """Return what two products must have in common in an input: all of it, or all but its size along ``axis``."""
-    assert value is not None
-    if axis is None:
-        return value.name
-    shape = _shape(value)
-    return value.dtype, shape[:axis], shape[axis + 1 :]
+def _joined_inputs(reader: ir.Node) -> set[int]:
+    """Return which inputs of ``reader`` have columns: codes, scales and zero points, but no table or placeholder."""
+    shapes = [_shape(value) for value in reader.inputs if value is not None]
+    if not reader.domain:
+        return set(range(len(shapes)))
+    return {0, 1} | ({3} if shapes[3] == shapes[1] else set())
 
 
 def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> None:
     first, nodes = products[0], [product.node for product in products]
     reader, columns = first.reader, [product.columns for product in products]
-    names = ", ".join(node.name or "?" for node in nodes)
-    inputs = list(reader.inputs)
-    for index, axis in first.along.items():
-        inputs[index] = _joined(graph, [product.reader.inputs[index] for product in products], axis)
+    inputs, readers = list(reader.inputs), [each.reader for each in products]
+    for index in _joined_inputs(reader):
+        inputs[index] = _joined(graph, [each.inputs[index] for each in readers])
     made = _like(reader, inputs, f"{reader.name}.merged")
-    new = [made]
-    if reader is not first.node:
-        made.outputs[0].name = f"{made.name}.output"
-        made.outputs[0].type = reader.outputs[0].type
-        made.outputs[0].shape = ir.Shape([*_dims(reader.outputs[0])[:-1], sum(columns)])
-        new.append(_like(first.node, [first.node.inputs[0], made.outputs[0]], f"{first.node.name}.merged"))
-    else:
-        made.attributes["columns"] = ir.AttrInt64("columns", sum(columns))
+    made.outputs[0].name = f"{made.name}.output"
+    made.outputs[0].type = reader.outputs[0].type
+    made.outputs[0].shape = ir.Shape([*_dims(reader.outputs[0])[:-1], sum(columns)])
+    new = [made, _like(first.node, [first.node.inputs[0], made.outputs[0]], f"{first.node.name}.merged")]
     product, old = new[-1], first.node.outputs[0]
     product.metadata_props.update(_common(nodes))
     y = product.outputs[0]
@@ -162,8 +142,10 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
     graph.insert_before(first.node, [*new, split])
     for made_output, node in zip(split.outputs, nodes, strict=True):
         _take_over(graph, node, made_output)
-    ledger.changed(product, f"{names} in one product of {sum(columns)} columns", nodes)
-    ledger.changed(split, f"the columns of {names}", nodes)
+    names, sources = [node.name or "?" for node in nodes], [*readers, *nodes]
+    ledger.changed(made, SIDE_BY_SIDE(products=names), readers)
+    ledger.changed(product, MERGED(products=names, columns=sum(columns)), sources)
+    ledger.changed(split, SPLIT(products=names), sources)
 
 
 def _take_over(graph: ir.Graph, node: ir.Node, output: ir.Value) -> None:
@@ -184,12 +166,12 @@ def _like(node: ir.Node, inputs: Sequence[ir.Value | None], name: str) -> ir.Nod
     return made
 
 
-def _joined(graph: ir.Graph, values: Sequence[ir.Value | None], axis: int) -> ir.Value:
-    """Register one constant of all ``values``, one behind the other along ``axis``; it is made when it is written."""
+def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
+    """Register one constant of all ``values``, side by side; it is made when it is written."""
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
     first = values[0]
     assert first is not None and len(tensors) == len(values)
-    tensor = WeightTensor(Joined(tuple(map(expression_of, tensors)), axis))
+    tensor = WeightTensor(Joined(tuple(map(expression_of, tensors)), 1))
     made = new_weight(graph, f"{first.name}.merged", tensor)
     made.metadata_props.update(_common([value for value in values if value is not None]))
     return made

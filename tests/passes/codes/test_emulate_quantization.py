@@ -148,7 +148,7 @@ def test_every_change_says_that_it_is_emulated_and_where_it_came_from(llama_cano
     assert all(change.what.startswith("emulated: ") for change in report.changes)
     for node in trips(llama_canonical):
         passes, sources = provenance.history(node)
-        assert passes == ["emulate_quantization"]
+        assert passes[-1] == "emulate_quantization"
         assert sources
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from graphopt import provenance
-from graphopt.analysis.structure import dequantize_of
+from graphopt.analysis.codes import dequantize_of, rounding_of
 from graphopt.formats import FORMATS, format_of
 from graphopt.passes.codes.quantize_weights import (
     EmbeddingFormat,
@@ -24,7 +24,7 @@ from graphopt.passes.codes.quantize_weights import (
 from graphopt.rounding import round_to_nearest
 from graphopt.rounding.half import fits_half
 from graphopt.runtime import ACCURACY_LEVEL, open_session
-from tests.graphs import residual_model, save, session
+from tests.graphs import residual_model, run_pass, save, session
 
 
 def options(**given: object) -> QuantizeWeightsOptions:
@@ -34,6 +34,10 @@ def options(**given: object) -> QuantizeWeightsOptions:
 
 def quantize(model: ir.Model, chosen: QuantizeWeightsOptions | None = None) -> Any:
     return QuantizeWeights(chosen or options())(model).report
+
+
+def node_of(model: ir.Model, name: str) -> ir.Node:
+    return next(node for node in model.graph if node.name == name)
 
 
 def changes_of(report: Any) -> dict[str, str]:
@@ -107,9 +111,12 @@ def test_other_formats_and_groups_compute_what_the_codes_stand_for(
     quantize(model, chosen)
     ids = {"input_ids": np.random.default_rng(seed).integers(0, 24, (2, 6))}
     (want,) = expected.run(["logits"], ids)
-    path = save(model, tmp_path)
-    for native in (False, True):
-        (got,) = open_session(path, entries={ACCURACY_LEVEL: "0"}, native=native).run(["logits"], ids)
+    runs = [open_session(save(model, tmp_path), entries={ACCURACY_LEVEL: "0"})]
+    run_pass(model, "lower")
+    path = save(model, tmp_path, "lowered.onnx")
+    runs += [open_session(path, entries={ACCURACY_LEVEL: "0"}, native=native) for native in (False, True)]
+    for each in runs:
+        (got,) = each.run(["logits"], ids)
         # float32 sums of up to 48 terms in another order, through 2 layers; seen 1e-6
         assert np.abs(want - got).max() < 2e-5 * np.abs(want).max()
 
@@ -117,13 +124,13 @@ def test_other_formats_and_groups_compute_what_the_codes_stand_for(
 @pytest.mark.parametrize(
     ("name", "rows", "group", "op_type"),
     [
-        ("int4", 32, 32, "MatMul"),
-        ("int2", 32, 32, "MatMulTable"),  # the type came with opset 25
-        ("int4", 32, None, "MatMulTable"),  # onnxruntime fuses no scale per column
-        ("int4", 40, 32, "MatMulTable"),  # and no ragged group
-        ("int6", 32, 32, "MatMulTable"),
-        ("fp4", 32, 32, "MatMulTable"),  # a type of ONNX that no CPU kernel reads
-        ((-1.0, 0.0, 0.5), 32, 32, "MatMulTable"),
+        ("int4", 32, 32, "DequantizeLinear"),
+        ("int2", 32, 32, "Dequantize"),  # the type came with opset 25
+        ("int4", 32, None, "Dequantize"),  # onnxruntime fuses no scale per column
+        ("int4", 40, 32, "Dequantize"),  # and no ragged group
+        ("int6", 32, 32, "Dequantize"),
+        ("fp4", 32, 32, "Dequantize"),  # a type of ONNX that no CPU kernel reads
+        ((-1.0, 0.0, 0.5), 32, 32, "Dequantize"),
     ],
 )
 def test_what_onnxruntime_has_a_kernel_for_keeps_its_standard_form(
@@ -131,9 +138,14 @@ def test_what_onnxruntime_has_a_kernel_for_keeps_its_standard_form(
 ) -> None:
     model = residual_model(width=rows, inner=48)
     quantize(model, options(linear=LinearFormat(format=name, group=group)))
-    up = next(node for node in model.graph if node.name == "up0")
-    assert up.op_type == op_type
-    assert dequantize_of(up) is not None or (up.domain, "MatMulTable", "") in model.functions
+    up = node_of(model, "up0")
+    reader = dequantize_of(up)
+    assert reader is not None
+    assert reader.op_type == op_type
+    assert reader.inputs[0].shape == [rows, 48]
+    assert (rounding_of(up) is None) == (op_type == "DequantizeLinear")
+    names = {key[1] for key in model.functions}
+    assert names == (set() if op_type == "DequantizeLinear" else {"Dequantize", "RoundActivations"})
 
 
 def test_int2_is_a_standard_type_from_opset_25_on(tmp_path: Path) -> None:
@@ -149,12 +161,30 @@ def test_int2_is_a_standard_type_from_opset_25_on(tmp_path: Path) -> None:
 def test_the_node_and_the_report_say_what_inputs_are_rounded_to(activations: Any) -> None:
     model = residual_model(width=40, inner=48)
     report = quantize(model, options(linear=LinearFormat(format="nf4", group=32), activations=activations))
-    up = next(node for node in model.graph if node.name == "up0")
-    assert up.attributes["activations"].as_string() == activations
-    assert [up.attributes[name].as_int() for name in ("rows", "columns", "group")] == [40, 48, 32]
-    assert f"up0.weight as nf4 in groups of 32, inputs rounded to {activations}" in changes_of(report)["up0"]
-    assert up.inputs[2].dtype == ir.DataType.FLOAT16
-    assert list(up.inputs[1].shape) == [3, 3, 32 * 4]
+    up = node_of(model, "up0")
+    reader, rounding = dequantize_of(up), rounding_of(up)
+    assert reader is not None
+    assert reader.attributes["group"].as_int() == 32
+    assert [(value.dtype, list(value.shape)) for value in reader.inputs] == [
+        (ir.DataType.UINT8, [40, 48]),
+        (ir.DataType.FLOAT16, [2, 48]),
+        (ir.DataType.FLOAT, [16]),
+        (ir.DataType.FLOAT16, [1, 1]),
+    ]
+    said = changes_of(report)
+    assert said["up0.dequantize"] == "up0.weight as nf4 in groups of 32"
+    if activations == "float32":
+        assert rounding is None
+    else:
+        stated = {name: attribute.value for name, attribute in rounding.attributes.items()}
+        assert stated == {"activations": activations, "group": 32, "clip": 1.0}
+        assert said[rounding.name] == f"norm0.out rounded to {activations} in groups of 32"
+
+
+def test_an_input_of_several_products_is_rounded_once(llama_canonical: ir.Model) -> None:
+    quantize(llama_canonical, options(linear=LinearFormat(format="nf4", group=16)))
+    rounded = [node for node in llama_canonical.graph if node.op_type == "RoundActivations"]
+    assert [len(node.outputs[0].uses()) for node in rounded] == 2 * [3, 1, 2, 1]
 
 
 def test_scales_that_float16_cannot_hold_are_float32_and_the_report_says_so() -> None:
@@ -165,11 +195,11 @@ def test_scales_that_float16_cannot_hold_are_float32_and_the_report_says_so() ->
     weight.const_value = ir.tensor(tiny, name="up0.weight")
     report = quantize(model, options(linear=LinearFormat(format="fp6-e2m3", group=16)))
     said = changes_of(report)
-    assert "scales are float32" in said["up0"]
-    assert "scales are float32" not in said["down0"]
-    up, down = (next(node for node in model.graph if node.name == name) for name in ("up0", "down0"))
-    assert (up.inputs[2].dtype, up.inputs[4].dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT)
-    assert (down.inputs[2].dtype, down.inputs[4].dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT16)
+    assert "scales are float32" in said["up0.dequantize"]
+    assert "scales are float32" not in said["down0.dequantize"]
+    up, down = (dequantize_of(node_of(model, name)) for name in ("up0", "down0"))
+    assert (up.inputs[1].dtype, up.inputs[3].dtype) == (ir.DataType.FLOAT, ir.DataType.FLOAT)
+    assert (down.inputs[1].dtype, down.inputs[3].dtype) == (ir.DataType.FLOAT16, ir.DataType.FLOAT16)
 
 
 def test_tables_and_what_is_neutral_are_stored_once() -> None:
@@ -177,7 +207,7 @@ def test_tables_and_what_is_neutral_are_stored_once() -> None:
     wanted = LinearFormat(format="fp6-e2m3", group=16)
     quantize(model, options(linear=wanted, head=wanted))
     names = set(model.graph.initializers)
-    assert {"fp6-e2m3.table", "no_zero_points.float16", "no_bias"} < names
+    assert {"fp6-e2m3.table", "zero.float16"} < names
     assert not {name for name in names if name.endswith(".1") or name.endswith(".weight")}
 
 
@@ -187,7 +217,7 @@ def test_a_product_of_another_type_than_float_is_left_alone() -> None:
     weight.const_value = ir.tensor(weight.const_value.numpy().astype(np.float16), name="up0.weight")
     weight.dtype = ir.DataType.FLOAT16
     report = quantize(model, options(linear=LinearFormat(format="nf4", group=16)))
-    assert any(skip.where == "up0" and "MatMulTable multiplies float" in skip.reason for skip in report.skips)
+    assert any(skip.where == "up0" and "Dequantize makes float" in skip.reason for skip in report.skips)
 
 
 def test_every_product_becomes_the_fused_kernel_and_no_float_weight_stays(tmp_path: Path) -> None:

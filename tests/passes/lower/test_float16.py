@@ -86,7 +86,7 @@ LOWER = {"step": "lower", "target": "ort-cpu"}
 EXACT = {"activations": "float32"}
 CODED = {
     "fp6": [{"step": "quantize_weights", "linear": {"format": "fp6-e2m3", "group": 64}} | EXACT],
-    "int4 in our kernel": [{"step": "quantize_weights"}, LOWER | EXACT, {"step": "merge_products"}],
+    "int4 in our kernel": [{"step": "quantize_weights"}, {"step": "merge_products"}, LOWER | EXACT],
     "rotated": [{"step": "fold_norms"}, {"step": "rotate", "query_key": "hadamard", "weight_inputs": "hadamard"}],
     "pages of int8": [{"step": "quantize_kv", "storage": "int8", "page": 16}],
     "pages of float32, streaming": [{"step": "sparse_kv", "policy": "streaming", "sinks": 4, "recent": 24, "page": 16}],

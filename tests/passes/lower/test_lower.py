@@ -8,9 +8,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from graphopt import provenance
+from graphopt.errors import InputError
+from graphopt.facts import PassReport
+from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.context import Ledger
 from graphopt.passes.lower.costs import Cost
-from graphopt.passes.lower.lower import Costs, Lower, LowerOptions, shipped_costs
+from graphopt.passes.lower.lower import Costs, Lower, LowerOptions, lowered, shipped_costs
 from graphopt.runtime import ACCURACY_LEVEL, open_session
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 from tests.graphs import residual_model, save
@@ -140,3 +145,84 @@ def test_a_gpu_gets_our_kernel_for_every_product_and_an_estimate_that_says_so() 
     assert all("an estimate, nothing was measured" in change.what for change in report.changes)
     # 4-bit codes are a quarter of float16's bytes: 1536 / 2 against 1536 * 2 at 3.35 TB/s
     assert any("0.000229 us against 0.000917 us of float16 weights" in change.what for change in report.changes)
+
+
+def rounded(activations: str, group: int, clip: float = 1.0, linear: str = "nf4") -> ir.Model:
+    """Return a model with this rounding in front of ``up0``."""
+    model = residual_model(width=32, inner=48)
+    chosen = LinearFormat(format=linear, group=16)
+    options = QuantizeWeightsOptions(linear=chosen, head=chosen, embedding=None, activations="float32")
+    QuantizeWeights(options)(model)
+    report = PassReport(name="test", effect="lossy")
+    attributes = {"activations": activations, "group": group, "clip": clip}
+    round_input(model.graph, node_of(model, "up0"), attributes, Ledger(report))
+    return model
+
+
+def node_of(model: ir.Model, name: str) -> ir.Node:
+    return next(node for node in model.graph if node.name == name)
+
+
+@pytest.mark.parametrize("linear", ["nf4", "int4", "uint4"])
+@pytest.mark.parametrize(
+    ("stated", "op_type", "expected"),
+    [
+        (("int8", 16), "MatMulTable", {"activations": "int8"}),
+        (("int16", 16), "MatMulTable", {"activations": "int16"}),
+        (("bfloat16", 0), "MatMulTable", {"activations": "bfloat16"}),
+        (("int8", 0), "MatMulDynamic", {"bits": 8, "clip": 1.0}),
+        (("int4", 0, 0.5), "MatMulDynamic", {"bits": 4, "clip": 0.5}),
+    ],
+)
+def test_a_rounding_that_the_graph_states_becomes_a_part_of_the_product(
+    stated: tuple[Any, ...], op_type: str, expected: dict[str, Any], linear: str
+) -> None:
+    model = rounded(*stated, linear=linear)
+    lower(model, target="portable")
+    up = node_of(model, "up0")
+    assert up.op_type == op_type
+    assert up.inputs[0].name == "norm0.out"
+    given = {name: attribute.value for name, attribute in up.attributes.items()}
+    assert given.items() >= {"rows": 32, "columns": 48, "group": 16, **expected}.items()
+    assert not {"RoundActivations", "Dequantize"} & set(kinds(model))
+    assert not {"RoundActivations", "Dequantize"} & {key[1] for key in model.functions}
+    assert not [name for name, value in model.graph.initializers.items() if not value.uses()]
+
+
+@pytest.mark.parametrize("stated", [("int8", 32), ("int4", 16), ("int16", 0), ("int8", 16, 0.5)])
+def test_a_rounding_that_no_product_has_is_refused_with_what_there_is(stated: tuple[Any, ...]) -> None:
+    with pytest.raises(InputError, match=r"no product of graphopt rounds its input to int.*up0.*whole tokens"):
+        lower(rounded(*stated), target="portable")
+
+
+def test_a_rounding_that_stands_elsewhere_is_refused() -> None:
+    model = rounded("int8", 0)
+    up = node_of(model, "up0")
+    weight = ir.val("plain", const_value=ir.tensor(np.zeros((32, 48), np.float32), name="plain"))
+    model.graph.initializers["plain"] = weight
+    up.replace_input_with(1, weight)
+    with pytest.raises(ir.passes.PostconditionError, match=r"lower left RoundActivations norm0.out.int8.token"):
+        lower(model, target="portable")
+
+
+def test_our_form_keeps_the_names_of_its_weights_and_the_table_of_its_format() -> None:
+    model = rounded("int8", 16)
+    lower(model, target="portable")
+    names = [value.name for value in node_of(model, "up0").inputs[1:]]
+    assert names == ["up0.weight.codes", "up0.weight.scales", "nf4.table", "no_zero_points.float16", "no_bias"]
+
+
+def test_the_history_names_the_passes_and_what_the_model_came_with() -> None:
+    model = rounded("int8", 16)
+    lower(model, target="portable")
+    passes, sources = provenance.history(node_of(model, "up0"))
+    assert passes == ["quantize_weights", "test", "lower"]
+    assert sources == ["up0.weight", "up0"]
+
+
+def test_what_runs_of_a_logical_graph_is_a_copy_that_is_lowered() -> None:
+    model = rounded("int8", 16)
+    copy = lowered(model)
+    assert kinds(copy)["MatMulTable"] == 5
+    assert kinds(model)["Dequantize"] == 5
+    assert lowered(copy) is copy

@@ -51,7 +51,7 @@ class Float16(Pass[Float16Options]):
     options_type: ClassVar[type[StepOptions]] = Float16Options
     after: ClassVar[tuple[str, ...]] = (
         "lower",
-        "merge_products",
+        "last_logits",
     )
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

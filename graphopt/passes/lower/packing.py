@@ -1,0 +1,102 @@
+"""Codes, scales and zero points of a product in the layout of our operators, packed when they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.codes import HALF, StoredCodes
+from graphopt.editing import shared
+from graphopt.formats import TableFormat
+from graphopt.passes.lower.layout import Packed, Tiled
+from graphopt.rounding.expressions import CodeIndices
+from graphopt.runtime_ops import Operator
+from graphopt.weights import Expression, WeightTensor, expression_of, new_weight
+
+
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix as ``MatMulTable`` takes it.
+
+    Attributes:
+        inputs: codes, scales, table, zero points and bias.
+        rows: rows of the matrix.
+        columns: columns of the matrix.
+        group: rows that share a scale.
+    """
+
+    inputs: tuple[ir.Value, ...]
+    rows: int
+    columns: int
+    group: int
+
+    def node(
+        self, operator: Operator, x: ir.Value, more: tuple[ir.Value, ...], attributes: Mapping[str, Any], name: str
+    ) -> ir.Node:
+        """Return a node of ``operator`` on ``x`` and this matrix."""
+        sizes = {"rows": self.rows, "columns": self.columns, "group": self.group}
+        return operator.node([x, *self.inputs, *more], {**sizes, **attributes}, name=name)
+
+
+def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
+    """Return ``stored`` as initializers in our layout; bias and absent zero points are placeholders that nodes share.
+
+    The numbers stay what they are: float32 scales become float16 only where each is one. What only ``stored`` reads
+    leaves the graph, and packed tensors of our own form take over its names.
+    """
+    half = stored.scales.dtype == ir.DataType.FLOAT16 or (stored.is_standard and _all_half(stored.scales))
+    tensors = packed_tensors(stored, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
+    values = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
+    names = {part: _name(value, part, stored) for part, value in values.items() if value is not None}
+    for value in values.values():
+        if value is not None and len(value.uses()) == 1 and len(stored.reader.outputs[0].uses()) == 1:
+            del graph.initializers[value.name or ""]
+    parts = {part: new_weight(graph, names[part], tensor) for part, tensor in tensors.items()}
+    scales = parts["scales"]
+    assert scales.dtype is not None
+    placeholder = np.zeros((1, 1, 1), scales.dtype.numpy())
+    table = stored.table
+    inputs = (
+        parts["codes"],
+        scales,
+        shared(graph, f"{table.name}.table", stored.values) if isinstance(table, TableFormat) else table,
+        parts.get("zero_points") or shared(graph, f"no_zero_points.{scales.dtype.name.lower()}", placeholder),
+        shared(graph, "no_bias", np.zeros(1, np.float32)),
+    )
+    return PackedMatrix(inputs, *stored.shape, stored.group)
+
+
+def packed_tensors(stored: StoredCodes, dtype: ir.DataType) -> dict[str, ir.TensorProtocol]:
+    """Return ``codes``, ``scales`` and, where there are any, ``zero_points`` in our layout, none of them evaluated.
+
+    Args:
+        stored: what is packed.
+        dtype: type of scales and zero points, which must hold each of them exactly.
+    """
+    bits = stored.bits
+    codes, scales = (expression_of(value.const_value) for value in (stored.codes, stored.scales))
+    parts: dict[str, Expression] = {"codes": Packed(CodeIndices(codes, bits), bits), "scales": Tiled(scales, dtype)}
+    if stored.zero_points is not None:
+        points = expression_of(stored.zero_points.const_value)
+        table = stored.table if isinstance(stored.table, TableFormat) else None
+        parts["zero_points"] = Tiled(points if table is None else CodeIndices(points, bits), dtype, table)
+    return {name: WeightTensor(part) for name, part in parts.items()}
+
+
+def _name(value: ir.Value, part: str, stored: StoredCodes) -> str:
+    name = value.name or part
+    head, found, tail = name.rpartition(f".{part}")
+    return f"{head}.packed{found}{tail}" if stored.is_standard else name
+
+
+def _all_half(scales: ir.Value) -> bool:
+    if HALF in scales.metadata_props:
+        return True
+    assert scales.const_value is not None
+    numbers = np.asarray(scales.const_value.numpy())
+    with np.errstate(over="ignore"):
+        return bool(np.array_equal(numbers.astype(np.float16).astype(numbers.dtype), numbers))
