@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.runtime import open_session
+from tests.graphs import relative
+from tests.passes.lift.canonicalize.common import FLOAT32, canonicalize
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+@pytest.mark.parametrize("biased", [True, False])
+def test_gemm_becomes_matmul_and_add(tmp_path: Path, transposed: int, biased: bool) -> None:
+    random = np.random.default_rng(0)
+    x = ir.val("x", ir.DataType.FLOAT, ["rows", 6])
+    weight = random.standard_normal((5, 6) if transposed else (6, 5)).astype(np.float32)
+    values = [ir.val("w", const_value=ir.tensor(weight, name="w"))]
+    if biased:
+        values.append(ir.val("b", const_value=ir.tensor(random.standard_normal(5).astype(np.float32), name="b")))
+    node = ir.node("Gemm", [x, *values], {"transB": transposed}, name="gemm")
+    node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = "y", ir.DataType.FLOAT, ir.Shape(["rows", 5])
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=values, opset_imports={"": 23}, name="gemm")
+    model = ir.Model(graph, ir_version=10)
+    feeds = {"x": random.standard_normal((3, 6)).astype(np.float32)}
+    results = []
+    for name in ("before", "after"):
+        ir.save(model, tmp_path / f"{name}.onnx")
+        results.append(open_session(tmp_path / f"{name}.onnx").run(["y"], feeds)[0])
+        canonicalize(model)
+    assert {node.op_type for node in model.graph} == ({"MatMul", "Add"} if biased else {"MatMul"})
+    assert relative(*results) < FLOAT32
+
+
+@pytest.mark.parametrize(("attribute", "value", "reason"), [("alpha", 2.0, "alpha"), ("transA", 1, "transposes")])
+def test_a_gemm_that_does_more_is_left_alone(attribute: str, value: float, reason: str) -> None:
+    x = ir.val("x", ir.DataType.FLOAT, [6, 6])
+    weight = ir.val("w", const_value=ir.tensor(np.eye(6, dtype=np.float32), name="w"))
+    node = ir.node("Gemm", [x, weight], {attribute: value}, name="gemm")
+    node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = "y", ir.DataType.FLOAT, ir.Shape([6, 6])
+    graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 23}, name="gemm")
+    report = canonicalize(ir.Model(graph, ir_version=10))
+    assert [(skip.where, reason in skip.reason) for skip in report.skips] == [("gemm", True)]
