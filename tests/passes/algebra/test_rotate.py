@@ -162,7 +162,7 @@ def test_the_caches_hold_rotated_keys_and_values(llama_canonical: ir.Model) -> N
 
 
 @pytest.mark.parametrize(("what", "count"), [("query_key", 4), ("weight_inputs", 2)])
-def test_only_what_the_recipe_pays_for_runs_online(llama_canonical: ir.Model, what: str, count: int) -> None:
+def test_only_what_the_recipe_enables_runs_online(llama_canonical: ir.Model, what: str, count: int) -> None:
     report = rotate(llama_canonical, residual=None, value=None, **{what: "hadamard"})
     assert len(hadamards(llama_canonical)) == count
     assert sum("reads weight_input" in change.what for change in report.changes) == (

@@ -105,20 +105,20 @@ class Rotate(Pass[RotateOptions]):
         rotation = HadamardRotation(basis.width, None)
         reason = next((pin.reason for pin in basis.pins if pin.side == "observed"), None)
         if reason is None:
-            places = places_behind_makers(work.graph, basis) if self._pays(basis, kind) else basis.pins[0].reason
+            places = places_behind_makers(work.graph, basis) if self._is_online(basis, kind) else basis.pins[0].reason
             if not isinstance(places, Fact):
-                work.pay(basis, rotation, places)
+                work.rotate_online(basis, rotation, places)
                 return None
             reason = places
         rotated = any(pin.reason.code == ROTATED.code for pin in basis.pins)
         if self.options.weight_inputs and basis.readers and not rotated:
             # The basis stays all the same, and its reason with it, unless being read is all there is to it.
-            refused = work.pay_in_front(basis, rotation)
+            refused = work.rotate_readers(basis, rotation)
             return reason if refused is None and basis.role != "weight_input" else refused
         return reason
 
-    def _pays(self, basis: Basis, kind: Kind | None) -> bool:
-        """Return whether the recipe pays for rotating all of ``basis`` behind what makes it."""
+    def _is_online(self, basis: Basis, kind: Kind | None) -> bool:
+        """Return whether the recipe enables online Hadamards behind the nodes that make ``basis``."""
         return kind is not None and {"residual": self.options.online_residual, "value": False}.get(basis.role, True)
 
     def _kind(self, basis: Basis) -> Kind | None:

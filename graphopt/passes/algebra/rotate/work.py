@@ -46,14 +46,14 @@ class Work:
             if axis.tensor in inputs and not axis.part:
                 self._claim(inputs[axis.tensor], axis.index, name, (0,))
 
-    def pay(self, basis: Basis, rotation: HadamardRotation, places: list[ir.Value]) -> None:
-        """Rotate ``basis`` at run time at ``places``, and in the weights that write or read it behind them."""
+    def rotate_online(self, basis: Basis, rotation: HadamardRotation, places: list[ir.Value]) -> None:
+        """Insert an online Hadamard behind each of ``places``, and fuse the rotation into the weights of ``basis``."""
         self.fuse(basis, rotation)
         for value in places:
             insert(self.graph, value, rotation, self._ledger)
 
-    def pay_in_front(self, basis: Basis, rotation: HadamardRotation) -> Fact | None:
-        """Rotate at run time just what the readers of ``basis`` read, or return why that cannot be."""
+    def rotate_readers(self, basis: Basis, rotation: HadamardRotation) -> Fact | None:
+        """Insert online Hadamards in front of the readers of ``basis`` only, or return why that cannot be done."""
         assert basis.width is not None
         reads: dict[ir.Value, set[ir.Node]] = {}
         for site in basis.readers:

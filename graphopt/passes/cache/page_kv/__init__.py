@@ -62,7 +62,8 @@ class PageKV(Pass[PageKVOptions]):
     j > p + i - w: what m says with columns for positions, since padding stands on the left and both then differ by one
     number per row. Padding is not stored. A cache that grows is copied at each step; this one is written where it lies,
     and pages are what a policy can pick (PagedAttention, Kwon et al. 2023; Quest, Tang et al. 2024). The pages of a
-    layer with a window go round: j > p + i - w is the policy "streaming" without sinks, and nobody reads older ones.
+    layer with a window are reused in turn: j > p + i - w is the policy "streaming" without sinks, and older tokens are
+    never read.
 
     The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
     come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.

@@ -8,9 +8,9 @@
 A window becomes a mask, boolean; ``scale`` and ``softcap`` stay attributes; norms of queries and keys become nodes.
 
 ``seqlens_k`` is each row's number of tokens less 1, which is found out by running what computes it. The operator takes
-a row's first columns for its tokens, so a row with padding in front of them gets something that nobody wants; what
-stands here instead hides what ``attention_mask`` hides, wherever it is. Both say the same without padding, and in a
-first call with padding behind a row's tokens.
+the first columns of a row for its tokens, so it is wrong for a row that is padded on the left. The mask that takes its
+place hides what ``attention_mask`` hides, on either side. Both agree where there is no padding, and in a prefill that
+is padded on the right.
 """
 
 from __future__ import annotations

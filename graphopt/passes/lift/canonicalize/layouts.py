@@ -5,7 +5,7 @@
 
 So a weight is seen as a weight: a tied head, and each expert of a mixture (Shazeer et al. 2017), which exporters keep
 in stacks [experts, rows, columns]. Nothing is read here. What is stored is a view of the original, so that writing an
-expert copies that expert alone; the original goes once nobody reads it.
+expert copies that expert alone; the original is removed when nothing reads it any more.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 
 (Vaswani et al. 2017, section 3.2.2.) ``unidirectional`` becomes ``is_causal``, ``scale`` stays. What is added to
 scores is added as before: what it means is not asked here, see ``masks.py``. Scores of keys that are padding get
-``mask_filter_value`` added, -10000 unless told, and are hidden here: the same in float32, but for a query all of whose
-keys are padding, which nobody wants.
+``mask_filter_value`` added, -10000 by default, and are hidden here. In float32 that is the same, except for a query all
+of whose keys are padding, whose output is meaningless in both.
 """
 
 from __future__ import annotations

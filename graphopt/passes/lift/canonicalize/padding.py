@@ -39,7 +39,7 @@ def _padding(graph: ir.Graph, tokens: ir.Value, real: ir.Value, dims: Dims) -> i
     length = insert.op("Shape", [tokens], [1], ir.DataType.INT64, start=1, end=2)
     ones = [insert.integers([1, 1]), length, insert.integers([1])]
     shape = insert.op("Concat", ones, [4], ir.DataType.INT64, axis=0)
-    # onnxruntime's Attention wants the query axis of a mask spelled out, it does not broadcast it.
+    # onnxruntime's Attention does not broadcast the query axis of a mask.
     return insert.op("Expand", [visible, shape], dims, ir.DataType.BOOL)
 
 
