@@ -28,7 +28,7 @@ from graphopt.recipe import Recipe
 from graphopt.weights import Expression, WeightTensor
 from graphopt.weights.evaluate import Evaluator, cost_of, grouped, unevaluated, workers
 from graphopt.weights.store import Kept
-from graphopt.weights.work import default_work_folder, open_work_folder, store_in
+from graphopt.weights.work import default_work_folder, open_work_folder, store_in, write_whole
 
 _REQUEST = "request.json"
 
@@ -178,7 +178,7 @@ def _keep(model: ir.Model) -> None:
 def _agree(file: Path, request: Request) -> None:
     """Write down what is asked for, or confirm that it is what other shards were asked for."""
     if not file.exists():
-        file.write_text(request.model_dump_json(indent=2), encoding="utf-8")
+        write_whole(file, request.model_dump_json(indent=2))
         return
     try:
         there = Request.model_validate_json(file.read_text(encoding="utf-8"))

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from graphopt.shards import assemble, evaluate_shard, share
 from graphopt.weights import disk
 from graphopt.weights.evaluate import unevaluated
 from graphopt.weights.store import Store
-from graphopt.weights.work import default_work_folder
+from graphopt.weights.work import default_work_folder, open_work_folder
 
 RECIPE = "rotate-int4"
 
@@ -218,3 +219,10 @@ def test_what_another_version_left_is_not_used(llama_artifact: Path, tmp_path: P
     (folder / "weights" / "old.bin").write_bytes(b"x")
     optimize(llama_artifact, RECIPE, tmp_path / "out", run=False)
     assert files_of(tmp_path / "out") == plain
+
+
+def test_processes_that_start_together_share_one_work_folder(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        folders = set(threads.map(lambda _: open_work_folder(tmp_path / "deep" / "out"), range(64)))
+    assert folders == {default_work_folder(tmp_path / "deep" / "out")}
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == [".out-work"]

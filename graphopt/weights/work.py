@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,16 +42,32 @@ def open_work_folder(output: Path, chosen: Path | None = None) -> Path:
     """
     folder = (chosen or default_work_folder(output)).absolute()
     mark = folder / _MARK
-    if folder.exists() and not mark.is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise InputError("this is not a work folder of graphopt", file=folder, remedy="choose an empty one for --work")
     if mark.is_file() and mark.read_text(encoding="utf-8") != _VERSIONS:
         shutil.rmtree(folder)
+    if mark.is_file():
+        return folder
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        mark.write_text(_VERSIONS, encoding="utf-8")
+        # Shards may start at the same time: the folder appears with its mark in it, or not at all.
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        (made / _MARK).write_text(_VERSIONS, encoding="utf-8")
+        try:
+            made.rename(folder)
+        except OSError:
+            shutil.rmtree(made)
     except OSError as error:
         raise InputError(f"the work folder cannot be made: {error.strerror}", file=folder) from error
+    if not mark.is_file():
+        raise InputError("this is not a work folder of graphopt", file=folder, remedy="choose an empty one for --work")
     return folder
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file of a work folder so that other processes see all of it or none of it."""
+    descriptor, name = tempfile.mkstemp(dir=file.parent)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
+        stream.write(text)
+    os.replace(name, file)
 
 
 @contextlib.contextmanager
