@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from rich.table import Column, Table
 
-from graphopt.facts import Check, PassReport
+from graphopt.facts import Check, PassReport, Skip
 from graphopt.manifest import Manifest
+from graphopt.passes.algebra.rotate import STAYS
 from graphopt.tasks import TASKS
 from graphopt.view.sentences import sentence
 
@@ -55,12 +56,18 @@ def skips_table(reports: Sequence[PassReport]) -> Table | None:
     for report in reports:
         places: dict[str, list[str]] = {}
         for skip in report.skips:
-            place = skip.where if skip.node is None else f"{skip.where} at {skip.node}"
-            places.setdefault(sentence(skip.reason), []).append(place)
+            places.setdefault(sentence(skip.reason), []).append(_place(skip))
         for reason, found in places.items():
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
             table.add_row(report.name, found[0] + more, reason)
     return table if table.row_count else None
+
+
+def _place(skip: Skip) -> str:
+    """Name what was left alone: a node or value, or a basis with its width, and the node that is the reason."""
+    width = skip.reason.figures.get("width")
+    what = skip.where if skip.reason.code != STAYS.code else f"basis {skip.where} [{width or '?'}]"
+    return what if skip.node in (None, skip.where) else f"{what} at {skip.node}"
 
 
 def summary(manifest: Manifest) -> list[str]:

@@ -6,6 +6,7 @@ from rich.console import Console
 
 from graphopt.facts import TEXT, Change, Check, PassReport, Skip
 from graphopt.manifest import FileRecord, Manifest, ModelFacts, Precision, Source
+from graphopt.passes.algebra.rotate import STAYS
 from graphopt.view.tables import passes_table, skips_table, summary
 
 REPORT = PassReport(
@@ -82,6 +83,12 @@ def test_the_node_that_is_the_reason_is_named() -> None:
         name="rotate", effect="exact", skips=[Skip(where="x", reason=TEXT(text="pinned"), node="gate")] * 2
     )
     assert "x at gate and 1 more" in shown(skips_table([report]))
+
+
+def test_a_basis_is_named_with_its_width() -> None:
+    reason = STAYS(why=TEXT(text="pinned"), role="residual", width=64)
+    report = PassReport(name="rotate", effect="exact", skips=[Skip(where="x", reason=reason, node="x")])
+    assert "basis x [64] " in shown(skips_table([report]))
 
 
 def test_equal_reasons_are_counted_and_none_is_lost() -> None:
