@@ -10,6 +10,7 @@ import pytest
 
 from graphopt import artifact
 from graphopt.artifact import MODEL
+from graphopt.facts import Fact
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.generate import generate
 from graphopt.pipeline import optimize
@@ -81,14 +82,16 @@ def test_caches_in_pages_are_not_for_it(llama_artifact: Path) -> None:
     model = canonical(llama_artifact)
     run_pass(model, "page_kv")
     reason = genai_config(Interface.of_graph(model.graph), MODEL, **FACTS)  # type: ignore[arg-type]
-    assert reason == "its caches lie in pages that the caller allocates"
+    assert str(reason) == "its caches lie in pages that the caller allocates"
 
 
 def test_why_a_graph_cannot_run_there_is_said(llama_artifact: Path) -> None:
     interface = interface_of(llama_artifact)
     inputs = dict(interface.inputs)
     del inputs["attention_mask"]
-    assert genai_config(replace(interface, inputs=inputs), MODEL, **FACTS) == "the graph has no attention_mask input"  # type: ignore[arg-type]
+    why = genai_config(replace(interface, inputs=inputs), MODEL, **FACTS)  # type: ignore[arg-type]
+    assert isinstance(why, Fact)
+    assert why.code == "genai.no-mask"
     wide = Port("past_key_values.1.key", np.dtype(np.float32), (None, 2, None, 99))
     uneven = replace(interface, inputs={**interface.inputs, wide.name: wide})
     assert "differ in KV heads" in str(genai_config(uneven, MODEL, **FACTS))  # type: ignore[arg-type]

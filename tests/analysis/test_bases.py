@@ -41,7 +41,7 @@ def test_a_number_that_scales_the_stream_does_not_pin_it() -> None:
 )
 def test_pins_name_the_node_and_the_reason(options: dict[str, bool], node: str, reason: str) -> None:
     pins = basis_of(residual_model(**options), "embedding.out").pins  # type: ignore[arg-type]
-    assert any(pin.node == node and reason in pin.reason for pin in pins)
+    assert any(pin.node == node and reason in str(pin.reason) for pin in pins)
 
 
 def test_a_nonlinearity_pins_what_it_reads_and_writes() -> None:
@@ -58,7 +58,7 @@ def test_a_vector_spread_over_the_stream_pins_it() -> None:
     one = ir.val("one", const_value=ir.tensor([1.0], name="one", dtype=ir.DataType.FLOAT))
     model.graph.initializers["one"] = one
     add.replace_input_with(1, one)
-    assert any("the same number is added" in pin.reason for pin in basis_of(model, "embedding.out").pins)
+    assert any("the same number is added" in str(pin.reason) for pin in basis_of(model, "embedding.out").pins)
 
 
 def test_a_product_of_two_activations_pins() -> None:

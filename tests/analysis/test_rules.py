@@ -95,8 +95,8 @@ def test_factors_that_do_not_fit_pin_the_whole() -> None:
     one = g.op("Reshape", [a, g.numbers("s", -1, 3, 8)], {"one": ["batch", 3, 8]})
     other = g.op("Reshape", [a, g.numbers("t", -1, 2, 12)], {"other": ["batch", 2, 12]})
     found = g.bases(g.linear(one, 8, 4, "y"), g.linear(other, 12, 4, "z"))
-    assert any("another way" in pin.reason for pin in found["a"].pins)
-    assert any("another way" in pin.reason for pin in found["one"].pins)
+    assert any("another way" in str(pin.reason) for pin in found["a"].pins)
+    assert any("another way" in str(pin.reason) for pin in found["one"].pins)
 
 
 @pytest.mark.parametrize("by", ["Split", "Slice"])
@@ -122,7 +122,7 @@ def test_a_strided_slice_is_not_followed() -> None:
     every = [g.numbers(name, number) for name, number in (("b", 0), ("e", 8), ("axes", 1), ("steps", 2))]
     even = g.op("Slice", [a, *every], {"even": ["batch", 4]})
     found = g.bases(g.linear(even, 4, 4, "y"))
-    assert any("single entries" in pin.reason for pin in found["a"].pins)
+    assert any("single entries" in str(pin.reason) for pin in found["a"].pins)
 
 
 def test_an_axis_whose_parts_are_all_observed_is_whole_again() -> None:
@@ -217,7 +217,7 @@ def test_what_a_subgraph_reads_is_pinned() -> None:
     }
     chosen = g.op("If", [g.constant("yes", np.array(True))], {"chosen": ["batch", 8]}, **branches)
     found = g.bases(g.linear(a, 8, 4, "y"), chosen)
-    assert any("a subgraph of If" in pin.reason for pin in found["a"].pins)
+    assert any("a subgraph of If" in str(pin.reason) for pin in found["a"].pins)
 
 
 def test_an_op_of_another_domain_pins_all_it_touches() -> None:

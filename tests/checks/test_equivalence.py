@@ -83,7 +83,7 @@ def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
     scale_weight(model, "head", 0.0)
     check = verifier.check(model, "fold", "exact")
     assert check.status == "not covered"
-    assert "GB of memory" in check.reason
+    assert "GB of memory" in str(check.reason)
     assert not list(tmp_path.iterdir())
 
 

@@ -38,8 +38,8 @@ def test_the_report_holds_changes_skips_and_time_and_the_node_its_history() -> N
     model = residual_model()
     result = Rename("none")(model)
     assert result.modified
-    assert [(c.where, c.what) for c in result.report.changes] == [("up0", "looked at")]
-    assert [(s.where, s.reason) for s in result.report.skips] == [("up1", "not today")]
+    assert [(c.where, str(c.what)) for c in result.report.changes] == [("up0", "looked at")]
+    assert [(s.where, str(s.reason)) for s in result.report.skips] == [("up1", "not today")]
     assert result.report.seconds > 0
     assert provenance.history(next(n for n in model.graph if n.name == "up0")) == (["rename"], ["up1"])
 

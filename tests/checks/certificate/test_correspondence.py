@@ -70,7 +70,7 @@ def with_function(op_type: str) -> ir.Model:
 def test_the_body_of_a_function_must_stay() -> None:
     assert check(with_function("Sigmoid"), with_function("Sigmoid"), Claims()).status == "proved"
     fault = first_fault(check(with_function("Sigmoid"), with_function("Relu"), Claims()))
-    assert "local::Activation" in fault.reason
+    assert "local::Activation" in str(fault.reason)
 
 
 def test_ports_must_stay() -> None:
@@ -79,10 +79,10 @@ def test_ports_must_stay() -> None:
 
     before, after = models()
     after.graph.outputs.pop()
-    assert first_fault(check(before, after, Claims())).reason == "the graph after has no such output"
+    assert str(first_fault(check(before, after, Claims())).reason) == "the graph after has no such output"
     before, after = models()
     before.graph.outputs.pop()
-    assert first_fault(check(before, after, Claims())).reason == "the graph before has no such output"
+    assert str(first_fault(check(before, after, Claims())).reason) == "the graph before has no such output"
     before, after = models()
     after.graph.inputs[0].dtype = ir.DataType.INT32
     assert first_fault(check(before, after, Claims())).node == "input_ids"
@@ -100,7 +100,7 @@ def test_outputs_must_not_change_places() -> None:
     after.graph.outputs[1] = other
     fault = first_fault(check(before, after, Claims()))
     assert fault.tensor == "residual1.out"
-    assert "does not stand for" in fault.reason
+    assert "does not stand for" in str(fault.reason)
 
 
 def test_a_constant_may_be_copied_but_not_computed() -> None:
@@ -152,4 +152,4 @@ def test_a_weight_of_another_shape_is_named() -> None:
     edit(after, "down0.weight", lambda W: W[:, :8])
     fault = first_fault(check(before, after, claims))
     assert fault.tensor == "down0.weight"
-    assert "[12, 16]" in fault.reason
+    assert "[12, 16]" in str(fault.reason)

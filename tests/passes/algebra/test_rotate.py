@@ -78,7 +78,7 @@ def test_what_is_pinned_stays_with_the_node_that_pins_it(tmp_path: Path) -> None
     old = weights(model)
     report = rotate(model)
     assert not report.changes
-    assert any(skip.node == "post_norm0" and "gain of its own" in skip.reason for skip in report.skips)
+    assert any(skip.node == "post_norm0" and "gain of its own" in str(skip.reason) for skip in report.skips)
     assert all(np.array_equal(array, old[name]) for name, array in weights(model).items())
 
 
@@ -108,7 +108,7 @@ def test_a_width_without_a_hadamard_matrix_is_rotated_in_blocks_and_said(tmp_pat
     before = logits(model, tmp_path / "before")
     report = rotate(model)
     assert report.changes
-    assert all("Hadamard in 5 blocks of 2" in change.what for change in report.changes)
+    assert all("Hadamard in 5 blocks of 2" in str(change.what) for change in report.changes)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 
 
@@ -165,11 +165,11 @@ def test_the_caches_hold_rotated_keys_and_values(llama_canonical: ir.Model) -> N
 def test_only_what_the_recipe_enables_runs_online(llama_canonical: ir.Model, what: str, count: int) -> None:
     report = rotate(llama_canonical, residual=None, value=None, **{what: "hadamard"})
     assert len(hadamards(llama_canonical)) == count
-    assert sum("reads weight_input" in change.what for change in report.changes) == (
+    assert sum("reads weight_input" in str(change.what) for change in report.changes) == (
         2 if what == "weight_inputs" else 0
     )
     # a basis that could be rotated for free but is not enabled is reported
-    assert any("the recipe leaves residual bases" in skip.reason for skip in report.skips)
+    assert any("the recipe leaves residual bases" in str(skip.reason) for skip in report.skips)
 
 
 def test_a_norm_with_a_gain_behind_it_is_paid_for_only_if_asked(tmp_path: Path) -> None:
@@ -200,8 +200,8 @@ def test_twice_is_once_and_one_more_free_rotation(llama_canonical: ir.Model, tmp
     online, once = hadamards(llama_canonical), llama_canonical.clone()
     report = rotate(llama_canonical, seed=7, **ALL)
     assert hadamards(llama_canonical) == online
-    assert any("rotated online already" in skip.reason for skip in report.skips)
-    moved = [change.what for change in report.changes]
+    assert any("rotated online already" in str(skip.reason) for skip in report.skips)
+    moved = [str(change.what) for change in report.changes]
     assert len(moved) == 5 + 11 + 2 * 2
     assert check(once, llama_canonical, report.claims).status == "proved"
     assert verifier.check(llama_canonical, "rotate", "exact").figures["largest_change"] < FLOAT32
@@ -213,7 +213,7 @@ def test_what_is_quantized_already_is_left_alone_and_said(llama_canonical: ir.Mo
     QuantizeWeights(QuantizeWeightsOptions())(llama_canonical)
     report = rotate(llama_canonical)
     assert not report.changes
-    assert any("rotate before weights are quantized" in skip.reason for skip in report.skips)
+    assert any("rotate before weights are quantized" in str(skip.reason) for skip in report.skips)
 
 
 def test_a_weight_between_two_bases_is_rounded_once() -> None:

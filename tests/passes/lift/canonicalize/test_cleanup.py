@@ -42,4 +42,4 @@ def test_a_gemm_that_does_more_is_left_alone(attribute: str, value: float, reaso
     node.outputs[0].name, node.outputs[0].dtype, node.outputs[0].shape = "y", ir.DataType.FLOAT, ir.Shape([6, 6])
     graph = ir.Graph([x], node.outputs, nodes=[node], initializers=[weight], opset_imports={"": 23}, name="gemm")
     report = canonicalize(ir.Model(graph, ir_version=10))
-    assert [(skip.where, reason in skip.reason) for skip in report.skips] == [("gemm", True)]
+    assert [(skip.where, reason in str(skip.reason)) for skip in report.skips] == [("gemm", True)]

@@ -135,7 +135,7 @@ def test_what_attention_cannot_say_stays(
         extra.const_value = ir.tensor(np.ones([n if isinstance(n, int) else 1 for n in dims], np.float32), name="extra")
         node.replace_input_with(index, extra)
     report = run_pass(model, "canonicalize")
-    assert any(reason in skip.reason for skip in report.skips if skip.where == "attention")
+    assert any(reason in str(skip.reason) for skip in report.skips if skip.where == "attention")
     assert any(node.op_type == "GroupQueryAttention" for node in model.graph)
     assert model.metadata_props["graphopt.padding"] == "none"
 
@@ -151,7 +151,7 @@ def test_lengths_that_mean_something_else_are_not_lifted() -> None:
     model.graph.insert_before(again, tape.nodes)
     again.replace_input_with(0, less)
     report = run_pass(model, "canonicalize")
-    assert any("is not the number of a row's tokens less 1" in skip.reason for skip in report.skips)
+    assert any("is not the number of a row's tokens less 1" in str(skip.reason) for skip in report.skips)
 
 
 @pytest.mark.parametrize(("theta", "positions"), [(10000.0, 64), (500000.0, 40000), (1.5, 3)])
@@ -178,7 +178,7 @@ def test_a_table_that_is_no_turning_is_looked_up() -> None:
     calls = tokens(2, 6, 1)
     before = run(model, *calls)
     report = run_pass(model, "canonicalize")
-    assert any("a table of angles that positions look up" in change.what for change in report.changes)
+    assert any("a table of angles that positions look up" in str(change.what) for change in report.changes)
     assert "cos_cache" in model.graph.initializers
     assert max(relative(a, b) for a, b in zip(before, run(model, *calls), strict=True)) < FLOAT32
     assert POSITIONS == 64
