@@ -240,7 +240,8 @@ def test_other_families_go_through_and_say_what_was_left_alone(
         assert reports["rotate"].changes
         assert all("value basis" in str(change.what) for change in reports["rotate"].changes)
         assert any(
-            "post_attention_layernorm" in s.where and "read by Add" in str(s.reason) for s in reports["fold_norms"].skips
+            "post_attention_layernorm" in skip.where and "read by Add" in str(skip.reason)
+            for skip in reports["fold_norms"].skips
         )
         assert any("gain of its own" in str(skip.reason) for skip in reports["rotate"].skips)
     else:  # LayerNorms, learned positions, parallel and fused products included, the residual is found and rotated
