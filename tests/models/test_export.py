@@ -426,7 +426,7 @@ def test_onnx_file(data: str | None, llama_artifact: Path, tmp_path: Path) -> No
 def test_onnx_file_without_tokenizer_says_so(llama_artifact: Path, tmp_path: Path) -> None:
     manifest = export(plain_onnx(llama_artifact, tmp_path / "in"), tmp_path / "out")
     tokenizer, genai = map(str, manifest.notes)
-    assert [note.code for note in map(str, manifest.notes)] == ["export.no-tokenizer", "artifact.no-genai-config"]
+    assert [note.code for note in manifest.notes] == ["export.no-tokenizer", "artifact.no-genai-config"]
     assert tokenizer == "no tokenizer was carried along: there is no tokenizer.json beside the model"
     assert "the number of positions" in genai
 
