@@ -9,6 +9,7 @@ Example::
 
 from graphopt.artifact import Artifact, read
 from graphopt.decoding.sampling import Sampling
+from graphopt.embeddings import EmbeddingEvaluation, EncoderSession, evaluate_embeddings, load_encoder
 from graphopt.errors import GraphoptError, InputError, MissingDependencyError, VerificationError
 from graphopt.evaluate import Evaluation, evaluate
 from graphopt.generate import Completion, generate, stream
@@ -24,6 +25,8 @@ __version__ = VERSION
 __all__ = [
     "Artifact",
     "Completion",
+    "EmbeddingEvaluation",
+    "EncoderSession",
     "Evaluation",
     "GraphoptError",
     "InputError",
@@ -34,9 +37,11 @@ __all__ = [
     "Session",
     "VerificationError",
     "evaluate",
+    "evaluate_embeddings",
     "export",
     "generate",
     "load",
+    "load_encoder",
     "load_recipe",
     "optimize",
     "presets",

@@ -202,7 +202,20 @@ def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Dev
             available (see :func:`graphopt.runtime.open_session`); or the model is no causal language model.
         MissingDependencyError: onnxruntime is not installed, or has no provider for the device.
     """
-    opened = open_folder(path, threads=threads, native=native, device=device)
+    return session_from(open_folder(path, threads=threads, native=native, device=device), native, device)
+
+
+def session_from(opened: Opened, native: bool = True, device: Device = "cpu") -> Session:
+    """Return the causal language model that was opened.
+
+    Args:
+        opened: the model.
+        native: whether it was opened with graphopt's own kernels.
+        device: what it was opened to compute on.
+
+    Raises:
+        InputError: it is no causal language model.
+    """
     task = opened.manifest.task
     if task != CausalLM.name:
         raise InputError(

@@ -93,13 +93,6 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("RobertaConfig", _ENCODER),
     # a learned bias for each distance
     "mpnet": ("MPNetConfig", _ENCODER),
-    # norms in front, rotary embedding, a window in every other layer
-    "modernbert": (
-        "ModernBertConfig",
-        {**_ENCODER, "local_attention": 8, "global_attn_every_n_layers": 2, "pad_token_id": 0}
-        | dict.fromkeys(("bos_token_id", "cls_token_id"), 1)
-        | dict.fromkeys(("eos_token_id", "sep_token_id"), 2),
-    ),
 }
 
 

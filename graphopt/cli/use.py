@@ -11,13 +11,16 @@ from rich.table import Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, OnDevice, Threads, chosen_text, out, print_json, progress, write_text
+from graphopt.cli.encoders import print_closeness, print_embeddings
 from graphopt.errors import InputError
 
 
 @command("run")
 def run(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
-    prompt: Annotated[list[str], typer.Option("--prompt", help="a text to complete; several make a batch")],
+    prompt: Annotated[
+        list[str], typer.Option("--prompt", help="a text to complete, or to embed; several make a batch")
+    ],
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int | None, typer.Option(help="draw among the k likeliest tokens")] = None,
@@ -27,12 +30,20 @@ def run(
     device: OnDevice = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Complete one or more prompts, streaming as the model goes."""
+    """Complete one or more prompts, streaming as the model goes; of an encoder, print the cosines of embeddings.
+
+    The options of generating (--max-new-tokens, --temperature, --top-k, --top-p, --seed) are refused with an encoder.
+    """
     from graphopt.decoding.sampling import Sampling
     from graphopt.generate import generate, stream
-    from graphopt.session import load
+    from graphopt.session import open_folder, session_from
 
-    session = load(folder, threads=threads, device=device)
+    opened = open_folder(folder, threads=threads, device=device)
+    if opened.manifest.task == "encoder":
+        if (max_new_tokens, temperature, top_k, top_p, seed) != (64, 0.0, None, 1.0, 0):
+            raise InputError("an encoder generates nothing", file=folder, remedy="leave out the options of generating")
+        return print_embeddings(opened, prompt, as_json)
+    session = session_from(opened, device=device)
     sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if as_json:
         completions = generate(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
@@ -61,15 +72,31 @@ def evaluate(
     held_out: Annotated[bool, typer.Option(help="read the standard-library modules that stdlib_lm never saw")] = False,
     window: Annotated[int | None, typer.Option(help="tokens in a window; the model's positions, up to 2048")] = None,
     stride: Annotated[int | None, typer.Option(help="tokens that a window adds; half of it by default")] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(help="for an encoder: what to compare embeddings with, the float export"),
+    ] = None,
     threads: Threads = 0,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity and bits per byte on a text, in sliding windows."""
+    """Measure perplexity and bits per byte on a text, in sliding windows; of an encoder, cosines with a reference.
+
+    An encoder embeds each distinct line of the text; it takes no --window and no --stride.
+    """
     from graphopt.evaluate import evaluate as run_evaluate
-    from graphopt.session import load
+    from graphopt.session import open_folder, session_from
 
     content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")
-    session = load(folder, threads=threads)
+    opened = open_folder(folder, threads=threads)
+    if opened.manifest.task == "encoder":
+        if window is not None or stride is not None:
+            raise InputError("an encoder reads a text line by line", file=folder, remedy="leave out window and stride")
+        return print_closeness(opened, reference, content, threads, as_json)
+    if reference is not None:
+        raise InputError(
+            "--reference is for encoders, and this is a causal language model", file=folder, remedy="leave it out"
+        )
+    session = session_from(opened)
     with progress() as say:
         result = run_evaluate(
             session, content, window=window, stride=stride, on_progress=lambda done, of: say("reading", done, of)

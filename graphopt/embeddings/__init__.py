@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from graphopt.embeddings.session import EncoderSession, load_encoder
+from graphopt.embeddings.evaluate import EmbeddingEvaluation, evaluate_embeddings
+from graphopt.embeddings.session import EncoderSession, encoder_of, load_encoder
 
-__all__ = ["EncoderSession", "load_encoder"]
+__all__ = ["EmbeddingEvaluation", "EncoderSession", "encoder_of", "evaluate_embeddings", "load_encoder"]

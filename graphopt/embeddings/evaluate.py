@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.embeddings.session import EncoderSession
@@ -37,6 +38,14 @@ class EmbeddingEvaluation(BaseModel):
     cosine_smallest: float
     width: int
     seconds: float
+
+
+def cosine_matrix(embeddings: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Return the cosine of each embedding [texts, width] with each, [texts, texts]."""
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True).astype(np.float64)
+    units = embeddings / np.maximum(lengths, np.finfo(np.float64).tiny)
+    found: npt.NDArray[np.float64] = units @ units.T
+    return found
 
 
 def evaluate_embeddings(

@@ -17,7 +17,7 @@ from graphopt.errors import GraphoptError, InputError
 from graphopt.manifest import Manifest
 from graphopt.runtime import run
 from graphopt.runtime_ops import Device
-from graphopt.session import TOKENIZER, open_folder
+from graphopt.session import TOKENIZER, Opened, open_folder
 from graphopt.tasks.encoder import Encoder, EncoderInterface
 from graphopt.tasks.ports import IntArray
 
@@ -151,7 +151,15 @@ def load_encoder(path: str | Path, *, threads: int = 0, native: bool = True, dev
         InputError: see :func:`graphopt.session.load`; or the model is no encoder.
         MissingDependencyError: onnxruntime is not installed, or has no provider for the device.
     """
-    opened = open_folder(path, threads=threads, native=native, device=device)
+    return encoder_of(open_folder(path, threads=threads, native=native, device=device))
+
+
+def encoder_of(opened: Opened) -> EncoderSession:
+    """Return the encoder that was opened.
+
+    Raises:
+        InputError: it is no encoder.
+    """
     if opened.manifest.task != Encoder.name:
         raise InputError(
             f"this model is of the kind {opened.manifest.task}, which makes no embeddings",

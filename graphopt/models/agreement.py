@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.checks.equivalence import TOLERANCE
-from graphopt.errors import MissingDependencyError, VerificationError
+from graphopt.errors import GraphoptError, MissingDependencyError, VerificationError
 from graphopt.facts import Check, Fact, Rule, Status
 from graphopt.memory import available_memory
 from graphopt.models.checkpoint import import_export_packages, quiet
@@ -48,7 +48,15 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         path = Path(folder) / "model.onnx"
         ir.save(program, path, external_data="model.onnx.data")
-        got = probe.run(open_session(path))
+        try:
+            got = probe.run(open_session(path))
+        except GraphoptError:
+            raise
+        except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+            raise VerificationError(
+                f"onnxruntime cannot run the exported graph of {type(model).__name__}: {error}; nothing was written",
+                remedy="please report it: the exporter of transformers writes what onnxruntime does not take",
+            ) from error
     expected = _forward(model, task, probe)
     difference = float(np.abs(got - expected).max() / np.abs(expected).max())
     if not difference <= TOLERANCE:
