@@ -20,9 +20,10 @@ from graphopt.errors import InputError
 from graphopt.facts import Check, PassReport
 from graphopt.manifest import Manifest, installed_versions
 from graphopt.notes import OF_GRAPH, notes_of, precision_of
-from graphopt.passes.lower.lower import Target
+from graphopt.passes.context import Statistics, Surroundings, Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
+from graphopt.tasks import TASKS
 from graphopt.weights import check_finite
 from graphopt.weights.evaluate import Evaluator, workers
 from graphopt.weights.work import new_in, store_in, work_folder
@@ -116,6 +117,8 @@ def _compile(
     recipe = (recipe.unpacking() if packed_nodes(source.model.graph) else recipe).lowered()
     graph = source.model.clone()
 
+    statistics = Statistics()
+    contained = recipe.self_contained(statistics)
     passes = recipe.passes()
     total = len(passes) + 3
     on_stage("reading the weights", 0, total)
@@ -127,6 +130,7 @@ def _compile(
     with tempfile.TemporaryDirectory(prefix="run-", dir=new_in(place)) as folder:
         verifier = Verifier(Path(folder), recipe.session_entries(), run=run, context=context, evaluator=evaluator)
         verifier.start(graph)
+        shared = Surroundings(TASKS[source.manifest.task], recipe.target, verifier.runner, statistics)
 
         def settle() -> None:
             evaluator.settle(graph, lambda done, of: on_stage("evaluating weights", done, of))
@@ -140,7 +144,7 @@ def _compile(
                 # It reads scales, to tell which type they are stored in.
                 settle()
             before = graph.clone()
-            report = step(graph).report
+            report = step(graph, shared).report
             runs[step.name] += 1
             report.run = runs[step.name]
             reports.append(report)
@@ -165,7 +169,7 @@ def _compile(
         task=source.manifest.task,
         model=source.manifest.model,
         notes=[note for note in source.manifest.notes if note.code not in OF_GRAPH] + notes_of(graph),
-        recipe=recipe.model_dump(mode="json"),
+        recipe=contained.model_dump(mode="json"),
         passes=[*source.manifest.passes, *reports],
         checks=[*source.manifest.checks, *checks],
         weights=weight_totals(graph),

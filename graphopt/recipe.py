@@ -13,7 +13,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, Val
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
 from graphopt.passes.base import PHASES, Pass, StepOptions
-from graphopt.passes.lower.lower import Target
+from graphopt.passes.context import Statistics, Target
+from graphopt.passes.lower.lower import LowerOptions
 from graphopt.runtime import ACCURACY_LEVEL
 
 
@@ -121,6 +122,23 @@ class Recipe(BaseModel):
         steps = tuple(_changed(step, options) if step.step == name else step for step in self.steps)
         return self.model_copy(update={"steps": steps})
 
+    @property
+    def target(self) -> Target:
+        """What the recipe makes a model for: the target of its step ``lower``, ``portable`` without one."""
+        return next((step.target for step in self.steps if isinstance(step, LowerOptions)), "portable")
+
+    def beside(self, folder: Path) -> Recipe:
+        """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
+        return self.model_copy(update={"steps": tuple(step.beside(folder) for step in self.steps)})
+
+    def self_contained(self, statistics: Statistics) -> Recipe:
+        """Return the recipe with what was measured in place of the files that hold it.
+
+        Raises:
+            InputError: a file is not there, or holds something else.
+        """
+        return self.model_copy(update={"steps": tuple(step.self_contained(statistics) for step in self.steps)})
+
     def session_entries(self) -> dict[str, str]:
         """Return the onnxruntime session entries that the recipe means."""
         return {ACCURACY_LEVEL: "0" if self.activations == "float32" else "4"}
@@ -187,7 +205,7 @@ def _load(name_or_file: str | Path | Recipe) -> Recipe:
         raise InputError(
             f"there is no recipe {str(name_or_file)!r}", remedy=f"give a YAML file, or one of {', '.join(known)}"
         )
-    return _parse(path.read_text(encoding="utf-8"), str(path))
+    return _parse(path.read_text(encoding="utf-8"), str(path)).beside(path.parent)
 
 
 def _set(recipe: Recipe, text: str) -> Recipe:

@@ -200,14 +200,18 @@ def _registered(library: Path) -> frozenset[str]:
 
 
 @contextlib.contextmanager
-def session_of(model: ir.Model, *, rewritten: bool = True) -> Iterator[onnxruntime.InferenceSession]:
+def session_of(
+    model: ir.Model, *, entries: Mapping[str, str] | None = None, native: bool = True, rewritten: bool = True
+) -> Iterator[onnxruntime.InferenceSession]:
     """Open a session on a model in memory, through a temporary file that is removed afterwards.
 
     Args:
         model: the model.
+        entries: as for :func:`open_session`.
+        native: as for :func:`open_session`.
         rewritten: as for :func:`open_session`.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         path = Path(folder) / "model.onnx"
         ir.save(model, path, external_data="model.onnx.data")
-        yield open_session(path, rewritten=rewritten)
+        yield open_session(path, entries=entries, native=native, rewritten=rewritten)

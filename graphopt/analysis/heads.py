@@ -155,16 +155,14 @@ class Calibration(BaseModel):
         return HeadScores(origin=self.origin, layers=layers)
 
 
-def read_scores(given: object) -> object:
-    """Return the scores in a file that ``graphopt heads`` wrote; what names no file is returned as it is.
+def read_scores(given: Path) -> HeadScores:
+    """Return the scores in a file that ``graphopt heads`` wrote.
 
     Raises:
         InputError: the file is not there, or not a calibration.
     """
-    if not isinstance(given, str | Path):
-        return given
     try:
-        return Calibration.model_validate_json(Path(given).read_text(encoding="utf-8")).scores
+        return Calibration.model_validate_json(given.read_text(encoding="utf-8")).scores
     except OSError as error:
         raise InputError(
             f"the calibration cannot be read: {error.strerror}", file=given, remedy="make it with `graphopt heads`"

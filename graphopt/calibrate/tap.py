@@ -17,9 +17,10 @@ from graphopt.artifact import Artifact
 from graphopt.errors import InputError
 from graphopt.facts import PassReport
 from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
+from graphopt.passes.context import Surroundings
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
-from graphopt.runtime import session_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
+from graphopt.tasks import task_of
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
 from graphopt.weights import weight_of
@@ -105,8 +106,9 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
         InputError: ``page_kv`` does not understand its attention, or its heads have policies already.
     """
     model = artifact.model.clone()
-    Canonicalize(CanonicalizeOptions())(model)
-    report = PageKV(PageKVOptions())(model).report
+    shared = Surroundings(task_of(model.graph))
+    Canonicalize(CanonicalizeOptions())(model, shared)
+    report = PageKV(PageKVOptions())(model, shared).report
     nodes = kv_nodes(model.graph)
     if not nodes:
         raise InputError(f"the attention of this model cannot be measured: {_reason(report)}")
@@ -129,7 +131,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     model.graph.outputs.clear()
     model.graph.outputs.extend(values.values())
     RemoveUnusedNodesPass()(model)
-    with session_of(model) as session:
+    with shared.runner.opened(model) as session:
         yield Tap(session, interface, layers, windowed)
 
 

@@ -26,7 +26,7 @@ from graphopt.memory import available_memory
 from graphopt.passes.base import Pass
 from graphopt.passes.lower.lower import lowered
 from graphopt.rotations.claims import Claims
-from graphopt.runtime import open_session
+from graphopt.running import Runner
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH
 from graphopt.weights.data_file import save_model
@@ -70,6 +70,7 @@ class Verifier:
         evaluator: what evaluates weights; by default this process, into the folder.
 
     Attributes:
+        runner: runs the model.
         why_not: why the model cannot be run here, once :meth:`start` has found a reason.
     """
 
@@ -85,7 +86,7 @@ class Verifier:
     ) -> None:
         self._evaluator = evaluator or Evaluator(Store(folder / "weights"))
         self._context = context
-        self._folder, self._entries, self._may_run, self._native = folder, dict(entries), run, native
+        self._folder, self._may_run, self.runner = folder, run, Runner(entries, native=native)
         self._task: Task | None = None
         self._probe: Probe | None = None
         self._last: npt.NDArray[np.float64] | None = None
@@ -155,7 +156,7 @@ class Verifier:
             if runs is not model:
                 path = self._write(runs, f"{path.stem}.lowered")
         try:
-            return self._probe_for(model).run(open_session(path, entries=self._entries, native=self._native))
+            return self._probe_for(model).run(self.runner.open(path))
         finally:
             if runs is not model:
                 _remove(path)

@@ -14,7 +14,8 @@ from graphopt.errors import GraphoptError, MissingDependencyError, VerificationE
 from graphopt.facts import Check, Fact, Rule, Status
 from graphopt.memory import available_memory
 from graphopt.models.checkpoint import import_export_packages, quiet
-from graphopt.runtime import import_onnxruntime, open_session
+from graphopt.running import Runner
+from graphopt.runtime import import_onnxruntime
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import Floats
 
@@ -49,7 +50,7 @@ def check_agreement(model: Any, program: ir.Model) -> Check:
         path = Path(folder) / "model.onnx"
         ir.save(program, path, external_data="model.onnx.data")
         try:
-            got = probe.run(open_session(path))
+            got = probe.run(Runner().open(path))
         except GraphoptError:
             raise
         except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given

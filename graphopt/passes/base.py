@@ -6,16 +6,18 @@ import abc
 import time
 from collections import Counter
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, TypeVar, get_args
+from pathlib import Path
+from typing import ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
 from graphopt.facts import Effect, PassReport
-from graphopt.passes.context import Context, Ledger, Removals
+from graphopt.passes.context import Context, Ledger, Removals, Statistics, Surroundings
 from graphopt.runtime import NEWEST_OPSET
 from graphopt.runtime_ops import declare
+from graphopt.tasks import task_of
 
 Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -35,6 +37,20 @@ class StepOptions(Options):
     """What a recipe may say about one step; each pass derives its own, with its name as the ``Literal`` of ``step``."""
 
     step: str
+
+    def beside(self, folder: Path) -> Self:
+        """Return the options with each file that lies in ``folder``, where the recipe was read, named from there."""
+        given = {name: getattr(self, name) for name in type(self).model_fields}
+        files = {name: folder / file for name, file in given.items() if isinstance(file, Path)}
+        return self.model_copy(update={name: file for name, file in files.items() if file.is_file()})
+
+    def self_contained(self, statistics: Statistics) -> Self:
+        """Return the options with what was measured in place of the files that hold it, for the manifest.
+
+        Raises:
+            InputError: a file is not there, or holds something else.
+        """
+        return self
 
 
 OptionsT = TypeVar("OptionsT", bound=StepOptions)
@@ -60,6 +76,7 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     effect: ClassVar[Effect]
     options_type: ClassVar[type[StepOptions]]
     after: ClassVar[tuple[str, ...]] = ()
+    _surroundings: Surroundings | None = None
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
@@ -78,12 +95,22 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite ``model`` in place and write every change and every skip into ``context.ledger``."""
 
-    def __call__(self, model_or_result: ir.Model | ir.passes.PassResult, /) -> PassResult:
-        """Run the pass on a model, with its checks before and after, and return its report with the model."""
+    def __call__(
+        self, model_or_result: ir.Model | ir.passes.PassResult, /, surroundings: Surroundings | None = None
+    ) -> PassResult:
+        """Run the pass on a model, with its checks before and after, and return its report with the model.
+
+        Args:
+            model_or_result: the model, rewritten in place.
+            surroundings: what the pass shares with others; by default those of the model alone.
+        """
+        self._surroundings = surroundings
         try:
             result = super().__call__(model_or_result)
         except ir.passes.PreconditionError as error:
             raise InputError(str(error), remedy="put the step `canonicalize` first in the recipe") from error
+        finally:
+            self._surroundings = None
         assert isinstance(result, PassResult)
         return result
 
@@ -108,7 +135,7 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
         report = PassReport(name=self.name, effect=self.effect)
         there = Removals(model.graph)
         started = time.perf_counter()
-        self.rewrite(model, Context(Ledger(report)))
+        self.rewrite(model, Context(Ledger(report), self._surroundings or Surroundings(task_of(model.graph))))
         declare(model)
         report.seconds = time.perf_counter() - started
         report.removed = there.found(model.graph, self.name)

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
 
 import onnx_ir as ir
 
 from graphopt import provenance
+from graphopt.analysis.heads import HeadScores, read_scores
 from graphopt.facts import TEXT, Change, Fact, PassReport, Removal, Skip
+from graphopt.running import Runner
+from graphopt.tasks import Task
 
 
 class Ledger:
@@ -72,12 +77,74 @@ def _outputs(node: ir.Node) -> list[str]:
     return [output.name for output in node.outputs if output.name]
 
 
+Target = Literal["portable", "ort-cpu", "ort-cuda"]
+"""What a model is to run on; see the step ``lower``."""
+
+
+class Statistics:
+    """What was measured of a model, read once from the files that a recipe names."""
+
+    def __init__(self) -> None:
+        self._heads: dict[Path, HeadScores] = {}
+
+    def heads(self, given: HeadScores | Path | None) -> HeadScores | None:
+        """Return the scores of attention heads in the file ``given``; scores and ``None`` are returned as they are.
+
+        Raises:
+            InputError: the file is not there, or not a calibration.
+        """
+        if not isinstance(given, Path):
+            return given
+        if given not in self._heads:
+            self._heads[given] = read_scores(given)
+        return self._heads[given]
+
+
+@dataclass
+class Surroundings:
+    """What all passes of one compilation share.
+
+    Attributes:
+        task: what kind of model it is.
+        target: what it is to run on.
+        runner: runs models and parts of models.
+        statistics: what was measured of the model.
+    """
+
+    task: Task
+    target: Target = "portable"
+    runner: Runner = field(default_factory=Runner)
+    statistics: Statistics = field(default_factory=Statistics)
+
+
 @dataclass
 class Context:
     """What a pass is given beside the model.
 
     Attributes:
         ledger: where it writes down every change and every skip.
+        surroundings: what it shares with the other passes.
     """
 
     ledger: Ledger
+    surroundings: Surroundings
+
+    @property
+    def task(self) -> Task:
+        """What kind of model it is."""
+        return self.surroundings.task
+
+    @property
+    def target(self) -> Target:
+        """What the model is to run on."""
+        return self.surroundings.target
+
+    @property
+    def runner(self) -> Runner:
+        """Runs models and parts of models."""
+        return self.surroundings.runner
+
+    @property
+    def statistics(self) -> Statistics:
+        """What was measured of the model."""
+        return self.surroundings.statistics

@@ -59,8 +59,7 @@ def test_files_that_are_no_calibration_are_refused(tmp_path: Path) -> None:
         read_scores(tmp_path / "none.json")
     (tmp_path / "other.json").write_text('{"format": 1}')
     with pytest.raises(InputError, match="not a calibration of heads"):
-        read_scores(str(tmp_path / "other.json"))
+        read_scores(tmp_path / "other.json")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match="not a calibration of heads"):
         read_scores(tmp_path / "bytes")
-    assert read_scores({"origin": "a"}) == {"origin": "a"}

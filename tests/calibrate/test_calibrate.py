@@ -230,7 +230,7 @@ def test_a_recipe_takes_the_file_and_its_manifest_the_scores(
     file = tmp_path / "heads.json"
     file.write_text(calibration.model_dump_json())
     (tmp_path / "mine.yaml").write_text(
-        f"name: mine\nsteps:\n- step: canonicalize\n- {{step: sparse_kv, heads: {file}, retrieval_share: 0.5,"
+        "name: mine\nsteps:\n- step: canonicalize\n- {step: sparse_kv, heads: heads.json, retrieval_share: 0.5,"
         " rank: mass, page: 16, sinks: 4, recent: 20, budget: 1, policy: dense}\n"
     )
     made = optimize(llama_artifact, load_recipe(tmp_path / "mine.yaml"), tmp_path / "out")
@@ -241,7 +241,11 @@ def test_a_recipe_takes_the_file_and_its_manifest_the_scores(
         assert {*expected, *layer.attributes.policies} == {*expected}
         assert [layer.attributes.policy(head) for head in range(2)] == expected
     # the same again, from the manifest alone
+    mine = load_recipe(tmp_path / "mine.yaml")
     file.unlink()
+    with pytest.raises(InputError, match=r"the calibration cannot be read.*graphopt heads"):
+        optimize(llama_artifact, mine, tmp_path / "never")
+    assert not (tmp_path / "never").exists()
     assert Recipe.model_validate(made.manifest.recipe).steps[1].heads == calibration.scores  # type: ignore[union-attr]
 
 

@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import ClassVar
 
 import onnx_ir as ir
 import pytest
 
 from graphopt import provenance
+from graphopt.analysis.heads import Calibration
 from graphopt.errors import InputError
 from graphopt.facts import Effect
 from graphopt.passes import PASSES
-from graphopt.passes.base import Options, Pass
-from graphopt.passes.context import Context
+from graphopt.passes.base import Options, Pass, StepOptions
+from graphopt.passes.context import Context, Statistics, Surroundings
+from graphopt.tasks import task_of
 from tests.graphs import residual_model, run_pass
 
 
@@ -32,6 +35,43 @@ class Rename(Pass[Options]):
         else:
             ledger.changed(nodes["up0"], "looked at", [nodes["up1"]])
             ledger.skipped(nodes["up1"], "not today")
+
+
+def test_passes_share_what_their_compilation_has(tmp_path: Path) -> None:
+    class Look(Pass[StepOptions]):
+        name: ClassVar[str] = "look"
+        effect: ClassVar[Effect] = "exact"
+        options_type: ClassVar[type[StepOptions]] = StepOptions
+        seen: ClassVar[list[Context]] = []
+
+        def rewrite(self, model: ir.Model, context: Context) -> None:
+            self.seen.append(context)
+
+    model, look = residual_model(), Look(StepOptions(step="look"))
+    shared = Surroundings(task_of(model.graph), "ort-cpu")
+    look(model, shared)
+    look(model)
+    first, alone = Look.seen
+    assert (first.task, first.target) == (shared.task, "ort-cpu")
+    assert first.runner is shared.runner
+    assert first.statistics is shared.statistics
+    assert (alone.task, alone.target) == (shared.task, "portable")
+    assert alone.runner is not shared.runner
+    assert first.ledger.report is not alone.ledger.report
+
+
+def test_statistics_read_a_file_once_and_take_scores_as_they_are(tmp_path: Path) -> None:
+    statistics, file = Statistics(), tmp_path / "heads.json"
+    assert statistics.heads(None) is None
+    with pytest.raises(InputError, match="the calibration cannot be read"):
+        statistics.heads(file)
+    calibration = Calibration(
+        origin="0", model="m", tokens=1, window=1, queries=1, block=1, repeats=1, policies={}, layers=()
+    )
+    file.write_text(calibration.model_dump_json())
+    scores = statistics.heads(file)
+    file.unlink()
+    assert statistics.heads(file) is scores is statistics.heads(scores)
 
 
 def test_the_report_holds_changes_skips_and_time_and_the_node_its_history() -> None:

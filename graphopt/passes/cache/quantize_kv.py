@@ -77,7 +77,7 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
         """Change the storage of every cache; say why where there is none in pages."""
         ledger = context.ledger
         chosen = self.options
-        page_attention(model, ledger, chosen.page or _PAGE)
+        page_attention(model, context, chosen.page or _PAGE)
         integer = chosen.storage in LEVELS
         for node in kv_nodes(model.graph):
             there = layer_of(node).attributes

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import onnx_ir as ir
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from graphopt.analysis.heads import ORIGIN, HeadScores, Rank, read_scores
+from graphopt.analysis.heads import ORIGIN, HeadScores, Rank
 from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
 from graphopt.facts import Effect, Fact, Rule
@@ -16,7 +17,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions
 from graphopt.passes.cache.page_kv.states import change
-from graphopt.passes.context import Context, Ledger
+from graphopt.passes.context import Context, Ledger, Statistics
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING
 
 Policy = Literal["dense", "streaming", "retrieval"]
@@ -55,7 +56,8 @@ class SparseKVOptions(StepOptions):
     Attributes:
         policy: of every head that ``layers`` does not name; with ``heads``, of the retrieval heads.
         layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
-        heads: scores by which retrieval heads are found; all others then stream. A file that ``graphopt heads`` wrote.
+        heads: scores by which retrieval heads are found; all others then stream. A file that ``graphopt heads`` wrote,
+            from the recipe's folder or the current one; the manifest holds the scores themselves.
         retrieval_share: with ``heads``, the share of KV heads that are retrieval heads.
         rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
         sinks: first tokens that are always read.
@@ -72,7 +74,7 @@ class SparseKVOptions(StepOptions):
     step: Literal["sparse_kv"] = "sparse_kv"
     policy: Policy = "retrieval"
     layers: dict[int, Policy | tuple[Policy, ...]] = Field(default={})
-    heads: Annotated[HeadScores | None, BeforeValidator(read_scores)] = None
+    heads: HeadScores | Path | None = None
     retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
     rank: Rank = "razor"
     sinks: Annotated[int, Field(ge=0, le=1 << 30)] = 64
@@ -83,6 +85,10 @@ class SparseKVOptions(StepOptions):
     channels: Annotated[int, Field(ge=1)] | None = None
     compensate: bool = False
     page: Page | None = None
+
+    def self_contained(self, statistics: Statistics) -> Self:
+        """See :class:`StepOptions`."""
+        return self.model_copy(update={"heads": statistics.heads(self.heads)})
 
 
 class SparseKV(Pass[SparseKVOptions]):
@@ -142,8 +148,9 @@ class SparseKV(Pass[SparseKVOptions]):
             InputError: the options name a layer that the graph has not, or another number of heads than it has.
         """
         ledger = context.ledger
-        page_attention(model, ledger, self.options.page or _PAGE)
+        page_attention(model, context, self.options.page or _PAGE)
         self._check()
+        scores = context.statistics.heads(self.options.heads)
         nodes = {layer_of(node).number: node for node in kv_nodes(model.graph)}
         unknown = sorted(self.options.layers.keys() - nodes.keys())
         if unknown and nodes:
@@ -151,7 +158,7 @@ class SparseKV(Pass[SparseKVOptions]):
                 f"the step sparse_kv names layer {unknown[0]}, and the caches of the graph are {sorted(nodes)}",
                 remedy="name layers as past_key_values.N does",
             )
-        found = self._found(model, [layer_of(node) for node in nodes.values()], ledger)
+        found = self._found(model, [layer_of(node) for node in nodes.values()], scores, ledger)
         for node in nodes.values():
             self._rewrite_node(model.graph, node, found, ledger)
         unbind_positions(model.graph, ledger)
@@ -169,9 +176,11 @@ class SparseKV(Pass[SparseKVOptions]):
                     remedy=f"leave {name} out, or give {policy} as the policy or among the layers",
                 )
 
-    def _found(self, model: ir.Model, layers: Sequence[PagedLayer], ledger: Ledger) -> dict[int, tuple[Policy, ...]]:
+    def _found(
+        self, model: ir.Model, layers: Sequence[PagedLayer], scores: HeadScores | None, ledger: Ledger
+    ) -> dict[int, tuple[Policy, ...]]:
         """Return the policies of the layers of which there are scores."""
-        scores, origin = self.options.heads, model.metadata_props.get(ORIGIN)
+        origin = model.metadata_props.get(ORIGIN)
         if scores is None or not layers:
             return {}
         if self.options.policy == "streaming":

@@ -13,12 +13,10 @@ from graphopt.errors import InputError
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
-from graphopt.passes.context import Context, Ledger
+from graphopt.passes.context import Context, Ledger, Target
 from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.passes.lower.packing import packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
-
-Target = Literal["portable", "ort-cpu", "ort-cuda"]
 
 PACKED = Rule("lower.packed", "MatMulTable, inputs rounded to {activations} in groups of {group}", reason=": {reason}")
 PACKED_EXACT = Rule("lower.packed-exact", "MatMulTable, inputs as they are", reason=": {reason}")

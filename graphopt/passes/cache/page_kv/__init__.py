@@ -80,18 +80,17 @@ class PageKV(Pass[PageKVOptions]):
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite all attention of the graph, or none."""
-        ledger = context.ledger
-        page_attention(model, ledger, self.options.page)
+        page_attention(model, context, self.options.page)
 
 
-def page_attention(model: ir.Model, ledger: Ledger, page: int) -> None:
+def page_attention(model: ir.Model, context: Context, page: int) -> None:
     """Rewrite all standard attention over caches to ``KVAttention`` on dense float32 pages, or say why not."""
-    graph, nodes = model.graph, attentions(model)
+    graph, nodes, ledger = model.graph, attentions(model), context.ledger
     if not nodes:
         if not kv_nodes(graph):
             ledger.skipped("graph", NO_ATTENTION())
         return
-    evaluator = MaskEvaluator(model)
+    evaluator = MaskEvaluator(model, context)
     found = {node: meaning_of(node, evaluator) for node in nodes}
     refused = {node: meaning for node, meaning in found.items() if isinstance(meaning, Fact)}
     reason: Fact | None = None

@@ -89,12 +89,13 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         lift_rotary(model, ledger)
         angles = Angles(model, ledger)
         lift_rotary_tables(model, angles, ledger)
-        lift_group_query(model, angles, ledger)
+        lift_group_query(model, angles, context)
         lift_multi_head(model, ledger)
         lift_scores(model, ledger)
         group_heads(model, ledger)
-        take_cache(model, ledger)
-        lift_masks(model, ledger)
+        if context.task.caches:
+            take_cache(model, ledger)
+        lift_masks(model, context)
         RemoveUnusedNodesPass()(model)
         model.functions.update(bodies)
 

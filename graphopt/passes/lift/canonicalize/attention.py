@@ -17,7 +17,6 @@ import onnx_ir as ir
 from graphopt.editing import replace
 from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
-from graphopt.tasks import task_of
 from graphopt.weights import weight_of
 
 _KEY, _VALUE, _PAST_KEY = 1, 2, 4
@@ -80,9 +79,7 @@ def _producer(node: ir.Node | None, op_type: str) -> ir.Node | None:
 
 
 def take_cache(model: ir.Model, ledger: Ledger) -> None:
-    """Let ``Attention`` append to its cache itself, in a model of a task that has caches."""
-    if not task_of(model.graph).caches:
-        return
+    """Let ``Attention`` append to its cache itself."""
     for node in attentions(model):
         if len(node.inputs) > _PAST_KEY and node.inputs[_PAST_KEY] is not None:
             continue

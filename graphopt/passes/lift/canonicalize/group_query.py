@@ -21,7 +21,7 @@ import onnx_ir as ir
 from graphopt.analysis.contrib import PADDING, contrib_nodes, head_sizes
 from graphopt.editing import Inserter, replace
 from graphopt.facts import Fact, Rule
-from graphopt.passes.context import Ledger
+from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 from graphopt.passes.lift.canonicalize.padding import padding_mask
@@ -53,9 +53,9 @@ NO_TABLES = Rule("canonicalize.no-tables", "it has no tables of angles")
 OTHER_POSITIONS = Rule("canonicalize.other-positions", "it takes its positions from {positions}")
 
 
-def lift_group_query(model: ir.Model, angles: Angles, ledger: Ledger) -> None:
+def lift_group_query(model: ir.Model, angles: Angles, context: Context) -> None:
     """Lift every ``GroupQueryAttention`` that the standard ops can say."""
-    evaluator = MaskEvaluator(model)
+    evaluator, ledger = MaskEvaluator(model, context), context.ledger
     nodes = contrib_nodes(model.graph, _OPERATOR)
     reasons = [_why_not(node, evaluator) for node in nodes]
     for node, reason in zip(nodes, reasons, strict=True):

@@ -25,12 +25,12 @@ from graphopt.analysis.ports import ATTENTION_MASK, past_port
 from graphopt.editing import bypass
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
-from graphopt.passes.context import Ledger
+from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.padding import padding_mask
-from graphopt.runtime import session_of
-from graphopt.tasks import Call, task_of
+from graphopt.running import part_of
+from graphopt.tasks import Call
 from graphopt.tasks.ports import Array
 
 Bools = npt.NDArray[np.bool_]
@@ -48,7 +48,6 @@ _HIDDEN = -1e4
 
 @dataclass(frozen=True)
 class _Instance:
-    feeds: dict[str, Array]
     causal: Bools
     """[batch, 1, new tokens, keys]: which key each query may see by order alone."""
     padding: Bools
@@ -90,9 +89,9 @@ SHOWS_PADDING = Rule("mask.shows-padding", "it shows padding, which a cache in p
 Evaluated = list[tuple[_Instance, Array]] | Fact
 
 
-def lift_masks(model: ir.Model, ledger: Ledger) -> None:
+def lift_masks(model: ir.Model, context: Context) -> None:
     """Replace masks that mean one of :data:`_MEANINGS`, and the guards around ``Attention``."""
-    evaluator = MaskEvaluator(model)
+    evaluator, ledger = MaskEvaluator(model, context), context.ledger
     for node in attentions(model):
         mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
         if mask is None or node.attributes.get_int("is_causal") == 1:
@@ -111,10 +110,10 @@ def lift_masks(model: ir.Model, ledger: Ledger) -> None:
 
 
 class MaskEvaluator:
-    """Runs parts of a graph on their own, each once: layers share their masks."""
+    """Asks the runner for what parts of a graph compute, each once: layers share their masks."""
 
-    def __init__(self, model: ir.Model) -> None:
-        self.model = model
+    def __init__(self, model: ir.Model, context: Context) -> None:
+        self.model, self._task, self._runner = model, context.task, context.runner
         self._results: dict[str, Evaluated] = {}
 
     @cached_property
@@ -129,37 +128,31 @@ class MaskEvaluator:
         return self._results[name]
 
     def _run(self, value: ir.Value) -> Evaluated:
-        graph = self.model.graph
-        task = task_of(graph)
+        graph, task = self.model.graph, self._task
         try:
             task.check(graph)
         except InputError as error:
             return NOT_FED(error=error.what)
         try:
-            part = ir.convenience.extract(graph, list(graph.inputs), [value])
+            part = part_of(self.model, value)
         except ValueError as error:
             return NOT_CUT_OUT(error=str(error))
-        if any(node.op_type in ("Attention", "MatMul") for node in part):
+        if any(node.op_type in ("Attention", "MatMul") for node in part.graph):
             return COMPUTED()
-        lengths = sorted(_numbers(part))
+        lengths = sorted(_numbers(part.graph))
         if lengths and lengths[-1] > _LONGEST:
             return TOO_LONG(number=lengths[-1])
-        for unused in [port for port in part.inputs if not port.uses()]:
-            part.inputs.remove(unused)
-        for port in part.inputs:
+        for port in part.graph.inputs:
             if past_port(port) is not None:
                 # Only the length of a cache can matter here, so long ones may be fed thin.
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
         around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
-        results = []
+        calls = list(task.calls(graph, _INSTANCES + around))
         try:
-            with session_of(ir.Model(part, ir_version=self.model.ir_version)) as session:
-                for instance in map(_instance, task.calls(graph, _INSTANCES + around)):
-                    feeds = {port.name: instance.feeds[port.name] for port in session.get_inputs()}
-                    results.append((instance, session.run(None, feeds)[0]))
+            results = self._runner.run(part, [call.feeds for call in calls])
         except Exception as error:  # whatever onnxruntime raises: a mask that cannot be read is left alone
             return NOT_RUN(error=str(error).splitlines()[0])
-        return results
+        return [(_instance(call), outputs[0]) for call, outputs in zip(calls, results, strict=True)]
 
     def meaning(self, mask: ir.Value) -> str | Fact:
         """Return what ``mask`` means, one of :data:`_MEANINGS`, or why it is none of them."""
@@ -231,7 +224,7 @@ def _numbers(part: ir.Graph) -> set[int]:
 def _instance(call: Call) -> _Instance:
     keys = call.past + call.length
     causal = np.arange(keys)[None, :] <= np.arange(call.length)[:, None] + call.past
-    return _Instance(dict(call.feeds), causal[None, None], call.real[:, None, None, :])
+    return _Instance(causal[None, None], call.real[:, None, None, :])
 
 
 def _visible(mask: Array) -> Bools:
