@@ -22,6 +22,7 @@ from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
 from graphopt.errors import InputError
+from graphopt.passes.context import Statistics
 from graphopt.pipeline import optimize
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
@@ -88,6 +89,8 @@ def evaluate_shard(
     on_stage("applying the passes")
     source = artifacts.read(model)
     folder = open_work_folder(Path(output), None if work is None else Path(work))
+    # The other machines may not have the files that the recipe names.
+    recipe = recipe.self_contained(Statistics())
     request = Request(model=str(Path(model).absolute()), recipe=recipe.model_dump(mode="json"), shards=shards)
     _agree(folder / _REQUEST, request)
     graph = source.model.clone()
