@@ -86,10 +86,16 @@ def part_of(model: ir.Model, value: ir.Value) -> ir.Model:
 
 def _key(part: ir.Model, calls: Sequence[Mapping[str, Array]]) -> str:
     """Return a hash of the part and of what it is fed; empty where its weights are too large to read them for that."""
-    tensors = [value.const_value for value in part.graph.initializers.values()]
-    if sum(tensor.nbytes for tensor in tensors if tensor is not None) > _SMALL:
+    # By name: cutting out leaves the weights in any order.
+    tensors = {name: value.const_value for name, value in sorted(part.graph.initializers.items())}
+    if sum(tensor.nbytes for tensor in tensors.values() if tensor is not None) > _SMALL:
         return ""
-    digest = hashlib.sha256(ir.to_proto(part).SerializeToString(deterministic=True))
+    digest = hashlib.sha256(f"{part.opset_imports} {part.graph.inputs} {part.graph.outputs}".encode())
+    for node in part.graph:
+        digest.update(ir.to_proto(node).SerializeToString(deterministic=True))
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + tensor.tobytes())
     for call in calls:
         for name, array in call.items():
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
