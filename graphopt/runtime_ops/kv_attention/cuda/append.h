@@ -5,7 +5,7 @@
 
 namespace graphopt {
 
-// Brings the state up to date by the new tokens of all rows; null, or what went wrong.
+// Updates the state with the new tokens of all rows; returns null or an error.
 const char* append_tokens(const CudaCall& call, void* stream);
 
 }  // namespace graphopt
