@@ -61,6 +61,8 @@ def test_every_statement_gives_the_figures_of_its_rule(sources: list[tuple[Modul
             rule = getattr(module, node.func.id, None) if isinstance(getattr(node, "func", None), ast.Name) else None
             if isinstance(rule, Rule):
                 given = {keyword.arg for keyword in node.keywords}
+                if None in given:  # figures that are collected before: the rule itself refuses others
+                    given = given - {None} | rule.required
                 where = f"{module.__name__}:{node.lineno}: {rule.code}"
                 assert not node.args, where
                 assert rule.required <= given <= rule.required | rule.optional, where
