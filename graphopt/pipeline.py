@@ -10,16 +10,14 @@ from pathlib import Path
 from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
-from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.heads import ORIGIN
 from graphopt.analysis.structure import packed_nodes
 from graphopt.artifact import Artifact
+from graphopt.checks.account import manifest_of
 from graphopt.checks.equivalence import Verifier, context_of, prove
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.errors import InputError
 from graphopt.facts import Check, PassReport
-from graphopt.manifest import Manifest, installed_versions
-from graphopt.notes import OF_GRAPH, notes_of, precision_of
 from graphopt.passes.context import Statistics, Surroundings, Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
@@ -164,19 +162,7 @@ def _compile(
         if not any(step.phase() == "lower" for step in passes):
             settle()
 
-    manifest = Manifest(
-        source=source.manifest.source,
-        task=source.manifest.task,
-        model=source.manifest.model,
-        notes=[note for note in source.manifest.notes if note.code not in OF_GRAPH] + notes_of(graph),
-        recipe=contained.model_dump(mode="json"),
-        passes=[*source.manifest.passes, *reports],
-        checks=[*source.manifest.checks, *checks],
-        weights=weight_totals(graph),
-        precision=precision_of(graph, kernels, recipe),
-        session=recipe.session_entries() if quantized_products(graph.graph) else {},
-        versions=source.manifest.versions | installed_versions(),
-    )
+    manifest = manifest_of(source, graph, contained, reports, checks, kernels)
     return Artifact(graph, manifest, source.companions)
 
 

@@ -63,9 +63,9 @@ def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if _reader(value, _CODES) is not None:
         return True
     if tensor.size == 0:
-        return False  # the placeholder of an absent input
+        return False  # what stands for none
     if tensor.size == 1 and any(is_packed(use.node) for use in value.uses()):
-        return False  # a one-element bias means absent
+        return False  # the bias that stands for none
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, _DECODING) is None
 
 

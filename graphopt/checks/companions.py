@@ -7,10 +7,11 @@ from pathlib import Path
 
 from graphopt.artifact import DATA, MODEL, Artifact, write_companions
 from graphopt.errors import VerificationError
+from graphopt.facts import Fact
 from graphopt.manifest import MANIFEST
 
 
-def confirm_companions(made: Artifact, folder: Path) -> int:
+def confirm_companions(made: Artifact, folder: Path) -> list[Fact]:
     """Confirm that beside the model lies what would be written beside ``made``, byte by byte, and nothing else.
 
     Args:
@@ -18,13 +19,13 @@ def confirm_companions(made: Artifact, folder: Path) -> int:
         folder: the artifact.
 
     Returns:
-        How many files there are.
+        The notes of the manifest, with the reason if there is no ``genai_config.json``.
 
     Raises:
         VerificationError: a file is missing, differs or should not be there; names it.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
-        write_companions(made, Path(temporary))
+        notes = write_companions(made, Path(temporary))
         expected = {file.name: file.read_bytes() for file in Path(temporary).iterdir()}
     stored = {file.name for file in folder.iterdir()} - {MODEL, DATA, MANIFEST}
     for name in sorted(expected.keys() | stored):
@@ -38,4 +39,4 @@ def confirm_companions(made: Artifact, folder: Path) -> int:
                 file=folder / name,
                 remedy="the tokenizer and the configuration are copies of those of the model before",
             )
-    return len(expected)
+    return notes

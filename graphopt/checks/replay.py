@@ -18,11 +18,14 @@ from pydantic import BaseModel
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
+from graphopt.checks.account import manifest_of
 from graphopt.checks.companions import confirm_companions
 from graphopt.checks.equivalence import Verifier, context_of, prove
+from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
+from graphopt.checks.same_manifest import confirm_manifest, recorded_kernels
 from graphopt.checks.same_model import confirm_model
 from graphopt.errors import InputError, VerificationError
-from graphopt.facts import Check, Finding, Rule
+from graphopt.facts import Check, Finding, PassReport, Rule
 from graphopt.manifest import MANIFEST
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
@@ -31,13 +34,18 @@ from graphopt.version import VERSION
 SAME_AGAIN = Rule(
     "replay.same",
     "the recipe, run again on the model before, makes this one: every node, function, port and stored number, every "
-    "other field of the model, every file beside it, and nothing else",
+    "other field of the model, the manifest, every file beside them, and nothing else",
     rounded="; {rounded} tensors differ by rounding, which the certificate covers",
 )
 SAME_UP_TO_NAMES = Rule(
     "replay.same-up-to-names",
     "the recipe, run again on the model before, computes what this one computes: every operator that an output needs, "
     "every function, port and stored number, up to names and metadata",
+)
+RECORDED = Rule(
+    "replay.recorded",
+    "of the manifest, what was measured when the artifact was made is not compared: figures of checks that ran the "
+    "model, seconds, versions of packages; nor are the words that the recipe was given for itself",
 )
 OTHER_NAMES = Rule(
     "replay.other-names",
@@ -77,23 +85,40 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     graph = first.model.clone()
     graph.metadata_props[ORIGIN] = artifacts.origin_of(first)
     changed = [report for report in recorded if report.changes]
+    reports: list[PassReport] = []
+    made_checks: list[Check] = []
+    unread = Verifier(Path(after), recipe.session_entries(), run=False)
+    unread.start(graph)
     for done, step in enumerate(passes):
         on_stage(f"running {step.name} again", done, total)
         previous = graph.clone()
-        step(graph)
+        made_report = step(graph).report
         # An older graphopt did not record `lower` where its recipe did not name it.
         report = next((each for each in recorded if each.name == step.name), None)
-        if report is not None and report.claims is not None:
+        if report is None:
+            continue
+        made_report.run = report.run
+        reports.append(made_report)
+        if report.claims is not None:
             on_stage(f"proving {step.name}", done, total)
             final = report is changed[-1]
             # the names of an older version, which lead from node to node, may be others than this one gives
             against = last.model if final and not older else graph
             checks.append(prove(previous, against, report.claims, step.name))
+            made_checks.append(checks[-1].model_copy(update={"run": report.run}))
+        made_checks.append(unread.check(graph, step.name, step.effect).model_copy(update={"run": report.run}))
     NameFixPass()(graph)
     on_stage("comparing all that is in the files", total - 1, total)
     certified = bool(changed) and changed[-1].claims is not None and checks[-1].status == "proved"
     checks.append(_confirm_replay(graph, Path(after), rounding_proved=certified and not older, older=older))
-    confirm_companions(Artifact(graph, last.manifest, first.companions), Path(after))
+    kernels: KernelReport | None = None
+    if quantized_products(graph.graph) or own_nodes(graph.graph):
+        kernels = check_kernels(graph, unread, recipe.session_entries())
+        made_checks.append(kernels.check)
+        kernels = recorded_kernels(kernels, last.manifest.precision, graph, recipe, Path(after) / MANIFEST)
+    made = Artifact(graph, manifest_of(first, graph, recipe, reports, made_checks, kernels), first.companions)
+    made.manifest = made.manifest.model_copy(update={"notes": confirm_companions(made, Path(after))})
+    confirm_manifest(made.manifest, last.manifest, Path(after) / MANIFEST, first.manifest, older=older is not None)
     on_stage("running both models", total - 1, total)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         # with the bodies that the file carries: our own kernels would not show that one of them is another
@@ -144,7 +169,7 @@ def _confirm_replay(made: ir.Model, folder: Path, *, rounding_proved: bool, olde
         rounding_proved: see :func:`confirm_model`.
         older: another version of graphopt that wrote the artifact; it may have given other names than this one.
     """
-    findings = []
+    findings = [Finding(node="manifest", tensor=None, status="not covered", reason=RECORDED())]
     try:
         extent = confirm_model(made, folder, rounding_proved=rounding_proved)
     except VerificationError as error:
@@ -161,7 +186,7 @@ def _confirm_replay(made: ir.Model, folder: Path, *, rounding_proved: bool, olde
         name="replay",
         after="the recipe",
         status="proved",
-        reason=SAME_UP_TO_NAMES() if findings else SAME_AGAIN(rounded=extent.rounded),
+        reason=SAME_UP_TO_NAMES() if len(findings) > 1 else SAME_AGAIN(rounded=extent.rounded),
         figures=dataclasses.asdict(extent),
         findings=findings,
     )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from graphopt import artifact, genai, notes, passes
+from graphopt import artifact, genai, passes
 from graphopt.analysis import bases, contrib
-from graphopt.checks import kernels, replay
+from graphopt.checks import kernels, notes, replay
 from graphopt.checks.certificate import checker
 from graphopt.facts import Fact
 from graphopt.models import agreement, export

@@ -174,7 +174,7 @@ struct NewTokens {
     Stored* const keys = reinterpret_cast<Stored*>(state.keys) + place;
     Stored* const values = reinterpret_cast<Stored*>(state.values) + place;
     for (size_t i = thread_index().x; i < count * size; i += kAppendThreads) {
-      // neighbouring threads write neighbouring tokens of a channel, which are adjacent in memory
+      // neighbouring threads write neighbouring tokens of a channel: that is where they lie
       const size_t t = first + i % count, c = i / count;
       put(key(t, c), keys + (t / 16 * size + c) * 16 + t % 16);
     }
@@ -184,7 +184,7 @@ struct NewTokens {
     }
   }
 
-  // Floats of the newest page of a slot; elements that a later token of this call overwrites are left to that one.
+  // Floats of the newest page of a slot; what a later token of this call overwrites is left to that.
   GRAPHOPT_DEVICE void store_in_slot() const {
     const Layout& layout = call.layout;
     float* const slot = state.recent + slot_of(layout, page);
@@ -282,7 +282,7 @@ void chain_means(CudaCall call) {
   const HeadState state = call.head_state(row, head);
   const Touched touched(call, row);
   const int64_t tokens = static_cast<int64_t>(layout.page);
-  int64_t page = layout.page_of(layout.sinks) + 1;  // the first whose mean continues that of another
+  int64_t page = layout.page_of(layout.sinks) + 1;  // the first whose mean goes on from that of another
   if (page <= touched.first) page = touched.first + 1;
   const auto mean_of = [&](int64_t logical) {
     return state.summaries + layout.physical(logical) * layout.summary + layout.known;

@@ -5,7 +5,7 @@
 
 namespace graphopt {
 
-// Updates the state with the new tokens of all rows; returns null or an error.
+// Brings the state up to date by the new tokens of all rows; null, or what went wrong.
 const char* append_tokens(const CudaCall& call, void* stream);
 
 }  // namespace graphopt

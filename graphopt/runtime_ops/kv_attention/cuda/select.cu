@@ -52,7 +52,7 @@ GRAPHOPT_DEVICE float bound_product(float q, float low, float high) {
   return a != a || a > b ? a : b;
 }
 
-// Scores kScoredPages candidates of one query; the largest of its heads counts, and NaN counts as
+// Scores kScoredPages candidates of one query; the largest of its heads counts, and what is no number counts as
 // infinite.
 GRAPHOPT_KERNEL(kScoreThreads, 4)
 void score_pages(SelectRun run) {

@@ -10,7 +10,7 @@ namespace {
 
 enum Matrix : size_t { kLeft = kMatMulInputs, kRight, kAllInputs };
 
-// The common part of both operators. All inputs but x stay on the host, which checks, packs and copies them.
+// What both operators do. Everything but x stays on the host, which checks it and copies it as the kernels want it.
 struct Product {
   Node node;
   Weights weights;
