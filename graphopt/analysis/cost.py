@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Set
 
 import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
-from graphopt.analysis.structure import PACKED, is_packed
+from graphopt.analysis.structure import is_packed
 from graphopt.formats import FORMATS
-from graphopt.weights import weight_of
+from graphopt.runtime_ops import DECODING, Role, port, port_at
 
-# Inputs that hold quantized codes, and inputs that hold what turns codes into numbers, by operator.
-_CODES = {"DequantizeLinear": (0,), "MatMulNBits": (1,), "GatherBlockQuantized": (0,), **dict.fromkeys(PACKED, (1,))}
-_DECODING = {
-    "DequantizeLinear": (1, 2),
-    "MatMulNBits": (2, 3, 4),
-    "GatherBlockQuantized": (2, 3),
-    **dict.fromkeys(PACKED, (2, 3, 4)),
-}
+_CODES = frozenset({Role.CODES})
 
 
 class WeightTotals(BaseModel):
@@ -52,7 +45,7 @@ def weight_totals(model: ir.Model) -> WeightTotals:
             if _is_weight(value, tensor):
                 codes = _reader(value, _CODES)
                 parameters += tensor.size if codes is None else _numbers(codes, tensor)
-            elif _reader(value, _DECODING) is None:
+            elif _reader(value, DECODING) is None:
                 continue
             size += tensor.nbytes
     bits = 8 * size / parameters if parameters else 0.0
@@ -63,19 +56,20 @@ def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if _reader(value, _CODES) is not None:
         return True
     if tensor.size == 0:
-        return False  # what stands for none
-    if tensor.size == 1 and any(is_packed(use.node) for use in value.uses()):
-        return False  # the bias that stands for none
-    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, _DECODING) is None
+        return False  # a placeholder of an absent input
+    if any((read := port_at(*use)) is not None and read.placeholder == tensor.size for use in value.uses()):
+        return False
+    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, DECODING) is None
 
 
-def _reader(value: ir.Value, inputs: Mapping[str, tuple[int, ...]]) -> ir.Node | None:
-    """Return the node that reads ``value``, or rows looked up in it, as one of its ``inputs``."""
+def _reader(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
+    """Return the node that reads ``value``, or rows looked up in it, as an input with one of the roles."""
     for use in value.uses():
-        if use.idx in inputs.get(use.node.op_type, ()):
+        read = port_at(*use)
+        if read is not None and read.role in roles:
             return use.node
         if use.node.op_type == "Gather" and use.idx == 0:
-            found = _reader(use.node.outputs[0], inputs)
+            found = _reader(use.node.outputs[0], roles)
             if found is not None:
                 return found
     return None
@@ -108,7 +102,7 @@ def storage_formats(model: ir.Model) -> dict[str, int]:
 
 def packed_format(node: ir.Node) -> str:
     """Return the name of the format of one of our products, told by its table; a table without one tells its size."""
-    codes, table = weight_of(node, 1), weight_of(node, 3)
+    codes, table = port(node, "codes"), port(node, "table")
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"
     bits, values = codes.const_value.shape.numpy()[-1] // 32, table.const_value.numpy()

@@ -16,18 +16,17 @@ import onnx_ir as ir
 
 from graphopt.analysis.ports import STATES, CachePort, past_port
 from graphopt.errors import InputError
+from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING, Dimension, KVAttributes, StateTensor
-from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 
-OPERATOR = "KVAttention"
+OPERATOR = SCHEMA.name
 METADATA = "ai.graphopt.kv"
 """Key of the model's metadata that lists the layers as JSON."""
 
 UNBOUNDED = "graphopt.unbounded"
 """Metadata of a ``KVAttention`` node that takes positions of any size."""
-
-FIRST_STATE = 7
-"""Place of the first of :data:`graphopt.analysis.ports.STATES` among the operator's inputs."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ def layer_of(node: ir.Node) -> PagedLayer:
     Raises:
         InputError: its keys are no graph input of the name that graphopt gives them, or an attribute is out of range.
     """
-    key, keys = node.inputs[1], node.inputs[FIRST_STATE]
+    key, keys = input_of(node, "key"), input_of(node, "keys")
     port = past_port(keys)
     width = None if key is None or key.shape is None else key.shape[-1]
     if port is None or port.part != STATES[0] or not isinstance(width, int):

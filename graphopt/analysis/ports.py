@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops import Role
+from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
+
 INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
 TOKEN_TYPE_IDS = "token_type_ids"
 PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
@@ -20,8 +23,8 @@ LOGITS, HIDDEN, POOLED = "logits", "last_hidden_state", "pooler_output"
 GROWING = ("key", "value")
 """The parts of a cache that grows."""
 
-STATES = ("keys", "values", "scales", "recent", "summaries")
-"""The parts of a cache in pages: its state tensors, in the order of ``KVAttention``'s inputs 7 to 11."""
+STATES = SCHEMA.of_role(Role.STATE)
+"""The parts of a cache in pages: the state tensors of ``KVAttention``, in order."""
 
 _PAST, _PRESENT = "past_key_values", "present"
 _NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *STATES))})")

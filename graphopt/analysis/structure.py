@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops import DOMAIN, signature_of
 from graphopt.weights import weight_of
-
-PACKED = ("MatMulTable", "MatMulDynamic")
-"""Our operators that multiply by a matrix of packed codes."""
 
 
 def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -26,7 +23,7 @@ def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 def is_packed(node: ir.Node) -> bool:
     """Return whether ``node`` multiplies by a matrix of codes in the layout of our operators."""
-    return node.domain == DOMAIN and node.op_type in PACKED
+    return node.domain == DOMAIN and (signature := signature_of(node)) is not None and signature.is_product
 
 
 def packed_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -59,7 +56,8 @@ def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
         node = waiting.pop()
         if node is None:
             continue
-        if node.op_type in ("MatMul", "MatMulNBits") or is_packed(node):
+        signature = signature_of(node)
+        if node.op_type == "MatMul" or (signature is not None and signature.is_product):
             found.add(node)
         else:
             waiting.extend(value.producer() for value in node.inputs if value is not None)

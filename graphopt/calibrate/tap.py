@@ -19,15 +19,13 @@ from graphopt.facts import PassReport
 from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
 from graphopt.passes.context import Surroundings
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.runtime_ops import port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
 from graphopt.tasks import task_of
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
-from graphopt.weights import weight_of
 
 Singles = npt.NDArray[np.float32]
-
-_SINK_LOGITS = 5
 
 
 @dataclass(frozen=True)
@@ -125,7 +123,8 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
             )
     interface = Interface.of_graph(model.graph)
     layers = tuple(_tapped(node) for node in nodes)
-    values = {value.name: value for node in nodes for value in node.inputs[:2] if value is not None}
+    tapped = [port(node, name) for node in nodes for name in ("query", "key")]
+    values = {value.name: value for value in tapped if value is not None}
     for value in values.values():
         value.dtype = ir.DataType.FLOAT
     model.graph.outputs.clear()
@@ -136,10 +135,12 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
 
 
 def _tapped(node: ir.Node) -> TappedLayer:
-    query, key = (value.name if value is not None else None for value in node.inputs[:2])
-    sinks = weight_of(node, _SINK_LOGITS)
+    query, key, sinks = (port(node, name) for name in ("query", "key", "sink_logits"))
+    assert query is not None and key is not None
     logits = None if sinks is None or sinks.const_value is None else sinks.const_value.numpy()
-    return TappedLayer(layer_of(node), query or "", key or "", logits if logits is not None and logits.size else None)
+    return TappedLayer(
+        layer_of(node), query.name or "", key.name or "", logits if logits is not None and logits.size else None
+    )
 
 
 def _reason(report: PassReport) -> str:

@@ -17,7 +17,8 @@ from graphopt.errors import VerificationError
 from graphopt.facts import Check, Fact, Rule
 from graphopt.manifest import ProductCount
 from graphopt.runtime import native_operators, open_session
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import DOMAIN, port, signature_of
+from graphopt.runtime_ops.schema import attributes_of
 
 FUSED = "MatMulNBits"
 UNKNOWN = "unknown"
@@ -28,8 +29,6 @@ ALL_FUSED = Rule(
 )
 OWN_KERNEL = Rule("kernels.own-kernel", "{operator} runs by graphopt's kernel, each node is there still")
 BODY = Rule("kernels.body", "{operator} runs by the function body: no kernel here")
-
-_ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 
 
 @dataclass(frozen=True)
@@ -60,14 +59,14 @@ def own_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 def activations_of(node: ir.Node) -> str:
     """Return what one of our products, or onnxruntime's ``MatMulNBits``, rounds its input to."""
-    if node.op_type == FUSED:
-        level = node.attributes.get_int("accuracy_level", 0)
-        return _ACTIVATIONS.get(level, f"level {level}")
-    if node.op_type == "MatMulDynamic":
-        return f"int{node.attributes.get_int('bits', 8)} per token"
-    stated, x = node.attributes.get_string("activations", UNKNOWN), node.inputs[0]
-    # which means that they stay as they are
-    return "float16" if stated == "float32" and x is not None and x.dtype == ir.DataType.FLOAT16 else stated
+    signature = signature_of(node)
+    if signature is None or signature.data is None:
+        return UNKNOWN
+    stated = signature.precision(attributes_of(node))
+    if stated is not None:
+        return stated
+    x = port(node, signature.data.name)
+    return "float16" if x is not None and x.dtype == ir.DataType.FLOAT16 else "float32"
 
 
 def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str]) -> KernelReport:

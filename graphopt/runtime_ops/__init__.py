@@ -1,37 +1,86 @@
 """Operators of the domain ``ai.graphopt``: one folder, one operator.
 
-Each folder holds what the operator means (its types, its shape rule and its body in standard ONNX operators), a NumPy
-reference written from the definition, and its kernels. A model carries the body, so it runs in any onnxruntime; where
-graphopt's library is registered, the kernel takes the node.
+Each folder holds what the operator means (its schema and its body in standard ONNX operators), a NumPy reference
+written from the definition, and its kernels. A model carries the body, so it runs in any onnxruntime; where graphopt's
+library is registered, the kernel takes the node.
+
+A folder with a part ``spec`` is an operator: ``spec/op.py`` holds it under the folder's name in capitals. Nothing else
+names it.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+from collections.abc import Iterator
+
 import onnx_ir as ir
 
-from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
-from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
-from graphopt.runtime_ops.kv_attention.spec.op import KV_ATTENTION
+from graphopt.runtime_ops.foreign import FOREIGN
 from graphopt.runtime_ops.library import Device, library_path
-from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
-from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE
-from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
-from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
-from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
+from graphopt.runtime_ops.operator import DOMAIN, Operator
+from graphopt.runtime_ops.schema import DECODING, Coordinates, Cost, Port, Role, Schema, Signature
 
-OPERATORS: dict[str, Operator] = {
-    operator.name: operator
-    for operator in (
-        DEQUANTIZE,
-        HADAMARD,
-        KV_ATTENTION,
-        MATMUL_DYNAMIC,
-        MATMUL_TABLE,
-        ROUND_ACTIVATIONS,
-        ROUND_TRIP,
-    )
-}
-"""Every operator by its name; a new one is one folder and one line."""
+
+def _operators() -> Iterator[Operator]:
+    for folder in pkgutil.iter_modules(__path__):
+        name = f"{__name__}.{folder.name}"
+        if folder.ispkg and any(part.name == "spec" for part in pkgutil.iter_modules([*_path_of(name)])):
+            yield getattr(importlib.import_module(f"{name}.spec.op"), folder.name.upper())
+
+
+def _path_of(package: str) -> list[str]:
+    return list(importlib.import_module(package).__path__)
+
+
+OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _operators()}
+"""Every operator by its name, as found in the folders."""
+
+
+def signature_of(node: ir.Node) -> Signature | None:
+    """Return what a node's operator reads and makes; ``None`` for one that is neither ours nor in ``FOREIGN``."""
+    if node.domain == DOMAIN:
+        return OPERATORS[node.op_type].schema if node.op_type in OPERATORS else None
+    return FOREIGN.get((node.domain, node.op_type))
+
+
+def schema_of(node: ir.Node) -> Schema:
+    """Return the schema of a node of ours.
+
+    Raises:
+        ValueError: the node is of another domain, or of no operator that we have.
+    """
+    if node.domain != DOMAIN or node.op_type not in OPERATORS:
+        raise ValueError(f"{node.domain}::{node.op_type} is no operator of {DOMAIN}: it has {', '.join(OPERATORS)}")
+    return OPERATORS[node.op_type].schema
+
+
+def port(node: ir.Node, name: str) -> ir.Value | None:
+    """Return an input of a node by its name; ``None`` where it is left out.
+
+    Raises:
+        ValueError: what the operator of the node reads is not stated, or it has no input of that name.
+    """
+    signature = signature_of(node)
+    if signature is None:
+        raise ValueError(f"what {node.domain}::{node.op_type} reads is stated neither by OPERATORS nor by FOREIGN")
+    index = signature.index(name)
+    return node.inputs[index] if index < len(node.inputs) else None
+
+
+def ports_of(node: ir.Node, *roles: Role) -> list[ir.Value]:
+    """Return the inputs of a node that have one of the roles and are there, in order; none for an unknown operator."""
+    signature = signature_of(node)
+    if signature is None:
+        return []
+    values = (value for each, value in zip(signature.inputs, node.inputs, strict=False) if each.role in roles)
+    return [value for value in values if value is not None]
+
+
+def port_at(node: ir.Node, index: int) -> Port | None:
+    """Return what an input of a node is; ``None`` where its operator is not known, or has no such input."""
+    signature = signature_of(node)
+    return None if signature is None else signature.input(index)
 
 
 def declare(model: ir.Model) -> None:
@@ -66,4 +115,24 @@ def declare(model: ir.Model) -> None:
     model.functions.update(sorted(bodies.items()))
 
 
-__all__ = ["DOMAIN", "OPERATORS", "Cost", "Device", "Operator", "declare", "library_path"]
+__all__ = [
+    "DECODING",
+    "DOMAIN",
+    "FOREIGN",
+    "OPERATORS",
+    "Coordinates",
+    "Cost",
+    "Device",
+    "Operator",
+    "Port",
+    "Role",
+    "Schema",
+    "Signature",
+    "declare",
+    "library_path",
+    "port",
+    "port_at",
+    "ports_of",
+    "schema_of",
+    "signature_of",
+]

@@ -1,22 +1,14 @@
-"""What every operator of the domain ``ai.graphopt`` states about itself."""
+"""An operator of the domain ``ai.graphopt``: its schema, and what it means."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
 
-DOMAIN = "ai.graphopt"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What one call takes: arithmetic operations, and bytes read and written."""
-
-    operations: int
-    bytes: int
+from graphopt.runtime_ops.schema import DOMAIN, Cost, Schema, attributes_of
 
 
 @dataclass(frozen=True)
@@ -24,29 +16,57 @@ class Operator:
     """One operator of the domain :data:`DOMAIN`.
 
     Attributes:
-        name: its name in the graph.
-        version: version of its meaning; a file states the version of the domain that it was made with.
+        schema: its name, version, ports, attributes, shapes, cost, effect and precision.
         function: makes its body, a model-local function of standard operators of the given ONNX opset; where the
             operator has overloads, from the attributes of a node by name as well.
         reference: what it computes, in NumPy, written from the definition; inputs in order, attributes by name. An
             operator with several outputs returns a tuple.
-        cost: what a call takes, from the shapes of its inputs.
         overload: where the nodes of its body depend on attributes, names the body for a set of them: the overload of
             the function, and of the nodes that it is for.
     """
 
-    name: str
-    version: int
+    schema: Schema
     function: Callable[..., ir.Function]
     reference: Callable[..., Any]
-    cost: Callable[[Sequence[Sequence[int]]], Cost]
     overload: Callable[..., str] | None = None
 
+    @property
+    def name(self) -> str:
+        """Its name in the graph."""
+        return self.schema.name
+
+    @property
+    def version(self) -> int:
+        """The version of its meaning."""
+        return self.schema.version
+
+    def cost(self, shapes: Sequence[Sequence[int]]) -> Cost:
+        """Return what a call takes, from the shapes of its inputs in order."""
+        return self.schema.cost(shapes)
+
     def node(
-        self, inputs: Sequence[ir.Value | None], attributes: dict[str, Any] | None = None, *, name: str | None = None
+        self,
+        inputs: Sequence[ir.Value | None] | Mapping[str, ir.Value | None],
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        name: str | None = None,
     ) -> ir.Node:
-        """Return a node of this operator."""
-        return ir.node(self.name, inputs, attributes, domain=DOMAIN, version=None, name=name)
+        """Return a node of this operator; types and shapes of its outputs are set where those of its inputs are known.
+
+        Args:
+            inputs: in order, or by the names that the schema gives them.
+            attributes: by name.
+            name: of the node.
+
+        Raises:
+            ValueError: there is no input of a name.
+        """
+        values = self.schema.in_order(inputs) if isinstance(inputs, Mapping) else inputs
+        outputs = len(self.schema.outputs)
+        node = ir.node(self.name, values, attributes, domain=DOMAIN, version=None, name=name, num_outputs=outputs)
+        if len(node.inputs) == len(self.schema.inputs):
+            self.schema.infer(node)
+        return node
 
     def overload_of(self, node: ir.Node) -> str:
         """Return the overload of a node of this operator; "" where one body serves all.
@@ -54,7 +74,7 @@ class Operator:
         Raises:
             ValueError: the body depends on attributes, and there is none for these.
         """
-        return "" if self.overload is None else self.overload(**_attributes(node))
+        return "" if self.overload is None else self.overload(**attributes_of(node))
 
     def body_of(self, node: ir.Node, opset: int) -> ir.Function:
         """Return the body of a node of this operator, as a function of the given ONNX opset.
@@ -62,8 +82,7 @@ class Operator:
         Raises:
             ValueError: as :meth:`overload_of`.
         """
-        return self.function(opset) if self.overload is None else self.function(opset, **_attributes(node))
+        return self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
 
 
-def _attributes(node: ir.Node) -> dict[str, Any]:
-    return {name: attribute.value for name, attribute in node.attributes.items()}
+__all__ = ["DOMAIN", "Cost", "Operator"]

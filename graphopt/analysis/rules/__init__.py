@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from graphopt.analysis.rules import attention, elementwise, layout, linear
 from graphopt.analysis.rules.common import Rule, ignore, observe
-from graphopt.analysis.structure import PACKED
-from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops import DOMAIN, OPERATORS, Coordinates
 
 RULES: dict[tuple[str, str], Rule] = {
     ("", "MatMul"): linear.matmul,
@@ -40,10 +39,15 @@ RULES: dict[tuple[str, str], Rule] = {
     ("", "RotaryEmbedding"): attention.rotary,
     ("", "Shape"): ignore,
     ("", "Size"): ignore,
-    (DOMAIN, "Dequantize"): linear.dequantize,
-    (DOMAIN, "RoundActivations"): linear.round_activations,
-    (DOMAIN, "Hadamard"): elementwise.hadamard,
-    **{(DOMAIN, name): linear.packed for name in PACKED},
 }
+
+_OF_EFFECT: dict[Coordinates, Rule] = {
+    Coordinates.OBSERVES: observe,
+    Coordinates.ROTATES: elementwise.hadamard,
+    Coordinates.DECODES: linear.dequantize,
+    Coordinates.MULTIPLIES: linear.packed,
+    Coordinates.ROUNDS: linear.round_activations,
+}
+RULES |= {(DOMAIN, name): _OF_EFFECT[operator.schema.coordinates] for name, operator in OPERATORS.items()}
 
 __all__ = ["RULES", "Rule", "observe"]

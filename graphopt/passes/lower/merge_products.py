@@ -13,6 +13,7 @@ from graphopt.editing import drop, shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
+from graphopt.runtime_ops import signature_of
 from graphopt.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
 
 MERGED = Rule("merge_products.merged", "{products} in one product of {columns} columns")
@@ -115,10 +116,10 @@ def _product(node: ir.Node) -> _Product | Fact:
 
 def _joined_inputs(reader: ir.Node) -> set[int]:
     """Return which inputs of ``reader`` have columns: codes, scales and zero points, but no table or placeholder."""
-    shapes = [_shape(value) for value in reader.inputs if value is not None]
-    if not reader.domain:
-        return set(range(len(shapes)))
-    return {0, 1} | ({3} if shapes[3] == shapes[1] else set())
+    signature = signature_of(reader)
+    assert signature is not None
+    ports = enumerate(zip(signature.inputs, reader.inputs, strict=False))
+    return {index for index, (port, value) in ports if port.columns is not None and not port.is_absent(value)}
 
 
 def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.passes.base import CANONICAL_OPSETS
-from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE, NAME, reference
+from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE, reference
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize as unpacked
 from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile
 from tests.runtime_ops.bodies import run_body
@@ -45,7 +45,7 @@ CASES = {
 @given(**CASES)
 def test_the_body_is_the_reference_to_the_last_bit(group: int, rows: int, **given: Any) -> None:
     inputs = case_of(rows, group=group or rows, **given)
-    made = run_body(NAME, inputs, {"group": group or rows})
+    made = run_body(DEQUANTIZE.name, inputs, {"group": group or rows})
     # the same two operations of float32
     np.testing.assert_array_equal(made, reference(*inputs, group or rows))
 
@@ -65,7 +65,7 @@ def test_it_is_the_weight_of_the_packed_product(group: int, rows: int, **given: 
 @pytest.mark.parametrize("opset", CANONICAL_OPSETS)
 def test_the_body_runs_in_every_opset_that_passes_take(opset: int) -> None:
     inputs = case_of(37, 5, 16, 8, points=True)
-    np.testing.assert_array_equal(run_body(NAME, inputs, {"group": 16}, opset), reference(*inputs, 16))
+    np.testing.assert_array_equal(run_body(DEQUANTIZE.name, inputs, {"group": 16}, opset), reference(*inputs, 16))
 
 
 def test_what_does_not_fit_is_an_error() -> None:
@@ -76,14 +76,14 @@ def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(IndexError):
         reference(codes, scales, table, points, 16)
     with pytest.raises(Exception, match="Gather"):
-        run_body(NAME, [codes, scales, table, points], {"group": 16})
+        run_body(DEQUANTIZE.name, [codes, scales, table, points], {"group": 16})
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_scales_that_are_not_finite_show(bad: float) -> None:
     inputs = case_of(32, 5, 16, 8, points=False)
     inputs[1][1, 2] = bad
-    for made in (reference(*inputs, 16), run_body(NAME, inputs, {"group": 16})):
+    for made in (reference(*inputs, 16), run_body(DEQUANTIZE.name, inputs, {"group": 16})):
         assert not np.isfinite(made[16:, 2]).any()
         assert np.isfinite(made[:16]).all()
 
@@ -97,7 +97,7 @@ def test_frozen_vectors_keep_their_meaning() -> None:
         names = ("codes", "scales", "table", "zero_points")
         inputs = [np.array(frozen[name], dtype) for name, dtype in zip(names, types, strict=True)]
         assert reference(*inputs, frozen["group"]).tolist() == frozen["W"]
-        assert run_body(NAME, inputs, {"group": frozen["group"]}).tolist() == frozen["W"]
+        assert run_body(DEQUANTIZE.name, inputs, {"group": frozen["group"]}).tolist() == frozen["W"]
 
 
 def test_cost() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from graphopt.passes.base import CANONICAL_OPSETS
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations
-from graphopt.runtime_ops.round_activations.spec.op import LEVELS, MODES, NAME, ROUND_ACTIVATIONS, reference
+from graphopt.runtime_ops.round_activations.spec.op import LEVELS, MODES, ROUND_ACTIVATIONS, reference
 from tests.runtime_ops.bodies import run_body
 
 
@@ -25,7 +25,9 @@ def rows(seed: int, width: int, *leading: int) -> np.ndarray:
 
 
 def run(x: np.ndarray, activations: str, group: int = 0, clip: float = 1.0, opset: int = 23) -> np.ndarray:
-    return run_body(NAME, [x], {"activations": activations, "group": group, "clip": clip}, opset, x.ndim)
+    return run_body(
+        ROUND_ACTIVATIONS.name, [x], {"activations": activations, "group": group, "clip": clip}, opset, x.ndim
+    )
 
 
 @settings(max_examples=40)

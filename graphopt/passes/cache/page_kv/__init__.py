@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.paged import OPERATOR, PagedLayer, describe, kv_nodes
-from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, STATES, past_port
+from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
 from graphopt.editing import inherit, remove, shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
@@ -19,7 +19,7 @@ from graphopt.passes.cache.page_kv.states import connect, graph_input
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
 Page = Literal[16, 32, 64, 128]
@@ -137,14 +137,9 @@ def _rewrite(
             recent=max(1, meaning.window),
         ),
     )
-    made = ir.node(
-        OPERATOR,
-        [*rows, *lengths, unused, unused, *[None] * len(STATES)],
-        layer.attributes.for_node(),
-        domain=DOMAIN,
-        num_outputs=1 + len(STATES),
-        name=node.name,
-    )
+    inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
+    absent = {"sink_logits": unused, "sink_query": unused}
+    made = OPERATORS[OPERATOR].node({**inputs, **absent}, layer.attributes.for_node(), name=node.name)
     inherit(made, node)
     y, old = made.outputs[0], node.outputs[0]
     y.name, y.type = f"{node.name}.rows", old.type

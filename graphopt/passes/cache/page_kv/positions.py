@@ -26,11 +26,10 @@ from graphopt.editing import like, name_output, replace, shared
 from graphopt.facts import Fact, Rule
 from graphopt.passes.cache.page_kv.states import graph_input
 from graphopt.passes.context import Ledger
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import DOMAIN, port, schema_of
 
 _POSITIONS = "position_ids"
 _COS, _SIN, _INDICES = 1, 2, 3
-_SINK_QUERY = 6
 
 
 WIDE_ANGLES = Rule("positions.wide-angles", "angles are computed in float64, so that positions may be of any size")
@@ -53,9 +52,9 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
         ledger.skipped(_POSITIONS, BOUND(why=READS_MEAN(node=compensated[0].name)))
         return
     queries = {
-        node: node.inputs[0]
+        node: query
         for node, layer in layers.items()
-        if layer.attributes.sinks and not layer.unbounded and node.inputs[0] is not None
+        if layer.attributes.sinks and not layer.unbounded and (query := port(node, "query")) is not None
     }
     reason = bound(graph, queries)
     if reason is not None:
@@ -67,7 +66,7 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     for node, query in queries.items():
         cap = layers[node].reach - 1
         made = capped.setdefault(cap, CappedQueries(graph, cap)).of(query)
-        node.replace_input_with(_SINK_QUERY, made)
+        node.replace_input_with(schema_of(node).index("sink_query"), made)
         ledger.changed(node, CAPPED(position=cap), [node])
     for node in layers:
         node.metadata_props[UNBOUNDED] = "1"

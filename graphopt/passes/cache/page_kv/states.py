@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.paged import FIRST_STATE, PagedLayer, layer_of
+from graphopt.analysis.paged import PagedLayer, layer_of
 from graphopt.analysis.ports import INPUT_IDS, STATES, CachePort
 from graphopt.editing import shared
+from graphopt.runtime_ops import schema_of
 
 
 def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
@@ -26,8 +27,10 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
     assert batch is not None
     rows = batch[0] if isinstance(batch[0], int) else str(batch[0].value)
     used = layer.states(rows, f"pages.{layer.number}")
-    for index, state in enumerate(STATES):
-        read, made = node.inputs[FIRST_STATE + index], node.outputs[1 + index]
+    schema = schema_of(node)
+    for state in STATES:
+        index, output = schema.index(state), schema.output_index(f"new_{state}")
+        read, made = node.inputs[index], node.outputs[output]
         tensor = used.get(state)
         port = read if read is not None and read.is_graph_input() else None
         if tensor is None:
@@ -36,15 +39,15 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
             if made.is_graph_output():
                 graph.outputs.remove(made)
             unused = shared(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
-            node.replace_input_with(FIRST_STATE + index, unused)
+            node.replace_input_with(index, unused)
             made.name, made.dtype, made.shape = f"{node.name}.no_{state}", ir.DataType.FLOAT, ir.Shape([0, 0, 0, 0])
             continue
         if port is None:
             port = ir.val(layer.port(state))
-            _insert(graph.inputs, port, node.inputs[FIRST_STATE + index - 1])
-            node.replace_input_with(FIRST_STATE + index, port)
+            _insert(graph.inputs, port, node.inputs[index - 1])
+            node.replace_input_with(index, port)
         if not made.is_graph_output():
-            _insert(graph.outputs, made, node.outputs[index])
+            _insert(graph.outputs, made, node.outputs[output - 1])
             made.name = CachePort(layer.number, state).present
         for value in (port, made):
             value.dtype, value.shape = ir.DataType.from_numpy(tensor.dtype), ir.Shape(tensor.shape)

@@ -12,7 +12,7 @@ from graphopt.analysis.ports import past_port
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import LARGEST, NARROW, STAYS_FLOAT32, WIDE, follows
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import DOMAIN, schema_of
 from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
 Weight = npt.NDArray[Any]
@@ -65,13 +65,21 @@ def narrow_values(graph: ir.Graph, wide: dict[ir.Node, Fact]) -> set[ir.Value]:
         value
         for node in graph
         for index, value in enumerate(node.outputs)
-        if value.dtype == WIDE and node not in wide and (node.domain != DOMAIN or index == 0)
+        if value.dtype == WIDE and node not in wide and _is_activations(node, index)
     }
     for value in graph.inputs:
         grows = past_port(value) is not None and value.dtype == WIDE
         if grows and all(follows(*use, wide) for use in value.uses()):
             narrow.add(value)
     return narrow
+
+
+def _is_activations(node: ir.Node, index: int) -> bool:
+    """Return whether output ``index`` has the type of the activations; state tensors of ours keep theirs."""
+    if node.domain != DOMAIN:
+        return True
+    schema = schema_of(node)
+    return schema.follows_data(schema.outputs[index])
 
 
 def retype(node: ir.Node) -> None:

@@ -8,17 +8,13 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.analysis.paged import OPERATOR as KV_ATTENTION
 from graphopt.facts import Fact, Rule
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import DOMAIN, port, schema_of
 
 WIDE, NARROW = ir.DataType.FLOAT, ir.DataType.FLOAT16
 
 LARGEST = float(np.finfo(np.float16).max)
 _SMALLEST = float(np.finfo(np.float16).tiny)
-
-# Of an operator of ours: the inputs that are as wide as x, as its one output of that kind is; all others keep a type.
-_OF_X = {"MatMulTable": (0,), "MatMulDynamic": (0,), "Hadamard": (0,), KV_ATTENTION: (0, 1, 2, 6)}
 
 # Their standard has float16, and onnxruntime's kernels for the CPU fail in it when they run.
 _NOT_IN_ONNXRUNTIME = ("ScatterElements", "ScatterND")
@@ -56,7 +52,8 @@ def wide_nodes(graph: ir.Graph, opset: int) -> dict[ir.Node, Fact]:
 def _refusal(node: ir.Node, opset: int) -> Fact | None:
     """Return why a node cannot compute in float16, or ``None``."""
     if node.domain == DOMAIN:
-        return None if node.op_type in _OF_X else FLOAT32_ALONE(op=node.op_type)
+        data = schema_of(node).data
+        return None if data is not None and NARROW in data.types else FLOAT32_ALONE(op=node.op_type)
     if node.domain:
         return OTHER_DOMAIN(domain=node.domain)
     if node.op_type == "Cast" and node.inputs[0] is not None and node.inputs[0].dtype == NARROW:
@@ -81,7 +78,7 @@ def _refusal(node: ir.Node, opset: int) -> Fact | None:
 def _scales_fit(dequantize: ir.Node) -> bool:
     """Return whether float16 has all scales that a node may read, of which none becomes 0, subnormal or infinite."""
     rows = _rows_of_scales(dequantize)
-    scales = dequantize.inputs[1] if rows is None else rows.inputs[0]
+    scales = port(dequantize, "x_scale") if rows is None else rows.inputs[0]
     if scales is None or not scales.is_initializer() or scales.const_value is None:
         return False
     numbers = np.abs(scales.const_value.numpy())
@@ -90,7 +87,8 @@ def _scales_fit(dequantize: ir.Node) -> bool:
 
 def _rows_of_scales(dequantize: ir.Node) -> ir.Node | None:
     """Return what takes the scales of an embedding, those of the tokens that are asked for; else ``None``."""
-    made_by = None if dequantize.inputs[1] is None else dequantize.inputs[1].producer()
+    scales = port(dequantize, "x_scale")
+    made_by = None if scales is None else scales.producer()
     return made_by if made_by is not None and made_by.op_type == "Gather" else None
 
 
@@ -98,4 +96,7 @@ def follows(node: ir.Node, index: int, wide: Iterable[ir.Node]) -> bool:
     """Return whether input ``index`` of ``node`` is to be float16."""
     if node in wide:
         return False
-    return node.domain != DOMAIN or index in _OF_X[node.op_type]
+    if node.domain != DOMAIN:
+        return True
+    schema = schema_of(node)
+    return schema.follows_data(schema.input(index))

@@ -21,27 +21,22 @@ codes and turns both nodes into one product, and refuses a graph in which a ``De
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.dequantize.spec.schema import SCHEMA
+from graphopt.runtime_ops.operator import DOMAIN, Operator
 from graphopt.runtime_ops.tape import ints, number_of
 
 Floats = npt.NDArray[np.floating[Any]]
 
-NAME = "Dequantize"
-
-_INPUTS = ("codes", "scales", "table", "zero_points")
-
 
 def function(opset: int) -> ir.Function:
     """Return the body. It depends on constants alone, so onnxruntime folds it when it loads the model."""
-    inputs = [ir.Value(name=name) for name in _INPUTS]
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     codes, scales, table, zero_points = inputs
     tape = ir.tape.Tape()
     rows = tape.op("Shape", [codes], {"start": 0, "end": 1})
@@ -56,8 +51,8 @@ def function(opset: int) -> ir.Function:
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     weight = tape.op("Mul", [tape.op("Sub", [values, for_each_row(full_zeros)]), for_each_row(scales)])
     weight.name = "W"
-    graph = ir.Graph(inputs, [weight], nodes=tape.nodes, opset_imports={"": opset}, name=NAME)
-    return ir.Function(DOMAIN, NAME, graph=graph, attributes=[ir.Attr("group", ir.AttributeType.INT, None)])
+    graph = ir.Graph(inputs, [weight], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
 
 
 def reference(
@@ -82,10 +77,4 @@ def reference(
     return weight
 
 
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes, with float scales: a lookup, a difference and a product for each number."""
-    codes, *others = shapes
-    return Cost(operations=3 * prod(codes), bytes=5 * prod(codes) + 4 * sum(prod(shape) for shape in others))
-
-
-DEQUANTIZE = Operator(NAME, 1, function, reference, cost)
+DEQUANTIZE = Operator(SCHEMA, function, reference)

@@ -14,14 +14,12 @@ small as a + b can be, and nodes of the same width share them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
-
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.hadamard.spec.schema import SCHEMA
+from graphopt.runtime_ops.operator import DOMAIN, Operator
 
 
 def function(opset: int) -> ir.Function:
@@ -33,7 +31,7 @@ def function(opset: int) -> ir.Function:
     The runs' axis is moved behind a for the product with left, which then is one product of two matrices. A product of
     left with a stack of matrices would save the two transposes, but onnxruntime refuses it for a stack of none.
     """
-    x, left, right = (ir.Value(name=name) for name in ("x", "left", "right"))
+    x, left, right = (ir.Value(name=name) for name in SCHEMA.input_names)
     tape = ir.tape.Tape()
     turned_left = tape.op("Transpose", [_orthogonal(tape, left, x)], {"perm": [1, 0]})
     turned_right = _orthogonal(tape, right, x)
@@ -51,8 +49,8 @@ def function(opset: int) -> ir.Function:
     products = tape.op("Transpose", [stacked], {"perm": [1, 0, 2]})
     y = tape.op("Reshape", [products, tape.op("Shape", [x])], {"allowzero": 1})
     y.name = "y"
-    graph = ir.Graph([x, left, right], [y], nodes=tape.nodes, opset_imports={"": opset}, name=HADAMARD.name)
-    return ir.Function(DOMAIN, HADAMARD.name, graph=graph, attributes=[])
+    graph = ir.Graph([x, left, right], [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
 
 
 def reference(
@@ -73,13 +71,6 @@ def reference(
     return y
 
 
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what the body takes for inputs of these shapes, with an x of float."""
-    x, left, right = shapes
-    elements = prod(x)
-    return Cost(operations=2 * elements * (left[0] + right[0]), bytes=8 * elements + prod(left) + prod(right))
-
-
 def _orthogonal(tape: ir.tape.Tape, matrix: ir.Value, like: ir.Value) -> ir.Value:
     """Return ``matrix`` [n, n] / sqrt(n), in the type of ``like``; the root is taken in double, and rounded once."""
     order = tape.op("Cast", [tape.op("Shape", [matrix], {"start": 0, "end": 1})], {"to": ir.DataType.DOUBLE})
@@ -87,4 +78,4 @@ def _orthogonal(tape: ir.tape.Tape, matrix: ir.Value, like: ir.Value) -> ir.Valu
     return tape.op("CastLike", [tape.op("Div", [wide, tape.op("Sqrt", [order])]), like])
 
 
-HADAMARD = Operator("Hadamard", 1, function, reference, cost)
+HADAMARD = Operator(SCHEMA, function, reference)

@@ -32,26 +32,11 @@ from graphopt.runtime_ops.kv_attention.spec.body_append import (
 from graphopt.runtime_ops.kv_attention.spec.body_compensation import append_means, extra_token
 from graphopt.runtime_ops.kv_attention.spec.body_read import attend, heads_apart, read_mask
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
+from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 from graphopt.runtime_ops.operator import DOMAIN
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
-
-NAME = "KVAttention"
-
-INPUTS = (
-    *("query", "key", "value", "past", "new", "sink_logits", "sink_query"),
-    *("keys", "values", "scales", "recent", "summaries"),
-)
-OUTPUTS = ("y", "new_keys", "new_values", "new_scales", "new_recent", "new_summaries")
-
-_KINDS = {
-    **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
-    **dict.fromkeys(("sinks", "recent", "budget", "channels", "compensate"), ir.AttributeType.INT),
-    **dict.fromkeys(("scale", "softcap", "mass"), ir.AttributeType.FLOAT),
-    **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
-    "policies": ir.AttributeType.INTS,
-}
 
 # What a Constant calls a value of that kind.
 _FIELDS = {
@@ -77,15 +62,14 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     attrs = KVAttributes(**attributes)
 
     def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
-        outputs = _write(op, attrs, dict(zip(INPUTS, inputs, strict=True)))
-        for name, value in zip(OUTPUTS, outputs, strict=True):
+        outputs = _write(op, attrs, dict(zip(SCHEMA.input_names, inputs, strict=True)))
+        for name, value in zip(SCHEMA.output_names, outputs, strict=True):
             value.name = name
         return outputs
 
-    inputs = [ir.Value(name=name) for name in INPUTS]
-    made = build_function(write, inputs, domain=DOMAIN, name=NAME, opset_imports={"": opset})
-    kinds = [ir.Attr(name, kind, None) for name, kind in _KINDS.items()]
-    return ir.Function(DOMAIN, NAME, overload(**attributes), graph=made.graph, attributes=kinds)
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
+    made = build_function(write, inputs, domain=DOMAIN, name=SCHEMA.name, opset_imports={"": opset})
+    return ir.Function(DOMAIN, SCHEMA.name, overload(**attributes), graph=made.graph, attributes=SCHEMA.parameters)
 
 
 def overload(**attributes: Any) -> str:
@@ -178,15 +162,15 @@ def _is_for_another(op: OpBuilder, attrs: KVAttributes, policies: ir.Value) -> i
     ]
     for name, value in attrs.for_node().items():
         if name not in _OF_NODE:
-            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[_KINDS[name]]: value}))
+            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[SCHEMA.attributes[name]]: value}))
             differs.append(op.Reshape(op.Not(same), [1]))
     return _any(op, op.Concat(*differs, axis=0))
 
 
 def _of_node(op: OpBuilder, name: str) -> ir.Value:
     """Return an attribute of the node: a scalar, or int64 [n]."""
-    field = _FIELDS[_KINDS[name]]
-    return op.Constant(**{field: ir.RefAttr(field, name, _KINDS[name])})
+    field = _FIELDS[SCHEMA.attributes[name]]
+    return op.Constant(**{field: ir.RefAttr(field, name, SCHEMA.attributes[name])})
 
 
 def _any(op: OpBuilder, flags: ir.Value) -> ir.Value:

@@ -76,26 +76,9 @@ that takes its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
-
-from graphopt.runtime_ops.kv_attention.spec.body import NAME, function, overload
+from graphopt.runtime_ops.kv_attention.spec.body import function, overload
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
-from graphopt.runtime_ops.operator import Cost, Operator
+from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
+from graphopt.runtime_ops.operator import Operator
 
-
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes that reads the whole cache; a policy that reads less takes less.
-
-    Each query head reads the key and the value of each token: a multiplication and an addition for each of their
-    numbers. Shapes tell no types: pages without scales count as float32.
-    """
-    query, key, _, _, _, _, _, keys, values, scales, *others = shapes
-    head_size = key[2] // keys[1]
-    tokens = keys[2] * (scales[3] // 2 - head_size) if scales[3] else prod(keys[2:]) // head_size
-    pages = (prod(keys) + prod(values)) * (1 if scales[3] else 4)
-    floats = 2 * prod(query) + 2 * prod(key) + prod(scales) + sum(prod(shape) for shape in others)
-    return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
-
-
-KV_ATTENTION = Operator(NAME, 1, function, reference, cost, overload)
+KV_ATTENTION = Operator(SCHEMA, function, reference, overload)

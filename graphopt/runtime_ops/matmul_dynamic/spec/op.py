@@ -23,8 +23,6 @@ Output:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -33,9 +31,10 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.hadamard.spec.op import reference as hadamard
+from graphopt.runtime_ops.matmul_dynamic.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.activations import round_rows, row_rounding_nodes
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize
-from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.operator import DOMAIN, Operator
 from graphopt.runtime_ops.tape import branch, choice
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -44,17 +43,14 @@ Doubles = npt.NDArray[np.float64]
 LEVELS = {8: 127, 4: 7}
 """The largest code of an activation, by bits."""
 
-_INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias", "left", "right")
-
 
 def function(opset: int) -> ir.Function:
     """Return the body: Hadamard, the rounding, MatMulTable. It needs the bodies of both beside it.
 
     Whether there is a rotation at all is folded when onnxruntime loads the model.
     """
-    inputs = [ir.Value(name=name) for name in _INPUTS]
-    x, *of_product = inputs[:6]
-    left, right = inputs[6:]
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
+    x, *of_product, left, right = inputs
     tape = ir.tape.Tape()
     wide = tape.op("Cast", [x], {"to": ir.DataType.FLOAT})
     orders = [tape.op("Shape", [matrix], {"start": 0, "end": 1}) for matrix in (left, right)]
@@ -78,11 +74,8 @@ def function(opset: int) -> ir.Function:
     y = tape.op("CastLike", [product, x])
     y.name = "y"
     opsets = {"": opset, DOMAIN: MATMUL_TABLE.version}
-    graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports=opsets, name=MATMUL_DYNAMIC.name)
-    kinds = dict.fromkeys(("rows", "columns", "group", "bits"), ir.AttributeType.INT)
-    kinds["clip"] = ir.AttributeType.FLOAT
-    parameters = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
-    return ir.Function(DOMAIN, MATMUL_DYNAMIC.name, graph=graph, attributes=parameters)
+    graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports=opsets, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
 
 
 def reference(
@@ -122,12 +115,4 @@ def reference(
     return y
 
 
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes, with float scales and the padding of the last tile."""
-    left, right = shapes[6:8]
-    product = MATMUL_TABLE.cost(shapes[:6])
-    turning = HADAMARD.cost([shapes[0], left, right]).operations if left[0] * right[0] > 1 else 0
-    return Cost(operations=product.operations + turning, bytes=product.bytes + prod(left) + prod(right))
-
-
-MATMUL_DYNAMIC = Operator("MatMulDynamic", 1, function, reference, cost)
+MATMUL_DYNAMIC = Operator(SCHEMA, function, reference)

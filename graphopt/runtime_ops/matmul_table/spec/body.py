@@ -11,17 +11,14 @@ import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES, bfloat16_nodes, rounding_nodes
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
+from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.tape import choice, ints, number_of
-
-NAME = "MatMulTable"
-
-_INPUTS = ("x", "codes", "scales", "table", "zero_points", "bias")
 
 
 def function(opset: int) -> ir.Function:
     """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
-    inputs = [ir.Value(name=name) for name in _INPUTS]
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     x, codes, scales, table, zero_points, bias = inputs
     tape = ir.tape.Tape()
     rows, columns, group = (number_of(tape, name) for name in ("rows", "columns", "group"))
@@ -36,11 +33,8 @@ def function(opset: int) -> ir.Function:
     rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
     y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias]), x])
     y.name = "y"
-    graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=NAME)
-    kinds = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
-    kinds["activations"] = ir.AttributeType.STRING
-    attributes = [ir.Attr(name, kind, None) for name, kind in kinds.items()]
-    return ir.Function(DOMAIN, NAME, graph=graph, attributes=attributes)
+    graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
 
 
 def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:

@@ -32,17 +32,16 @@ Output:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations, to_bfloat16
-from graphopt.runtime_ops.matmul_table.spec.body import NAME, function
+from graphopt.runtime_ops.matmul_table.spec.body import function
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
-from graphopt.runtime_ops.operator import Cost, Operator
+from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA
+from graphopt.runtime_ops.operator import Operator
 
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -98,12 +97,4 @@ def dequantize(
     return weight
 
 
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes, with float scales and the padding of the last tile."""
-    x, codes, scales, *small = shapes
-    outputs = prod(x[:-1]) * 16 * codes[0]
-    numbers = prod(x) + outputs + prod(scales) + sum(prod(shape) for shape in small)
-    return Cost(operations=2 * outputs * x[-1], bytes=prod(codes) + 4 * numbers)
-
-
-MATMUL_TABLE = Operator(NAME, 1, function, reference, cost)
+MATMUL_TABLE = Operator(SCHEMA, function, reference)

@@ -27,8 +27,6 @@ none: the step ``lower`` makes one product of both, which multiplies the q as in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -43,12 +41,11 @@ from graphopt.runtime_ops.matmul_table.spec.activations import (
     to_bfloat16,
     ungroup_nodes,
 )
-from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.operator import DOMAIN, Operator
+from graphopt.runtime_ops.round_activations.spec.schema import SCHEMA
 from graphopt.runtime_ops.tape import branch, choice, ints, number_of
 
 Floats = npt.NDArray[np.floating[Any]]
-
-NAME = "RoundActivations"
 
 LEVELS = {"int4": 7, "int8": 127, "int16": 16256}
 """The largest code of an activation, by type."""
@@ -81,15 +78,8 @@ def function(opset: int) -> ir.Function:
     is_bfloat16 = tape.op("Equal", [mode, ints(tape, MODES.index("bfloat16"))])
     y = tape.op("CastLike", [tape.op("If", [is_bfloat16], branches), x])
     y.name = "y"
-    graph = ir.Graph([x], [y], nodes=tape.nodes, opset_imports={"": opset}, name=NAME)
-    kinds = {
-        "activations": ir.AttributeType.STRING,
-        "group": ir.AttributeType.INT,
-        "clip": ir.AttributeType.FLOAT,
-    }
-    return ir.Function(
-        DOMAIN, NAME, graph=graph, attributes=[ir.Attr(name, kind, None) for name, kind in kinds.items()]
-    )
+    graph = ir.Graph([x], [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
 
 
 def reference(x: Floats, activations: str, group: int, clip: float) -> Floats:
@@ -112,10 +102,4 @@ def reference(x: Floats, activations: str, group: int, clip: float) -> Floats:
     return rounded.astype(x.dtype)
 
 
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes for an x of float: magnitudes and their maximum, then quotient, rounding and product."""
-    numbers = prod(shapes[0])
-    return Cost(operations=5 * numbers, bytes=12 * numbers)
-
-
-ROUND_ACTIVATIONS = Operator(NAME, 1, function, reference, cost)
+ROUND_ACTIVATIONS = Operator(SCHEMA, function, reference)

@@ -27,16 +27,14 @@ or one number all along where it is asymmetric) comes back as it was.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx.parser
 import onnx_ir as ir
 
-from graphopt.runtime_ops.operator import DOMAIN, Cost, Operator
+from graphopt.runtime_ops.operator import DOMAIN, Operator
+from graphopt.runtime_ops.round_trip.spec.schema import SCHEMA
 
 # A scale of 0 cannot divide: such a row has code 0 throughout, under any other divisor.
 _BODY = """
@@ -110,10 +108,4 @@ def reference(x: npt.NDArray[np.floating], bits: int, symmetric: int, clip: floa
     return rounded.astype(x.dtype)
 
 
-def cost(shapes: Sequence[Sequence[int]]) -> Cost:
-    """Return what a call takes for an x of float: 3 operations a number for the extremes, then 6, in one pass each."""
-    numbers = math.prod(shapes[0])
-    return Cost(operations=9 * numbers, bytes=12 * numbers)
-
-
-ROUND_TRIP = Operator("RoundTrip", 1, function, reference, cost)
+ROUND_TRIP = Operator(SCHEMA, function, reference)

@@ -1,0 +1,35 @@
+"""The schema of ``ai.graphopt::Dequantize``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+_SCALES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes, with float scales: a lookup, a difference and a product for each number."""
+    codes, *others = shapes
+    return Cost(operations=3 * prod(codes), bytes=5 * prod(codes) + 4 * sum(prod(shape) for shape in others))
+
+
+SCHEMA = Schema(
+    name="Dequantize",
+    version=1,
+    inputs=(
+        Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=1),
+        Port("scales", Role.SCALES, _SCALES, columns=1),
+        Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
+        Port("zero_points", Role.ZERO_POINTS, _SCALES, like="scales", placeholder=1, columns=1),
+    ),
+    outputs=(Port("W", Role.DATA, (ir.DataType.FLOAT,)),),
+    attributes={"group": ir.AttributeType.INT},
+    shapes=lambda shapes, attributes: (shapes["codes"],),
+    cost=cost,
+    coordinates=Coordinates.DECODES,
+)

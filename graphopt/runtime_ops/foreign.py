@@ -1,0 +1,61 @@
+"""Operators of others that hold weights as codes: what onnxruntime and ONNX call which of their inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphopt.runtime_ops.schema import Coordinates, Port, Role, Signature
+
+_ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
+
+
+def _by_accuracy_level(attributes: Mapping[str, Any]) -> str:
+    level = attributes.get("accuracy_level", 0)
+    return _ACTIVATIONS.get(level, f"level {level}")
+
+
+FOREIGN: dict[tuple[str, str], Signature] = {
+    (signature.domain, signature.name): signature
+    for signature in (
+        Signature(
+            domain="",
+            name="DequantizeLinear",
+            inputs=(
+                Port("x", Role.CODES, columns=1),
+                Port("x_scale", Role.SCALES, columns=1),
+                Port("x_zero_point", Role.ZERO_POINTS, like="x", columns=1),
+            ),
+            outputs=(Port("y", Role.DATA, like="x_scale"),),
+            coordinates=Coordinates.DECODES,
+        ),
+        Signature(
+            domain="com.microsoft",
+            name="MatMulNBits",
+            inputs=(
+                Port("A", Role.DATA),
+                Port("B", Role.CODES),
+                Port("scales", Role.SCALES, like="A"),
+                Port("zero_points", Role.ZERO_POINTS),
+                Port("g_idx", Role.GROUPS),
+                Port("bias", Role.BIAS, like="A"),
+            ),
+            outputs=(Port("Y", Role.DATA, like="A"),),
+            coordinates=Coordinates.MULTIPLIES,
+            precision=_by_accuracy_level,
+        ),
+        Signature(
+            domain="com.microsoft",
+            name="GatherBlockQuantized",
+            inputs=(
+                Port("data", Role.CODES),
+                Port("indices", Role.INDICES),
+                Port("scales", Role.SCALES),
+                Port("zero_points", Role.ZERO_POINTS, like="data"),
+            ),
+            outputs=(Port("output", Role.DATA, like="scales"),),
+            coordinates=Coordinates.DECODES,
+        ),
+    )
+}
+"""By domain and type. The columns of ``DequantizeLinear`` are those of a matrix [rows, columns] in groups of rows."""

@@ -1,0 +1,53 @@
+"""The schema of ``ai.graphopt::MatMulTable``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE
+from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
+
+PORTS = (
+    Port("x", Role.DATA, FLOATS),
+    Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0),
+    Port("scales", Role.SCALES, FLOATS, columns=0),
+    Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
+    Port("zero_points", Role.ZERO_POINTS, FLOATS, like="scales", placeholder=1, columns=0),
+    Port("bias", Role.BIAS, (ir.DataType.FLOAT,), placeholder=1, columns=0),
+)
+"""The inputs of every product with packed codes."""
+
+SIZES = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes, with float scales and the padding of the last tile."""
+    x, codes, scales, *small = shapes
+    outputs = prod(x[:-1]) * TILE * codes[0]
+    numbers = prod(x) + outputs + prod(scales) + sum(prod(shape) for shape in small)
+    return Cost(operations=2 * outputs * x[-1], bytes=prod(codes) + 4 * numbers)
+
+
+def precision(attributes: Mapping[str, Any]) -> str | None:
+    """Return what x is rounded to; activations of ``float32`` stay as they are."""
+    stated: str = attributes.get("activations", "unknown")
+    return None if stated == "float32" else stated
+
+
+SCHEMA = Schema(
+    name="MatMulTable",
+    version=1,
+    inputs=PORTS,
+    outputs=(Port("y", Role.DATA, like="x"),),
+    attributes={**SIZES, "activations": ir.AttributeType.STRING},
+    shapes=lambda shapes, attributes: ((*shapes["x"][:-1], attributes["columns"]),),
+    cost=cost,
+    coordinates=Coordinates.MULTIPLIES,
+    precision=precision,
+)

@@ -1,0 +1,40 @@
+"""The schema of ``ai.graphopt::RoundActivations``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes for an x of float: magnitudes and their maximum, then quotient, rounding and product."""
+    numbers = prod(shapes[0])
+    return Cost(operations=5 * numbers, bytes=12 * numbers)
+
+
+def precision(attributes: Mapping[str, Any]) -> str:
+    """Return what x is rounded to; a group of 0 is all of a token."""
+    stated: str = attributes.get("activations", "unknown")
+    return f"{stated} per token" if stated.startswith("int") and not attributes.get("group", 0) else stated
+
+
+SCHEMA = Schema(
+    name="RoundActivations",
+    version=1,
+    inputs=(Port("x", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),),
+    outputs=(Port("y", Role.DATA, like="x"),),
+    attributes={
+        "activations": ir.AttributeType.STRING,
+        "group": ir.AttributeType.INT,
+        "clip": ir.AttributeType.FLOAT,
+    },
+    shapes=lambda shapes, attributes: (shapes["x"],),
+    cost=cost,
+    coordinates=Coordinates.ROUNDS,
+    precision=precision,
+)

@@ -1,0 +1,223 @@
+"""How an operator is described: its ports by name and role, its attributes, shapes, cost, effect and precision.
+
+Whoever needs one of these facts asks the schema of a node's operator; nobody else counts inputs. A :class:`Signature`
+says what is read where, for operators of any domain; a :class:`Schema` is all that an operator of ours states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from math import prod
+from typing import Any
+
+import onnx_ir as ir
+
+DOMAIN = "ai.graphopt"
+
+Dims = tuple[Any, ...]
+"""The dimensions of a tensor: numbers, and whatever stands for those that a graph leaves open."""
+
+
+class Role(Enum):
+    """What an input or output is for."""
+
+    DATA = "activations, computed at run time"
+    CODES = "codes of a weight"
+    SCALES = "what codes are multiplied by"
+    ZERO_POINTS = "what is subtracted from codes or their values"
+    TABLE = "the values that codes stand for"
+    BIAS = "numbers that are added to a product"
+    MATRIX = "a small constant matrix, such as a rotation"
+    GROUPS = "which group of scales a row of a weight belongs to"
+    INDICES = "which rows to take"
+    LENGTH = "numbers of tokens"
+    SINKS = "logits without a value that take part in a softmax"
+    STATE = "a part of a cache, which comes back as an output"
+
+
+DECODING = frozenset({Role.SCALES, Role.ZERO_POINTS, Role.TABLE, Role.GROUPS})
+"""What turns codes into numbers."""
+
+
+class Coordinates(Enum):
+    """What an operator does to the coordinates of its data, as :mod:`graphopt.analysis.rules` treats it."""
+
+    OBSERVES = "looks at single coordinates: their basis has to stay"
+    ROTATES = "turns the last axis by an orthogonal map"
+    ROUNDS = "rounds its data, which codes behind it were chosen for"
+    DECODES = "makes a weight of codes, which were chosen for these coordinates"
+    MULTIPLIES = "multiplies by codes, which were chosen for these coordinates of data and result"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one call takes: arithmetic operations, and bytes read and written."""
+
+    operations: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Port:
+    """An input or an output.
+
+    Attributes:
+        name: as the documentation of the operator calls it.
+        role: what it is for.
+        types: what it may hold; empty for any type.
+        like: the input whose type it has; ``None`` where it has a type of its own.
+        placeholder: elements of the tensor that says "absent", where there is one: inputs of ours are never left out,
+            as bodies for older opsets could not ask whether one is there.
+        columns: the axis that counts columns of a product, in whole tiles; tensors are joined along it where products
+            are merged.
+    """
+
+    name: str
+    role: Role
+    types: tuple[ir.DataType, ...] = ()
+    like: str | None = None
+    placeholder: int | None = None
+    columns: int | None = None
+
+    def is_absent(self, value: ir.Value | None) -> bool:
+        """Return whether ``value`` says that this input is absent."""
+        if value is None:
+            return True
+        if self.placeholder is None or value.shape is None:
+            return False
+        known = [size for size in value.shape if isinstance(size, int)]
+        if 0 in known:
+            return self.placeholder == 0
+        return len(known) == len(value.shape) and prod(known) == self.placeholder
+
+
+def as_given(attributes: Mapping[str, Any]) -> str | None:
+    """Return ``None``: the operator computes with its data as they are."""
+    del attributes
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signature:
+    """What an operator reads and makes.
+
+    Attributes:
+        domain: of the operator.
+        name: its type in the graph.
+        inputs: in order.
+        outputs: in order.
+        coordinates: what it does to the coordinates of its data.
+        precision: what it rounds its data to, from its attributes, in the words of a report; ``None`` for nothing.
+    """
+
+    domain: str = DOMAIN
+    name: str
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    coordinates: Coordinates = Coordinates.OBSERVES
+    precision: Callable[[Mapping[str, Any]], str | None] = as_given
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the inputs, in order."""
+        return tuple(port.name for port in self.inputs)
+
+    @property
+    def output_names(self) -> tuple[str, ...]:
+        """The names of the outputs, in order."""
+        return tuple(port.name for port in self.outputs)
+
+    @property
+    def data(self) -> Port | None:
+        """The first input of activations, whose type the result has; ``None`` where there is none."""
+        return next((port for port in self.inputs if port.role is Role.DATA), None)
+
+    @property
+    def is_product(self) -> bool:
+        """Whether it multiplies activations by a matrix of codes."""
+        return self.coordinates is Coordinates.MULTIPLIES
+
+    def index(self, name: str) -> int:
+        """Return the place of an input.
+
+        Raises:
+            ValueError: there is no input of that name.
+        """
+        if name not in self.input_names:
+            raise ValueError(f"{self.name} has no input {name}; it has {', '.join(self.input_names)}")
+        return self.input_names.index(name)
+
+    def output_index(self, name: str) -> int:
+        """Return the place of an output.
+
+        Raises:
+            ValueError: there is no output of that name.
+        """
+        if name not in self.output_names:
+            raise ValueError(f"{self.name} has no output {name}; it has {', '.join(self.output_names)}")
+        return self.output_names.index(name)
+
+    def of_role(self, *roles: Role) -> tuple[str, ...]:
+        """Return the names of the inputs with one of these roles, in order."""
+        return tuple(port.name for port in self.inputs if port.role in roles)
+
+    def input(self, index: int) -> Port | None:
+        """Return the input in a place; ``None`` where the signature has none."""
+        return self.inputs[index] if index < len(self.inputs) else None
+
+    def follows_data(self, port: Port | None) -> bool:
+        """Return whether a port has the type of the activations, whatever that is."""
+        return port is not None and self.data is not None and (port is self.data or port.like == self.data.name)
+
+    def in_order(self, values: Mapping[str, ir.Value | None]) -> list[ir.Value | None]:
+        """Return inputs that are given by name in order; those that are not given are left out, as ``None``.
+
+        Raises:
+            ValueError: there is no input of a name.
+        """
+        for name in values:
+            self.index(name)
+        return [values.get(name) for name in self.input_names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schema(Signature):
+    """All that an operator of ours states about a node.
+
+    Attributes:
+        version: of its meaning; a file states the version of the domain that it was made with.
+        attributes: the type of each attribute, in the order of its body's parameters.
+        shapes: the shapes of all outputs, from those of the inputs and the attributes, each by name.
+        cost: what a call takes, from the shapes of its inputs in order.
+    """
+
+    version: int
+    attributes: Mapping[str, ir.AttributeType]
+    shapes: Callable[[Mapping[str, Dims], Mapping[str, Any]], Sequence[Dims]]
+    cost: Callable[[Sequence[Sequence[int]]], Cost]
+
+    @property
+    def parameters(self) -> list[ir.Attr]:
+        """The attributes, as a function declares them."""
+        return [ir.Attr(name, kind, None) for name, kind in self.attributes.items()]
+
+    def infer(self, node: ir.Node) -> None:
+        """Set types and shapes of the outputs of ``node`` where those of its inputs are known."""
+        values = dict(zip(self.input_names, node.inputs, strict=True))
+        for port, output in zip(self.outputs, node.outputs, strict=False):
+            like = values.get(port.like or "")
+            dtype = port.types[0] if port.like is None and len(port.types) == 1 else like.dtype if like else None
+            if dtype is not None:
+                output.dtype = dtype
+        known = {name: tuple(value.shape) for name, value in values.items() if value is not None and value.shape}
+        if len(known) == len(self.inputs):
+            shapes = self.shapes(known, attributes_of(node))
+            for output, dims in zip(node.outputs, shapes, strict=False):
+                output.shape = ir.Shape(dims)
+
+
+def attributes_of(node: ir.Node) -> dict[str, Any]:
+    """Return the attributes of a node by name."""
+    return {name: attribute.value for name, attribute in node.attributes.items()}
