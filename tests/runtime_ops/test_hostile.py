@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.rotations import hadamard
+import graphopt.runtime_ops
 from tests.native import INSTRUCTIONS, ISA_VARIABLE, needs_library, skip_without
+from tests.runtime_ops.cases import FOLDERS, HERE, honest
 from tests.runtime_ops.hostile import (
     FLOATS,
     INTEGERS,
@@ -34,71 +34,12 @@ from tests.runtime_ops.hostile import (
 pytestmark = needs_library
 
 EXAMPLES = examples(100)
-# Honest cases.
-
-sizes = st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 32, 48, 64, 96, 128, 160]))
-
-
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[int, ...]:
-    return tuple(draw(st.lists(st.sampled_from([0, 1, 1, 2, 3, 9, 13]), max_size=3)))
-
-
-@st.composite
-def honest_hadamard(draw: st.DrawFn) -> Case:
-    a, b = (draw(st.sampled_from([1, 2, 4, 8, 12, 16, 20, 28, 32])) for _ in range(2))
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    shape = (*draw(batches()), a * b * draw(st.integers(0, 3)))
-    x = random.standard_normal(shape).astype(draw(st.sampled_from([np.float32, np.float32, np.float64, np.float16])))
-    where = draw(st.sampled_from(["graph", "fed", "file"]))
-    matrices = {"left": Tensor(hadamard(a), where), "right": Tensor(hadamard(b), where)}
-    return Case("Hadamard", {"x": Tensor(x, "fed"), **matrices})
-
-
-def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    rows, columns, bits = draw(sizes), draw(sizes), draw(st.integers(1, 8))
-    group = draw(st.sampled_from([16, 32, 64, 128, rows]))
-    tiles, units, groups = -(-columns // 16), -(-rows // 16), -(-rows // group)
-    dtype = draw(st.sampled_from([np.float32, np.float16]))
-    where = draw(st.sampled_from(["graph", "file"]))
-    entries = 2**bits
-    zero_points = (tiles, groups, 16) if draw(st.booleans()) else (1, 1, 1)
-    inputs = {
-        "codes": Tensor(random.integers(0, 256, (tiles, units, 32 * bits), np.uint8), where),
-        "scales": Tensor(random.uniform(0.1, 1, (tiles, groups, 16)).astype(dtype), where),
-        "table": Tensor(np.sort(random.standard_normal(entries)).astype(np.float32), where),
-        "zero_points": Tensor((random.standard_normal(zero_points) * (zero_points[0] > 1)).astype(dtype), where),
-        "bias": Tensor(random.standard_normal(columns).astype(np.float32), where),
-    }
-    return inputs, {"rows": rows, "columns": columns, "group": group}
-
-
-@st.composite
-def honest_table(draw: st.DrawFn) -> Case:
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    inputs, attributes = packed_weights(draw, random)
-    x = random.standard_normal((*draw(batches()), attributes["rows"])).astype(np.float32)
-    attributes["activations"] = draw(st.sampled_from(["float32", "bfloat16", "int8", "int16"]))
-    return Case("MatMulTable", {"x": Tensor(x, "fed"), **inputs}, attributes)
-
-
-@st.composite
-def honest_dynamic(draw: st.DrawFn) -> Case:
-    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    inputs, attributes = packed_weights(draw, random)
-    rows = attributes["rows"]
-    x = random.standard_normal((*draw(batches()), rows)).astype(np.float32)
-    a = draw(st.sampled_from([n for n in (1, 2, 4, 12, 16) if rows % n == 0]))
-    b = draw(st.sampled_from([n for n in (1, 2, 4, 8, 20) if rows % (a * n) == 0]))
-    matrices = {"left": Tensor(hadamard(a)), "right": Tensor(hadamard(b))}
-    attributes |= {"bits": draw(st.sampled_from([8, 4])), "clip": draw(st.sampled_from([1.0, 0.5]))}
-    return Case("MatMulDynamic", {"x": Tensor(x, "fed"), **inputs, **matrices}, attributes)
-
-
+OPERATORS = Path(graphopt.runtime_ops.__file__).parent
+# Operators with a kernel. One whose nodes have several outputs has a test of its own, beside its other tests.
 HONEST: dict[str, Callable[[], st.SearchStrategy[Case]]] = {
-    "Hadamard": honest_hadamard,
-    "MatMulTable": honest_table,
-    "MatMulDynamic": honest_dynamic,
+    folder: honest(folder)
+    for folder in FOLDERS
+    if (OPERATORS / folder / "cpu").is_dir() and not (HERE / folder / "test_hostile.py").is_file()
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, Literal
 
 import onnx_ir as ir
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from graphopt.analysis.paged import describe, kv_nodes, layer_of
 from graphopt.facts import Effect, Rule
@@ -13,7 +13,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.states import change
 from graphopt.passes.context import Context
-from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS
+from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
 
 _PAGE = 64
 
@@ -21,6 +21,14 @@ _PAGE = 64
 STORED = Rule("quantize_kv.stored", "its cache is stored as {storage} in pages of {page}", floats=", {floats}")
 FLOATS = Rule("quantize_kv.floats", "{first} first and {newest} newest pages as floats")
 STORED_ALREADY = Rule("quantize_kv.stored-already", "its cache is stored as {storage} already")
+
+_SMALLER = tuple(name for name in STORAGES if name != "float32")
+
+
+def _known(storage: str) -> str:
+    if storage not in _SMALLER:
+        raise ValueError(f"a cache is stored as {', '.join(_SMALLER)}, not {storage!r}")
+    return storage
 
 
 class QuantizeKVOptions(StepOptions):
@@ -34,7 +42,7 @@ class QuantizeKVOptions(StepOptions):
     """
 
     step: Literal["quantize_kv"] = "quantize_kv"
-    storage: Literal["float16", "bfloat16", "float8", "int8", "int4"] = "int8"
+    storage: Annotated[str, AfterValidator(_known)] = "int8"
     page: Page | None = None
     sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
     recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1

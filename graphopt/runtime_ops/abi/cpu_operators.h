@@ -4,4 +4,4 @@
 
 #include "abi/register.h"
 
-extern "C" __attribute__((visibility("default"))) const graphopt::Operators* graphopt_cpu_operators(size_t* lists);
+extern "C" __attribute__((visibility("default"))) const graphopt::Operators* graphopt_cpu_operators();

@@ -5,27 +5,48 @@
 
 namespace graphopt {
 
-// Operators that some file states in an array.
-struct Operators {
-  const OrtCustomOp* const* first;
-  size_t count;
-};
-template <size_t Count>
-constexpr Operators operators(const OrtCustomOp* const (&ops)[Count]) {
-  return {ops, Count};
-}
-
-// Adds operators to `domain`, creating it if null; false where onnxruntime refuses. onnxruntime reads a domain as long
-// as any session lives whose options hold it, so there is one for the whole process, never released.
-inline bool add(const OrtApi* api, const Operators* lists, size_t count, OrtCustomOpDomain** domain) {
-  OrtStatus* failure = *domain ? nullptr : CreateCustomOpDomain::call(api, "ai.graphopt", domain);
-  for (size_t list = 0; list < count; ++list) {
-    for (size_t i = 0; i < lists[list].count && !failure; ++i) {
-      failure = CustomOpDomainAdd::call(api, *domain, lists[list].first[i]);
-    }
+// The operators of one file, which adds them to the list of its library when that is loaded: a folder with a new
+// operator is found without being named anywhere.
+class Operators {
+ public:
+  template <size_t Count>
+  explicit Operators(const OrtCustomOp (&ops)[Count]) : first_(ops), count_(Count), next_(all()) {
+    all() = this;
   }
-  if (failure) ReleaseStatus::call(api, failure);
-  return !failure;
+
+  static OrtStatus* add(const OrtApi* api, const Operators* list, OrtCustomOpDomain* domain) {
+    for (; list; list = list->next_) {
+      for (size_t i = 0; i < list->count_; ++i) {
+        if (OrtStatus* failure = CustomOpDomainAdd::call(api, domain, list->first_ + i)) return failure;
+      }
+    }
+    return nullptr;
+  }
+
+  // The last one that was made in this library; null before the first.
+  static Operators*& all() {
+    static Operators* last = nullptr;
+    return last;
+  }
+
+ private:
+  const OrtCustomOp* first_;
+  size_t count_;
+  Operators* next_;
+};
+
+// Makes a domain of the operators of some lists; null where onnxruntime does not take them. onnxruntime reads a domain
+// as long as a session lives whose options have it: one for the whole process, never released.
+template <size_t Count>
+OrtCustomOpDomain* make_domain(const OrtApi* api, const Operators* const (&lists)[Count]) {
+  OrtCustomOpDomain* domain = nullptr;
+  OrtStatus* failure = CreateCustomOpDomain::call(api, "ai.graphopt", &domain);
+  for (const Operators* list : lists) {
+    if (!failure) failure = Operators::add(api, list, domain);
+  }
+  if (!failure) return domain;
+  ReleaseStatus::call(api, failure);
+  return nullptr;
 }
 
 // Adds the domain, created once by make(), to a session's options; make() returns null where onnxruntime refuses.

@@ -76,12 +76,17 @@ def load(library: Path) -> ctypes.CDLL:
 
 
 def sources() -> list[Path]:
-    """Return the sources of the library for GPUs, as its ``CMakeLists.txt`` lists them."""
-    listed = re.search(
-        r"add_library\(graphopt_ops_cuda MODULE\n(.+?)\)", (OPERATORS / "cuda/CMakeLists.txt").read_text(), re.S
-    )
-    assert listed
-    return [(OPERATORS / "cuda" / name).resolve() for name in listed[1].split()]
+    """Return the sources of the library for GPUs, as its ``CMakeLists.txt`` finds them."""
+    folder = OPERATORS / "cuda"
+    patterns = re.search(r"file\(GLOB sources CONFIGURE_DEPENDS (.+?)\)", (folder / "CMakeLists.txt").read_text(), re.S)
+    assert patterns
+    # pathlib takes no "..": a pattern of a folder beside this one starts from the one above
+    found = [
+        file
+        for pattern in patterns[1].split()
+        for file in (OPERATORS.glob(pattern[3:]) if pattern.startswith("../") else folder.glob(pattern))
+    ]
+    return sorted(found)
 
 
 def compiler() -> str | None:

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import json
+from importlib.resources import files
+
 import numpy as np
 import onnx
 import onnx_ir as ir
@@ -192,3 +195,18 @@ def test_cost() -> None:
     cost = HADAMARD.cost([(3, 5632), (88, 88), (64, 64)])
     assert cost.operations == 2 * 3 * 5632 * (88 + 64)
     assert cost.bytes == 2 * 4 * 3 * 5632 + 88 * 88 + 64 * 64
+
+
+def test_frozen_vectors_keep_their_meaning() -> None:
+    """Never regenerate the file: a change that it does not survive is a new version of the operator.
+
+    The orders are squares and x a multiple of their roots, so that every sum and quotient is an integer.
+    """
+    file = files("graphopt.runtime_ops").joinpath("hadamard", "vectors", "version1.json")
+    for frozen in json.loads(file.read_text()):
+        left, right = (np.array(frozen[side], np.int8) for side in ("left", "right"))
+        x = np.array(frozen["x"], np.float32)
+        assert reference(x, left, right).tolist() == frozen["y"]
+        y = run(x, (len(left), len(right)))  # which takes the matrices of graphopt.rotations
+        if np.array_equal(left, hadamard(len(left))) and np.array_equal(right, hadamard(len(right))):
+            np.testing.assert_allclose(y, frozen["y"], atol=1e-4 * np.abs(x).max())

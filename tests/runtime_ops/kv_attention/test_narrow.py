@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LARGEST_FLOAT8
+from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values, to_storage
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
+from graphopt.runtime_ops.kv_attention.spec.storages.float8 import LARGEST
 from tests.native import needs_library
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Body, Fed, Run, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import Native
@@ -93,7 +94,7 @@ def test_float8_saturates() -> None:
     x = np.array([448, 464, 465, 1e9, np.inf, -449, -np.inf, np.nan], np.float32)
     expected = [448, 448, 448, 448, 448, -448, -448, np.nan]
     assert np.array_equal(to_storage(x, "float8").astype(np.float64), expected, equal_nan=True)
-    assert ladder("float8")[-1] == LARGEST_FLOAT8
+    assert ladder("float8")[-1] == LARGEST
 
 
 def check_same_bits(run: Run, storage: str, numbers: np.ndarray) -> None:

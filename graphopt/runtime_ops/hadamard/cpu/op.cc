@@ -1,5 +1,4 @@
-#include "hadamard/cpu/op.h"
-
+// ai.graphopt::Hadamard as onnxruntime sees it: one operator per type of x.
 #include <atomic>
 #include <cmath>
 #include <cstdlib>
@@ -7,9 +6,10 @@
 
 #include "abi/custom_op.h"
 #include "abi/instructions.h"
+#include "abi/register.h"
 #include "abi/tensor.h"
 #include "hadamard/cpu/kernels.h"
-#include "hadamard/cpu/matrix.h"
+#include "hadamard/shared/matrix.h"
 
 namespace graphopt {
 namespace {
@@ -118,8 +118,7 @@ OrtStatus* Kernel::compute(OrtKernelContext* context) const {
 
 const OrtCustomOp kOps[3] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kDouble>(), custom_op<Kernel, kFloat16>()};
 
+const Operators kRegistered(kOps);
+
 }  // namespace
-
-const OrtCustomOp* const kHadamardOps[3] = {&kOps[0], &kOps[1], &kOps[2]};
-
 }  // namespace graphopt

@@ -8,7 +8,7 @@
 // for any other core, takes longer to write and read than the additions do.
 #pragma once
 
-#include "hadamard/cpu/character.h"
+#include "hadamard/shared/character.h"
 #include "hadamard/cpu/vector.h"
 
 namespace graphopt {

@@ -1,7 +1,9 @@
-#include "hadamard/cuda/op.h"
+// ai.graphopt::Hadamard for onnxruntime's CUDA provider: one operator per type of x, float and float16.
+#include "hadamard/cuda/packed_factor.h"
 
 #include <initializer_list>
 
+#include "abi/register.h"
 #include "cuda/kernel.h"
 
 namespace graphopt {
@@ -86,8 +88,7 @@ struct Kernel {
 
 const OrtCustomOp kOps[2] = {cuda_op<Kernel, kFloat>(), cuda_op<Kernel, kFloat16>()};
 
+const Operators kRegistered(kOps);
+
 }  // namespace
-
-const OrtCustomOp* const kCudaHadamardOps[2] = {&kOps[0], &kOps[1]};
-
 }  // namespace graphopt

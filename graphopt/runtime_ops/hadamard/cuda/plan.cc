@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "hadamard/cuda/kernels.h"
-#include "hadamard/cpu/factor.h"
+#include "hadamard/shared/factor.h"
 
 namespace graphopt {
 namespace {

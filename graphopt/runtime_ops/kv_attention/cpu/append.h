@@ -1,9 +1,10 @@
 // Writing new tokens into pages, rounding pages that leave their slot, and keeping summaries.
 #pragma once
 
+#include "kv_attention/cpu/bfloat16.h"
 #include "kv_attention/cpu/compensate.h"
+#include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/kernels.h"
-#include "kv_attention/cpu/narrow.h"
 #include "kv_attention/cpu/numbers.h"
 
 namespace graphopt {
@@ -59,8 +60,8 @@ inline void to_codes(const Floats& x, const Floats& low, const Floats& inverse, 
 inline void round_page(const Layout& layout, const float* slot, uint8_t* keys, uint8_t* values, float* scales,
                        float* scratch) {
   const size_t size = layout.size, page = layout.page;
-  const bool narrow = layout.storage == Storage::kInt4;
-  const float levels = narrow ? 15 : 255;
+  const bool narrow = layout.bits == 4;
+  const float levels = static_cast<float>(layout.levels);
   float *const key_low = scales, *const key_step = key_low + size;
   float *const value_low = key_step + size, *const value_step = value_low + page;
   float* const inverse = scratch;
@@ -136,8 +137,6 @@ inline void summarize(const Layout& layout, const float* key, size_t count_befor
 
 inline void put_one(float x, float* to) { *to = x; }
 inline void put_one(float x, Half* to) { *to = stored<Half>(x); }
-inline void put_one(float x, BFloat16* to) { *to = to_bfloat16(x); }
-inline void put_one(float x, Float8* to) { *to = to_float8(x); }
 
 inline void put(const float* token, float* to, size_t size) { __builtin_memcpy(to, token, size * sizeof(float)); }
 template <typename Stored>
@@ -146,10 +145,21 @@ inline void put(const float* token, Stored* to, size_t size) {
 }
 
 template <typename Stored>
-inline void put_token(const float* key, const float* value, size_t size, size_t offset, Stored* keys, Stored* values) {
-  Stored* const lane = keys + offset / kColumns * size * kColumns + offset % kColumns;
+inline void put_token(Numbers<Stored>, const float* key, const float* value, size_t size, size_t offset, char* keys,
+                      char* values) {
+  Stored* const lane = reinterpret_cast<Stored*>(keys) + offset / kColumns * size * kColumns + offset % kColumns;
   for (size_t c = 0; c < size; ++c) put_one(key[c], lane + c * kColumns);
-  put(value, values + offset * size, size);
+  put(value, reinterpret_cast<Stored*>(values) + offset * size, size);
+}
+template <unsigned Bits>
+inline void put_token(Codes<Bits>, const float*, const float*, size_t, size_t, char*, char*) {}  // a slot is written
+
+// Writes the key and the value of a token into a page of floats.
+inline void put_token(const Layout& layout, const float* key, const float* value, size_t offset, char* keys,
+                      char* values) {
+  with_storage(layout.storage, [&](auto holds) {
+    put_token(holds, key, value, layout.size, offset, keys, values);
+  });
 }
 
 void append(const Attention& call, size_t row, size_t head, float* scratch) {
@@ -164,14 +174,8 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
     if (layout.known) summarize(layout, key, offset, state.summaries + physical * layout.summary);
     if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
     char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
-    if (layout.storage == Storage::kFloat32) {
-      put_token(key, value, size, offset, reinterpret_cast<float*>(keys), reinterpret_cast<float*>(values));
-    } else if (layout.storage == Storage::kFloat16) {
-      put_token(key, value, size, offset, reinterpret_cast<Half*>(keys), reinterpret_cast<Half*>(values));
-    } else if (layout.storage == Storage::kBFloat16) {
-      put_token(key, value, size, offset, reinterpret_cast<BFloat16*>(keys), reinterpret_cast<BFloat16*>(values));
-    } else if (layout.storage == Storage::kFloat8) {
-      put_token(key, value, size, offset, reinterpret_cast<Float8*>(keys), reinterpret_cast<Float8*>(values));
+    if (!layout.integers()) {
+      put_token(layout, key, value, offset, keys, values);
     } else {
       float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
       const int64_t leaves = page - layout.recent_pages - 1;

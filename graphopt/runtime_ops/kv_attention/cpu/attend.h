@@ -244,22 +244,21 @@ struct Reader {
     const ptrdiff_t pages_on = static_cast<ptrdiff_t>(layout.physical(next >> 1)) - static_cast<ptrdiff_t>(physical);
     const ptrdiff_t to_next = pages_on * static_cast<ptrdiff_t>(bytes);
     const char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
-    if (layout.storage == Storage::kFloat32) {
-      return read(logical, alike, lines, reinterpret_cast<const float*>(keys), reinterpret_cast<const float*>(values),
-                  to_next);
-    }
-    if (layout.storage == Storage::kFloat16) {
-      return read(logical, alike, lines, reinterpret_cast<const Half*>(keys), reinterpret_cast<const Half*>(values),
-                  to_next);
-    }
-    if (layout.storage == Storage::kBFloat16) {
-      return read(logical, alike, lines, reinterpret_cast<const BFloat16*>(keys),
-                  reinterpret_cast<const BFloat16*>(values), to_next);
-    }
-    if (layout.storage == Storage::kFloat8) {
-      return read(logical, alike, lines, reinterpret_cast<const Float8*>(keys), reinterpret_cast<const Float8*>(values),
-                  to_next);
-    }
+    with_storage(layout.storage, [&](auto holds) {
+      if constexpr (is_codes(holds)) {
+        read_rounded(holds, logical, alike, lines, keys, values, entry, next);
+      } else {
+        using Number = typename decltype(holds)::Number;
+        read(logical, alike, lines, reinterpret_cast<const Number*>(keys), reinterpret_cast<const Number*>(values),
+             to_next);
+      }
+    });
+  }
+
+  // Reads a page of a storage of integers: its codes, or its floats where it is in a slot still.
+  template <unsigned Bits>
+  void read_rounded(Codes<Bits>, int64_t logical, bool alike, size_t lines, const char* keys, const char* values,
+                    PageEntry entry, PageEntry next) const {
     Ahead ahead;
     if (next != entry) add(next, &ahead);
     if (layout.in_slot(logical, newest)) {
@@ -268,13 +267,9 @@ struct Reader {
       transpose_keys(slot, layout.size, lines, desk.keys);
       return read(logical, alike, lines, desk.keys, slot + layout.page * layout.size, 0);
     }
-    const auto* const key_codes = reinterpret_cast<const uint8_t*>(keys);
-    const auto* const value_codes = reinterpret_cast<const uint8_t*>(values);
-    const float* const scales = state.scales + physical * layout.scales();
-    if (layout.storage == Storage::kInt8) {
-      return read_codes<false>(logical, alike, key_codes, value_codes, scales, ahead);
-    }
-    return read_codes<true>(logical, alike, key_codes, value_codes, scales, ahead);
+    read_codes<Bits == 4>(logical, alike, reinterpret_cast<const uint8_t*>(keys),
+                          reinterpret_cast<const uint8_t*>(values),
+                          state.scales + layout.physical(logical) * layout.scales(), ahead);
   }
 };
 

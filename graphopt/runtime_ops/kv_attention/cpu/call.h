@@ -7,7 +7,7 @@
 #include "abi/pool.h"
 #include "abi/tensor.h"
 #include "kv_attention/cpu/plan.h"
-#include "kv_attention/cpu/select.h"
+#include "kv_attention/shared/select.h"
 
 namespace graphopt {
 

@@ -4,7 +4,7 @@
 #include "kv_attention/cpu/kernels.h"
 #include "kv_attention/cpu/mass.h"
 #include "kv_attention/cpu/numbers.h"
-#include "kv_attention/cpu/select.h"
+#include "kv_attention/shared/select.h"
 
 namespace graphopt {
 namespace {

@@ -1,7 +1,7 @@
 // KVAttention's kernels: raw pointers in, raw pointers out. cpu.cc is compiled once for each set of instructions.
 #pragma once
 
-#include "kv_attention/cpu/layout.h"
+#include "kv_attention/shared/layout.h"
 
 namespace graphopt {
 

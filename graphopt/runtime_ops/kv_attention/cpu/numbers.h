@@ -3,7 +3,7 @@
 
 #include <initializer_list>
 
-#include "kv_attention/cpu/layout.h"
+#include "kv_attention/shared/layout.h"
 #include "matmul_table/cpu/vector.h"
 
 namespace graphopt {

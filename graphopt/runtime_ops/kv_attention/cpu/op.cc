@@ -1,13 +1,13 @@
-#include "kv_attention/cpu/op.h"
-
+// ai.graphopt::KVAttention as onnxruntime sees it: one operator per type of activations, and of keys and values.
 #include <cstring>
 
 #include "abi/convert.h"
 #include "abi/custom_op.h"
 #include "abi/instructions.h"
 #include "abi/large_pages.h"
+#include "abi/register.h"
 #include "kv_attention/cpu/call.h"
-#include "kv_attention/cpu/inputs.h"
+#include "kv_attention/shared/inputs.h"
 
 namespace graphopt {
 namespace {
@@ -97,10 +97,7 @@ const OrtCustomOp kOps[5] = {
     custom_op<Kernel<Activations>, kBFloat16>(), custom_op<Kernel<Activations>, kFloat8>(),
     custom_op<Kernel<Activations>, kUint8>()};
 
+const Operators kRegistered(kOps<kFloat>), kRegisteredHalves(kOps<kFloat16>);
+
 }  // namespace
-
-const OrtCustomOp* const kKVAttentionOps[10] = {
-    &kOps<kFloat>[0],   &kOps<kFloat>[1],   &kOps<kFloat>[2],   &kOps<kFloat>[3],   &kOps<kFloat>[4],
-    &kOps<kFloat16>[0], &kOps<kFloat16>[1], &kOps<kFloat16>[2], &kOps<kFloat16>[3], &kOps<kFloat16>[4]};
-
 }  // namespace graphopt

@@ -1,6 +1,6 @@
 #include "kv_attention/cpu/plan.h"
 
-#include "kv_attention/cpu/select.h"
+#include "kv_attention/shared/select.h"
 
 namespace graphopt {
 namespace {

@@ -3,7 +3,8 @@
 
 #include <type_traits>
 
-#include "kv_attention/cpu/narrow.h"
+#include "kv_attention/cpu/bfloat16.h"
+#include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/numbers.h"
 
 namespace graphopt {

@@ -5,6 +5,12 @@
 
 namespace graphopt {
 
+// Where the floats of a page lie among those of all slots.
+GRAPHOPT_DEVICE size_t slot_of(const Layout& layout, int64_t page) { return layout.slot(page) * layout.slot_floats(); }
+
+// Rounds the pages that leave their slot in this call; null, or what went wrong.
+const char* round_leaving_pages(const CudaCall& call, void* stream);
+
 // Brings the state up to date by the new tokens of all rows; null, or what went wrong.
 const char* append_tokens(const CudaCall& call, void* stream);
 

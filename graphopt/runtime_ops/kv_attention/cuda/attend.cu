@@ -250,6 +250,22 @@ void merge(AttendRun run) {
   write_row(call, place.row, place.head, query.position, query.head, largest, sum, values);
 }
 
+// How pages of a storage are read.
+template <typename Holds>
+struct PagesOf;
+template <typename T>
+struct PagesOf<Numbers<T>> {
+  using Pages = FloatPages<T>;
+};
+template <>
+struct PagesOf<Numbers<Half>> {
+  using Pages = HalfPages;
+};
+template <unsigned Bits>
+struct PagesOf<Codes<Bits>> {
+  using Pages = CodePages<Bits>;
+};
+
 template <typename Pages, int Spans>
 const char* start(const AttendRun& run, void* stream) {
   const size_t of_warp = Desk::bytes(Pages::steps(run.call.layout), run.call.sink_query != nullptr, Pages::kMultiplies);
@@ -266,14 +282,9 @@ const char* start(const AttendRun& run, void* stream) {
 }
 
 const char* start_attend(const AttendRun& run, void* stream) {
-  switch (run.call.layout.storage) {
-    case Storage::kFloat32: return start<FloatPages<float>>(run, stream);
-    case Storage::kFloat16: return start<HalfPages>(run, stream);
-    case Storage::kBFloat16: return start<FloatPages<BFloat16>>(run, stream);
-    case Storage::kFloat8: return start<FloatPages<Float8>>(run, stream);
-    case Storage::kInt8: return start<CodePages<8>>(run, stream);
-    default: return start<CodePages<4>>(run, stream);
-  }
+  return with_storage(run.call.layout.storage, [&](auto holds) {
+    return start<typename PagesOf<decltype(holds)>::Pages>(run, stream);
+  });
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 
 #include "cuda/c_interface.h"
 #include "cuda/device.h"
-#include "kv_attention/cpu/select.h"
+#include "kv_attention/shared/select.h"
 
 namespace graphopt {
 

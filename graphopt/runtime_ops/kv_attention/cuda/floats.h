@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kv_attention/cuda/reader.h"
-#include "kv_attention/cpu/float8.h"
+#include "kv_attention/shared/float8.h"
 
 namespace graphopt {
 

@@ -11,14 +11,9 @@
 extern "C" {
 #endif
 
-enum GraphoptStorage {
-  GRAPHOPT_PAGES_FLOAT32, GRAPHOPT_PAGES_FLOAT16, GRAPHOPT_PAGES_BFLOAT16, GRAPHOPT_PAGES_FLOAT8, GRAPHOPT_PAGES_INT8,
-  GRAPHOPT_PAGES_INT4
-};
-
 struct GraphoptKVAttention {
   int32_t type;     // of query, key, value, sink_query and y: a GraphoptType
-  int32_t storage;  // a GraphoptStorage
+  int32_t storage;  // its number in GRAPHOPT_STORAGES, see kv_attention/shared/storage.h
   // rows B, columns S, KV heads Hk (at most 256), query heads of each G, channels D (a multiple of 16 up to 256),
   // tokens of a page T (16, 32, 64 or 128), pages P
   int64_t rows, columns, kv_heads, group, size, page, pages;

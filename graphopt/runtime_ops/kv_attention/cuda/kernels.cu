@@ -35,8 +35,8 @@ const char* check(const GraphoptKVAttention& call) {
   if (call.type != GRAPHOPT_FLOAT32 && call.type != GRAPHOPT_FLOAT16 && call.type != GRAPHOPT_BFLOAT16) {
     return refuse("type", call.type, "it must be float32, float16 or bfloat16");
   }
-  if (call.storage < GRAPHOPT_PAGES_FLOAT32 || call.storage > GRAPHOPT_PAGES_INT4) {
-    return refuse("storage", call.storage, "it must be a GraphoptStorage");
+  if (call.storage < 0 || call.storage >= static_cast<int32_t>(Storage::kCount)) {
+    return refuse("storage", call.storage, "it must be the number of a storage");
   }
   if (call.kv_heads < 1 || call.kv_heads > kMostHeads) {
     return refuse("kv_heads", call.kv_heads, "on a GPU it must be from 1 to 256");
@@ -60,7 +60,7 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   CudaCall call;
   Layout& layout = call.layout;
   const auto count = [](int64_t number) { return static_cast<size_t>(number); };
-  layout.storage = static_cast<Storage>(from.storage);
+  layout.store_as(static_cast<Storage>(from.storage));
   layout.kv_heads = count(from.kv_heads), layout.group = count(from.group), layout.size = count(from.size);
   layout.page = count(from.page), layout.pages = count(from.pages);
   layout.sink_pages = from.sink_pages, layout.recent_pages = from.recent_pages;

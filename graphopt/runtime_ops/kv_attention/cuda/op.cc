@@ -1,8 +1,9 @@
-#include "kv_attention/cuda/op.h"
-
+// ai.graphopt::KVAttention for onnxruntime's CUDA provider: one operator per type of activations, float and float16,
+// and of keys and values.
+#include "abi/register.h"
 #include "cuda/kernel.h"
 #include "kv_attention/cuda/interface.h"
-#include "kv_attention/cpu/inputs.h"
+#include "kv_attention/shared/inputs.h"
 
 namespace graphopt {
 namespace {
@@ -75,9 +76,7 @@ const OrtCustomOp kOps[10] = {
     cuda_op<Kernel<kFloat16>, kFloat16>(),  cuda_op<Kernel<kFloat16>, kBFloat16>(),
     cuda_op<Kernel<kFloat16>, kFloat8>(),   cuda_op<Kernel<kFloat16>, kUint8>()};
 
+const Operators kRegistered(kOps);
+
 }  // namespace
-
-const OrtCustomOp* const kCudaKVAttentionOps[10] = {&kOps[0], &kOps[1], &kOps[2], &kOps[3], &kOps[4],
-                                                    &kOps[5], &kOps[6], &kOps[7], &kOps[8], &kOps[9]};
-
 }  // namespace graphopt

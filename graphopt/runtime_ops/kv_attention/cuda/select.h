@@ -32,6 +32,26 @@ struct SelectRun {
   }
 };
 
+// What a block scores or lists: x counts new tokens, y is the head among those that retrieve, z the row.
+struct Asked {
+  int row, head;
+  int64_t position;
+  size_t list;
+  bool used;
+
+  GRAPHOPT_DEVICE Asked(const SelectRun& run, int token) {
+    row = static_cast<int>(block_index().z), head = run.heads[block_index().y];
+    used = token < run.tokens(row);
+    position = run.call.past[row] + run.first + token;
+    list = (static_cast<size_t>(row) * static_cast<size_t>(run.retrieving) + block_index().y) *
+               static_cast<size_t>(run.end - run.first) + static_cast<size_t>(token);
+  }
+};
+
+// Scores the candidates of each list, of which none has more than `most`; then lists the pages. Null, or what went wrong.
+const char* score(const SelectRun& run, int64_t most, void* stream);
+const char* list(const SelectRun& run, int64_t most, void* stream);
+// Both, one behind the other.
 const char* score_and_list(const SelectRun& run, void* stream);
 
 }  // namespace graphopt

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF, Storage
 
 DENSE, STREAMING, RETRIEVAL = range(3)
 """What a head reads: everything, sinks and recent tokens, or chosen pages besides."""
@@ -17,21 +18,14 @@ DENSE, STREAMING, RETRIEVAL = range(3)
 PAGES = (16, 32, 64, 128)
 SUMMARIES = ("bounds", "mean")
 
-FLOATS: dict[str, np.dtype[Any]] = {
-    "float32": np.dtype(np.float32),
-    "float16": np.dtype(np.float16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float8": np.dtype(ml_dtypes.float8_e4m3fn),
-}
+STORAGES = tuple(STORAGE_OF)
+"""The names of all storages."""
+
+FLOATS = {name: each.dtype for name, each in STORAGE_OF.items() if each.levels is None}
 """The type of a storage of floats."""
 
-LEVELS = {"int8": 255, "int4": 15}
+LEVELS = {name: each.levels for name, each in STORAGE_OF.items() if each.levels is not None}
 """The largest code of a storage of integers."""
-
-STORAGES = (*FLOATS, *LEVELS)
-
-LARGEST_FLOAT8 = 448.0
-"""Larger numbers, infinite ones too, are stored as float8 as this: the type has no infinity."""
 
 LANES = 16
 """Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
@@ -102,9 +96,14 @@ class KVAttributes:
         return {**asdict(self), "policies": list(self.policies)}
 
     @property
+    def stored(self) -> Storage:
+        """What the storage states about itself."""
+        return STORAGE_OF[self.storage]
+
+    @property
     def levels(self) -> int | None:
         """The largest code of the storage; ``None`` where it is floats."""
-        return LEVELS.get(self.storage)
+        return self.stored.levels
 
     @property
     def slots(self) -> int:
@@ -183,8 +182,7 @@ class KVAttributes:
         if head_size % LANES or not LANES <= head_size <= 256:
             raise ValueError(f"KVAttention: a head size is a multiple of {LANES} up to 256, not {head_size}")
         numbers, integers = self.page * head_size, self.levels is not None
-        stored = numbers // 2 if self.storage == "int4" else numbers
-        dtype = np.dtype(np.uint8) if integers else FLOATS[self.storage]
+        stored, dtype = self.stored.elements(numbers), self.stored.dtype
         summaries = self.known(head_size) + 2 * head_size * self.compensate
         leading = (batch, self.kv_heads, pages)
         return StateShapes(

@@ -11,9 +11,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+import numpy as np
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LANES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import TINY
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def unpacked_values(op: OpBuilder, packed: ir.Value, attrs: KVAttributes) -> ir.
 
 def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value:
     """Return float numbers as a storage of floats gives them back."""
-    if attrs.storage == "float32":
+    if attrs.stored.dtype == np.float32:
         return numbers
     return op.Cast(op.Cast(numbers, to=_type(attrs)), to=ir.DataType.FLOAT)
 
@@ -85,19 +86,19 @@ def restored(op: OpBuilder, codes: ir.Value, low: ir.Value, step: ir.Value) -> i
 
 def _stored_floats(op: OpBuilder, page: ir.Value, attrs: KVAttributes) -> ir.Value:
     flat = op.Reshape(page, [0, 0, 0, -1])
-    return flat if attrs.storage == "float32" else op.Cast(flat, to=_type(attrs))
+    return flat if attrs.stored.dtype == np.float32 else op.Cast(flat, to=_type(attrs))
 
 
 def _type(attrs: KVAttributes) -> ir.DataType:
     """Return the type that a storage of floats is cast to, which saturates where the type has no infinity."""
-    return ir.DataType.from_numpy(FLOATS[attrs.storage])
+    return ir.DataType.from_numpy(attrs.stored.dtype)
 
 
 def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
     """Pack codes [.., lanes, summed]: ``blocks`` of 16 lanes and ``fours`` of what is summed over, one of them -1."""
     split = op.Reshape(codes, [0, 0, 0, blocks, LANES, fours, 4])
     ordered = op.Transpose(split, perm=[0, 1, 2, 3, 5, 4, 6])
-    if attrs.storage == "int4":
+    if attrs.stored.bits == 4:
         pairs = op.Reshape(ordered, [0, 0, 0, 0, -1, 2, LANES, 4])
         low, high = op.Split(pairs, axis=5, num_outputs=2, _outputs=2)
         ordered = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
@@ -106,7 +107,7 @@ def _packed_codes(op: OpBuilder, codes: ir.Value, blocks: int, fours: int, attrs
 
 def _unpacked_codes(op: OpBuilder, packed: ir.Value, blocks: int, fours: int, attrs: KVAttributes) -> ir.Value:
     """Return codes as blocks [.., lanes / 16, 16, summed / 4, 4]; arguments of :func:`_packed_codes`."""
-    if attrs.storage == "int4":
+    if attrs.stored.bits == 4:
         pairs = op.Reshape(packed, [0, 0, 0, blocks, fours // 2 if fours > 0 else -1, 1, LANES, 4])
         low = op.BitwiseAnd(pairs, 15)
         high = op.BitShift(pairs, 4, direction="RIGHT")

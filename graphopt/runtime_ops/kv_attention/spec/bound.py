@@ -48,7 +48,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import LARGEST_FLOAT8, RETRIEVAL, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.reference import scores, softmax_weights
 from graphopt.runtime_ops.kv_attention.spec.selection import UNIT, candidate_pages, is_open, page_scores
 from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
@@ -58,9 +58,6 @@ Doubles = npt.NDArray[np.float64]
 
 LEVELS = 2**14 - 1
 """The largest integer of 15 bits, with its sign."""
-
-_FLOATS = {"float16": (11, -14), "bfloat16": (8, -126), "float8": (4, -6)}
-"""Significant bits, the implied one included, and the exponent of the least normal number."""
 
 _SMALLEST_WEIGHT = float(np.exp(-87))
 _SMALLEST_FACTOR = 1e-30
@@ -142,8 +139,8 @@ def _of_storage(attrs: KVAttributes, reading: Reading) -> Doubles:
     values, value_error = np.abs(reading.values.numbers), _storage_error(attrs, reading.values)
     of_values = np.minimum((p * (1 + r)) @ _read(value_error), _largest_read(reading, value_error))
     limit = _moved(reading, p, e, r, values) + of_values + _bad_reads(reading)
-    if attrs.storage == "float8":
-        cut_off = (np.abs(each.numbers) == LARGEST_FLOAT8 for each in (reading.keys, reading.values))
+    if attrs.stored.largest is not None:
+        cut_off = (np.abs(each.numbers) == attrs.stored.largest for each in (reading.keys, reading.values))
         limit = limit + _reads_of(reading, *cut_off)
     return limit
 
@@ -163,10 +160,9 @@ def _largest_read(reading: Reading, numbers: Doubles) -> Doubles:
 
 def _storage_error(attrs: KVAttributes, stored: Stored) -> Doubles:
     """Return how far the stored numbers are at most from what was stored, [m, D]."""
-    if attrs.storage in _FLOATS:
-        bits, exponent = _FLOATS[attrs.storage]
-        known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**exponent)
-        return known * 2.0**-bits
+    if attrs.stored.significant is not None:
+        known: Doubles = np.maximum(np.abs(stored.numbers), 2.0**attrs.stored.exponent)
+        return known * 2.0**-attrs.stored.significant
     return stored.step * (0.5 + 5 * UNIT * (attrs.levels or 0))
 
 

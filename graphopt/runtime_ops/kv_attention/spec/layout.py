@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, LANES, LARGEST_FLOAT8
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 
 Array = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
@@ -41,7 +42,7 @@ def pack_keys(page: Array, storage: str) -> Array:
     Returns:
         [..., n] in the storage's type: n = T D numbers, or T D / 2 bytes for int4.
     """
-    if storage.startswith("int"):
+    if STORAGE_OF[storage].levels is not None:
         return _pack_codes(page, storage)
     *leading, tokens, channels = page.shape
     blocks = page.reshape(*leading, tokens // LANES, LANES, channels).swapaxes(-1, -2)
@@ -50,7 +51,7 @@ def pack_keys(page: Array, storage: str) -> Array:
 
 def unpack_keys(packed: Array, tokens: int, channels: int, storage: str) -> Array:
     """Return what :func:`pack_keys` was given, [..., T, D]: uint8 for a storage of integers, else the stored type."""
-    if storage.startswith("int"):
+    if STORAGE_OF[storage].levels is not None:
         return _unpack_codes(packed, tokens, channels, storage)
     leading = packed.shape[:-1]
     blocks = packed.reshape(*leading, tokens // LANES, channels, LANES).swapaxes(-1, -2)
@@ -59,14 +60,14 @@ def unpack_keys(packed: Array, tokens: int, channels: int, storage: str) -> Arra
 
 def pack_values(page: Array, storage: str) -> Array:
     """Return values as they are stored; arguments and result as of :func:`pack_keys`."""
-    if storage.startswith("int"):
+    if STORAGE_OF[storage].levels is not None:
         return _pack_codes(page.swapaxes(-1, -2), storage)
     return _flat(to_storage(page, storage), page.shape[:-2])
 
 
 def unpack_values(packed: Array, tokens: int, channels: int, storage: str) -> Array:
     """Return what :func:`pack_values` was given, [..., T, D]: uint8 for a storage of integers, else the stored type."""
-    if storage.startswith("int"):
+    if STORAGE_OF[storage].levels is not None:
         return np.ascontiguousarray(_unpack_codes(packed, channels, tokens, storage).swapaxes(-1, -2))
     return packed.reshape(*packed.shape[:-1], tokens, channels)
 
@@ -77,9 +78,9 @@ def to_storage(numbers: Array, storage: str) -> Array:
     To the nearest, ties to even. What is too large becomes infinite, but for float8: that becomes the largest number,
     infinity too, and only what is no number stays none (``Cast`` of ONNX with ``saturate=1``).
     """
-    dtype = FLOATS[storage]
-    if storage == "float8" and numbers.dtype != dtype:
-        numbers = numbers.clip(-LARGEST_FLOAT8, LARGEST_FLOAT8)
+    dtype, largest = STORAGE_OF[storage].dtype, STORAGE_OF[storage].largest
+    if largest is not None and numbers.dtype != dtype:
+        numbers = numbers.clip(-largest, largest)
     with np.errstate(over="ignore", invalid="ignore"):
         return numbers.astype(dtype)
 
@@ -115,7 +116,7 @@ def round_page(page: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, S
 def _pack_codes(codes: Bytes, storage: str) -> Bytes:
     *leading, lanes, summed = codes.shape
     blocks = codes.reshape(*leading, lanes // LANES, LANES, summed // 4, 4).swapaxes(-2, -3)
-    if storage == "int4":
+    if STORAGE_OF[storage].bits == 4:
         pairs = blocks.reshape(*leading, lanes // LANES, summed // 8, 2, LANES, 4)
         blocks = pairs[..., 0, :, :] | pairs[..., 1, :, :] << np.uint8(4)
     return _flat(blocks, leading)
@@ -123,7 +124,7 @@ def _pack_codes(codes: Bytes, storage: str) -> Bytes:
 
 def _unpack_codes(packed: Bytes, lanes: int, summed: int, storage: str) -> Bytes:
     leading = packed.shape[:-1]
-    if storage == "int4":
+    if STORAGE_OF[storage].bits == 4:
         pairs = packed.reshape(*leading, lanes // LANES, summed // 8, LANES, 4)
         packed = np.stack([pairs & 15, pairs >> 4], axis=-3)
     blocks = packed.reshape(*leading, lanes // LANES, summed // 4, LANES, 4).swapaxes(-2, -3)

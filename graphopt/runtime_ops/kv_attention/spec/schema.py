@@ -8,10 +8,10 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from graphopt.runtime_ops.schema import Cost, Dims, Port, Role, Schema
 
-_PAGES = (*(ir.DataType.from_numpy(dtype) for dtype in FLOATS.values()), ir.DataType.UINT8)
+_PAGES = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGE_OF.values()))
 
 STATES = (
     Port("keys", Role.STATE, _PAGES),

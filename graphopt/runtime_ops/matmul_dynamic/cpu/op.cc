@@ -1,8 +1,8 @@
-#include "matmul_dynamic/cpu/op.h"
-
+// ai.graphopt::MatMulDynamic as onnxruntime sees it.
 #include <cmath>
 
-#include "hadamard/cpu/matrix.h"
+#include "abi/register.h"
+#include "hadamard/shared/matrix.h"
 #include "matmul_table/cpu/product.h"
 
 namespace graphopt {
@@ -68,9 +68,7 @@ struct Kernel : ProductTypes {
   }
 };
 
+const Operators kRegistered(kProductOps<Kernel>);
+
 }  // namespace
-
-const OrtCustomOp* const kMatMulDynamicOps[4] = {&kProductOps<Kernel>[0], &kProductOps<Kernel>[1], &kProductOps<Kernel>[2],
-                                            &kProductOps<Kernel>[3]};
-
 }  // namespace graphopt

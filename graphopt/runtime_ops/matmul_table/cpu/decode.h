@@ -2,7 +2,7 @@
 #pragma once
 
 #include "matmul_table/cpu/vector.h"
-#include "matmul_table/cpu/weights.h"
+#include "matmul_table/shared/weights.h"
 
 namespace graphopt {
 namespace {

@@ -2,7 +2,7 @@
 // of instructions.
 #pragma once
 
-#include "matmul_table/cpu/weights.h"
+#include "matmul_table/shared/weights.h"
 
 namespace graphopt {
 

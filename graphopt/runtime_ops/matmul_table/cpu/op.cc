@@ -1,5 +1,5 @@
-#include "matmul_table/cpu/op.h"
-
+// ai.graphopt::MatMulTable as onnxruntime sees it.
+#include "abi/register.h"
 #include "matmul_table/cpu/product.h"
 
 namespace graphopt {
@@ -20,9 +20,7 @@ struct Kernel : ProductTypes {
   OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, how, nullptr); }
 };
 
+const Operators kRegistered(kProductOps<Kernel>);
+
 }  // namespace
-
-const OrtCustomOp* const kMatMulTableOps[4] = {&kProductOps<Kernel>[0], &kProductOps<Kernel>[1], &kProductOps<Kernel>[2],
-                                            &kProductOps<Kernel>[3]};
-
 }  // namespace graphopt

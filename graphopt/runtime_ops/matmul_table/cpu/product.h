@@ -7,7 +7,7 @@
 #include "abi/pool.h"
 #include "abi/tensor.h"
 #include "matmul_table/cpu/kernels.h"
-#include "matmul_table/cpu/inputs.h"
+#include "matmul_table/shared/inputs.h"
 
 namespace graphopt {
 

@@ -1,7 +1,7 @@
 // The segments of a column: groups, or pieces of groups that are long.
 #pragma once
 
-#include "matmul_table/cpu/weights.h"
+#include "matmul_table/shared/weights.h"
 
 namespace graphopt {
 namespace {

@@ -1,9 +1,10 @@
-#include "matmul_table/cuda/op.h"
-
+// ai.graphopt::MatMulTable and MatMulDynamic for onnxruntime's CUDA provider: one operator for each type of x and of
+// scales.
+#include "abi/register.h"
 #include "cuda/kernel.h"
-#include "hadamard/cuda/op.h"
+#include "hadamard/cuda/packed_factor.h"
 #include "matmul_table/cuda/interface.h"
-#include "matmul_table/cpu/inputs.h"
+#include "matmul_table/shared/inputs.h"
 
 namespace graphopt {
 namespace {
@@ -159,11 +160,7 @@ const OrtCustomOp kOps[4] = {
     cuda_op<Kernel, Types::of(kFloat, kFloat)>(), cuda_op<Kernel, Types::of(kFloat, kFloat16)>(),
     cuda_op<Kernel, Types::of(kFloat16, kFloat)>(), cuda_op<Kernel, Types::of(kFloat16, kFloat16)>()};
 
+const Operators kRegistered(kOps<TableKernel>), kRegisteredDynamic(kOps<DynamicKernel>);
+
 }  // namespace
-
-const OrtCustomOp* const kCudaMatMulTableOps[4] = {&kOps<TableKernel>[0], &kOps<TableKernel>[1], &kOps<TableKernel>[2],
-                                                  &kOps<TableKernel>[3]};
-const OrtCustomOp* const kCudaMatMulDynamicOps[4] = {&kOps<DynamicKernel>[0], &kOps<DynamicKernel>[1],
-                                                    &kOps<DynamicKernel>[2], &kOps<DynamicKernel>[3]};
-
 }  // namespace graphopt

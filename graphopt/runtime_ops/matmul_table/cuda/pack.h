@@ -3,7 +3,7 @@
 
 #include "matmul_table/cuda/interface.h"
 #include "matmul_table/cuda/layout.h"
-#include "matmul_table/cpu/weights.h"
+#include "matmul_table/shared/weights.h"
 
 namespace graphopt {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "abi/tensor.h"
-#include "hadamard/cpu/factor.h"
+#include "hadamard/shared/factor.h"
 
 namespace graphopt {
 

@@ -1,8 +1,8 @@
-#include "hadamard/cpu/factor.h"
+#include "hadamard/shared/factor.h"
 
 #include <new>
 
-#include "hadamard/cpu/character.h"
+#include "hadamard/shared/character.h"
 
 namespace graphopt {
 namespace {

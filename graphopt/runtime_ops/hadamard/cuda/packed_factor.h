@@ -1,9 +1,9 @@
-// ai.graphopt::Hadamard for onnxruntime's CUDA provider: one operator per type of x, float and float16.
+// A Hadamard matrix that a node is given, as kernels for GPUs take it.
 #pragma once
 
 #include "cuda/c_interface.h"
 #include "cuda/kernel.h"
-#include "hadamard/cpu/matrix.h"
+#include "hadamard/shared/matrix.h"
 
 namespace graphopt {
 
@@ -34,7 +34,5 @@ struct PackedFactor {
     return static_cast<size_t>(factor.outer) * static_cast<size_t>(factor.core) * static_cast<size_t>(factor.inner);
   }
 };
-
-extern const OrtCustomOp* const kCudaHadamardOps[2];
 
 }  // namespace graphopt

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kv_attention/shared/storage.h"
+
 // These functions are compiled for every set of instructions: without this the linker could keep the copy that was
 // compiled for wide vectors for a machine that has none.
 #if defined(__CUDACC__)
@@ -14,13 +16,13 @@
 
 namespace graphopt {
 
-enum class Storage { kFloat32, kFloat16, kBFloat16, kFloat8, kInt8, kInt4 };
 enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
 
 // The shape of pages, and the parameters of policies. Every attribute that counts tokens is at most 2^62, as positions
 // are, so that a sum of two does not overflow.
 struct Layout {
   Storage storage = Storage::kFloat32;
+  unsigned bits = 32, levels = 0;            // of the storage: of a number, and the largest code; 0 for floats
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
   size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by come first; and all
@@ -32,19 +34,13 @@ struct Layout {
   bool compensate = false;  // and end with means of all tokens from the sinks on
   float scale = 1, softcap = 0;
 
-  GRAPHOPT_INLINE bool integers() const { return storage == Storage::kInt8 || storage == Storage::kInt4; }
+  inline __attribute__((always_inline)) void store_as(Storage how) {
+    storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);
+  }
+  GRAPHOPT_INLINE bool integers() const { return levels > 0; }
   GRAPHOPT_INLINE size_t query_heads() const { return kv_heads * group; }
   // Bytes of the keys of a page, or of its values.
-  GRAPHOPT_INLINE size_t page_bytes() const {
-    const size_t numbers = page * size;
-    switch (storage) {
-      case Storage::kFloat32: return 4 * numbers;
-      case Storage::kFloat16:
-      case Storage::kBFloat16: return 2 * numbers;
-      case Storage::kInt4: return numbers / 2;
-      default: return numbers;
-    }
-  }
+  GRAPHOPT_INLINE size_t page_bytes() const { return page * size * bits / 8; }
   GRAPHOPT_INLINE size_t scales() const { return integers() ? 2 * size + 2 * page : 0; }
   GRAPHOPT_INLINE size_t slots() const { return integers() ? static_cast<size_t>(sink_pages + recent_pages + 1) : 0; }
   GRAPHOPT_INLINE size_t slot_floats() const { return 2 * page * size; }

@@ -1,4 +1,4 @@
-#include "matmul_table/cpu/inputs.h"
+#include "matmul_table/shared/inputs.h"
 
 #include <cmath>
 #include <initializer_list>

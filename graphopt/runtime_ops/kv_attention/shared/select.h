@@ -1,7 +1,7 @@
 // The pages that queries read, but for what a policy chooses by scores, and those among which it chooses.
 #pragma once
 
-#include "kv_attention/cpu/layout.h"
+#include "kv_attention/shared/layout.h"
 
 namespace graphopt {
 

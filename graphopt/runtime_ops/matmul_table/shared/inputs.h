@@ -3,7 +3,7 @@
 #pragma once
 
 #include "abi/tensor.h"
-#include "matmul_table/cpu/weights.h"
+#include "matmul_table/shared/weights.h"
 
 namespace graphopt {
 

@@ -1,4 +1,4 @@
-#include "matmul_table/cpu/weights.h"
+#include "matmul_table/shared/weights.h"
 
 #include <cmath>
 #include <cstring>

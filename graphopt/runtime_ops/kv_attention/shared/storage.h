@@ -1,0 +1,68 @@
+// The storages of pages, one line each, in the order of their numbers in spec/storages. How a CPU and a GPU read what a
+// page holds is in cpu/ and cuda/, for each type of number in a file of its own; nothing else tells storages apart.
+#pragma once
+
+#include "abi/half.h"
+
+namespace graphopt {
+
+struct BFloat16;
+struct Float8;
+
+// What a page holds: floats of some type, or codes of some bits with scales beside them.
+template <typename T>
+struct Numbers {
+  using Number = T;
+};
+template <unsigned Bits>
+struct Codes {};
+
+template <typename T>
+constexpr bool is_codes(Numbers<T>) {
+  return false;
+}
+template <unsigned Bits>
+constexpr bool is_codes(Codes<Bits>) {
+  return true;
+}
+
+// STORAGE(name in C++, name in a node, type of the tensors, bits of a number, largest code or 0, what a page holds)
+#define GRAPHOPT_STORAGES(STORAGE)                                 \
+  STORAGE(kFloat32, "float32", kFloat, 32, 0, Numbers<float>)      \
+  STORAGE(kFloat16, "float16", kFloat16, 16, 0, Numbers<Half>)     \
+  STORAGE(kBFloat16, "bfloat16", kBFloat16, 16, 0, Numbers<BFloat16>) \
+  STORAGE(kFloat8, "float8", kFloat8, 8, 0, Numbers<Float8>)       \
+  STORAGE(kInt8, "int8", kUint8, 8, 255, Codes<8>)                 \
+  STORAGE(kInt4, "int4", kUint8, 4, 15, Codes<4>)
+
+#define GRAPHOPT_STORAGE_NAME(id, name, type, bits, levels, holds) id,
+enum class Storage : int { GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_NAME) kCount };
+#undef GRAPHOPT_STORAGE_NAME
+
+// Calls visit() with a Numbers or Codes: what pages of a storage hold. On the host.
+template <typename Visit>
+inline __attribute__((always_inline)) auto with_storage(Storage storage, const Visit& visit) {
+  switch (storage) {
+#define GRAPHOPT_STORAGE_CASE(id, name, type, bits, levels, holds) \
+  case Storage::id: return visit(holds());
+    GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_CASE)
+#undef GRAPHOPT_STORAGE_CASE
+    default: __builtin_unreachable();  // it was checked where the attributes were read
+  }
+}
+
+// Bits of a number, and the largest code; 0 where a page holds floats.
+inline __attribute__((always_inline)) unsigned bits_of_storage(Storage storage) {
+#define GRAPHOPT_STORAGE_BITS(id, name, type, bits, levels, holds) bits,
+  constexpr unsigned kBits[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_BITS)};
+#undef GRAPHOPT_STORAGE_BITS
+  return kBits[static_cast<int>(storage)];
+}
+inline __attribute__((always_inline)) unsigned levels_of_storage(Storage storage) {
+#define GRAPHOPT_STORAGE_LEVELS(id, name, type, bits, levels, holds) levels,
+  constexpr unsigned kLevels[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_LEVELS)};
+#undef GRAPHOPT_STORAGE_LEVELS
+  return kLevels[static_cast<int>(storage)];
+}
+
+}  // namespace graphopt

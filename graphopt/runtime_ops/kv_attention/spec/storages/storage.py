@@ -1,0 +1,38 @@
+"""What a storage of caches states about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How the numbers of keys and values are stored.
+
+    Attributes:
+        name: what the attribute ``storage`` calls it.
+        number: its place in the kernels' tables of storages; never given to another one.
+        dtype: of the tensors of pages.
+        bits: of a stored number.
+        levels: the largest code of a storage of integers, whose pages have scales; ``None`` for floats.
+        significant: significant bits of a float, the implied one included; ``None`` where nothing is rounded, or where
+            scales say by how much.
+        exponent: of the least normal number of such a float.
+        largest: numbers beyond it, infinity included, are stored as it; ``None`` where the type has an infinity.
+    """
+
+    name: str
+    number: int
+    dtype: np.dtype[Any]
+    bits: int
+    levels: int | None = None
+    significant: int | None = None
+    exponent: int = 0
+    largest: float | None = None
+
+    def elements(self, numbers: int) -> int:
+        """Return how many elements of :attr:`dtype` so many numbers take."""
+        return numbers * self.bits // (8 * self.dtype.itemsize)

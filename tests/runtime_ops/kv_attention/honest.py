@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.runtime_ops.hostile import Case, Tensor
+from tests.runtime_ops.kv_cases import INPUTS, any_calls
+
+
+@st.composite
+def honest(draw: st.DrawFn) -> Case:
+    calls = any_calls(most=1, tokens=12, groups=(1, 2), head_sizes=(16,))
+    attributes, tokens, _, new = draw(calls.filter(lambda drawn: sum(drawn[2]) > 0))
+    batch = len(new[0])
+    state = attributes.state(batch, 4, 16).zeros()
+    given = {**tokens, "past": np.zeros(batch, np.int64), "new": np.array(new[0], np.int64)}
+    inputs = {name: given[name] for name in INPUTS} | state
+    return Case("KVAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes.for_node())

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.runtime_ops.cases import batches
+from tests.runtime_ops.hostile import Case, Tensor
+
+sizes = st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 32, 48, 64, 96, 128, 160]))
+
+
+def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    rows, columns, bits = draw(sizes), draw(sizes), draw(st.integers(1, 8))
+    group = draw(st.sampled_from([16, 32, 64, 128, rows]))
+    tiles, units, groups = -(-columns // 16), -(-rows // 16), -(-rows // group)
+    dtype = draw(st.sampled_from([np.float32, np.float16]))
+    where = draw(st.sampled_from(["graph", "file"]))
+    entries = 2**bits
+    zero_points = (tiles, groups, 16) if draw(st.booleans()) else (1, 1, 1)
+    inputs = {
+        "codes": Tensor(random.integers(0, 256, (tiles, units, 32 * bits), np.uint8), where),
+        "scales": Tensor(random.uniform(0.1, 1, (tiles, groups, 16)).astype(dtype), where),
+        "table": Tensor(np.sort(random.standard_normal(entries)).astype(np.float32), where),
+        "zero_points": Tensor((random.standard_normal(zero_points) * (zero_points[0] > 1)).astype(dtype), where),
+        "bias": Tensor(random.standard_normal(columns).astype(np.float32), where),
+    }
+    return inputs, {"rows": rows, "columns": columns, "group": group}
+
+
+@st.composite
+def honest(draw: st.DrawFn) -> Case:
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    inputs, attributes = packed_weights(draw, random)
+    x = random.standard_normal((*draw(batches()), attributes["rows"])).astype(np.float32)
+    attributes["activations"] = draw(st.sampled_from(["float32", "bfloat16", "int8", "int16"]))
+    return Case("MatMulTable", {"x": Tensor(x, "fed"), **inputs}, attributes)
