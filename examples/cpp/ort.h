@@ -41,7 +41,7 @@ using graphopt::GetTensorTypeAndShape;
 
 constexpr int kWarnings = 2, kArena = 1, kDefault = 0;
 
-// Calls functions of OrtApi, and ends the program with onnxruntime's own words where one fails.
+// Calls functions of OrtApi, and ends the program with onnxruntime's message where one fails.
 struct Caller {
   const OrtApi* api;
 

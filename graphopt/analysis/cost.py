@@ -56,7 +56,7 @@ def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
     if _reader(value, _CODES) is not None:
         return True
     if tensor.size == 0:
-        return False  # a placeholder of an absent input
+        return False  # the placeholder of an absent input
     if any((read := port_at(*use)) is not None and read.placeholder == tensor.size for use in value.uses()):
         return False
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, DECODING) is None

@@ -34,7 +34,7 @@ from graphopt.session import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.tasks.ports import IntArray
 
 LARGEST_WINDOW = 2048
-"""Tokens of a window unless told: queries and keys of all layers are in memory at once."""
+"""Tokens of a window by default: queries and keys of all layers are in memory at once."""
 
 _UNKNOWN_POSITIONS = 1024
 _FEWEST = 64
@@ -57,9 +57,9 @@ def calibrate(
     Args:
         model: an artifact folder or an ``.onnx`` file, with a tokenizer; its heads must read everything.
         text: what it is to read; its windows are spaced evenly over it.
-        streaming: what streaming reads; the defaults of the step ``sparse_kv`` unless told.
+        streaming: what streaming reads; by default the options of the step ``sparse_kv``.
         retrieval: what retrieval reads, measured with both summaries.
-        window: tokens of a window; the model's positions unless told, at most :data:`LARGEST_WINDOW`.
+        window: tokens of a window; by default the model's positions, at most :data:`LARGEST_WINDOW`.
         windows: how many at most.
         queries: of each window's second half, of which the attention of each head is measured, evenly spaced.
         seed: of the random tokens.

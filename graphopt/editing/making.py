@@ -98,5 +98,5 @@ class Inserter:
         return node
 
     def integers(self, numbers: Sequence[int] | int) -> ir.Value:
-        """Return a constant, one for all who ask for the same numbers."""
+        """Return a constant, the same one for equal numbers."""
         return shared(self.graph, f"integers.{numbers}".replace(" ", ""), np.array(numbers, np.int64))

@@ -83,7 +83,7 @@ def _name_nodes(graph: ir.Graph) -> None:
 
 
 def module_of(node: ir.Node) -> str:
-    """Return the dotted name of the torch module that ``node`` came from; empty for the root, or where nobody said."""
+    """Return the dotted name of the torch module that ``node`` came from; empty for the root, or if unknown."""
     scopes = node.metadata_props.get(SCOPE)
     # ['', 'model', 'model.norm', 'mul_677']: the modules from the root inwards, then the traced operation.
     path = ast.literal_eval(scopes) if scopes else []

@@ -123,7 +123,7 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
             )
 
     def ensures(self, model: ir.Model) -> None:
-        """Promise a graph in which no name stands for two values."""
+        """Ensure that no two values of the graph have the same name."""
         names = Counter(value.name for node in model.graph for value in node.outputs if value.name)
         names.update(list(model.graph.initializers))
         twice = [name for name, count in names.items() if count > 1]

@@ -17,7 +17,7 @@ Device = Literal["cpu", "cuda"]
 NAMES: dict[Device, str] = {"cpu": "libgraphopt_ops.so", "cuda": "libgraphopt_ops_cuda.so"}
 
 PATH_VARIABLE = "GRAPHOPT_OPS_LIBRARY"
-"""Environment variable that names another build of the library; empty, it says that there is none."""
+"""Environment variable that names another build of the library; empty means no library."""
 
 CUDA_PATH_VARIABLE = "GRAPHOPT_OPS_CUDA_LIBRARY"
 """The same of the library for GPUs."""

@@ -55,7 +55,7 @@ def _look_at(expression: Expression) -> tuple[str, str | None]:
 
 
 def _fault(expression: Expression) -> str | None:
-    """Say what is not finite in a weight, or return ``None``."""
+    """Return what is not finite in a weight, or ``None``."""
     dtype = expression.dtype
     # A mask constant may be -inf on purpose; a weight has at least one axis of some width.
     if not dtype.is_floating_point() or dtype.bitwidth < 16 or np.prod(expression.shape) < 2:

@@ -22,7 +22,7 @@ def weight_of(node: ir.Node, index: int) -> ir.Value | None:
 
 
 def own(node: ir.Node, index: int) -> ir.Value:
-    """Return input ``index`` of ``node`` as an initializer that nobody else uses, copied (lazily) if it was shared.
+    """Return input ``index`` of ``node`` as an initializer that no other node uses, copied (lazily) if it was shared.
 
     Exporters give equal constants one initializer, and tied models share embedding and head: a pass that edits a
     weight owns it first.

@@ -99,7 +99,7 @@ def test_a_recipe_may_bring_its_own_table() -> None:
     "numbers", [[], [1.0], [2.0, 2.0], [0.0, -0.0], range(257), [0, np.nan], [1, 1e39], [1, np.inf]]
 )
 def test_refused_tables(numbers: list[float]) -> None:
-    with pytest.raises(InputError, match="no number format"):
+    with pytest.raises(InputError, match="cannot be a number format"):
         format_of(numbers)
 
 

@@ -1,6 +1,6 @@
 // Attention of llama.cpp's ggml through its public C API: one graph of `copies` steps, each with a cache of its own.
 //
-// The cache lies as llama.cpp's does: a row for each token, in it all KV heads. A step converts its new keys and values
+// The cache has llama.cpp's layout: a row for each token, in it all KV heads. A step converts its new keys and values
 // into their rows, then reads all rows under a mask.
 
 #include <math.h>

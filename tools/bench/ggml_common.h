@@ -1,4 +1,4 @@
-// What drivers of ggml share.
+// Shared by the drivers of ggml.
 #pragma once
 
 #include <string.h>
@@ -14,7 +14,7 @@ static enum ggml_type type_called(const char *name) {
     return GGML_TYPE_COUNT;
 }
 
-// ggml says of every single weight that it rearranges it.
+// ggml logs a line for every weight that it rearranges.
 static void say_nothing(enum ggml_log_level level, const char *text, void *data) {
     (void)level, (void)text, (void)data;
 }

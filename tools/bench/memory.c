@@ -1,4 +1,4 @@
-// What the machine's memory can do: a read and a copy by several threads, each on its own part of the buffers.
+// The machine's memory bandwidth: a read and a copy by several threads, each on its own part of the buffers.
 
 #define _GNU_SOURCE  // madvise
 
@@ -81,6 +81,6 @@ double memory_pass(void *to, const void *from, size_t bytes, int threads) {
         sum += parts[i].sum;
     }
     clock_gettime(CLOCK_MONOTONIC, &end);
-    // The sum is used, or the compiler would read nothing.
+    // The sum is used, or the compiler would remove the reads.
     return sum == 42 ? -1 : (double)(end.tv_sec - begin.tv_sec) + 1e-9 * (double)(end.tv_nsec - begin.tv_nsec);
 }

@@ -38,7 +38,7 @@ class QuantizeKVOptions(StepOptions):
         storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
         page: tokens of a page, which share the scales of keys; ``None`` leaves what is there, 64 where nothing is.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
-        recent_pages: newest whole pages that integers keep as floats, besides the one that fills (KIVI's residual).
+        recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
     """
 
     step: Literal["quantize_kv"] = "quantize_kv"
@@ -61,7 +61,7 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
 
     In a page of integers, key[t, c] = low[c] + step[c] code[t, c] and value[t, c] = low[t] + step[t] code[t, c], with
     low the least and low + L step the largest number of the set, L = 255 or 15: keys have channels that are large
-    throughout, values have not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most
+    throughout, values do not (KIVI, Liu et al. 2024; KVQuant, Hooper et al. 2024). The error of a number is at most
     step / 2. A page is rounded once, when it leaves the window of ``recent_pages``; the first ``sink_pages`` stay
     floats.
 

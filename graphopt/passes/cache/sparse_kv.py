@@ -62,7 +62,7 @@ class SparseKVOptions(StepOptions):
         rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read.
-        budget: pages that retrieval reads besides, at most. 0 with ``mass`` sets no limit.
+        budget: further pages that retrieval reads, at most. 0 with ``mass`` sets no limit.
         summary: what a page is judged by: "bounds", the range of each channel of its keys, or "mean", their mean.
         mass: share, over 0 and up to 1, of the softmax of the pages' scores: retrieval reads the fewest pages that have
             it together. ``None`` reads as many as ``budget`` says.
@@ -105,7 +105,7 @@ class SparseKV(Pass[SparseKVOptions]):
 
     Streaming: the first tokens take the attention that has nowhere to go, so they stay (StreamingLLM, Xiao et al.
     2024; LM-Infinite, Han et al. 2024); if all heads of a layer stream, its cache stops growing, and if all layers
-    do, positions count inside the cache and text may go on for ever
+    do, positions count inside the cache and text has no maximum length
     (:mod:`graphopt.passes.cache.page_kv.positions`). Retrieval: a page's score is the most that a key in its bounds
     could score, sum over c of max(q_c min_c, q_c max_c) (Quest, Tang et al. 2024), or that of its mean key
     (TriForce, Sun et al. 2024); query heads that share a KV head choose together. Some heads look far and others do
@@ -145,7 +145,7 @@ class SparseKV(Pass[SparseKVOptions]):
         """Give each cache its policies.
 
         Raises:
-            InputError: the options name a layer that the graph has not, or another number of heads than it has.
+            InputError: the options name a layer that the graph lacks, or a wrong number of heads.
         """
         ledger = context.ledger
         page_attention(model, context, self.options.page or _PAGE)

@@ -1,4 +1,4 @@
-// Kernels of one primitive each, and of what the host interpreter must refuse; test_primitives.py runs them.
+// Kernels of one primitive each, and of errors that the host interpreter must refuse; test_primitives.py runs them.
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/matrix.h"
@@ -122,7 +122,7 @@ GRAPHOPT_KERNEL(32, 1) void order(Words x) {
   if (thread_index().x == 0) x.d[atomic_add(x.d + block_count().x, 1u)] = block_index().x;
 }
 
-#if !defined(__CUDACC__)  // what a GPU would misread or never end
+#if !defined(__CUDACC__)  // kernels that a GPU would misread or never finish
 GRAPHOPT_KERNEL(32, 1) void few_lanes(Words x) {
   if (lane() < 31) x.d[lane()] = ballot(true);
 }

@@ -16,7 +16,7 @@ _SIZES = range(16, 257, 16)
 
 
 NO_CACHE = Rule("page_kv.no-cache", "it has no cache of its own among the inputs of the graph")
-TOLD_LENGTHS = Rule("page_kv.told-lengths", "it is told the lengths of its rows in its own way (nonpad_kv_seqlen)")
+TOLD_LENGTHS = Rule("page_kv.told-lengths", "it takes the lengths of its rows by an input of its own, nonpad_kv_seqlen")
 SCORES_READ = Rule("page_kv.scores-read", "its scores are read elsewhere")
 CACHE_READ = Rule("page_kv.cache-read", "its cache is read elsewhere in the graph")
 HEADS_UNKNOWN = Rule("page_kv.heads-unknown", "the graph does not state the number and size of its heads")

@@ -43,7 +43,7 @@ POSITIONS_READ = Rule("positions.read-too", "{op} {node} reads positions too")
 
 
 def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
-    """Let positions go on for ever where every layer lets old tokens go; say why not where something binds them."""
+    """Make positions endless where every layer drops old tokens; report why where something needs them."""
     layers = {node: layer_of(node) for node in kv_nodes(graph)}
     if not layers or not all(layer.wraps for layer in layers.values()):
         return

@@ -45,7 +45,7 @@ ONE_NORM = Rule("canonicalize.one-norm", "only one of queries and keys has a nor
 HEADS_UNKNOWN = Rule(
     "canonicalize.heads-unknown", "the graph does not state the number and size of its heads", also=["op"]
 )
-NO_CACHE = Rule("canonicalize.no-cache", "it has no cache, or is not told how long its rows are")
+NO_CACHE = Rule("canonicalize.no-cache", "it has no cache, or no input for the lengths of its rows")
 NO_MASK = Rule("canonicalize.no-mask", "the graph has no attention_mask, which its lengths could mean")
 LENGTHS_NOT_UNDERSTOOD = Rule("canonicalize.lengths-not-understood", "its lengths {lengths} are not understood: {why}")
 OTHER_LENGTHS = Rule("canonicalize.other-lengths", "its length {lengths} is not {expected}, by attention_mask")

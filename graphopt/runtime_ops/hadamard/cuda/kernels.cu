@@ -1,8 +1,8 @@
 // Hadamard on a GPU; see cuda.h for what a tile and a stage are.
 //
 // Butterflies are float additions in registers, between reads and writes of shared memory. A core is a product on
-// tensor cores: a float is cut into three bfloat16 numbers, exactly, and each of them times +-1 is exact too. What
-// float16 and bfloat16 results do not show is left out.
+// tensor cores: a float is split exactly into three bfloat16 numbers, and each of them times +-1 is exact too. Parts
+// below the precision of float16 and bfloat16 results are left out.
 #include "hadamard/cuda/kernels.h"
 
 #include "cuda/device.h"
@@ -102,7 +102,7 @@ GRAPHOPT_DEVICE void load_neighbours(const HadamardPass& pass, const Place& tile
   }
 }
 
-// Size numbers that lie a stride apart, for each column; they stay, or leave for y.
+// Size numbers a stride apart, for each column; written back, or to y.
 template <int Size, bool Leaves>
 GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, unsigned stride, float* shared) {
   for (unsigned item = thread_index().x; item < tile.count / Size; item += kHadamardThreads) {
@@ -129,7 +129,7 @@ GRAPHOPT_DEVICE void butterflies(const HadamardPass& pass, const Place& tile, co
   else if (Leaves) butterflies<1, Leaves>(pass, tile, stage.stride, shared);
 }
 
-// The upper halves of two floats, and what is left of them.
+// The upper halves of two floats, and the remainders.
 GRAPHOPT_DEVICE uint32_t cut(float& a, float& b) {
   const uint32_t pair = byte_permute(bits_of_float(a), bits_of_float(b), 0x7632);
   a = a - float_of_bits(pair << 16);
@@ -137,8 +137,8 @@ GRAPHOPT_DEVICE uint32_t cut(float& a, float& b) {
   return pair;
 }
 
-// Vectors of `order` numbers that lie a stride apart, times the core. A warp does eight at a time: it has taken all of
-// their numbers when it writes the first sum, so that they stay in their place.
+// Vectors of `order` numbers a stride apart, times the core, in place. A warp does eight at a time: it has read all of
+// their numbers when it writes the first sum.
 template <int Tiles>
 GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool all_parts, float* shared) {
   constexpr int kColumns = 8;
@@ -165,8 +165,8 @@ GRAPHOPT_DEVICE void core(const Place& tile, const HadamardStage& stage, bool al
     sync_warp();
     for (unsigned out = 0; 16 * out < order; ++out) {
       const Word4 signs = load16(stage.signs + (out * kWarp + lane()) * 16);
-      // The rest is so small that how it is rounded does not show; the upper halves of 16 inputs are added up by
-      // themselves, as additions round and tensor cores cut.
+      // The remainder is so small that its rounding does not matter; the upper halves of 16 inputs are summed
+      // separately, since additions round where tensor cores truncate.
       float sum[4] = {}, rest[4] = {};
       GRAPHOPT_UNROLL
       for (int k = 0; k < Tiles; ++k) {

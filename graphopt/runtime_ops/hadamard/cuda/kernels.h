@@ -1,4 +1,4 @@
-// How a transform is done on a GPU: a block transforms one tile in shared memory, stage after stage.
+// The plan of a transform on a GPU: a block transforms one tile in shared memory, stage after stage.
 //
 // The factors of a Kronecker product commute, so stages are in any order. A tile is a matrix [rows, width] of numbers:
 // whole runs of x side by side in one row, or, where a run is larger than shared memory, some columns of what is left
@@ -17,7 +17,7 @@ constexpr int kMaxStages = 24;
 constexpr int kMaxCore = 256;  // of a part of one
 constexpr int kMaxLog = 5;  // butterflies of up to 2^5 numbers, in registers
 
-// One word in 33 is empty, so that lanes that read along a stride of a power of two do not meet in a bank.
+// One word in 33 is empty, so that lanes that read along a stride of a power of two do not conflict in a bank.
 constexpr size_t padded(size_t index) { return index + index / 32; }
 // The largest tile of floats for which shared memory suffices on every GPU from sm_80 on.
 constexpr size_t kMaxTile = 40448;
@@ -54,7 +54,7 @@ struct HadamardPlan {
   size_t scratch = 0;    // bytes
   HadamardPass pass[2];
 
-  // Null, or why there is no plan.
+  // Returns null, or why there is no plan.
   const char* make(const GraphoptHadamard& call);
 };
 

@@ -7,7 +7,7 @@
 
 namespace graphopt {
 
-// A matrix as the kernel takes it, but for where its signs are on the device.
+// A matrix as the kernel takes it, without the address of its signs on the device.
 struct PackedFactor {
   GraphoptFactor factor = {};
   std::unique_ptr<uint8_t[]> signs;

@@ -20,7 +20,7 @@ int log2_of(int power) {
 
 int bytes_of(int type) { return type == GRAPHOPT_FLOAT32 ? 4 : 2; }
 
-// Collects the stages of a pass. Butterflies that are not done on the way in are cut into as few stages as can be.
+// Collects the stages of a pass. Butterflies that are not done on the way in are cut into as few stages as possible.
 struct Stages {
   HadamardPass* pass;
 
@@ -59,7 +59,7 @@ struct Stages {
     return stride * static_cast<unsigned>(factor.outer);
   }
 
-  // The last butterflies go out with the numbers.
+  // The last butterflies are done while the numbers are stored.
   void finish() {
     pass->last = {nullptr, 1, 1};
     for (int i = pass->stages; i-- > 0;) {
@@ -113,7 +113,7 @@ struct Core {
   }
 };
 
-// Takes a core apart into the parts of a Kronecker product, from the left; returns how many there are.
+// Splits a core into the parts of a Kronecker product, from the left; returns their number.
 int take_apart(Core core, Core (&parts)[GRAPHOPT_CORE_PARTS]) {
   Core from_right[GRAPHOPT_CORE_PARTS];
   int count = 0;
@@ -197,7 +197,7 @@ const char* HadamardPlan::make(const GraphoptHadamard& call) {
   columns.scale = 1;
   columns.rows = static_cast<unsigned>(left);
   columns.pitch = right;
-  // As wide as memory is read at once, if the tile may be so large, and a divisor of the rows that there are.
+  // As wide as one access to memory, if the tile may be that large, and a divisor of the number of rows.
   size_t width = kColumnBytes / sizeof(float);
   while (width * left > kMaxTile || right % width) --width;
   columns.width = static_cast<unsigned>(width);

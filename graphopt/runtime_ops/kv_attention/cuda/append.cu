@@ -45,7 +45,7 @@ void chain_means(CudaCall call) {
   const HeadState state = call.head_state(row, head);
   const Touched touched(call, row);
   const int64_t tokens = static_cast<int64_t>(layout.page);
-  int64_t page = layout.page_of(layout.sinks) + 1;  // the first whose mean goes on from that of another
+  int64_t page = layout.page_of(layout.sinks) + 1;  // the first whose mean continues that of another
   if (page <= touched.first) page = touched.first + 1;
   const auto mean_of = [&](int64_t logical) {
     return state.summaries + layout.physical(logical) * layout.summary + layout.known;

@@ -11,7 +11,7 @@ GRAPHOPT_DEVICE size_t slot_of(const Layout& layout, int64_t page) { return layo
 // Rounds the pages that leave their slot in this call; null, or what went wrong.
 const char* round_leaving_pages(const CudaCall& call, void* stream);
 
-// Brings the state up to date by the new tokens of all rows; null, or what went wrong.
+// Updates the state with the new tokens of all rows; returns null or an error.
 const char* append_tokens(const CudaCall& call, void* stream);
 
 }  // namespace graphopt

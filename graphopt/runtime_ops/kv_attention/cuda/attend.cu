@@ -29,7 +29,7 @@ struct Place {
   }
 };
 
-// The queries of a warp: each lane knows its own, and what all of them read.
+// The queries of a warp: each lane has its own, and the range that all of them read.
 struct TileQueries {
   int64_t position, first, last;  // of this lane's query, and of all
   size_t at;                      // of its first number, where it is used
@@ -209,7 +209,7 @@ void attend(AttendRun run) {
       const float factor = softmax.weigh(layout, tile, [](int i) { return Pages::token(lane() % 4, i); }, desk);
       sync_warp();
       pages.add(desk, tile, factor, sums);
-      sync_warp();  // all have taken the weights
+      sync_warp();  // all lanes have read the weights
     }
   }
   pages.finish();
@@ -276,7 +276,7 @@ const char* start(const AttendRun& run, void* stream) {
 
 template <typename Pages>
 const char* start(const AttendRun& run, void* stream) {
-  // fewer sums leave registers for more loads; where nothing is done about speed yet one kernel has to do for all
+  // fewer sums leave registers for more loads; storages that are not optimized have one kernel for all sizes
   if constexpr (!Pages::kMultiplies) return start<Pages, 4>(run, stream);
   else return run.call.layout.size <= 128 ? start<Pages, 2>(run, stream) : start<Pages, 4>(run, stream);
 }

@@ -22,7 +22,7 @@ struct AttendRun {
   float* partials = nullptr;
 };
 
-// Starts the kernels of a plan: null, or what went wrong.
+// Starts the kernels of a plan; returns null or an error.
 const char* attend_and_merge(const AttendRun& run, void* stream);
 
 }  // namespace graphopt

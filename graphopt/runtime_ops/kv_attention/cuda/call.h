@@ -1,4 +1,4 @@
-// One call as its kernels are given it: some rows of it, in one struct, with the facts of the host's side in it.
+// One call as its kernels take it: some of its rows, in one struct, with the host's lengths and policies.
 #pragma once
 
 #include "cuda/c_interface.h"
@@ -7,7 +7,7 @@
 
 namespace graphopt {
 
-// What fits a kernel's arguments; a call of more rows is several launches.
+// Rows that fit a kernel's arguments; a call of more rows is several launches.
 constexpr int kMostRows = 32, kMostHeads = 256;
 constexpr float kNothing = -__builtin_inff();  // the score of tokens that are not read
 

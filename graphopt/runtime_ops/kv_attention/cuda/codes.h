@@ -78,7 +78,7 @@ struct CodePages {
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
         float& number = weight.number[i];
-        if (number == 0) continue;  // it is not read, and may have any scale
+        if (number == 0) continue;  // it is not read, and can have any scale
         base = multiply_add(number, low.number[i], base);
         number *= step.number[i];
         most = magnitude_of(number) > most ? magnitude_of(number) : most;

@@ -2,7 +2,7 @@
 //
 // A product has 16 rows: the high parts of 8 queries, or of their weights, and then the low ones, so that it has 22
 // bits of them. The 8 numbers of 16 bytes that a lane loads are of 8 tokens, or of 8 channels; each goes to a product
-// of its own, in which all lanes of a query's number hold neighbours in the direction that is summed over.
+// of its own, in which all lanes of a query hold neighbours in the direction that is summed over.
 #pragma once
 
 #include "kv_attention/cuda/floats.h"

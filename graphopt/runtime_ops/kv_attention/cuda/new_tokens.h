@@ -38,7 +38,7 @@ struct NewTokens {
     Stored* const keys = reinterpret_cast<Stored*>(state.keys) + place;
     Stored* const values = reinterpret_cast<Stored*>(state.values) + place;
     for (size_t i = thread_index().x; i < count * size; i += kAppendThreads) {
-      // neighbouring threads write neighbouring tokens of a channel: that is where they lie
+      // neighbouring threads write neighbouring tokens of a channel, which are adjacent in memory
       const size_t t = first + i % count, c = i / count;
       put(key(t, c), keys + (t / 16 * size + c) * 16 + t % 16);
     }
@@ -48,7 +48,7 @@ struct NewTokens {
     }
   }
 
-  // Floats of the newest page of a slot; what a later token of this call overwrites is left to that.
+  // Floats of the newest page of a slot; elements that a later token of this call overwrites are left to that one.
   template <unsigned Bits>
   GRAPHOPT_DEVICE void store(Codes<Bits>) const {
     const Layout& layout = call.layout;

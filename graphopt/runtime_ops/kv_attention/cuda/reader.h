@@ -2,7 +2,7 @@
 //
 // Lane 4 g + q stands for query g. Of 64 tokens it holds the scores of 16, and of the result every fourth group of 8
 // or 16 channels: which ones depends on how a storage lays out its pages, so that what is loaded as 16 bytes is
-// multiplied where it was loaded, and no number but those of a sum has to change lanes.
+// multiplied in the lane that loaded it, and only sums have to cross lanes.
 #pragma once
 
 #include "cuda/matrix.h"

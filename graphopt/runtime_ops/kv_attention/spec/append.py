@@ -38,7 +38,7 @@ def append(attributes: KVAttributes, state: State, key: Array, value: Array, pas
 
 
 def row_of(state: State, row: int) -> State:
-    """Return views of a row of the state; what is not used may have fewer, and stays as it is."""
+    """Return views of a row of the state; unused states may have fewer rows, and are returned whole."""
     return {name: tensor[row] if row < len(tensor) else tensor for name, tensor in state.items()}
 
 

@@ -1,4 +1,4 @@
-"""What stands for the tokens that streaming dropped, in the body of ``KVAttention``: see ``compensation.py``."""
+"""The token that replaces those that streaming dropped, in the body of ``KVAttention``: see ``compensation.py``."""
 
 # onnxscript's builder makes operators by name, so its values have no static type.
 # mypy: disable-error-code="no-any-return"
@@ -67,7 +67,7 @@ def known_part(call: Call, summaries: ir.Value) -> ir.Value:
 
 
 def extra_token(call: Call, query: ir.Value, summaries: ir.Value, policies: ir.Value) -> Extra:
-    """Return what stands for the tokens that each query dropped.
+    """Return the token that replaces those that each query dropped.
 
     Args:
         call: the call.

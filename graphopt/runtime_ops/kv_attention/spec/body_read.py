@@ -99,7 +99,7 @@ def _page_weights(call: Call, scores: ir.Value, is_candidate: ir.Value) -> ir.Va
     op = call.op
     highest = op.ReduceMax(op.Where(is_candidate, scores, -math.inf), [-1], keepdims=1)
     weights = op.Exp(op.Min(op.Mul(op.Sub(scores, highest), call.attrs.scale), 0.0))
-    # infinite scores are no number away from another
+    # the difference of two infinite scores is NaN
     weights = op.Where(op.IsNaN(weights), 0.0, weights)
     return op.Where(op.Equal(scores, highest), 1.0, weights)
 
@@ -128,7 +128,7 @@ def attend(
     """
     op, attrs = call.op, call.attrs
     bad_keys, bad_values = (op.IsNaN(op.Mul(each, 0.0)) for each in (K, V))
-    # a weight of 0 for what is not finite would make NaN
+    # a weight of 0 times a value that is not finite would make NaN
     clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
     turned = op.Unsqueeze(op.Transpose(clean_keys, perm=[0, 1, 3, 2]), [2])
     if first_query is None:

@@ -68,7 +68,7 @@ def rounded(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.V
     """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
     low = op.ReduceMin(page, [axis], keepdims=1)
     span = op.Sub(op.ReduceMax(page, [axis], keepdims=1), low)
-    # minima and maxima may lose a NaN; x 0 is 0, but for what is not finite
+    # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
     nothing = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
     is_bad = op.IsNaN(nothing)
     is_flat = op.Or(is_bad, op.Less(span, float(TINY)))

@@ -223,7 +223,7 @@ def _gamma(n: Any) -> Any:
 
 
 def _read(numbers: Doubles) -> Doubles:
-    """Return numbers [m, D] with 0 for what is not finite: a weight of 0 would make NaN of it."""
+    """Return numbers [m, D] with 0 where they are not finite, since a weight of 0 times those is NaN."""
     return np.where(np.isfinite(numbers), numbers, 0)
 
 

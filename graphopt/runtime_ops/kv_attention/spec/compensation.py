@@ -1,4 +1,4 @@
-"""What stands for the tokens that a streaming head dropped: one token more, of their mean key and mean value.
+"""The token that replaces those that a streaming head dropped, with their mean key and mean value.
 
 With N tokens dropped, all of them with the mean key k and the mean value v, a softmax over everything would give them
 exp(s) for each, N exp(s) = exp(s + log N) together: so one token with the score s + log N (RazorAttention, Tang et al.
@@ -44,7 +44,7 @@ class Dropped:
 
 
 def dropped(attrs: KVAttributes, summaries: Array, before: Array, tokens: Array, asked: Integers) -> Dropped:
-    """Return what stands for the tokens that queries of a streaming head dropped.
+    """Return the tokens that replace those that queries of a streaming head dropped.
 
     A query at position p whose newest tokens begin at w = p - recent + 1 has dropped the tokens from ``sinks`` up to
     the page of w; those in that page in front of w are left out.

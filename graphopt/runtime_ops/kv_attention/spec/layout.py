@@ -1,7 +1,7 @@
 """How ``ai.graphopt::KVAttention`` stores a page of T tokens with D channels.
 
 Floats: keys [T/16, D, 16], so that one channel of 16 tokens is one load; values [T, D], as they come. They have no
-scales, float8 neither: that is what others do who store caches so and were told none.
+scales, float8 neither, as in other implementations of such caches when no scales are given.
 
 Integers: keys [T/16, D/4, 16, 4], so that four channels of a token are neighbours, as a dot product of bytes takes
 them; values the same with the axes changed, [D/16, T/4, 16, 4]: what is summed over, channels for keys and tokens for
@@ -76,7 +76,7 @@ def to_storage(numbers: Array, storage: str) -> Array:
     """Return numbers, of float32 or stored already, in the type of a storage of floats.
 
     To the nearest, ties to even. What is too large becomes infinite, but for float8: that becomes the largest number,
-    infinity too, and only what is no number stays none (``Cast`` of ONNX with ``saturate=1``).
+    infinity too, and only NaN stays NaN (``Cast`` of ONNX with ``saturate=1``).
     """
     dtype, largest = STORAGE_OF[storage].dtype, STORAGE_OF[storage].largest
     if largest is not None and numbers.dtype != dtype:

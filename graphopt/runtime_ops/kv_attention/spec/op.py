@@ -3,7 +3,7 @@
 B rows (sequences), S columns of a call, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
 D head size (a multiple of 16, up to 256), T tokens of a page, P pages of capacity.
 
-Inputs, all required; what is not used has no elements:
+Inputs, all required; unused ones have no elements:
     query: float or float16 [B, S, Hq D].
     key, value: the type of query, [B, S, Hk D].
     past: int64 [B], tokens that a row has stored.

@@ -79,7 +79,7 @@ def chosen_pages(attrs: KVAttributes, scores: Singles) -> Integers:
 def page_weights(attrs: KVAttributes, scores: Singles) -> Doubles:
     """Return exp(scale (score - the highest score)), [n]: 1 for those of the highest score, at most 1 for others.
 
-    What is no number counts as 0: scores that are infinitely far below, with a scale of 0.
+    NaN counts as 0: scores that are infinitely far below, with a scale of 0.
     """
     if not len(scores):
         return np.zeros(0)

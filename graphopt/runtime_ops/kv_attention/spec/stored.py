@@ -78,7 +78,7 @@ class Reading:
     sink_logits: Doubles | None
 
     def with_dropped(self, more: Dropped) -> Reading:
-        """Return this and, behind the stored tokens, what stands for those that were dropped."""
+        """Return this and, behind the stored tokens, the tokens that replace those that were dropped."""
         return replace(
             self,
             keys=self.keys.with_floats(more.keys, more.key_errors),

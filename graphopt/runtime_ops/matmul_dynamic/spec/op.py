@@ -110,7 +110,7 @@ def reference(
     h = hadamard(x.astype(np.float64), left, right) if len(left) * len(right) > 1 else x
     rounded = round_rows(h.astype(np.float32), LEVELS[bits], clip)
     weight = dequantize(codes, scales, table, zero_points, rows, columns, group)
-    with np.errstate(invalid="ignore"):  # what is not finite in x is so in y
+    with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = rounded @ weight + bias.astype(np.float64)
     return y
 

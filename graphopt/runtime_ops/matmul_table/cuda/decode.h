@@ -209,7 +209,7 @@ struct AnyBits {
     const uint32_t fours = words[H] >> 4 * i & 0x000f000fu, twos = words[2] >> (8 * H + 2 * i) & 0x00030003u;
     return fours | twos << (p.bits & 4) | (words[3] >> (4 * H + i) & 0x00010001u) << (p.bits & 6);
   }
-  // What the table has for both of them: the low 16 bits of its entries.
+  // The table's entries for both of them: the low 16 bits.
   GRAPHOPT_DEVICE static uint32_t look_up(const uint32_t* table, uint32_t codes) {
     return table[codes & 0xff] | table[codes >> 16] << 16;
   }

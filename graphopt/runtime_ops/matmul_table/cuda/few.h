@@ -52,7 +52,7 @@ void multiply_few(Product p) {
   const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
 
-  // rows that are not there have no bytes
+  // missing rows have no bytes
   const uint8_t* const x = p.x + (sums.first_row + g) * p.x_pitch;
   const size_t x_step = 8 * p.x_pitch;
   unsigned x_bytes[kRowTiles];

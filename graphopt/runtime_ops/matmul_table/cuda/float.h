@@ -10,7 +10,7 @@ namespace graphopt {
 constexpr unsigned kFloatPitch = kTileColumns + 1;
 constexpr size_t kFloatShared = 1024 + sizeof(float) * kFloatWarps * kFloatRows * kFloatPitch;
 
-// Rows 4 t + k of a unit of the operand that are there.
+// Rows 4 t + k of a unit of the operand that exist.
 GRAPHOPT_DEVICE void load_four(const Product& p, unsigned row, unsigned at, float (&x)[4]) {
   const uint8_t* const from = p.x + row * p.x_pitch + at;
   if (at + 16 <= p.x_bytes && p.aligned) {

@@ -46,7 +46,7 @@ struct GraphoptMatMul {
   int32_t activations;               // GraphoptActivations
   int32_t levels;                    // of `token`: 127 or 7
   float clip;                        // of `token`
-  const void* packed;                // what graphopt_cuda_matmul_pack made
+  const void* packed;                // made by graphopt_cuda_matmul_pack
   const void* scales;                // scale_type [T, G, 16]
   const void* zero_points;           // the same, or null
   const float* bias;                 // float [N], or null
@@ -60,7 +60,7 @@ GRAPHOPT_PUBLIC int32_t graphopt_cuda_matmul_operands(int32_t x_type, int32_t ac
 // On the host. Fills in the codec, and returns how many bytes packing takes.
 GRAPHOPT_PUBLIC size_t graphopt_cuda_matmul_codec(const struct GraphoptMatMulWeights* weights, int32_t operands,
                                                   struct GraphoptMatMulCodec* codec);
-// On the host: packs the codes for the codec, and returns the largest; one past the table means what code 0 does.
+// On the host: packs the codes for the codec, and returns the largest; a code past the table is packed like code 0.
 GRAPHOPT_PUBLIC int32_t graphopt_cuda_matmul_pack(const struct GraphoptMatMulWeights* weights,
                                                   const struct GraphoptMatMulCodec* codec, void* to);
 

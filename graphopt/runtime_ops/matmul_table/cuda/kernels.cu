@@ -23,7 +23,7 @@ bool turns(const GraphoptMatMulDynamic& call) {
   return order_of(call.left) * order_of(call.right) > 1 || call.left.sign != call.right.sign;
 }
 
-// How a call is cut into kernels, and where in the scratch they leave what others read.
+// How a call is cut into kernels, and where in the scratch they pass data on.
 struct Plan {
   Product product = {};
   Operands operands;
@@ -85,7 +85,7 @@ Plan::Plan(const GraphoptMatMul& call) {
   if (rounds || converts) operand_at = take(p.rows * p.x_pitch);
   if (rounds) {
     const bool one = call.activations == GRAPHOPT_TO_TOKEN;
-    // kernels read scales of rows that are not there, 64 at most
+    // kernels read scales of up to 64 missing rows
     p.x_scale_pitch = one ? 0 : p.rows;
     scales_at = take(((one ? 1 : segments) * p.rows + 64) * sizeof(float));
   }
@@ -96,7 +96,7 @@ Plan::Plan(const GraphoptMatMul& call) {
   const size_t in_grid = tiles    ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
                          : floats ? size_t{p.tiles} * parts(p.rows, kFloatRows)
                                   : parts(p.tiles, kFewTiles) * parts(p.rows, kFewRows);
-  // of each of its warps, a part of K is worth its sums
+  // the smallest part of K per warp that is worth its sums
   const size_t most = p.blocks / (kLeastBlocks * (tiles ? 1 : floats ? kFloatWarps : kFewWarps));
   const size_t enough = tiles ? kBlocksWanted / 2 : kBlocksWanted;
   p.splits = 1;
@@ -177,7 +177,7 @@ const char* run(const GraphoptMatMul& call, void* stream, const void* turned = n
   return launch(add_splits, grid, kRoundThreads, 0, stream, addition);
 }
 
-// Rows in floats that are transformed, and behind them what the transform itself wants.
+// Rows in floats that are transformed, and behind them the transform's own scratch.
 struct Turned {
   GraphoptHadamard hadamard = {};
   size_t rows = 0, scratch = 0;  // bytes

@@ -7,7 +7,7 @@
 
 namespace graphopt {
 
-// Starts the product's kernel: few rows of an operand, or tiles of rows. Null, or what went wrong.
+// Starts the product's kernel: few rows of an operand, or tiles of rows. Returns null or an error.
 const char* start_few(const Product& product, Operands operands, Decoder decoder, void* stream);
 const char* start_tiles(const Product& product, Operands operands, Decoder decoder, void* stream);
 

@@ -1,5 +1,5 @@
 // How codes are laid out in GPU memory, so that a lane loads 16 bytes of its own at a time and they already are what
-// a matrix product wants of it.
+// a matrix product needs.
 //
 // A tile has 16 columns, a unit 16 rows of K, as in files (matmul_table/packing.py); a block is 8 units of a tile. A
 // warp reads blocks [tile][block]; each is 256 bits bytes, 2 bits words of 32 bits for each lane: words 4 i to 4 i + 3
@@ -7,8 +7,7 @@
 // words are 8 bytes at 8 lane instead.
 //
 // Lane 4 g + t holds of each unit 8 codes, rows 4 t + k (k = 0..3) of columns g and g + 8. Which of its 8 slots a code
-// has, and where the bits of a slot are, depends on who decodes it; place_of() says it for all of them, and nothing
-// else does.
+// has, and where the bits of a slot are, depends on the decoder; only place_of() defines it.
 #pragma once
 
 #include <cstddef>

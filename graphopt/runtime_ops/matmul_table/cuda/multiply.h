@@ -157,8 +157,8 @@ struct Sums {
     if (segment.left >= kBlockUnits) {
       GRAPHOPT_UNROLL
       for (int pair = 0; pair < 4; ++pair) {
-        // Few rows come from global memory: this keeps the compiler from asking for the whole block's at once, for
-        // which it has no registers.
+        // Few rows come from global memory: this keeps the compiler from loading the whole block's at once, for which
+        // it has no registers.
         if (Rows <= 2 && pair) sync_warp();
         uint32_t of_pair[Tiles][Decode::kWords];
         GRAPHOPT_UNROLL
@@ -284,7 +284,7 @@ struct Sums {
     }
   }
 
-  // A matrix of ones gives the sums of the operand, and puts them where they are wanted.
+  // A matrix of ones gives the sums of the operand, in the lanes that use them.
   GRAPHOPT_DEVICE void add_ones(const Product& p, int m, const uint32_t (&b)[2]) {
     if constexpr (MaySum) {
       constexpr uint32_t kAll[4] = {Kind::kOnes, Kind::kOnes, Kind::kOnes, Kind::kOnes};

@@ -11,7 +11,7 @@ namespace {
 
 enum Matrix : size_t { kLeft = kMatMulInputs, kRight, kAllInputs };
 
-// What both operators do. Everything but x stays on the host, which checks it and copies it as the kernels want it.
+// The common part of both operators. All inputs but x stay on the host, which checks, packs and copies them.
 struct Product {
   Node node;
   Weights weights;

@@ -43,7 +43,7 @@ uint32_t twice(float value) {
   return half2_of(half, half);
 }
 
-// Floats for tables in float16 are scaled so that the largest is near the end: what is small stays normal longest.
+// Floats for tables in float16 are scaled so that the largest is near the maximum: then small ones stay normal longest.
 float step_for_halves(const float* values, size_t entries) {
   float largest = 0;
   for (size_t i = 0; i < entries; ++i) largest = std::fmax(largest, std::fabs(values[i]));
@@ -57,7 +57,7 @@ int integer_of(const Table& table, unsigned code) {
                     : table.low.table[code] - table.low.offset;
 }
 
-// What a table in shared memory, or in registers, has for a code: float bits, 16 bits, a byte, or low and high bytes.
+// The entry of a code in a table in shared memory or registers: float bits, 16 bits, a byte, or low and high bytes.
 uint32_t entry_of(const GraphoptMatMulCodec& codec, const Table& table, float value, unsigned code) {
   switch (static_cast<Operands>(codec.operands)) {
     case Operands::kFloat32: return bits_of_float(value);

@@ -1,4 +1,4 @@
-// What the CUDA kernels of the products share: their arguments, and where the segments of K are.
+// Shared by the CUDA kernels of the products: their arguments, and where the segments of K are.
 #pragma once
 
 #include "cuda/device.h"
@@ -52,7 +52,7 @@ GRAPHOPT_DEVICE float of_column(const Product& p, const void* numbers, unsigned 
   return p.half_scales ? to_float(static_cast<const Half*>(numbers)[at]) : static_cast<const float*>(numbers)[at];
 }
 
-// Puts a row's number where it belongs: into y with the bias, or among the parts that another kernel sums up.
+// Stores a row's number: in y with the bias, or among the parts that another kernel sums up.
 template <typename T>
 GRAPHOPT_DEVICE void put(void* to, size_t at, float value) {
   static_cast<T*>(to)[at] = from_float<T>(value);

@@ -7,7 +7,7 @@ namespace graphopt {
 
 constexpr unsigned kRoundThreads = 256;
 
-// x [rows, count] to another type, [rows, pitch]; what is behind a row becomes 0.
+// x [rows, count] to another type, [rows, pitch]; the padding of a row becomes 0.
 struct Conversion {
   const void* x;
   void* to;
@@ -69,7 +69,7 @@ GRAPHOPT_DEVICE uint32_t largest_of(const T* x, size_t first, size_t end, unsign
   return reduce_max(largest);
 }
 
-// Four numbers, and what is behind the row as 0.
+// Four numbers, with 0 past the end of the row.
 template <typename T>
 GRAPHOPT_DEVICE void round_four(const Rounding& r, const T* x, size_t first, size_t row, RowScale scale) {
   uint32_t words[2] = {0, 0};

@@ -1,5 +1,5 @@
 // Many rows of the operand: 64 of them stand in shared memory, a few blocks of K ahead, and eight warps multiply them
-// by 32 columns each, whose weights they read and decode for themselves.
+// by 32 columns each, whose weights each warp reads and decodes itself.
 #pragma once
 
 #include "matmul_table/cuda/multiply.h"
@@ -64,7 +64,7 @@ void multiply_tiles(Product p) {
   for (unsigned block = first; block < end; ++block) {
     wait_copies<kStages - 2>();
     sync_block();
-    // the stage that everybody has left behind
+    // the stage that all warps have finished
     const unsigned ahead = block + kStages - 1;
     const unsigned to = stage ? stage - 1 : kStages - 1;
     if (ahead < end) copy_stage<Kind>(p, stages + to * kStageBytes, sums.first_row, ahead);

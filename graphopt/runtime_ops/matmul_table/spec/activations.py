@@ -130,7 +130,7 @@ def row_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: 
     if clip is not None:
         steps = tape.op("Max", [tape.op("Neg", [levels]), tape.op("Min", [levels, steps])])
     products = tape.op("Mul", [steps, tape.op("Div", [m, levels])])
-    # x 0 is 0, but for what is not finite: that must reach y whatever maxima and minima make of it
+    # x 0 is 0 for finite x and NaN otherwise: NaN must reach y, even where maxima and minima lose it
     nothing = tape.op("Mul", [x, tape.op("Constant", [], {"value_float": 0.0})])
     is_tiny = tape.op("Less", [m, tape.op("Constant", [], {"value_float": TINY})])
     return tape.op("Where", [is_tiny, nothing, tape.op("Add", [products, nothing])])

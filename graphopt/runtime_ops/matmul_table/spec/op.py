@@ -72,7 +72,7 @@ def reference(
     if activations == "bfloat16":
         table = to_bfloat16(table)
     weight = dequantize(codes, scales, table, zero_points, rows, columns, group)
-    with np.errstate(invalid="ignore"):  # what is not finite in x may be so in y
+    with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = rounded @ weight + bias.astype(np.float64)
     return y
 

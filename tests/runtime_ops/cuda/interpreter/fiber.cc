@@ -5,7 +5,7 @@
 
 #if defined(__x86_64__)
 // Saves what the ABI says a function keeps, changes stacks and returns to where the other one was: some ten
-// instructions, where swapcontext asks the system about signals each time.
+// instructions, where swapcontext makes a system call for signals each time.
 extern "C" void graphopt_change_stack(void** from, void* to);
 asm(R"(
 .text

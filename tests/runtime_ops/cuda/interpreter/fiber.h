@@ -1,4 +1,4 @@
-// A fiber of the host interpreter: a stack of its own, and the place where it goes on.
+// A fiber of the host interpreter: a stack of its own, and the place where it resumes.
 #pragma once
 
 #include <cstddef>
@@ -33,14 +33,14 @@ inline void unpoison_region(const void* at, size_t bytes) {
 
 class Fiber {
  public:
-  // Makes stacks for so many fibers, which stay; false where there is no memory.
+  // Allocates stacks for so many fibers, kept for later launches; false if out of memory.
   static bool reserve(unsigned fibers);
 
-  // The next change to it runs `main`, on the stack of that number; what was on the stack is gone.
+  // The next change to it runs `main`, on the stack of that number; the stack's content is lost.
   void start(unsigned stack, void (*main)());
 
   static void change(Fiber& from, Fiber& to);
-  // The same for good.
+  // The same, never to return.
   [[noreturn]] static void leave(Fiber& from, Fiber& to);
 
  private:

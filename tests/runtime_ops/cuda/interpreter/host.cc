@@ -16,7 +16,7 @@ namespace {
 constexpr size_t kGuard = 256;  // guard bytes behind shared memory
 constexpr unsigned char kNan = 0xff;
 
-// A copy that is under way; a null `global` brings zeros.
+// A copy in flight; with `global` null it writes zeros.
 struct Copy {
   void* shared;
   const void* global;
@@ -41,7 +41,7 @@ struct Warp {
 uint64_t seed = 0;
 char message[512];
 
-// One launch. Nothing of a thread that is given up has a destructor but what is in here.
+// One launch. The stacks of abandoned threads hold nothing with a destructor; all such members are in here.
 struct Launch {
   void (*body)(const void*);
   const void* arguments;

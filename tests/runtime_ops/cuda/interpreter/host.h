@@ -2,11 +2,11 @@
 // speed.
 //
 // Blocks run one after another, and the threads of a block as fibers: each runs until it has to wait for others, and
-// which one goes on is drawn from a seed, as is the order of the blocks. So a kernel that lacks a synchronization gives
+// which one resumes is drawn from a seed, as is the order of the blocks. So a kernel that lacks a synchronization gives
 // other bits for another seed. Shared memory starts out as NaN; an asynchronous copy turns its destination to NaN until
-// a wait covers it. What a GPU would take amiss or misread ends the launch with an error: a lane that does not come to
-// where its warp meets, an address that is not aligned or beyond shared memory, more of a resource than every GPU from
-// sm_80 on has.
+// a wait covers it. Errors that a GPU would report or silently misread end the launch with a message: a lane that does
+// not reach its warp's meeting point, a misaligned address or one beyond shared memory, more of a resource than every
+// GPU from sm_80 on has.
 #pragma once
 
 #include <cstddef>
@@ -28,7 +28,7 @@ void check_shared(const void* address, size_t bytes);
 void check_global(const void* address, size_t bytes);
 
 void sync_block();
-// Waits for all lanes of the warp, hands what each brings to `meet`, once, in the order of the lanes, and goes on.
+// Waits for all lanes of the warp, passes what each brings to `meet`, once, in the order of the lanes, and continues.
 using Meeting = void (*)(void* const* lanes);
 void meet(const char* what, Meeting meeting, void* mine);
 
@@ -45,7 +45,7 @@ void multiply_bf16(float* d, const uint32_t* a, const uint32_t* b);
 void multiply_s8(int32_t* d, const uint32_t* a, const uint32_t* b);
 void load_matrices(uint32_t* to, int count, const void* row, bool transposed);
 
-// Runs body(arguments) as every thread of the grid; null, or what went wrong.
+// Runs body(arguments) as every thread of the grid; returns null or an error.
 const char* run(void (*body)(const void*), const void* arguments, Index3 grid, unsigned threads, size_t shared_bytes);
 
 inline void sync_warp() {

@@ -115,8 +115,7 @@ void load(void* const* lanes) {
   }
 }
 
-// a * b + c as a float that rounds to 16 bits as the exact number does: what a float has no place for sets its last
-// bit.
+// a * b + c as a float that rounds to 16 bits as the exact number does: bits that a float cannot hold set its last bit.
 float fma_to_odd(float a, float b, float c) {
   const double product = static_cast<double>(a) * b;  // exact: 22 bits at most
   const double sum = product + c, big = std::fabs(product) > std::fabs(c) ? product : c;
