@@ -285,7 +285,7 @@ def test_folder_without_configuration(clean: Path, tmp_path: Path) -> None:
     "config",
     [
         {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True},
-        {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+        {"model_type": "bert", "architectures": ["BertForSequenceClassification"]},
         {"model_type": "vit", "architectures": ["ViTForImageClassification"]},
         {"model_type": "llama", "architectures": ["LlamaForSequenceClassification"]},
     ],
@@ -322,7 +322,7 @@ def test_state_that_is_no_cache(clean: Path, tmp_path: Path) -> None:
     config = transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path / "model")
     message = refusal(tmp_path / "model", clean)
-    assert "none of tokens, mask, positions and key-value cache" in message
+    assert "an input other than tokens, mask, token types, positions and key-value caches" in message
     assert "conv_states" in message
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from graphopt.errors import GraphoptError
 from graphopt.formats import FORMATS
+from graphopt.passes.lower.layout import Packed
 from graphopt.rounding.lazy import LazyQuantized, quantized
 from graphopt.weights import Cast, Inline, Scaled, WeightTensor, expression_of, rewrite
 from graphopt.weights.data_file import save_model
@@ -31,10 +32,11 @@ def rewritten() -> ir.Model:
     rewrite(initializers["up0.weight"], lambda of: Scaled(of, Inline.of(np.arange(1.0, 65)), 0))
     for name, tensor in quantized(initializers["up0.weight"].const_value, FORMATS["uint4"], 16, "extreme").items():
         initializers[f"up0.{name}"] = ir.val(f"up0.{name}", const_value=tensor)
-    for name, tensor in (
-        LazyQuantized(initializers["up1.weight"], FORMATS["fp6-e3m2"], 16, "least_squares").packed().items()
-    ):
-        initializers[f"up1.{name}"] = ir.val(f"up1.{name}", const_value=tensor)
+    table = FORMATS["fp6-e3m2"]
+    places = LazyQuantized(initializers["up1.weight"], table, 16, "least_squares").places()
+    codes = WeightTensor(Packed(expression_of(places["codes"]), table.bits))
+    initializers["up1.codes"] = ir.val("up1.codes", const_value=codes)
+    initializers["up1.scales"] = ir.val("up1.scales", const_value=places["scales"])
     initializers["tiny"] = ir.val("tiny", const_value=WeightTensor(Cast(Inline.of(np.ones(3)), ir.DataType.FLOAT)))
     return model
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 import pytest
-from graphopt.rounding.packed import packed_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.formats import FORMATS
+from graphopt.passes.lower.layout import Packed, Tiled
 from graphopt.rotations import RandomRotation
 from graphopt.rounding.expressions import RoundedToNearest, parts_of
 from graphopt.weights import (
@@ -24,7 +24,6 @@ from graphopt.weights import (
     Sliced,
     Stored,
     VectorTimes,
-    WeightTensor,
     blocks_of,
     expression_of,
     nodes_below,
@@ -141,16 +140,8 @@ def test_what_does_not_keep_its_promise_is_caught() -> None:
 def test_packed_codes_need_no_rounding_of_their_own() -> None:
     weight = Inline.of(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
     parts = parts_of(RoundedToNearest(weight, FORMATS["nf4"], 16, "extreme", standard=False))
-    packed = packed_tensors(
-        FORMATS["nf4"], ir.DataType.FLOAT, codes=parts["codes"], scales=parts["scales"], zero_points=None
-    )
-    roundings = {
-        node
-        for tensor in packed.values()
-        if isinstance(tensor, WeightTensor)
-        for node in nodes_below(tensor.expression)
-        if isinstance(node, RoundedToNearest)
-    }
+    packed = (Packed(parts["codes"], FORMATS["nf4"].bits), Tiled(parts["scales"], ir.DataType.FLOAT))
+    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, RoundedToNearest)}
     assert len(roundings) == 1
 
 

@@ -10,9 +10,10 @@ import pytest
 from pydantic import ValidationError
 
 from graphopt.analysis.paged import layers_of
+from graphopt.checks.notes import notes_of
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
-from graphopt.pipeline import notes_of, optimize
+from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
 from graphopt.session import load
 from tests.graphs import canonical, relative, run_pass
@@ -66,7 +67,7 @@ def test_a_second_time_and_windows_are_left_alone(llama: ir.Model, make_artifact
 )
 def test_it_is_said_where_bodies_do_not_run(layers: dict[int, Any], note: str, llama: ir.Model) -> None:
     run_pass(llama, "sparse_kv", layers=layers)
-    assert note in " ".join(notes_of(llama))
+    assert note in " ".join(map(str, notes_of(llama)))
 
 
 def test_with_all_pages_retrieval_is_dense(llama_artifact: Path, tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_a_cache_that_is_too_small_to_wrap() -> None:
     [
         ({"kv_heads": 0}, "kv_heads must be from 1"),
         ({"page": 24}, "page must be 16, 32, 64 or 128, it is 24"),
-        ({"storage": "int2"}, "storage must be float32, float16, bfloat16, float8, int8 or int4, not 'int2'"),
+        ({"storage": "int2"}, "storage must be one of float32, float16, bfloat16, float8, int8, int4, not 'int2'"),
         ({"summary": "median"}, "summary must be bounds or mean, not 'median'"),
         ({"scale": float("nan")}, "scale and softcap must be finite"),
         ({"softcap": -1.0}, "softcap not below 0"),
