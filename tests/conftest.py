@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.runtime_ops.cuda import interpreted as interpreter
 # Set before any import. No test may use the network; each worker of pytest-xdist computes on one core.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch makes this folder when it is imported; tests look for temporary files that are left.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir()) / "torchinductor-of-tests"))
 
 # Shared cores make an example's time mean nothing; CI draws the same examples every time, a developer new ones.
 settings.register_profile("graphopt", deadline=None, derandomize="CI" in os.environ)
