@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import importlib.util
 import pkgutil
 import subprocess
 import sys
@@ -27,7 +28,9 @@ PRESETS = {"rotate-online": [], "rotate-w4a8": ["float16"], "rotate-kv4": ["last
 
 def modules() -> Iterator[ModuleType]:
     for info in pkgutil.walk_packages(graphopt.__path__, "graphopt."):
-        if not info.name.endswith("__main__"):
+        spec = importlib.util.find_spec(info.name)
+        # The library of operators lies in the package too, and is no module of Python.
+        if spec is not None and str(spec.origin).endswith(".py") and not info.name.endswith("__main__"):
             yield importlib.import_module(info.name)
 
 
