@@ -219,10 +219,10 @@ def _set(recipe: Recipe, text: str) -> Recipe:
     except yaml.YAMLError as error:
         raise InputError(f"the value of {place} is not YAML: {error}") from error
     first, *inner = path
-    if inner:
-        step = next((step for step in recipe.steps if step.step == name), None)
-        there = {} if step is None else step.model_dump(mode="json").get(first)
-        content = _nested(there, inner, content)
+    step = next((step for step in recipe.steps if step.step == name), None)
+    if step is not None:
+        first = step.renamed.get(first, first)
+        content = _nested(step.model_dump(mode="json").get(first), inner, content)
     return recipe.setting(name, **{first: content})
 
 

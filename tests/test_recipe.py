@@ -31,12 +31,14 @@ STEPS = st.one_of(
     st.builds(
         QuantizeWeightsOptions,
         linear=LINEAR,
-        head=LINEAR,
+        lm_head=LINEAR,
         embedding=st.none() | st.builds(EmbeddingFormat, group=st.none() | st.integers(1, 512)),
         scale=st.sampled_from(["extreme", "least_squares"]),
         activations=st.sampled_from(["float32", "bfloat16", "int8", "int16", None]),
     ),
-    st.builds(QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), head=st.booleans()),
+    st.builds(
+        QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), lm_head=st.booleans()
+    ),
     st.builds(LastLogitsOptions),
     st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
     st.builds(MergeProductsOptions),
@@ -98,6 +100,28 @@ def test_any_step_can_be_added_and_set() -> None:
 def test_what_cannot_be_added_or_set_is_refused(add: list[str], options: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_recipe("int4", add=add, options=options)
+
+
+def test_the_lm_head_may_still_be_called_head(tmp_path: Path) -> None:
+    file = tmp_path / "older.yaml"
+    file.write_text(
+        "name: older\n"
+        "steps: [{step: quantize_weights, head: {format: fp6-e2m3}}, {step: quantize_activations, head: true}]\n"
+    )
+    older = load_recipe(file, options=["quantize_weights.head.group=64", "quantize_activations.head=false"])
+    weights = QuantizeWeightsOptions(lm_head=LinearFormat(format="fp6-e2m3", group=64))
+    assert older.steps == (weights, QuantizeActivationsOptions(lm_head=False))
+    assert "\n  head:" not in older.to_yaml()
+    # so is a manifest's recipe, which spells every option out
+    steps = [{("head" if name == "lm_head" else name): value for name, value in weights.model_dump().items()}]
+    assert Recipe.recorded({"name": "older", "steps": steps}).steps[0] == weights
+
+
+def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "both.yaml"
+    file.write_text("name: both\nsteps: [{step: quantize_weights, head: null, lm_head: null}]\n")
+    with pytest.raises(InputError, match="the option head is called lm_head now; give only lm_head"):
+        load_recipe(file)
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:

@@ -82,9 +82,9 @@ def rotate(places: Iterable[str], seed: int) -> Recipe:
 
 
 def quantize(bits: tuple[int | None, int | str | None], group: int, clip: float) -> Recipe:
-    """Return a recipe for 4-bit weights and these activations and caches; head and embedding stay as they are."""
+    """Return a recipe for 4-bit weights and these activations and caches; lm_head and embedding stay as they are."""
     linear = LinearFormat.model_validate({"group": group})
-    steps: list[Step] = [QuantizeWeightsOptions(linear=linear, head=None, embedding=None)]
+    steps: list[Step] = [QuantizeWeightsOptions(linear=linear, lm_head=None, embedding=None)]
     activations, cache = bits
     if any(bits):
         given = {"activations": activations, "cache": None if cache == PACKED else cache, "clip": clip}

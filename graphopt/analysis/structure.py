@@ -31,7 +31,7 @@ def packed_nodes(graph: ir.Graph) -> list[ir.Node]:
     return [node for node in graph if is_packed(node)]
 
 
-def head_nodes(graph: ir.Graph) -> set[ir.Node]:
+def lm_head_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Return the products that make the logits: those with no other product between them and the output ``logits``."""
     return _products_behind([value for value in graph.outputs if value.name == "logits"])
 

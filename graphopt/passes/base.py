@@ -7,10 +7,10 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Generic, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, get_args
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphopt.errors import InputError
 from graphopt.facts import Effect, PassReport
@@ -34,9 +34,26 @@ class Options(BaseModel):
 
 
 class StepOptions(Options):
-    """What a recipe may say about one step; each pass derives its own, with its name as the ``Literal`` of ``step``."""
+    """What a recipe may say about one step; each pass derives its own, with its name as the ``Literal`` of ``step``.
+
+    Attributes:
+        renamed: names that options had in older recipes and manifests, with those that they have now. Both are read.
+        step: the name of the pass.
+    """
+
+    renamed: ClassVar[dict[str, str]] = {}
 
     step: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        for old, new in cls.renamed.items():
+            if {old, new} <= value.keys():
+                raise ValueError(f"the option {old} is called {new} now; give only {new}")
+        return {cls.renamed.get(name, name): each for name, each in value.items()}
 
     def beside(self, folder: Path) -> Self:
         """Return the options with each file that lies in ``folder``, where the recipe was read, named from there."""

@@ -28,7 +28,7 @@ def test_scales_and_zero_points_add_bytes_and_no_parameters(linear: str, bits: i
     model = residual_model(WIDTH, INNER, LAYERS)
     options = QuantizeWeightsOptions(
         linear=LinearFormat(format=linear, group=16),  # type: ignore[arg-type]
-        head=LinearFormat(format="int8", group=32),
+        lm_head=LinearFormat(format="int8", group=32),
         embedding=EmbeddingFormat(group=16),
     )
     QuantizeWeights(options)(model)
@@ -47,7 +47,7 @@ def test_scales_and_zero_points_add_bytes_and_no_parameters(linear: str, bits: i
 def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) -> None:
     model = residual_model(WIDTH, INNER, LAYERS)
     linear = LinearFormat(format=name, group=16)
-    QuantizeWeights(QuantizeWeightsOptions(linear=linear, head=linear, embedding=None))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=linear, lm_head=linear, embedding=None))(model)
     run_pass(model, "lower")
     totals = weight_totals(model)
     assert totals.parameters == PARAMETERS
@@ -62,6 +62,6 @@ def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) 
 
 def test_a_table_of_ones_own_tells_its_size() -> None:
     model = residual_model(WIDTH, INNER, LAYERS)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(format=(-1.0, 0.0, 0.5), group=16), head=None))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(format=(-1.0, 0.0, 0.5), group=16), lm_head=None))(model)
     run_pass(model, "lower")
     assert storage_formats(model)["a table of 3 values"] == 4

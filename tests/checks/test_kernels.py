@@ -19,7 +19,7 @@ from tests.native import needs_library
 @pytest.fixture
 def quantized() -> ir.Model:
     model = residual_model(width=32, inner=48)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), head=LinearFormat(group=16)))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16)))(model)
     return model
 
 
@@ -55,10 +55,10 @@ def test_a_model_that_does_not_fit_is_not_covered(
 def test_kernels_that_were_in_the_graph_before_are_not_taken_for_new_ones(tmp_path: Path) -> None:
     # onnxruntime's own optimized graph, as other tools hand out: its matrices are kernels already, the head is not.
     model = residual_model(width=32, inner=48)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), head=None))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=None))(model)
     open_session(save(model, tmp_path), optimized_to=tmp_path / "optimized.onnx")
     optimized = ir.load(tmp_path / "optimized.onnx")
-    QuantizeWeights(QuantizeWeightsOptions(embedding=None, head=LinearFormat(group=16)))(optimized)
+    QuantizeWeights(QuantizeWeightsOptions(embedding=None, lm_head=LinearFormat(group=16)))(optimized)
     report = check_kernels(optimized, Verifier(tmp_path, {}), {})
     assert report.check.figures == {"quantized_products": 1, "fused_kernels": 1}
 
@@ -66,7 +66,7 @@ def test_kernels_that_were_in_the_graph_before_are_not_taken_for_new_ones(tmp_pa
 def packed(**given: object) -> ir.Model:
     """Return a model of four products of FP6, one of int4, and of two that round their input per token if asked."""
     model = residual_model(width=32, inner=48)
-    options = {"linear": LinearFormat(format="fp6-e2m3", group=16), "head": LinearFormat(group=16), **given}
+    options = {"linear": LinearFormat(format="fp6-e2m3", group=16), "lm_head": LinearFormat(group=16), **given}
     QuantizeWeights(QuantizeWeightsOptions(**options))(model)  # type: ignore[arg-type]
     run_pass(model, "lower")
     return model

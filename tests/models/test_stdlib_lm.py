@@ -55,7 +55,7 @@ def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(exported
     matrix = {"format": "fp6-e2m3", "group": 128}
     steps = [
         {"step": "canonicalize"},
-        {"step": "quantize_weights", "linear": matrix, "head": matrix},
+        {"step": "quantize_weights", "linear": matrix, "lm_head": matrix},
         {"step": "quantize_kv", "storage": "int4", "page": 16, "sink_pages": 0, "recent_pages": 0},
     ]
     recipe = Recipe.model_validate({"name": "both", "steps": steps})

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from graphopt.analysis.codes import dequantize_of, rounding_of
 from graphopt.analysis.ports import past_port
-from graphopt.analysis.structure import head_nodes
+from graphopt.analysis.structure import lm_head_nodes
 from graphopt.facts import Effect
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
@@ -72,10 +72,10 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
             self._round_caches(model.graph, self.options.cache, ledger)
 
     def _round_activations(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
-        heads = head_nodes(graph)
+        lm_heads = lm_head_nodes(graph)
         readers: dict[ir.Value, list[ir.Node]] = {}
         for node in graph:
-            if node in heads:
+            if node in lm_heads:
                 ledger.skipped(node, "it makes the logits: its input is left in floating point")
             elif _multiplies_by_a_matrix(node):
                 rounding = rounding_of(node)
@@ -83,7 +83,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
                     ledger.skipped(node, "its input is really rounded, token by token")
                     continue
                 reader = rounding or node
-                if reader is not node and any(use.node in heads for use in reader.outputs[0].uses()):
+                if reader is not node and any(use.node in lm_heads for use in reader.outputs[0].uses()):
                     ledger.skipped(node, "it shares its rounded input with the product that makes the logits")
                 elif (x := reader.inputs[0]) is not None and reader not in readers.setdefault(x, []):
                     readers[x].append(reader)

@@ -8,28 +8,32 @@ import onnx_ir as ir
 from pydantic import Field
 
 from graphopt.analysis.codes import NOT_QUANTIZED, coded_nodes, rounding_of, stored_codes
-from graphopt.analysis.structure import head_nodes, linear_nodes, router_nodes
+from graphopt.analysis.structure import linear_nodes, lm_head_nodes, router_nodes
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.inputs import input_of, round_input
 from graphopt.passes.context import Context, Ledger
 
-HEAD = Rule("quantize_activations.head", "it makes the logits: its input is rounded only if the recipe asks for it")
+LM_HEAD = Rule(
+    "quantize_activations.lm-head", "it makes the logits: its input is rounded only if the recipe asks for it"
+)
 ROUTER = Rule("quantize_activations.router", "it chooses experts: its input is left alone")
 ALREADY = Rule("quantize_activations.already", "its input is already rounded to {activations} per token")
 NOT_FLOAT = Rule("quantize_activations.not-float", "its input is {type}, and inputs are rounded in float")
 
 
 class QuantizeActivationsOptions(StepOptions):
-    """Bits of the inputs, the share of a token's range that they keep, and whether the head's input is rounded too.
+    """Bits of the inputs, the share of a token's range that they keep, and whether the lm_head's input is rounded too.
 
     A share below 1 cuts a token's largest numbers off, which leaves a finer scale to all others.
     """
 
+    renamed: ClassVar[dict[str, str]] = {"head": "lm_head"}
+
     step: Literal["quantize_activations"] = "quantize_activations"
     bits: Literal[4, 8] = 8
     clip: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    head: bool = False
+    lm_head: bool = False
 
 
 class QuantizeActivations(Pass[QuantizeActivationsOptions]):
@@ -47,7 +51,7 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
     y = s q W: a product of integers (QuaRot, Ashkboos et al. 2024, section 4), which the step ``lower`` makes of it,
     with a rotation in front inside. A tensor that several products read is rounded once. Products with codes of any
     format are rewritten likewise, and what the graph said about their inputs is replaced. A product that chooses
-    experts is left alone, and so is the head unless the options ask for it.
+    experts is left alone, and so is the lm_head unless the options ask for it.
     """
 
     name: ClassVar[str] = "quantize_activations"
@@ -59,13 +63,13 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         """Rewrite every product with stored codes; say why any other product with a matrix stays."""
         ledger = context.ledger
         graph = model.graph
-        heads, routers = head_nodes(graph), router_nodes(graph)
+        lm_heads, routers = lm_head_nodes(graph), router_nodes(graph)
         for node in linear_nodes(graph):
             ledger.skipped(node, NOT_QUANTIZED())
         for node in coded_nodes(graph):
-            if node in heads and not self.options.head:
-                ledger.skipped(node, HEAD())
-            elif node in routers - heads:
+            if node in lm_heads and not self.options.lm_head:
+                ledger.skipped(node, LM_HEAD())
+            elif node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())
             else:
                 self._round(graph, node, ledger)

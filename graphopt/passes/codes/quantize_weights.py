@@ -9,7 +9,7 @@ import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.codes import DEQUANTIZE, HALF
-from graphopt.analysis.structure import head_nodes, linear_nodes, lookups, router_nodes, token_lookups
+from graphopt.analysis.structure import linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
 from graphopt.editing import drop, shared
 from graphopt.errors import InputError
 from graphopt.facts import Effect, Rule
@@ -84,22 +84,24 @@ class EmbeddingFormat(Options):
 
 
 class QuantizeWeightsOptions(StepOptions):
-    """Formats of matrices, token embedding and head (``None`` leaves one as it is), and how scales are chosen.
+    """Formats of matrices, token embedding and lm_head (``None`` leaves one as it is), and how scales are chosen.
 
     Attributes:
         linear: format of matrices.
         embedding: format of the token embedding.
-        head: format of the matrix that makes the logits.
+        lm_head: format of the matrix that makes the logits.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.
     """
 
+    renamed: ClassVar[dict[str, str]] = {"head": "lm_head"}
+
     step: Literal["quantize_weights"] = "quantize_weights"
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()
-    head: LinearFormat | None = LinearFormat(format="int8", group=128)
+    lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
     scale: Literal["extreme", "least_squares"] = "least_squares"
     activations: Activations | None = None
 
@@ -136,10 +138,10 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         """Quantize what the options name; say why anything else with weights stays."""
         ledger = context.ledger
         graph = model.graph
-        heads, routers, tokens = head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
+        lm_heads, routers, tokens = lm_head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
         for node in linear_nodes(graph):
-            wanted = self.options.head if node in heads else self.options.linear
-            if node in routers - heads:
+            wanted = self.options.lm_head if node in lm_heads else self.options.linear
+            if node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())
             elif wanted is None:
                 ledger.skipped(node, LEFT())

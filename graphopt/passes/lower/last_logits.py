@@ -1,4 +1,4 @@
-"""Only the last position of a call reaches the head: of a prompt's logits, its next token needs no others."""
+"""Only the last position of a call reaches the lm_head: of a prompt's logits, its next token needs no others."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure import head_nodes, makes_last_logits
+from graphopt.analysis.structure import lm_head_nodes, makes_last_logits
 from graphopt.editing import shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 
-# What may stand between the head and the logits: it treats each position by itself, and has no shape of its own.
+# What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own.
 _BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
 
 
@@ -47,8 +47,8 @@ class LastLogits(Pass[LastLogitsOptions]):
         logits = MatMul(Slice(x, -1; axis 1), W)                    [batch, 1, vocabulary]
 
     Each row of a product depends on its own row of x alone, so the last one is what it was. Text is generated from it
-    and no other: batches are padded on the left. A prefill of n tokens then spends one n-th on its head, and its logits
-    take one n-th of the memory. What scores given tokens needs the others, and cannot use such a model.
+    and no other: batches are padded on the left. A prefill of n tokens then spends one n-th on its lm_head, and its
+    logits take one n-th of the memory. What scores given tokens needs the others, and cannot use such a model.
     """
 
     name: ClassVar[str] = "last_logits"
@@ -57,38 +57,38 @@ class LastLogits(Pass[LastLogitsOptions]):
     after: ClassVar[tuple[str, ...]] = ("lower",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Cut the input of the head; say why it cannot be where it cannot."""
+        """Cut the input of the lm_head; say why it cannot be where it cannot."""
         ledger = context.ledger
         graph = model.graph
         logits = next((value for value in graph.outputs if value.name == "logits"), None)
         if logits is None:
             ledger.skipped("logits", NO_LOGITS())
             return
-        path = _path_to_head(graph, logits)
+        path = _path_to_lm_head(graph, logits)
         if isinstance(path, Fact):
             ledger.skipped("logits", path)
             return
-        head = path[-1]
-        x = head.inputs[0]
+        lm_head = path[-1]
+        x = lm_head.inputs[0]
         assert x is not None and x.shape is not None
         starts = shared(graph, "last_position", np.array([-1], np.int64))
         ends = shared(graph, "behind_last_position", np.array([np.iinfo(np.int64).max], np.int64))
         axes = shared(graph, "position_axis", np.array([1], np.int64))
-        cut = ir.node("Slice", [x, starts, ends, axes], name=f"{head.name}.last_position")
+        cut = ir.node("Slice", [x, starts, ends, axes], name=f"{lm_head.name}.last_position")
         made = cut.outputs[0]
         made.name, made.type, made.shape = f"{cut.name}.output", x.type, _one_position(x.shape)
-        graph.insert_before(head, cut)
-        head.replace_input_with(0, made)
+        graph.insert_before(lm_head, cut)
+        lm_head.replace_input_with(0, made)
         for node in path:
             output = node.outputs[0]
             assert output.shape is not None
             output.shape = _one_position(output.shape)
-        ledger.changed(cut, LAST_POSITION(tensor=x.name, lm_head=head.name), [head])
+        ledger.changed(cut, LAST_POSITION(tensor=x.name, lm_head=lm_head.name), [lm_head])
 
 
-def _path_to_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
+def _path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
-    heads, path, value = head_nodes(graph), [], logits
+    lm_heads, path, value = lm_head_nodes(graph), [], logits
     if makes_last_logits(graph):
         return ONE_POSITION()
     while True:
@@ -100,7 +100,7 @@ def _path_to_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
         if len(value.uses()) > (0 if value is logits else 1) or (value is not logits and value.is_graph_output()):
             return READ_ELSEWHERE(tensor=value.name)
         path.append(node)
-        if node in heads:
+        if node in lm_heads:
             break
         varying = [each for each in node.inputs if each is not None and not _same_for_all_positions(each)]
         if node.op_type not in _BY_POSITION or node.domain or len(varying) != 1:

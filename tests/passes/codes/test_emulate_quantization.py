@@ -28,7 +28,7 @@ def emulate(model: ir.Model, **options: object) -> PassReport:
 
 
 def quantize(model: ir.Model) -> None:
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), head=None, embedding=None))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=None, embedding=None))(model)
 
 
 def trips(model: ir.Model) -> list[ir.Node]:

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from graphopt.analysis.codes import dequantize_of
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from graphopt.passes.codes.quantize_activations import ALREADY, HEAD, QuantizeActivations, QuantizeActivationsOptions
+from graphopt.passes.codes.quantize_activations import ALREADY, LM_HEAD, QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.runtime import ACCURACY_LEVEL, open_session
 from graphopt.runtime_ops import OPERATORS
@@ -22,7 +22,7 @@ from tests.graphs import canonical, residual_model, run_pass, save
 def quantized(linear: LinearFormat | None = None, **given: Any) -> ir.Model:
     model = residual_model(width=32, inner=48, **given)
     chosen = linear or LinearFormat(group=16)
-    QuantizeWeights(QuantizeWeightsOptions(linear=chosen, head=chosen, embedding=None))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=chosen, lm_head=chosen, embedding=None))(model)
     return model
 
 
@@ -38,7 +38,7 @@ def rotated() -> ir.Model:
     """Return a model with a Hadamard in front of both down projections, quantized."""
     model = residual_model(width=32, inner=48)
     Rotate(RotateOptions(residual=None, value=None, weight_inputs="hadamard"))(model)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), head=LinearFormat(group=16)))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16)))(model)
     return model
 
 
@@ -55,7 +55,7 @@ def test_every_product_but_the_head_is_rewritten(linear: LinearFormat, bits: int
     for node in per_token:
         stated = {name: attribute.value for name, attribute in node.attributes.items()}
         assert stated == {"activations": f"int{bits}", "group": 0, "clip": pytest.approx(0.9)}
-    assert [(skip.where, skip.reason) for skip in report.skips] == [("head", HEAD())]
+    assert [(skip.where, skip.reason) for skip in report.skips] == [("head", LM_HEAD())]
     assert [change.what.figures["input"] for change in report.changes] == [
         "norm0.out",
         "sigmoid0.out",
@@ -71,7 +71,7 @@ def test_every_product_but_the_head_is_rewritten(linear: LinearFormat, bits: int
 
 def test_an_input_of_several_products_is_rounded_once(llama_canonical: ir.Model) -> None:
     chosen = LinearFormat(group=16)
-    QuantizeWeights(QuantizeWeightsOptions(linear=chosen, head=None, embedding=None))(llama_canonical)
+    QuantizeWeights(QuantizeWeightsOptions(linear=chosen, lm_head=None, embedding=None))(llama_canonical)
     run(llama_canonical)
     rounded = [node for node in llama_canonical.graph if node.op_type == "RoundActivations"]
     assert [len(node.outputs[0].uses()) for node in rounded] == 2 * [3, 1, 2, 1]
@@ -149,9 +149,9 @@ def test_what_is_left_alone_has_its_reason() -> None:
     model = residual_model(width=32, inner=48)
     assert {skip.reason for skip in run(model).skips} == {"its weights are not quantized"}
     model = quantized()
-    assert run(model, head=True).skips == []
-    assert {skip.reason for skip in run(model, head=True).skips} == {ALREADY(activations="int8")}
-    assert len(run(model, head=True).skips) == 5
+    assert run(model, lm_head=True).skips == []
+    assert {skip.reason for skip in run(model, lm_head=True).skips} == {ALREADY(activations="int8")}
+    assert len(run(model, lm_head=True).skips) == 5
 
 
 def test_groups_that_no_kernel_of_ours_takes_are_left_alone() -> None:
@@ -162,7 +162,7 @@ def test_groups_that_no_kernel_of_ours_takes_are_left_alone() -> None:
 
 def test_a_router_is_left_alone(make_artifact: Callable[[str], Path]) -> None:
     model = canonical(make_artifact("mixtral"))
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), head=LinearFormat(group=16)))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16)))(model)
     report = run(model)
     assert [skip.reason for skip in report.skips if "gate.Gemm" in skip.where] == ["its weights are not quantized"] * 2
     rounded = [node for node in model.graph if node.op_type == "RoundActivations"]

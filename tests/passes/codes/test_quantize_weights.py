@@ -28,7 +28,7 @@ from tests.graphs import residual_model, run_pass, save, session
 
 
 def options(**given: object) -> QuantizeWeightsOptions:
-    defaults = {"linear": LinearFormat(group=16), "head": LinearFormat(format="int8", group=16)}
+    defaults = {"linear": LinearFormat(group=16), "lm_head": LinearFormat(format="int8", group=16)}
     return QuantizeWeightsOptions(**{**defaults, **given})  # type: ignore[arg-type]
 
 
@@ -51,7 +51,7 @@ def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
         if name == "table":
             wanted, turned = chosen.embedding, True
         elif name.endswith(".weight"):
-            wanted, turned = (chosen.head if name.startswith("head") else chosen.linear), False
+            wanted, turned = (chosen.lm_head if name.startswith("head") else chosen.linear), False
         else:
             continue
         if wanted is None:
@@ -79,7 +79,7 @@ def test_onnxruntime_computes_what_the_codes_stand_for(
 ) -> None:
     chosen = options(
         linear=LinearFormat(format=linear, group=16),
-        head=None if head is None else LinearFormat(format=head, group=16),
+        lm_head=None if head is None else LinearFormat(format=head, group=16),
         embedding=None if embedding is None else EmbeddingFormat(format=embedding[0], group=embedding[1]),
         scale=scale,
     )
@@ -105,7 +105,7 @@ def test_other_formats_and_groups_compute_what_the_codes_stand_for(
     tmp_path: Path, seed: int, name: str, group: Any, width: int
 ) -> None:
     wanted = LinearFormat(format=name, group=group)
-    chosen = options(linear=wanted, head=wanted, embedding=None, activations="float32")
+    chosen = options(linear=wanted, lm_head=wanted, embedding=None, activations="float32")
     model = residual_model(width=width, inner=48, seed=seed)
     expected = session(dequantized(model, chosen), tmp_path / "float")
     quantize(model, chosen)
@@ -205,7 +205,7 @@ def test_scales_that_float16_cannot_hold_are_float32_and_the_report_says_so() ->
 def test_tables_and_what_is_neutral_are_stored_once() -> None:
     model = residual_model(width=32, inner=48)
     wanted = LinearFormat(format="fp6-e2m3", group=16)
-    quantize(model, options(linear=wanted, head=wanted))
+    quantize(model, options(linear=wanted, lm_head=wanted))
     names = set(model.graph.initializers)
     assert {"fp6-e2m3.table", "zero.float16"} < names
     assert not {name for name in names if name.endswith(".1") or name.endswith(".weight")}

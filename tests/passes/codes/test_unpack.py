@@ -19,9 +19,9 @@ def packed(linear: LinearFormat, activations: str = "int8", bits: int | None = N
     model = residual_model(width=32, inner=48)
     if rotated:
         run_pass(model, "rotate", residual=None, value=None, weight_inputs="hadamard")
-    run_pass(model, "quantize_weights", linear=linear, head=linear, embedding=None, activations=activations)
+    run_pass(model, "quantize_weights", linear=linear, lm_head=linear, embedding=None, activations=activations)
     if bits is not None:
-        run_pass(model, "quantize_activations", bits=bits, clip=0.9, head=True)
+        run_pass(model, "quantize_activations", bits=bits, clip=0.9, lm_head=True)
     run_pass(model, "lower")
     return model
 

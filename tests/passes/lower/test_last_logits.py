@@ -39,7 +39,7 @@ def test_the_logits_of_the_last_position_stay(given: dict[str, bool], tmp_path: 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
 def test_a_head_of_codes_is_cut_too(name: str, tmp_path: Path) -> None:
     model = residual_model(width=32)
-    QuantizeWeights(QuantizeWeightsOptions(linear=None, head=LinearFormat(format=name, group=16)))(model)
+    QuantizeWeights(QuantizeWeightsOptions(linear=None, lm_head=LinearFormat(format=name, group=16)))(model)
     before = logits(model, tmp_path / "before")
     last(model)
     # as above, and onnxruntime may take another kernel for one row

@@ -39,7 +39,7 @@ COSTS = Costs(source="a test", machine="none", costs=(cost(4, 200, 100), cost(4,
 
 def quantized(linear: str = "int4", head: str = "int8") -> ir.Model:
     model = residual_model(width=32, inner=48)
-    formats = {"linear": LinearFormat(format=linear, group=16), "head": LinearFormat(format=head, group=16)}
+    formats = {"linear": LinearFormat(format=linear, group=16), "lm_head": LinearFormat(format=head, group=16)}
     QuantizeWeights(QuantizeWeightsOptions(**formats, embedding=None))(model)
     return model
 
@@ -151,7 +151,7 @@ def rounded(activations: str, group: int, clip: float = 1.0, linear: str = "nf4"
     """Return a model with this rounding in front of ``up0``."""
     model = residual_model(width=32, inner=48)
     chosen = LinearFormat(format=linear, group=16)
-    options = QuantizeWeightsOptions(linear=chosen, head=chosen, embedding=None, activations="float32")
+    options = QuantizeWeightsOptions(linear=chosen, lm_head=chosen, embedding=None, activations="float32")
     QuantizeWeights(options)(model)
     report = PassReport(name="test", effect="lossy")
     attributes = {"activations": activations, "group": group, "clip": clip}

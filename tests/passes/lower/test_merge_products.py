@@ -48,7 +48,7 @@ def readers(*widths: int, format_: str = "nf4", activations: str = "int8", group
 
 def quantize(model: ir.Model, format_: str, activations: str = "int8", group: int = 32) -> None:
     linear = LinearFormat(format=format_, group=group)
-    options = {"linear": linear, "head": None, "embedding": None, "activations": activations}
+    options = {"linear": linear, "lm_head": None, "embedding": None, "activations": activations}
     QuantizeWeights(QuantizeWeightsOptions(**options))(model)
 
 

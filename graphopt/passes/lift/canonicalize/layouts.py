@@ -3,9 +3,9 @@
     MatMul(x, Transpose(W))                                ->   MatMul(x, W.transposed)
     MatMul(x, Squeeze(Split(stack; axis=0)[e], [0]))       ->   MatMul(x, stack.e)
 
-So a weight is seen as a weight: a tied head, and each expert of a mixture (Shazeer et al. 2017), which exporters keep
-in stacks [experts, rows, columns]. Nothing is read here. What is stored is a view of the original, so that writing an
-expert copies that expert alone; the original is removed when nothing reads it any more.
+So a weight is seen as a weight: a tied lm_head, and each expert of a mixture (Shazeer et al. 2017), which exporters
+keep in stacks [experts, rows, columns]. Nothing is read here. What is stored is a view of the original, so that writing
+an expert copies that expert alone; the original is removed when nothing reads it any more.
 """
 
 from __future__ import annotations
