@@ -33,9 +33,6 @@ DEQUANTIZE, ROUND_ACTIVATIONS = OPERATORS["Dequantize"], OPERATORS["RoundActivat
 LOGICAL = (DEQUANTIZE.name, ROUND_ACTIVATIONS.name)
 """Our operators that stand for codes before they are packed; none is left behind the step ``lower``."""
 
-HALF = "graphopt.half"
-"""Metadata of float32 scales that were rounded to float16, so that they can be stored as such without reading them."""
-
 
 @dataclass(frozen=True)
 class StoredCodes:

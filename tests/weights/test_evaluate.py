@@ -16,7 +16,7 @@ import pytest
 from graphopt.errors import GraphoptError
 from graphopt.formats import FORMATS
 from graphopt.passes.lower.layout import Packed
-from graphopt.rounding.lazy import LazyQuantized, quantized
+from graphopt.rounding.lazy import quantized
 from graphopt.weights import Cast, Inline, Scaled, WeightTensor, expression_of, rewrite
 from graphopt.weights.data_file import save_model
 from graphopt.weights.evaluate import Evaluator, grouped, run_tasks, workers
@@ -33,7 +33,7 @@ def rewritten() -> ir.Model:
     for name, tensor in quantized(initializers["up0.weight"].const_value, FORMATS["uint4"], 16, "extreme").items():
         initializers[f"up0.{name}"] = ir.val(f"up0.{name}", const_value=tensor)
     table = FORMATS["fp6-e3m2"]
-    places = LazyQuantized(initializers["up1.weight"], table, 16, "least_squares").places()
+    places = quantized(initializers["up1.weight"].const_value, table, 16, "least_squares", standard=False)
     codes = WeightTensor(Packed(expression_of(places["codes"]), table.bits))
     initializers["up1.codes"] = ir.val("up1.codes", const_value=codes)
     initializers["up1.scales"] = ir.val("up1.scales", const_value=places["scales"])

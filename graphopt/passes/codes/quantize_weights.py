@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
-from graphopt.analysis.codes import DEQUANTIZE, HALF
+from graphopt.analysis.codes import DEQUANTIZE
 from graphopt.analysis.structure import linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
 from graphopt.editing import drop, shared
 from graphopt.errors import InputError
@@ -17,7 +17,7 @@ from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Options, Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.context import Context, Ledger
-from graphopt.rounding.lazy import LazyQuantized
+from graphopt.rounding.lazy import quantized
 from graphopt.weights import new_weight, weight_of
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
@@ -38,7 +38,6 @@ STORED = Rule(
     group=" in groups of {group}",
     per_column=" with a scale per column",
     asked=" ({asked} does not divide {rows} rows)",
-    wide="; scales are float32, some are too small or too large for float16",
     also=("rows",),
 )
 LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
@@ -192,10 +191,8 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     ) -> None:
         assert weight.const_value is not None
         rows, columns = weight.const_value.shape.numpy()
-        lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
-        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in lazily.tensors().items()}
-        if lazily.half:
-            made["scales"].metadata_props[HALF] = "yes"
+        tensors = quantized(weight.const_value, table, group, self.options.scale, half=True)
+        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         dequantize = ir.node(
             "DequantizeLinear", [*made.values()], {"axis": 0, "block_size": group}, name=f"{node.name}.dequantize"
         )
@@ -218,20 +215,19 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     ) -> None:
         assert weight.const_value is not None
         rows, columns = weight.const_value.shape.numpy()
-        lazily = LazyQuantized(weight, table, group, self.options.scale, half=True)
-        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in lazily.places().items()}
-        dtype = ir.DataType.FLOAT16 if lazily.half else ir.DataType.FLOAT
+        tensors = quantized(weight.const_value, table, group, self.options.scale, half=True, standard=False)
+        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         inputs = [
             made["codes"],
             made["scales"],
             shared(graph, f"{table.name}.table", table.values.astype(np.float32)),
-            made.get("zero_points") or shared(graph, f"zero.{dtype.name.lower()}", np.zeros((1, 1), dtype.numpy())),
+            made.get("zero_points") or shared(graph, "zero.float", np.zeros((1, 1), np.float32)),
         ]
         dequantize = DEQUANTIZE.node(inputs, {"group": group}, name=f"{node.name}.dequantize")
         _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
         graph.insert_before(node, dequantize)
         node.replace_input_with(1, dequantize.outputs[0])
-        figures = {"group": group if group < rows else None, "per_column": group >= rows, "wide": not lazily.half}
+        figures = {"group": group if group < rows else None, "per_column": group >= rows}
         ledger.changed(dequantize, STORED(weight=weight.name, format=table.name, **figures), [weight])
         drop(graph, weight)
         activations = self.options.activations or "int8"
@@ -247,9 +243,9 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             ledger.skipped(node, ODD_WIDTH(width=width, group=group))
             return
         rank = len(ids.shape)
-        lazily = LazyQuantized(table, format_of(wanted.format), group, self.options.scale, transposed=True)
+        tensors = quantized(table.const_value, format_of(wanted.format), group, self.options.scale, transposed=True)
         looked_up = []
-        for part, tensor in lazily.tensors().items():
+        for part, tensor in tensors.items():
             stored = new_weight(graph, f"{table.name}.{part}", tensor)
             gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
             _typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])

@@ -18,10 +18,19 @@ from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.passes.lower.packing import packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 
-PACKED = Rule("lower.packed", "MatMulTable, inputs rounded to {activations} in groups of {group}", reason=": {reason}")
-PACKED_EXACT = Rule("lower.packed-exact", "MatMulTable, inputs as they are", reason=": {reason}")
+_WIDE = "; scales are float32, float16 does not hold all of them"
+PACKED = Rule(
+    "lower.packed",
+    "MatMulTable, inputs rounded to {activations} in groups of {group}",
+    wide=_WIDE,
+    reason=": {reason}",
+)
+PACKED_EXACT = Rule("lower.packed-exact", "MatMulTable, inputs as they are", wide=_WIDE, reason=": {reason}")
 PACKED_DYNAMIC = Rule(
-    "lower.packed-dynamic", "MatMulDynamic, inputs rounded to int{bits} per token", rotation=", {rotation} inside"
+    "lower.packed-dynamic",
+    "MatMulDynamic, inputs rounded to int{bits} per token",
+    rotation=", {rotation} inside",
+    wide=_WIDE,
 )
 PORTABLE = Rule("lower.portable", "the target is portable: it keeps its standard form")
 NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads float")
@@ -171,9 +180,12 @@ def _replace(
     x, sources = (rounding or node).inputs[0], [each for each in (stored.reader, rounding, node) if each is not None]
     assert x is not None
     attributes = {"activations": activations}
-    new = packed(graph, stored).node(OPERATORS["MatMulTable"], x, (), attributes, node.name or "")
-    exact, group = activations == "float32", stored.group
-    what = PACKED_EXACT(reason=reason) if exact else PACKED(activations=activations, group=group, reason=reason)
+    matrix = packed(graph, stored)
+    new = matrix.node(OPERATORS["MatMulTable"], x, (), attributes, node.name or "")
+    if activations == "float32":
+        what = PACKED_EXACT(reason=reason, wide=matrix.wide)
+    else:
+        what = PACKED(activations=activations, group=stored.group, reason=reason, wide=matrix.wide)
     replace(node, new)
     ledger.changed(new, what, sources)
 
@@ -189,8 +201,9 @@ def _replace_dynamic(
         x, left, right = (value for value in rotation.inputs if value is not None)
         matrices, sources = (left, right), [*sources, rotation]
     attributes = {"bits": bits, "clip": rounding.attributes.get_float("clip", 1.0)}
-    new = packed(graph, stored).node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
-    what = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name)
+    matrix = packed(graph, stored)
+    new = matrix.node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
+    what = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name, wide=matrix.wide)
     replace(node, new)
     ledger.changed(new, what, sources)
     drop(graph, one)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import HALF, StoredCodes
+from graphopt.analysis.codes import StoredCodes
 from graphopt.editing import shared
 from graphopt.formats import TableFormat
 from graphopt.passes.lower.layout import Packed, Tiled
@@ -34,6 +34,11 @@ class PackedMatrix:
     columns: int
     group: int
 
+    @property
+    def wide(self) -> bool:
+        """Whether scales are float32, since float16 does not hold all of them."""
+        return self.inputs[1].dtype == ir.DataType.FLOAT
+
     def node(
         self, operator: Operator, x: ir.Value, more: tuple[ir.Value, ...], attributes: Mapping[str, Any], name: str
     ) -> ir.Node:
@@ -48,7 +53,7 @@ def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
     The numbers stay what they are: float32 scales become float16 only where each is one. What only ``stored`` reads
     leaves the graph, and packed tensors of our own form take over its names.
     """
-    half = stored.scales.dtype == ir.DataType.FLOAT16 or (stored.is_standard and _all_half(stored.scales))
+    half = stored.scales.dtype == ir.DataType.FLOAT16 or _all_half(stored.scales)
     tensors = packed_tensors(stored, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
     values = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
     names = {part: _name(value, part, stored) for part, value in values.items() if value is not None}
@@ -94,8 +99,6 @@ def _name(value: ir.Value, part: str, stored: StoredCodes) -> str:
 
 
 def _all_half(scales: ir.Value) -> bool:
-    if HALF in scales.metadata_props:
-        return True
     assert scales.const_value is not None
     numbers = np.asarray(scales.const_value.numpy())
     with np.errstate(over="ignore"):

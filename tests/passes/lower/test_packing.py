@@ -13,7 +13,8 @@ from graphopt.formats import FORMATS, format_of, format_stored_as
 from graphopt.passes.lower.layout import Packed, Tiled, Unpacked, Untiled
 from graphopt.passes.lower.packing import packed_tensors
 from graphopt.rounding import round_to_nearest
-from graphopt.rounding.lazy import LazyQuantized, quantized
+from graphopt.rounding.expressions import Scale
+from graphopt.rounding.lazy import quantized
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 from graphopt.weights import Inline, WeightTensor, expression_of
@@ -48,17 +49,27 @@ def initializers(tensors: dict[str, Any], graph: ir.Graph) -> dict[str, ir.Value
     return values
 
 
-def packed_places(lazily: LazyQuantized, table: Any, group: int) -> dict[str, ir.TensorProtocol]:
+def packed_places(
+    source: ir.Value, table: Any, group: int, scale: Scale = "extreme", *, half: bool = False
+) -> dict[str, ir.TensorProtocol]:
     """Return the codes of our own form, packed."""
+    stored = stored_places(source, table, group, scale, half=half)
+    return packed_tensors(stored, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
+
+
+def stored_places(
+    source: ir.Value, table: Any, group: int, scale: Scale = "extreme", *, half: bool = False
+) -> StoredCodes:
+    """Return a product's codes in our own form."""
     graph = ir.Graph([], [], nodes=[], name="g")
-    given = lazily.places()
+    given = quantized(source.const_value, table, group, scale, half=half, standard=False)
     tensors = {**given, "table": ir.tensor(table.values.astype(np.float32), name="table")}
     tensors.setdefault("zero_points", ir.tensor(np.zeros((1, 1), given["scales"].dtype.numpy()), name="none"))
     values = initializers(tensors, graph)
     inputs = [values[name] for name in ("codes", "scales", "table", "zero_points")]
     stored = stored_codes(product(OPERATORS["Dequantize"].node(inputs, {"group": group}, name="reader")))
     assert isinstance(stored, StoredCodes)
-    return packed_tensors(stored, stored.scales.dtype)
+    return stored
 
 
 @pytest.mark.parametrize("name", ["int3", "uint5", "fp6-e3m2", "nf4", "ternary"])
@@ -66,7 +77,7 @@ def packed_places(lazily: LazyQuantized, table: Any, group: int) -> dict[str, ir
 @pytest.mark.parametrize("half", [True, False])
 def test_packed_parts_mean_what_was_rounded(name: str, rows: int, columns: int, group: int, half: bool) -> None:
     source, table = weight(rows, columns), format_of(name)
-    tensors = packed_places(LazyQuantized(source, table, group, "least_squares", half=half), table, group)
+    tensors = packed_places(source, table, group, "least_squares", half=half)
     stored = np.float16 if half else np.float32
     assert source.const_value is not None
     expected = round_to_nearest(source.const_value.numpy(), table, group, "least_squares", scale_type=stored)
@@ -77,7 +88,7 @@ def test_packed_parts_mean_what_was_rounded(name: str, rows: int, columns: int, 
 def test_nothing_is_computed_before_it_is_read() -> None:
     source = weight(32, 8)
     source.const_value = WeightTensor(Counted(expression_of(source.const_value), "packed"))
-    made = packed_places(LazyQuantized(source, FORMATS["nf4"], 16, "extreme"), FORMATS["nf4"], 16)
+    made = packed_places(source, FORMATS["nf4"], 16)
     quantized(source.const_value, FORMATS["int4"], 16, "extreme", half=True)
     assert not Counted.counts["packed"]
     made["codes"].numpy()
@@ -86,13 +97,13 @@ def test_nothing_is_computed_before_it_is_read() -> None:
 
 def test_a_format_without_a_type_has_no_standard_form() -> None:
     with pytest.raises(ValueError, match="ONNX has no type for nf4"):
-        LazyQuantized(weight(32, 8), FORMATS["nf4"], 16, "extreme").tensors()
+        quantized(weight(32, 8).const_value, FORMATS["nf4"], 16, "extreme")
 
 
 @pytest.mark.parametrize("name", ["int4", "uint4", "int8", "uint8", "int2"])
 def test_what_onnx_stores_is_packed_again_without_a_change(name: str) -> None:
     table = FORMATS[name]
-    parts = LazyQuantized(weight(48, 20), table, 16, "extreme", half=True).tensors()
+    parts = quantized(weight(48, 20).const_value, table, 16, "extreme", half=True)
     inputs = list(initializers(parts, ir.Graph([], [], nodes=[], name="g")).values())
     reader = ir.node("DequantizeLinear", inputs, {"axis": 0, "block_size": 16})
     codes = stored_codes(product(reader))
@@ -127,3 +138,9 @@ def test_unpacking_undoes_packing(rows: int, columns: int, bits: int, groups: in
 def test_bits_follow_from_the_table(name: str) -> None:
     table = FORMATS[name]
     assert max(1, (len(table.values) - 1).bit_length()) == table.bits
+
+
+def test_a_type_that_does_not_hold_the_scales_is_refused() -> None:
+    codes = stored_places(weight(32, 8), FORMATS["nf4"], 16)
+    with pytest.raises(ValueError, match="promised as FLOAT16, which does not hold all of them"):
+        packed_tensors(codes, ir.DataType.FLOAT16)["scales"].numpy()
