@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +11,15 @@ import onnx_ir as ir
 
 from graphopt.formats.table import TableFormat
 from graphopt.rounding.half import fits_half
-from graphopt.rounding.nearest import round_to_nearest
+from graphopt.rounding.method import RoundingMethod
+from graphopt.rounding.methods.nearest import NEAREST
+from graphopt.rounding.nearest import Scale
 from graphopt.weights import Array, Expression, Part, Region, Several, Shape
-
-Scale = Literal["extreme", "least_squares"]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class RoundedToNearest(Several):
-    """What :func:`graphopt.rounding.round_to_nearest` makes of a matrix: ``codes``, ``scales``, ``zero_points``.
+class Rounded(Several):
+    """What a rounding method makes of a matrix: ``codes``, ``scales``, ``zero_points``.
 
     Attributes:
         of: the matrix [rows, columns].
@@ -29,6 +29,8 @@ class RoundedToNearest(Several):
         axis: groups run along it: 0 as a product sums, 1 as a table that is looked up by row wants it.
         half: round scales to float16 if all of them are normal numbers there. They keep the matrix's own type.
         standard: codes and zero points have the type that ONNX has for the format. Otherwise they are uint8.
+        method: the rounding method.
+        statistics: what the method needs to know of the weight's inputs; ``None`` where it needs nothing.
     """
 
     of: Expression
@@ -38,8 +40,12 @@ class RoundedToNearest(Several):
     axis: int = 0
     half: bool = False
     standard: bool = True
+    method: RoundingMethod = NEAREST
+    statistics: Expression | None = None
 
     def __post_init__(self) -> None:
+        if (self.method.needs is None) != (self.statistics is None):
+            raise ValueError(f"the rounding method {self.method.method} needs {self.method.needs or 'no statistics'}")
         if self.standard and self.table.onnx_type is None:
             raise ValueError(f"ONNX has no type for {self.table.name}")
 
@@ -58,7 +64,10 @@ class RoundedToNearest(Several):
         matrix = matrix.T if self.axis else matrix
         half = self.half and fits_half(matrix, self.table, self.group)
         stored = np.float16 if half else self.of.dtype.numpy()
-        rounded = round_to_nearest(matrix, self.table, self.group, self.scale, scale_type=stored)
+        statistics = None if self.statistics is None else self.statistics.numpy()
+        rounded = self.method.round(
+            matrix, self.table, self.group, self.scale, scale_type=stored, statistics=statistics
+        )
         made: dict[str, npt.NDArray[Any]] = {"codes": rounded.codes, "scales": rounded.scales}
         if rounded.zero_points is not None:
             made["zero_points"] = rounded.zero_points

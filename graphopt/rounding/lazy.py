@@ -5,7 +5,10 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from graphopt.formats.table import TableFormat
-from graphopt.rounding.expressions import RoundedToNearest, Scale, parts_of
+from graphopt.rounding.expressions import Rounded, parts_of
+from graphopt.rounding.method import RoundingMethod
+from graphopt.rounding.methods.nearest import NEAREST
+from graphopt.rounding.nearest import Scale
 from graphopt.weights import Cast, Expression, WeightTensor, expression_of
 
 
@@ -18,6 +21,8 @@ def quantized(
     transposed: bool = False,
     half: bool = False,
     standard: bool = True,
+    method: RoundingMethod = NEAREST,
+    statistics: Expression | None = None,
 ) -> dict[str, ir.TensorProtocol]:
     """Return ``codes``, ``scales`` and, where the format has them, ``zero_points`` of a matrix; nothing is read.
 
@@ -33,12 +38,22 @@ def quantized(
         half: round scales to float16 if all of them are normal numbers there.
         standard: codes and zero points have the type that ONNX has for the format. Otherwise they are uint8, places in
             its table, and zero points are values of it, in the type of scales.
+        method: the rounding method.
+        statistics: what the method needs to know of the weight's inputs.
 
     Raises:
         ValueError: the standard form is asked for, and ONNX has no type for the format.
     """
-    rounding = RoundedToNearest(
-        expression_of(weight), table, group, scale, axis=int(transposed), half=half, standard=standard
+    rounding = Rounded(
+        expression_of(weight),
+        table,
+        group,
+        scale,
+        axis=int(transposed),
+        half=half,
+        standard=standard,
+        method=method,
+        statistics=statistics,
     )
     parts: dict[str, Expression] = {**parts_of(rounding)}
     if not standard and "zero_points" in parts:  # a code that means 0 is its own value

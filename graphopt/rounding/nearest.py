@@ -14,6 +14,9 @@ from graphopt.weights import blocks_of
 
 Doubles = npt.NDArray[np.float64]
 
+Scale = Literal["extreme", "least_squares"]
+"""How the scale of a group is chosen, see :func:`round_to_nearest`."""
+
 # Shares of the extreme that the search for the least squared error tries.
 LEAST_SHARE = 0.6
 _SHARES = np.linspace(1.0, LEAST_SHARE, 17)
@@ -51,7 +54,7 @@ def round_to_nearest(
     matrix: npt.NDArray[Any],
     table: TableFormat,
     group: int | None,
-    scale: Literal["extreme", "least_squares"],
+    scale: Scale,
     *,
     scale_type: npt.DTypeLike = np.float32,
 ) -> Quantized:
@@ -99,9 +102,7 @@ def round_to_nearest(
 Attempt = tuple[npt.NDArray[Any], ...]
 
 
-def _choose(
-    groups: Doubles, table: TableFormat, scale: Literal["extreme", "least_squares"], scale_type: np.dtype[Any]
-) -> Attempt:
+def _choose(groups: Doubles, table: TableFormat, scale: Scale, scale_type: np.dtype[Any]) -> Attempt:
     """Return codes [groups, group, columns], scales and zero points [groups, columns] for ``groups``."""
     best = _attempt(groups, table, 1.0, scale_type)
     if scale == "extreme":

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from graphopt.formats import FORMATS
 from graphopt.passes.lower.layout import Packed, Tiled
 from graphopt.rotations import RandomRotation
-from graphopt.rounding.expressions import RoundedToNearest, parts_of
+from graphopt.rounding.expressions import Rounded, parts_of
 from graphopt.weights import (
     Array,
     Cast,
@@ -86,7 +86,7 @@ def test_stored_bytes_have_the_digest_of_their_array(dtype: ir.DataType, tmp_pat
 
 def test_any_field_that_changes_changes_the_digest() -> None:
     matrix = Inline.of(np.arange(8.0).reshape(4, 2))
-    one = RoundedToNearest(matrix, FORMATS["int4"], 2, "extreme")
+    one = Rounded(matrix, FORMATS["int4"], 2, "extreme")
     changes: list[dict[str, object]] = [
         {"table": FORMATS["int8"]},
         {"group": 4},
@@ -139,9 +139,9 @@ def test_what_does_not_keep_its_promise_is_caught() -> None:
 
 def test_packed_codes_need_no_rounding_of_their_own() -> None:
     weight = Inline.of(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
-    parts = parts_of(RoundedToNearest(weight, FORMATS["nf4"], 16, "extreme", standard=False))
+    parts = parts_of(Rounded(weight, FORMATS["nf4"], 16, "extreme", standard=False))
     packed = (Packed(parts["codes"], FORMATS["nf4"].bits), Tiled(parts["scales"], ir.DataType.FLOAT))
-    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, RoundedToNearest)}
+    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, Rounded)}
     assert len(roundings) == 1
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
 from graphopt.analysis.codes import DEQUANTIZE
 from graphopt.analysis.structure import linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
@@ -17,7 +18,11 @@ from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Options, Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.context import Context, Ledger
+from graphopt.rounding import RoundingMethod
 from graphopt.rounding.lazy import quantized
+from graphopt.rounding.methods import method_of
+from graphopt.rounding.methods.nearest import NEAREST
+from graphopt.rounding.nearest import Scale
 from graphopt.weights import new_weight, weight_of
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
@@ -38,6 +43,7 @@ STORED = Rule(
     group=" in groups of {group}",
     per_column=" with a scale per column",
     asked=" ({asked} does not divide {rows} rows)",
+    rounding=" by {rounding}",
     also=("rows",),
 )
 LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
@@ -83,13 +89,15 @@ class EmbeddingFormat(Options):
 
 
 class QuantizeWeightsOptions(StepOptions):
-    """Formats of matrices, token embedding and lm_head (``None`` leaves one as it is), and how scales are chosen.
+    """Formats of matrices, token embedding and lm_head (``None`` leaves one as it is), and how codes are chosen.
 
     Attributes:
         linear: format of matrices.
         embedding: format of the token embedding.
         lm_head: format of the matrix that makes the logits.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
+        rounding: how codes of matrices and lm_head are chosen: a method of :mod:`graphopt.rounding.methods`, by its
+            name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.
@@ -101,12 +109,13 @@ class QuantizeWeightsOptions(StepOptions):
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()
     lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
-    scale: Literal["extreme", "least_squares"] = "least_squares"
+    scale: Scale = "least_squares"
+    rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
     activations: Activations | None = None
 
 
 class QuantizeWeights(Pass[QuantizeWeightsOptions]):
-    """Store matrices and the token embedding as codes with a scale per group, rounded to nearest.
+    """Store matrices and the token embedding as codes with a scale per group.
 
     before::
 
@@ -126,6 +135,8 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     dequantizes the rows it reads and not the whole table; the third says what x is rounded to, once for all products
     that read x. Scales of matrices are rounded to float16 where all of a matrix are normal numbers there, and codes are
     chosen for what is stored. A product that chooses experts is left as it is.
+
+    ``rounding`` names how codes are chosen: ``nearest`` looks at the weight alone.
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -171,67 +182,33 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         weight, table = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
         rows = weight.const_value.shape.numpy()[0]
-        group = _fused_group(table, wanted, rows, graph.opset_imports[""])
-        if group is not None:
-            self._as_dequantized(graph, node, weight, table, group, wanted, ledger)
-        elif weight.dtype != ir.DataType.FLOAT:
+        fused = _fused_group(table, wanted, rows, graph.opset_imports[""])
+        if fused is None and weight.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
-        else:
-            self._as_places(graph, node, weight, table, min(wanted.group or rows, rows), ledger)
-
-    def _as_dequantized(
-        self,
-        graph: ir.Graph,
-        node: ir.Node,
-        weight: ir.Value,
-        table: TableFormat,
-        group: int,
-        wanted: LinearFormat,
-        ledger: Ledger,
-    ) -> None:
-        assert weight.const_value is not None
-        rows, columns = weight.const_value.shape.numpy()
-        tensors = quantized(weight.const_value, table, group, self.options.scale, half=True)
-        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
-        dequantize = ir.node(
-            "DequantizeLinear", [*made.values()], {"axis": 0, "block_size": group}, name=f"{node.name}.dequantize"
+            return
+        group, method = fused or min(wanted.group or rows, rows), self.options.rounding
+        standard = fused is not None
+        tensors = quantized(
+            weight.const_value, table, group, self.options.scale, half=True, standard=standard, method=method
         )
-        _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
+        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
+        dequantize = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
+        _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, dequantize)
         node.replace_input_with(1, dequantize.outputs[0])
-        asked = None if group == wanted.group else wanted.group
-        stored = STORED(weight=weight.name, format=table.name, group=group, asked=asked, rows=rows)
+        stored = STORED(
+            weight=weight.name,
+            format=table.name,
+            group=group if standard or group < rows else None,
+            per_column=not standard and group >= rows,
+            asked=wanted.group if standard and group != wanted.group else None,
+            rows=rows if standard else None,
+            rounding=None if method == NEAREST else method.method,
+        )
         ledger.changed(dequantize, stored, [weight])
         drop(graph, weight)
-
-    def _as_places(
-        self,
-        graph: ir.Graph,
-        node: ir.Node,
-        weight: ir.Value,
-        table: TableFormat,
-        group: int,
-        ledger: Ledger,
-    ) -> None:
-        assert weight.const_value is not None
-        rows, columns = weight.const_value.shape.numpy()
-        tensors = quantized(weight.const_value, table, group, self.options.scale, half=True, standard=False)
-        made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
-        inputs = [
-            made["codes"],
-            made["scales"],
-            shared(graph, f"{table.name}.table", table.values.astype(np.float32)),
-            made.get("zero_points") or shared(graph, "zero.float", np.zeros((1, 1), np.float32)),
-        ]
-        dequantize = DEQUANTIZE.node(inputs, {"group": group}, name=f"{node.name}.dequantize")
-        _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, [rows, columns])
-        graph.insert_before(node, dequantize)
-        node.replace_input_with(1, dequantize.outputs[0])
-        figures = {"group": group if group < rows else None, "per_column": group >= rows}
-        ledger.changed(dequantize, STORED(weight=weight.name, format=table.name, **figures), [weight])
-        drop(graph, weight)
         activations = self.options.activations or "int8"
-        if activations != "float32":
+        if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
 
     def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, ledger: Ledger) -> None:
@@ -264,7 +241,24 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         drop(graph, table)
 
 
-def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: list[int | ir.SymbolicDim]) -> None:
+def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: int) -> ir.Node:
+    attributes = {"axis": 0, "block_size": group}
+    return ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{product.name}.dequantize")
+
+
+def _dequantize(
+    graph: ir.Graph, product: ir.Node, made: Mapping[str, ir.Value], group: int, table: TableFormat
+) -> ir.Node:
+    inputs = [
+        made["codes"],
+        made["scales"],
+        shared(graph, f"{table.name}.table", table.values.astype(np.float32)),
+        made.get("zero_points") or shared(graph, "zero.float", np.zeros((1, 1), np.float32)),
+    ]
+    return DEQUANTIZE.node(inputs, {"group": group}, name=f"{product.name}.dequantize")
+
+
+def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:
     value.name, value.shape = name, ir.Shape(shape)
     value.type = None if dtype is None else ir.TensorType(dtype)
 
