@@ -19,7 +19,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import settle_caches
+from graphopt.analysis.contrib import state_caches
 from graphopt.analysis.heads import ORIGIN
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
@@ -78,7 +78,7 @@ def read(path: str | Path) -> Artifact:
             "there is no ONNX model here", file=path, remedy=f"give a folder that holds {MODEL}, or an .onnx file"
         )
     model = load(onnx_file)
-    notes = settle_caches(model)
+    state_caches(model)
     folder = onnx_file.parent
     companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
     if (folder / MANIFEST).is_file() and path.is_dir():
@@ -87,9 +87,7 @@ def read(path: str | Path) -> Artifact:
         check_sizes(folder, manifest, {MODEL, DATA})
     else:
         task = task_of(model.graph).name
-        manifest = Manifest(
-            source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task), notes=notes
-        )
+        manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
     return Artifact(model, manifest, companions)
 
 

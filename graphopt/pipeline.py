@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import tempfile
-from collections import Counter
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 from onnx_ir.passes.common import NameFixPass
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
-from graphopt.analysis.structure import packed_nodes
 from graphopt.artifact import Artifact
 from graphopt.checks.account import manifest_of
-from graphopt.checks.equivalence import Verifier, context_of, prove
+from graphopt.checks.equivalence import Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
+from graphopt.checks.steps import check_pass, run_passes
 from graphopt.errors import InputError
 from graphopt.facts import Check, PassReport
+from graphopt.passes.base import Pass
 from graphopt.passes.context import Statistics, Surroundings, Target
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe, load_recipe
@@ -112,7 +113,7 @@ def _compile(
 ) -> Artifact:
     """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
     source = model if isinstance(model, Artifact) else artifacts.read(model)
-    recipe = (recipe.unpacking() if packed_nodes(source.model.graph) else recipe).lowered()
+    recipe = recipe.fitting(source.model.graph)
     graph = source.model.clone()
 
     statistics = Statistics()
@@ -133,25 +134,22 @@ def _compile(
         def settle() -> None:
             evaluator.settle(graph, lambda done, of: on_stage("evaluating weights", done, of))
 
-        reports: list[PassReport] = []
-        checks: list[Check] = []
-        runs = Counter(report.name for report in source.manifest.passes)
-        for done, step in enumerate(passes, start=2):
-            on_stage(step.name, done, total)
+        def begin(step: Pass[Any]) -> None:
+            stage(step.name)
             if step.phase() == "lower":
                 # It reads scales, to tell which type they are stored in.
                 settle()
-            before = graph.clone()
-            report = step(graph, shared).report
-            runs[step.name] += 1
-            report.run = runs[step.name]
-            reports.append(report)
-            if report.claims is not None:
+
+        def stage(name: str) -> None:
+            on_stage(name, 2 + len(reports), total)
+
+        reports: list[PassReport] = []
+        checks: list[Check] = []
+        for ran in run_passes(graph, passes, shared, earlier=source.manifest.passes, on_pass=begin):
+            if ran.report.claims is not None:
                 settle()
-                on_stage(f"proving {step.name}", done, total)
-                checks.append(_of_run(report, prove(before, graph, report.claims, step.name)))
-            on_stage(f"checking {step.name}", done, total)
-            checks.append(_of_run(report, verifier.check(graph, step.name, report.effect)))
+            checks += check_pass(ran, verifier, ran.report.claims, on_stage=stage)
+            reports.append(ran.report)
 
         NameFixPass()(graph)
         kernels: KernelReport | None = None
@@ -164,8 +162,3 @@ def _compile(
 
     manifest = manifest_of(source, graph, contained, reports, checks, kernels)
     return Artifact(graph, manifest, source.companions)
-
-
-def _of_run(report: PassReport, check: Check) -> Check:
-    """Say in ``check`` which run of a pass it is about: a pass may run more than once."""
-    return check.model_copy(update={"run": report.run})

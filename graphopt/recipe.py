@@ -7,14 +7,16 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import onnx_ir as ir
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
 
 from graphopt.errors import InputError
-from graphopt.passes import PASSES
-from graphopt.passes.base import PHASES, Pass, StepOptions
+from graphopt.passes import PASSES, imports_of
+from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Statistics, Target
 from graphopt.passes.lower.lower import LowerOptions
+from graphopt.passes.phases import PHASES
 from graphopt.runtime import ACCURACY_LEVEL
 
 
@@ -38,7 +40,7 @@ class Recipe(BaseModel):
     Attributes:
         name: what reports call it.
         description: one line for a list.
-        steps: the passes with their options, in order: phase by phase, see :data:`graphopt.passes.base.PHASES`.
+        steps: the passes with their options, in order: phase by phase, see :data:`graphopt.passes.phases.PHASES`.
         activations: to what quantized products round their inputs at run time: ``int8`` is the fast path, ``float32``
             leaves them alone. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
             session sets it from the manifest, any other session has to. Products that graphopt made say it in the
@@ -80,10 +82,22 @@ class Recipe(BaseModel):
         recipe = recipe.setting("lower", target=target)
         return recipe if target == "portable" else recipe.adding("merge_products")
 
-    def unpacking(self) -> Recipe:
-        """Return the recipe for a graph of packed products: with a step ``unpack`` if it has work with codes."""
-        works = any(PASSES[step.step].phase() in ("codes", "lower") for step in self.steps)
-        return self.adding("unpack") if works else self
+    def importing(self, graph: ir.Graph) -> Recipe:
+        """Return the recipe with the steps of the phase ``importing`` that ``graph`` needs."""
+        recipe = self
+        for step in imports_of(graph):
+            recipe = recipe.adding(step.name)
+        return recipe
+
+    def fitting(self, graph: ir.Graph) -> Recipe:
+        """Return the recipe with all steps that ``graph`` needs and it does not name.
+
+        These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes,
+        and ``lower``.
+        """
+        codes = any(PASSES[step.step].phase() in ("codes", "lower") for step in self.steps)
+        recipe = self.importing(graph)
+        return (recipe.adding("unpack") if codes and PASSES["unpack"].needed(graph) else recipe).lowered()
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> Recipe:

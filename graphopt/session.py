@@ -214,7 +214,7 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
         device: what it was opened to compute on.
 
     Raises:
-        InputError: it is no causal language model.
+        InputError: it is no causal language model, or its caches are cut to a window.
     """
     task = opened.manifest.task
     if task != CausalLM.name:
@@ -224,6 +224,13 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
             remedy="graphopt.load_encoder opens it; `graphopt run` and `graphopt eval` take it too",
         )
     interface = Interface.of_session(opened.inference)
+    if interface.windows:
+        raise InputError(
+            "its caches are cut to a window, and tokens could not be taken back",
+            file=opened.file,
+            tensor=next(iter(interface.windows)),
+            remedy="make an artifact of the file that it came from: `graphopt export`, or `graphopt optimize`",
+        )
     return Session(opened.file, opened.inference, interface, opened.manifest, opened.tokenizer, native, device)
 
 

@@ -95,7 +95,7 @@ def evaluate_shard(
     _agree(folder / _REQUEST, request)
     graph = source.model.clone()
     graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
-    for step in recipe.passes():
+    for step in recipe.fitting(graph.graph).passes():
         if step.phase() == "lower":
             break
         if step(graph).report.claims is not None:

@@ -21,7 +21,8 @@ from typer.utils import get_params_from_function
 
 from graphopt.cli import EXIT_CODES, app
 from graphopt.passes import PASSES
-from graphopt.passes.base import PHASES, Pass
+from graphopt.passes.base import Pass
+from graphopt.passes.phases import PHASES
 from graphopt.recipe import presets
 
 DOCS = Path(__file__).parents[1] / "docs"

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
-from graphopt.facts import Fact, Rule
+from graphopt.errors import InputError
 
 MICROSOFT = "com.microsoft"
 PADDING = "graphopt.padding"
 """Metadata of a model that takes ``attention_mask`` and yet cannot have padding in front of a row's tokens: "none"."""
+WINDOWS = "graphopt.windows"
+"""Metadata of a model whose caches are cut to a window: how many tokens each cache input holds, by name, in JSON."""
+WINDOWED = "sliding_window_cache"
+"""Attribute of ``GroupQueryAttention``: it cuts its own cache to its window."""
 
 _GROUPED, _MULTI = "GroupQueryAttention", "MultiHeadAttention"
 _QUERY, _KEY = 0, 1
 _PAST = {_GROUPED: (3, 4), _MULTI: (6, 7)}
-
-CACHE_GROWS = Rule(
-    "importing.cache-grows",
-    "caches that were cut to a window of tokens grow instead: the window stays ({layers} layer(s))",
-    also=["nodes"],
-)
 
 
 def contrib_nodes(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
@@ -42,30 +43,60 @@ def head_sizes(node: ir.Node) -> tuple[int, int, int] | None:
     return None if rest else (heads, groups, size)
 
 
-def settle_caches(model: ir.Model) -> list[Fact]:
-    """State in the graph how its caches are fed, where only fused attention says so; return notes on it.
+def state_caches(model: ir.Model) -> None:
+    """State in the graph how its caches are fed, where only fused attention says so.
 
-    The heads and head size of caches get into the shapes of inputs and outputs. A cache that ``GroupQueryAttention``
-    itself cuts to its window (``sliding_window_cache``) becomes one that grows: what the window hides, the window still
-    hides.
+    Heads and head size of caches get into the shapes of inputs and outputs. Two facts get into the metadata, where a
+    session finds them: :data:`PADDING` and :data:`WINDOWS`. What the graph computes is left as it is.
     """
-    grown = []
+    windows = windows_of(model.graph)
+    if windows:
+        model.metadata_props[WINDOWS] = json.dumps(windows)
+    if counts_from_first_column(model.graph):
+        model.metadata_props[PADDING] = "none"
     for node in contrib_nodes(model.graph, *_PAST):
-        if node.op_type == _GROUPED:
-            # The operator counts a row's tokens from its first column.
-            model.metadata_props[PADDING] = "none"
-        if node.attributes.get_int("sliding_window_cache", 0):
-            del node.attributes["sliding_window_cache"]
-            grown.append(node.name or "")
         sizes = head_sizes(node)
         if sizes is None:
             continue
         _, groups, size = sizes
-        pasts = [node.inputs[index] for index in _PAST[node.op_type] if index < len(node.inputs)]
-        for value in (*pasts, *node.outputs[1:3]):
+        for value in (*cache_inputs(node), *node.outputs[1:3]):
             if value is not None and value.shape is not None and len(value.shape) == 4:
                 value.shape = ir.Shape([value.shape[0], groups, value.shape[2], size])
-    return [CACHE_GROWS(layers=len(grown), nodes=grown)] if grown else []
+
+
+def cache_inputs(node: ir.Node) -> list[ir.Value | None]:
+    """Return the inputs by which a fused attention takes its cached keys and values."""
+    return [node.inputs[index] for index in _PAST[node.op_type] if index < len(node.inputs)]
+
+
+def windowed_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return every ``GroupQueryAttention`` that cuts its own cache to its window."""
+    return [node for node in contrib_nodes(graph, _GROUPED) if node.attributes.get_int(WINDOWED, 0)]
+
+
+def windows_of(graph: ir.Graph) -> dict[str, int]:
+    """Return how many tokens each cache input holds that is cut to a window: what its shape says, else the window."""
+    found = {}
+    for node in windowed_nodes(graph):
+        for value in cache_inputs(node):
+            if value is not None and value.is_graph_input() and value.name:
+                length = value.shape[2] if value.shape is not None and len(value.shape) == 4 else None
+                window = node.attributes.get_int("local_window_size", 0)
+                found[value.name] = length if isinstance(length, int) else window
+    return found
+
+
+def stated_windows(metadata: Mapping[str, str]) -> dict[str, int]:
+    """Return what :data:`WINDOWS` in the metadata of a model says, as :func:`windows_of` does.
+
+    Raises:
+        InputError: it is something else.
+    """
+    try:
+        windows = json.loads(metadata.get(WINDOWS, "{}"))
+        return {str(name): int(length) for name, length in windows.items()}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"the metadata {WINDOWS} of the model are not lengths of caches by name: {error}") from error
 
 
 def counts_from_first_column(graph: ir.Graph) -> bool:

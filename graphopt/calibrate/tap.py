@@ -16,6 +16,7 @@ from graphopt.analysis.paged import PagedLayer, kv_nodes, layer_of
 from graphopt.artifact import Artifact
 from graphopt.errors import InputError
 from graphopt.facts import PassReport
+from graphopt.passes import imports_of
 from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
 from graphopt.passes.context import Surroundings
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
@@ -105,7 +106,8 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     """
     model = artifact.model.clone()
     shared = Surroundings(task_of(model.graph))
-    Canonicalize(CanonicalizeOptions())(model, shared)
+    for step in (*imports_of(model.graph), Canonicalize(CanonicalizeOptions())):
+        step(model, shared)
     report = PageKV(PageKVOptions())(model, shared).report
     nodes = kv_nodes(model.graph)
     if not nodes:

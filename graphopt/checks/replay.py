@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
@@ -20,15 +21,19 @@ from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
 from graphopt.checks.account import manifest_of
 from graphopt.checks.companions import confirm_companions
-from graphopt.checks.equivalence import Verifier, context_of, prove
+from graphopt.checks.equivalence import Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.checks.same_manifest import confirm_manifest, recorded_kernels
 from graphopt.checks.same_model import confirm_model
+from graphopt.checks.steps import by_run, check_pass, run_passes
 from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Finding, PassReport, Rule
 from graphopt.manifest import MANIFEST
+from graphopt.passes.base import Pass
+from graphopt.passes.context import Surroundings
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
+from graphopt.tasks import TASKS
 from graphopt.version import VERSION
 
 SAME_AGAIN = Rule(
@@ -79,34 +84,40 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
         _confirm_hashes(folder)
     version = last.manifest.versions.get("graphopt")
     older = None if version == VERSION else str(version)
+    # An older graphopt did these steps while it read a file, and recorded none.
+    recipe = recipe.importing(first.model.graph) if older else recipe
     passes = recipe.passes()
-    recorded = last.manifest.passes[len(first.manifest.passes) :]
+    recorded = by_run(last.manifest.passes)
+    changed = [report for report in last.manifest.passes[len(first.manifest.passes) :] if report.changes]
     total, checks = len(passes) + 1, []
     graph = first.model.clone()
     graph.metadata_props[ORIGIN] = artifacts.origin_of(first)
-    changed = [report for report in recorded if report.changes]
     reports: list[PassReport] = []
     made_checks: list[Check] = []
     unread = Verifier(Path(after), recipe.session_entries(), run=False)
     unread.start(graph)
-    for done, step in enumerate(passes):
-        on_stage(f"running {step.name} again", done, total)
-        previous = graph.clone()
-        made_report = step(graph).report
-        # An older graphopt did not record `lower` where its recipe did not name it.
-        report = next((each for each in recorded if each.name == step.name), None)
+    shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner)
+
+    def begin(step: Pass[Any]) -> None:
+        on_stage(f"running {step.name} again", len(reports), total)
+
+    for ran in run_passes(graph, passes, shared, earlier=first.manifest.passes, on_pass=begin):
+        report = recorded.get((ran.step.name, ran.report.run))
         if report is None:
+            # An older graphopt did not record steps that this one adds by itself.
             continue
-        made_report.run = report.run
-        reports.append(made_report)
-        if report.claims is not None:
-            on_stage(f"proving {step.name}", done, total)
-            final = report is changed[-1]
-            # the names of an older version, which lead from node to node, may be others than this one gives
-            against = last.model if final and not older else graph
-            checks.append(prove(previous, against, report.claims, step.name))
-            made_checks.append(checks[-1].model_copy(update={"run": report.run}))
-        made_checks.append(unread.check(graph, step.name, step.effect).model_copy(update={"run": report.run}))
+        reports.append(ran.report)
+        # The names of an older version, which lead from node to node, may be others than this one gives.
+        final = report is changed[-1] if changed and not older else False
+        found = check_pass(
+            ran,
+            unread,
+            report.claims,
+            last.model if final else None,
+            on_stage=lambda stage: on_stage(stage, len(reports), total),
+        )
+        checks += [check for check in found if check.name == "certificate"]
+        made_checks += found
     NameFixPass()(graph)
     on_stage("comparing all that is in the files", total - 1, total)
     certified = bool(changed) and changed[-1].claims is not None and checks[-1].status == "proved"

@@ -22,12 +22,13 @@ def bases(
     """Show what could be rotated: every basis with what writes and reads it, or what keeps it from being rotated."""
     from graphopt.analysis.bases import find_bases
     from graphopt.artifact import read
-    from graphopt.passes import PASSES
+    from graphopt.passes import PASSES, imports_of
     from graphopt.view.bases import describe, lines
 
     graph = read(model).model
-    for name in () if as_it_is else ("canonicalize", "fold_norms"):
-        PASSES[name](PASSES[name].options_type())(graph)
+    steps = [PASSES[name](PASSES[name].options_type()) for name in ("canonicalize", "fold_norms")]
+    for step in [] if as_it_is else [*imports_of(graph.graph), *steps]:
+        step(graph)
     found = [describe(basis) for basis in find_bases(graph.graph)]
     if as_json:
         return print_json(found)

@@ -10,6 +10,7 @@ from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.ports import past_port
 from graphopt.artifact import COMPANIONS, MODEL, Artifact
+from graphopt.checks.importing import imported
 from graphopt.errors import InputError
 from graphopt.facts import Fact
 from graphopt.manifest import Manifest, Source, facts_of, installed_versions
@@ -57,7 +58,7 @@ def export(
     source = shipped_models().get(str(model), model)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
-            opened = _from_onnx(Path(source), str(model))
+            opened = imported(_from_onnx(Path(source), str(model)), on_stage)
         else:
             _check_exists(source)
             opened = _from_transformers(str(source), str(model), Path(temporary), on_stage)

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from typing import Any
 
-from graphopt.passes.base import PHASES, Pass, Phase
+import onnx_ir as ir
+
+from graphopt.passes.base import Pass
+from graphopt.passes.phases import PHASES, Phase
 
 
 def passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:
@@ -27,4 +30,11 @@ def passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:
 PASSES: dict[str, Any] = {each.name: each for phase in PHASES for each in passes_of(phase)}
 """Every pass by the name that recipes call it: phase by phase, in the order that a recipe usually has them."""
 
-__all__ = ["PASSES", "passes_of"]
+
+def imports_of(graph: ir.Graph) -> list[Pass[Any]]:
+    """Return the passes of the phase ``importing`` that a graph needs, with their default options."""
+    passes = (each for each in PASSES.values() if each.phase() == "importing" and each.needed(graph))
+    return [each(each.options_type()) for each in passes]
+
+
+__all__ = ["PASSES", "imports_of", "passes_of"]

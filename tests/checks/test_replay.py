@@ -19,6 +19,7 @@ from graphopt.checks.replay import verify
 from graphopt.errors import InputError, VerificationError
 from graphopt.manifest import MANIFEST, read_manifest
 from graphopt.pipeline import optimize
+from graphopt.recipe import load_recipe
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +90,22 @@ def test_a_lossy_recipe_is_replayed_to_the_last_number(llama_artifact: Path, qua
     proof = verify(llama_artifact, quantized)
     statuses = [(check.name, check.status) for check in proof.checks]
     assert statuses == [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]
+
+
+def test_a_step_that_comes_twice_is_replayed_by_its_run(llama_artifact: Path, tmp_path: Path) -> None:
+    recipe = load_recipe("rotate")
+    first = next(step for step in recipe.steps if step.step == "rotate")
+    again = first.model_copy(update={"seed": 7})
+    steps = [each for step in recipe.steps for each in ([step, again] if step is first else [step])]
+    optimize(llama_artifact, recipe.model_copy(update={"steps": tuple(steps)}), tmp_path / "twice")
+    reports = [report for report in read_manifest(tmp_path / "twice").passes if report.name == "rotate"]
+    assert [report.run for report in reports] == [1, 2]
+    assert reports[0].claims != reports[1].claims
+    proof = verify(llama_artifact, tmp_path / "twice", run=False)
+    assert [(check.name, check.status, check.run) for check in proof.checks[:2]] == [
+        ("certificate", "proved", 1),
+        ("certificate", "proved", 2),
+    ]
 
 
 def test_without_running_the_proof_still_holds(llama_artifact: Path, rotated: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import graphopt.passes.algebra
 from graphopt.passes import PASSES, passes_of
-from graphopt.passes.base import PHASES
+from graphopt.passes.phases import PHASES
 from graphopt.recipe import load_recipe
 
 FILE = '''

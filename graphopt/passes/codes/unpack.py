@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.codes import DEQUANTIZE
-from graphopt.analysis.structure import is_packed
+from graphopt.analysis.structure import packed_nodes
 from graphopt.editing import replace, shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
@@ -52,10 +52,15 @@ class Unpack(Pass[UnpackOptions]):
     effect: ClassVar[Effect] = "exact"
     options_type: ClassVar[type[StepOptions]] = UnpackOptions
 
+    @classmethod
+    def needed(cls, graph: ir.Graph) -> bool:
+        """Return whether a product is packed."""
+        return bool(packed_nodes(graph))
+
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Unpack every packed product; say why one stays."""
         graph, ledger = model.graph, context.ledger
-        for node in [node for node in graph if is_packed(node)]:
+        for node in packed_nodes(graph):
             reason = _refusal(node)
             if reason is not None:
                 ledger.skipped(node, reason)

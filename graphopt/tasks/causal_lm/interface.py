@@ -15,13 +15,13 @@ are tokens of it. Instead of a growing ``key`` and ``value`` it has the state te
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import PADDING, counts_from_first_column
+from graphopt.analysis.contrib import PADDING, counts_from_first_column, stated_windows, windows_of
 from graphopt.analysis.paged import PagedLayer, described, layers_of
 from graphopt.analysis.ports import (
     ATTENTION_MASK,
@@ -53,6 +53,7 @@ class Interface:
         present: the output that continues each cache input, in the same order.
         layers: sizes and policies of caches that lie in pages; none where they grow.
         pads: whether ``attention_mask``, if it is an input, may hide columns in front of a row's tokens.
+        windows: the tokens that a cache input holds which is cut to a window, by name.
     """
 
     inputs: Mapping[str, Port]
@@ -61,19 +62,24 @@ class Interface:
     present: tuple[str, ...]
     layers: tuple[PagedLayer, ...] = ()
     pads: bool = True
+    windows: Mapping[str, int] = field(default_factory=dict)
 
     @classmethod
     def of_graph(cls, graph: ir.Graph) -> Interface:
         """Read the interface of ``graph``; see :meth:`of_ports` for the errors."""
         ports = map(port_of_value, graph.inputs), map(port_of_value, graph.outputs)
-        return cls.of_ports(*ports, layers_of(graph), pads=not counts_from_first_column(graph))
+        return cls.of_ports(
+            *ports, layers_of(graph), pads=not counts_from_first_column(graph), windows=windows_of(graph)
+        )
 
     @classmethod
     def of_session(cls, session: onnxruntime.InferenceSession) -> Interface:
         """Read the interface of an onnxruntime session; see :meth:`of_ports` for the errors."""
         metadata = session.get_modelmeta().custom_metadata_map
         ports = map(port_of_node, session.get_inputs()), map(port_of_node, session.get_outputs())
-        return cls.of_ports(*ports, described(metadata), pads=metadata.get(PADDING) != "none")
+        return cls.of_ports(
+            *ports, described(metadata), pads=metadata.get(PADDING) != "none", windows=stated_windows(metadata)
+        )
 
     @classmethod
     def of_ports(
@@ -83,8 +89,9 @@ class Interface:
         layers: tuple[PagedLayer, ...] = (),
         *,
         pads: bool = True,
+        windows: Mapping[str, int] | None = None,
     ) -> Interface:
-        """Sort inputs and outputs into their roles; ``layers`` says what caches in pages are, ``pads`` as above.
+        """Sort inputs and outputs into their roles; ``layers``, ``pads`` and ``windows`` are those of the interface.
 
         Raises:
             InputError: a name is missing, or the graph has an input that no language model has.
@@ -107,7 +114,7 @@ class Interface:
                 remedy="known are input_ids, attention_mask, position_ids and past_key_values.N.key/.value",
             )
         _check_pages(ins, past, layers)
-        return cls(ins, outs, past, present, layers, pads)
+        return cls(ins, outs, past, present, layers, pads, windows or {})
 
     @property
     def paged(self) -> bool:
@@ -145,7 +152,7 @@ class Interface:
         return None if bounded else max(layer.reach for layer in self.layers)
 
     def empty_past(self, batch: int, room: int = 0) -> dict[str, Array]:
-        """Return a cache of length 0 for ``batch`` sequences, by input name.
+        """Return a cache without tokens for ``batch`` sequences, by input name; one that grows has the length 0.
 
         Args:
             batch: number of sequences.
@@ -167,7 +174,7 @@ class Interface:
                 raise InputError(
                     "a cache input must state its KV heads and head size", tensor=name, shape=list(port.shape)
                 )
-            caches[name] = np.zeros((batch, port.shape[1], 0, port.shape[3]), port.dtype)
+            caches[name] = np.zeros((batch, port.shape[1], self.windows.get(name, 0), port.shape[3]), port.dtype)
         return caches
 
     def feeds(

@@ -124,6 +124,11 @@ def test_a_packed_artifact_goes_to_another_target_and_an_exact_recipe_leaves_it(
 
 
 def test_only_a_recipe_that_works_with_codes_unpacks() -> None:
-    assert [step.step for step in load_recipe("rotate").unpacking().steps] == ["canonicalize", "fold_norms", "rotate"]
-    names = [step.step for step in load_recipe("w4a8").unpacking().steps]
-    assert names == ["canonicalize", "unpack", "quantize_weights", "quantize_activations"]
+    model = residual_model(width=32, inner=48)
+    plain, works = load_recipe("rotate"), load_recipe("w4a8")
+    assert works.fitting(model.graph) == works.lowered()
+    run_pass(model, "quantize_weights", linear=LinearFormat(format="fp6-e2m3", group=16), head=None)
+    run_pass(model, "lower")
+    assert plain.fitting(model.graph) == plain.lowered()
+    names = [step.step for step in works.fitting(model.graph).steps]
+    assert names == ["canonicalize", "unpack", "quantize_weights", "quantize_activations", "lower"]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.passes.base import CANONICAL_OPSETS
+from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE, reference
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize as unpacked
 from graphopt.runtime_ops.matmul_table.spec.packing import pack, tile

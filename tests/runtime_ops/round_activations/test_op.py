@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.passes.base import CANONICAL_OPSETS
+from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations
 from graphopt.runtime_ops.round_activations.spec.op import LEVELS, MODES, ROUND_ACTIVATIONS, reference
 from tests.runtime_ops.bodies import run_body

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.passes.base import CANONICAL_OPSETS
+from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime import session_of
 from graphopt.runtime_ops import OPERATORS, declare
 

@@ -10,7 +10,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import InputError
 from graphopt.facts import Effect, Rule
-from graphopt.passes.base import CANONICAL_OPSETS, Pass, StepOptions
+from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, split_gemm
@@ -26,6 +26,7 @@ from graphopt.passes.lift.canonicalize.rotary import lift_rotary
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_tables
 from graphopt.passes.lift.canonicalize.scores import lift_scores
 from graphopt.passes.lift.canonicalize.shapes import state_shapes
+from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime_ops import DOMAIN
 
 OPSET_RAISED = Rule("canonicalize.opset-raised", "opset {opset} raised to {to}")

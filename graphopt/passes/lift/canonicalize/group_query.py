@@ -18,7 +18,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import PADDING, contrib_nodes, head_sizes
+from graphopt.analysis.contrib import PADDING, WINDOWED, contrib_nodes, head_sizes
 from graphopt.editing import Inserter, replace
 from graphopt.facts import Fact, Rule
 from graphopt.passes.context import Context, Ledger
@@ -45,6 +45,7 @@ ONE_NORM = Rule("canonicalize.one-norm", "only one of queries and keys has a nor
 HEADS_UNKNOWN = Rule(
     "canonicalize.heads-unknown", "the graph does not state the number and size of its heads", also=["op"]
 )
+CUT_TO_WINDOW = Rule("canonicalize.cut-to-window", "its cache is cut to a window: the step grow_caches comes first")
 NO_CACHE = Rule("canonicalize.no-cache", "it has no cache, or no input for the lengths of its rows")
 NO_MASK = Rule("canonicalize.no-mask", "the graph has no attention_mask, which its lengths could mean")
 LENGTHS_NOT_UNDERSTOOD = Rule("canonicalize.lengths-not-understood", "its lengths {lengths} are not understood: {why}")
@@ -78,6 +79,8 @@ def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> Fact | None:
         return OWN_TERM()
     if inputs[_BIAS] is not None:
         return ADDS_BIAS()
+    if attributes.get_int(WINDOWED, 0):
+        return CUT_TO_WINDOW()
     if inputs[_K_SCALE] is not None or inputs[_V_SCALE] is not None:
         return QUANTIZED_CACHE()
     if attributes.get_int("causal", 1) != 1:

@@ -20,8 +20,8 @@ from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import MatchResult, onnx_fusions, pattern
 
 from graphopt.facts import Rule
-from graphopt.passes.base import CANONICAL_OPSETS
 from graphopt.passes.context import Ledger
+from graphopt.passes.phases import CANONICAL_OPSETS
 
 NEIGHBOURS_LIFTED = Rule("canonicalize.neighbours-lifted", "part of a spelled-out rotation of neighbours, {op} now")
 ROTARY_LIFTED = Rule("canonicalize.rotary-lifted", "{count} spelled-out part(s) became {by}")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphopt.analysis.contrib import settle_caches
+from graphopt.analysis.contrib import state_caches
 from graphopt.analysis.paged import layers_of
 from graphopt.runtime import session_of
 from graphopt.tasks.causal_lm.interface import Interface
@@ -43,7 +43,7 @@ def padded(*lengths: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
 @example(layer=MultiHead(padding=0, added="mask", unidirectional=False))
 def test_the_standard_ops_say_what_the_operator_computes(layer: MultiHead) -> None:
     model = multi_head_model(layer)
-    settle_caches(model)
+    state_caches(model)
     assert Interface.of_graph(model.graph).takes_padding
     calls, masks = padded(5, 4, 1)
     before = run(model, calls, masks)
@@ -63,7 +63,7 @@ def test_the_standard_ops_say_what_the_operator_computes(layer: MultiHead) -> No
 )
 def test_its_caches_go_into_pages(layer: MultiHead) -> None:
     model = multi_head_model(layer)
-    settle_caches(model)
+    state_caches(model)
     calls, masks = padded(5, 4, 1)
     before = run(model, calls, masks)[: len(calls)]
     run_pass(model, "canonicalize")
@@ -164,7 +164,7 @@ def a_mask_that_shows(model: ir.Model) -> None:
 )
 def test_what_attention_cannot_say_stays(spoil: Callable[[ir.Model], None], reason: str) -> None:
     model = multi_head_model(MultiHead())
-    settle_caches(model)
+    state_caches(model)
     spoil(model)
     report = run_pass(model, "canonicalize")
     assert any(reason in str(skip.reason) for skip in report.skips if skip.where == "attention")

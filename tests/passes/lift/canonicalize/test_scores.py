@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphopt.analysis.contrib import settle_caches
+from graphopt.analysis.contrib import state_caches
 from graphopt.editing import Inserter, shared, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask
 from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
@@ -29,7 +29,7 @@ def spelled_out(
 ) -> tuple[ir.Model, ir.Node]:
     """Return a model whose attention is products and a softmax on caches that are concatenated, and the softmax."""
     model = group_query_model(Layer(groups=2 if repeated else 4, window=50, softcap=softcap))
-    settle_caches(model)
+    state_caches(model)
     run_pass(model, "canonicalize")
     graph = model.graph
     node = next(node for node in graph if node.op_type == "Attention")

@@ -1,0 +1,67 @@
+"""Caches that fused attention cuts to its window become caches that grow."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import onnx_ir as ir
+
+from graphopt.analysis.contrib import WINDOWED, WINDOWS, cache_inputs, windowed_nodes
+from graphopt.facts import Effect, Rule
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+
+GROWS = Rule("grow_caches.grows", "its cache was cut to {window} tokens and grows now; the window stays")
+# Of manifests that were written before this pass was one.
+CACHE_GROWS = Rule(
+    "importing.cache-grows",
+    "caches that were cut to a window of tokens grow instead: the window stays ({layers} layer(s))",
+    also=["nodes"],
+)
+
+
+class GrowCachesOptions(StepOptions):
+    """This step has no options."""
+
+    step: Literal["grow_caches"] = "grow_caches"
+
+
+class GrowCaches(Pass[GrowCachesOptions]):
+    """Let caches grow that ``GroupQueryAttention`` itself cuts to its window, as all other caches do.
+
+    before, with caches [batch, heads, C, size] of C >= W tokens::
+
+        y, present = GroupQueryAttention(q, k, v, past; local_window_size=W, sliding_window_cache=1)
+
+    after, with caches [batch, heads, tokens, size]::
+
+        y, present = GroupQueryAttention(q, k, v, past; local_window_size=W)
+
+    The query at position t reads the keys t-W+1 to t. A cache of C >= W tokens drops older keys only, and the window
+    hides just those, so y stays. graphopt adds this step itself to every recipe for a graph with such caches: drafts
+    that are taken back, and passes that store caches in pages, need all keys.
+    """
+
+    name: ClassVar[str] = "grow_caches"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = GrowCachesOptions
+
+    @classmethod
+    def needed(cls, graph: ir.Graph) -> bool:
+        """Return whether a cache is cut to a window."""
+        return bool(windowed_nodes(graph))
+
+    def requires(self, model: ir.Model) -> None:
+        """Demand nothing: the opset is raised later."""
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Drop the attribute, and the length from shapes that state it."""
+        for node in windowed_nodes(model.graph):
+            del node.attributes[WINDOWED]
+            for value in (*cache_inputs(node), *node.outputs[1:3]):
+                if value is not None and value.shape is not None and len(value.shape) == 4:
+                    batch, heads, length, size = value.shape
+                    grown = None if isinstance(length, int) else length
+                    value.shape = ir.Shape([batch, heads, grown, size])
+            context.ledger.changed(node, GROWS(window=node.attributes.get_int("local_window_size", 0)))
+        model.metadata_props.pop(WINDOWS, None)

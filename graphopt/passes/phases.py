@@ -1,0 +1,215 @@
+"""The phases of a compilation, and what holds in each: stated here once, checked behind every pass of a compilation.
+
+A model may come in with a node that breaks an invariant, such as an operator of another vendor or codes that another
+tool wrote. That node may stay. A pass must not add another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import onnx
+import onnx_ir as ir
+
+from graphopt.analysis.codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of
+from graphopt.analysis.structure import is_packed
+from graphopt.errors import VerificationError
+from graphopt.runtime import NEWEST_OPSET
+from graphopt.runtime_ops import DOMAIN
+
+Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+"""The phases of a compilation, in order."""
+
+BEFORE_LOWER = PHASES[:-1]
+
+CANONICAL_OPSETS = range(23, NEWEST_OPSET + 1)
+"""From the first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding`` to the newest that runs."""
+
+
+@dataclass(frozen=True)
+class Invariant:
+    """What holds behind each pass of some phases.
+
+    Attributes:
+        name: what errors call it.
+        says: what holds, in a sentence.
+        phases: where.
+        broken_by: yields the nodes that break it; ``None`` stands for the model as a whole.
+    """
+
+    name: str
+    says: str
+    phases: Collection[Phase]
+    broken_by: Callable[[ir.Model], Iterator[ir.Node | None]]
+
+
+@dataclass
+class Breaches:
+    """What breaks the invariants of a phase, at one moment; :func:`confirm` lets it stay.
+
+    Attributes:
+        found: each invariant that is broken, with the node that breaks it.
+        in_bodies: the same for nodes inside functions, which a pass may inline: invariant, domain and operator.
+    """
+
+    found: list[tuple[Invariant, ir.Node | None]] = field(default_factory=list)
+    in_bodies: set[tuple[str, str, str]] = field(default_factory=set)
+
+    def new_since(self, before: Breaches) -> list[tuple[Invariant, ir.Node | None]]:
+        """Return what was not there before. A node is known by itself, or by its operator and what it makes."""
+        nodes = {(rule.name, node) for rule, node in before.found}
+        names = {(rule.name, _identity(node)) for rule, node in before.found if node is not None}
+        return [
+            (rule, node)
+            for rule, node in self.found
+            if (rule.name, node) not in nodes
+            and (node is None or (rule.name, _identity(node)) not in names)
+            and (node is None or (rule.name, node.domain, node.op_type) not in before.in_bodies)
+        ]
+
+
+def breaches(model: ir.Model, phase: Phase) -> Breaches:
+    """Return what breaks the invariants of ``phase`` in ``model``."""
+    made, inside = Breaches(), {node for body in model.functions.values() for node in body.all_nodes()}
+    for rule in INVARIANTS:
+        if phase in rule.phases:
+            for node in rule.broken_by(model):
+                made.found.append((rule, node))
+                if node is not None and node in inside:
+                    made.in_bodies.add((rule.name, node.domain, node.op_type))
+    return made
+
+
+def confirm(model: ir.Model, name: str, phase: Phase, before: Breaches) -> None:
+    """Confirm that the pass called ``name`` kept the invariants of its phase.
+
+    Args:
+        model: the model behind the pass.
+        name: of the pass.
+        phase: of the pass.
+        before: what :func:`breaches` found in front of it.
+
+    Raises:
+        VerificationError: it did not; names the pass, the invariant and the first node that breaks it.
+    """
+    for rule, node in breaches(model, phase).new_since(before):
+        what = "the model" if node is None else f"{node.domain or 'ONNX'}::{node.op_type}"
+        raise VerificationError(
+            f"the pass {name} broke the invariant {rule.name!r} of the phase {phase}, which {what} does not keep: "
+            f"{rule.says}",
+            node=None if node is None else node.name,
+            remedy="leave the pass out of the recipe, and report this with the model",
+        )
+
+
+def _identity(node: ir.Node) -> tuple[str, ...]:
+    return (node.domain, node.op_type, *(value.name or "" for value in node.outputs))
+
+
+def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
+    yield from model.graph.all_nodes()
+    for body in model.functions.values():
+        yield from body.all_nodes()
+
+
+def _other_opset(model: ir.Model) -> Iterator[None]:
+    if model.opset_imports.get("") not in CANONICAL_OPSETS:
+        yield None
+
+
+def _not_in_opset(model: ir.Model) -> Iterator[ir.Node]:
+    known: dict[str, bool] = {}
+    opset = model.opset_imports.get("", 0)
+    for node in model.graph.all_nodes():
+        if not node.domain:
+            if node.op_type not in known:
+                known[node.op_type] = onnx.defs.has(node.op_type, max_inclusive_version=opset, domain="")
+            if not known[node.op_type]:
+                yield node
+
+
+def _without_body(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for node in _all_nodes(model) if node.domain == DOMAIN and node.op_identifier() not in model.functions)
+
+
+def _foreign(model: ir.Model) -> Iterator[ir.Node]:
+    ours = ("", DOMAIN)
+    return (
+        node for node in _all_nodes(model) if node.domain not in ours and node.op_identifier() not in model.functions
+    )
+
+
+def _packed(model: ir.Model) -> Iterator[ir.Node]:
+    return (node for node in model.graph.all_nodes() if is_packed(node))
+
+
+def _codes_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
+    kinds = (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
+    for node in model.graph.all_nodes():
+        if (node.domain, node.op_type) in kinds and not _is_looked_up(node):
+            made = node.outputs[0]
+            if made.is_graph_output() or any(
+                use.idx != 1 or dequantize_of(use.node) is not node for use in made.uses()
+            ):
+                yield node
+
+
+def _is_looked_up(node: ir.Node) -> bool:
+    codes = node.inputs[0]
+    producer = None if codes is None else codes.producer()
+    return not node.domain and producer is not None and not producer.domain and producer.op_type == "Gather"
+
+
+def _rounded_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
+    for node in model.graph.all_nodes():
+        if (node.domain, node.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name) and not _feeds_only(node, 0):
+            yield node
+
+
+def _feeds_only(node: ir.Node, side: int) -> bool:
+    """Return whether products with codes alone read what ``node`` makes, as their input ``side``."""
+    made = node.outputs[0]
+    return not made.is_graph_output() and all(
+        use.idx == side and dequantize_of(use.node) is not None for use in made.uses()
+    )
+
+
+INVARIANTS = (
+    Invariant(
+        "canonical opset",
+        f"from the phase lift on, a model of opset {CANONICAL_OPSETS[0]} to {CANONICAL_OPSETS[-1]} stays one",
+        PHASES,
+        _other_opset,
+    ),
+    Invariant("standard operators", "a node of ONNX's own domain is in the model's opset", PHASES, _not_in_opset),
+    Invariant(
+        "bodies travel along",
+        f"each node of {DOMAIN} has its body of standard operators among the functions of the model",
+        PHASES,
+        _without_body,
+    ),
+    Invariant(
+        "no foreign operators",
+        "only the phase lower may bring in operators that are neither standard nor functions of the model",
+        BEFORE_LOWER,
+        _foreign,
+    ),
+    Invariant("no packed products", "codes are packed in the phase lower only", BEFORE_LOWER, _packed),
+    Invariant(
+        "codes are logical",
+        "before the phase lower, Dequantize and DequantizeLinear make the right side of a MatMul or rows that Gather "
+        "looked up",
+        BEFORE_LOWER,
+        _codes_elsewhere,
+    ),
+    Invariant(
+        "roundings serve products",
+        "before the phase lower, RoundActivations makes the left side of a MatMul with codes",
+        BEFORE_LOWER,
+        _rounded_elsewhere,
+    ),
+)
+"""What each phase keeps. That nothing logical is left behind the step ``lower`` is stated by that step itself."""
