@@ -155,7 +155,7 @@ def _compile(
         kernels: KernelReport | None = None
         if quantized_products(graph.graph) or own_nodes(graph.graph):
             on_stage("reading the graph that onnxruntime runs", total - 1, total)
-            kernels = check_kernels(graph, verifier, recipe.session_entries())
+            kernels = check_kernels(graph, verifier.snapshots, recipe.session_entries(), verifier.why_not)
             checks.append(kernels.check)
         if not any(step.phase() == "lower" for step in passes):
             settle()

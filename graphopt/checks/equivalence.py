@@ -1,7 +1,7 @@
 """Before and after: what a pass did to what the model computes.
 
-Two locks. An exact pass that claims what it did is checked by :mod:`graphopt.checks.certificate`, at any size of model.
-And where the model fits, it is run:
+Where the model fits into memory, it is run. At any size, a pass that claims what it did is proved as well, see
+:mod:`graphopt.checks.certificate.proof`.
 
 A model runs on a probe of random tokens, which its task draws and feeds (:mod:`graphopt.tasks`). The logits or hidden
 states of real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is
@@ -20,18 +20,16 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.contrib import contrib_nodes
+from graphopt.checks.snapshots import Snapshots
 from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Effect, Fact, Rule
 from graphopt.memory import available_memory
 from graphopt.passes.base import Pass
 from graphopt.passes.lower.lower import lowered
-from graphopt.rotations.claims import Claims
 from graphopt.running import Runner
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH
-from graphopt.weights.data_file import save_model
 from graphopt.weights.evaluate import Evaluator
-from graphopt.weights.store import Store
 
 TOLERANCE = 1e-4
 """How far an exact pass may move what a model computes, relative to the largest number of it.
@@ -48,11 +46,6 @@ NOT_ASKED = Rule("equivalence.not-asked", "the caller asked not to run the model
 NOT_STARTED = Rule("equivalence.not-started", "the model was not run before the pass")
 NO_MEMORY = Rule(
     "equivalence.no-memory", "running the model needs about {needed_gb:.1f} GB of memory, {free_gb:.1f} GB are free"
-)
-CERTIFIED = Rule(
-    "certificate.holds",
-    "each of {nodes} nodes maps coordinates to coordinates, the outputs are in their own; {weights} fused weights are "
-    "their originals times orthogonal maps up to rounding, tried with {vectors} random vectors each",
 )
 
 
@@ -71,6 +64,7 @@ class Verifier:
 
     Attributes:
         runner: runs the model.
+        snapshots: writes it, for the runner and for other checks.
         why_not: why the model cannot be run here, once :meth:`start` has found a reason.
     """
 
@@ -84,14 +78,12 @@ class Verifier:
         context: int = 0,
         evaluator: Evaluator | None = None,
     ) -> None:
-        self._evaluator = evaluator or Evaluator(Store(folder / "weights"))
-        self._context = context
-        self._folder, self._may_run, self.runner = folder, run, Runner(entries, native=native)
+        self.snapshots, self.runner = Snapshots(folder, evaluator), Runner(entries, native=native)
+        self._may_run, self._context = run, context
         self._task: Task | None = None
         self._probe: Probe | None = None
         self._last: npt.NDArray[np.float64] | None = None
         self._first: npt.NDArray[np.float64] | None = None
-        self._saved: Path | None = None
         self.why_not: Fact | None = None
 
     def start(self, model: ir.Model) -> None:
@@ -152,40 +144,15 @@ class Verifier:
     def _run(self, model: ir.Model) -> npt.NDArray[np.float64]:
         """Run what will run of the model: codes that are still logical are packed in a copy, so that kernels run."""
         with _float32_inputs(model):
-            path, runs = self.settle(model), lowered(model)
-            if runs is not model:
-                path = self._write(runs, f"{path.stem}.lowered")
-        try:
-            return self._probe_for(model).run(self.runner.open(path))
-        finally:
-            if runs is not model:
-                _remove(path)
+            self.snapshots.settle(model)
+            with self.snapshots.of(lowered(model)) as path:
+                return self._probe_for(model).run(self.runner.open(path))
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
             task = self._task or task_of(model.graph)
             self._probe = task.probe(model.graph, context=self._context)
         return self._probe
-
-    def settle(self, model: ir.Model) -> Path:
-        """Evaluate the weights that are not yet, write the model into the folder, and return the ``.onnx`` file."""
-        number = 0 if self._saved is None else int(self._saved.stem) + 1
-        path = self._write(model, str(number))
-        if self._saved is not None:
-            _remove(self._saved)
-        self._saved = path
-        return path
-
-    def _write(self, model: ir.Model, stem: str) -> Path:
-        path = self._folder / f"{stem}.onnx"
-        self._evaluator.settle(model)
-        save_model(model, path, f"{stem}.data", executor=self._evaluator.executor)
-        return path
-
-
-def _remove(path: Path) -> None:
-    path.unlink()
-    path.with_suffix(".data").unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -203,42 +170,6 @@ def _float32_inputs(model: ir.Model) -> Iterator[None]:
     finally:
         for node, level in zip(nodes, levels, strict=True):
             node.attributes[_LEVEL] = level
-
-
-def prove(before: ir.Model, after: ir.Model, claims: Claims, name: str) -> Check:
-    """Let the independent checker confirm what the pass called ``name`` claims to have made of ``before``.
-
-    Raises:
-        VerificationError: it does not; names the first node and tensor at fault.
-    """
-    from graphopt.checks.certificate.checker import check as certify
-
-    certificate = certify(before, after, claims)
-    if certificate.status == "failed":
-        first = next(finding for finding in certificate.findings if finding.status == "failed")
-        raise VerificationError(
-            f"the certificate of {name} does not hold: {first.reason}",
-            node=first.node,
-            tensor=first.tensor,
-            remedy="do not deploy this model; leave the pass out of the recipe, and report this with the model",
-        )
-    figures = {
-        "rotations": certificate.rotations,
-        "nodes": certificate.nodes,
-        "fused_weights": certificate.weights,
-        "unchanged_constants": certificate.unchanged,
-        "largest_share_of_rounding": certificate.largest_error_ratio,
-        "seconds": certificate.seconds,
-    }
-    reason = CERTIFIED(nodes=certificate.nodes, weights=certificate.weights, vectors=certificate.vectors)
-    return Check(
-        name="certificate",
-        after=name,
-        status=certificate.status,
-        reason=reason,
-        figures=figures,
-        findings=certificate.findings,
-    )
 
 
 def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import onnx_ir as ir
 
 from graphopt.analysis.codes import dequantize_of
 from graphopt.analysis.structure import is_packed
-from graphopt.checks.equivalence import Verifier
+from graphopt.checks.snapshots import Snapshots
 from graphopt.errors import VerificationError
 from graphopt.facts import Check, Fact, Rule
 from graphopt.manifest import ProductCount
@@ -69,7 +67,9 @@ def activations_of(node: ir.Node) -> str:
     return "float16" if x is not None and x.dtype == ir.DataType.FLOAT16 else "float32"
 
 
-def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str]) -> KernelReport:
+def check_kernels(
+    model: ir.Model, snapshots: Snapshots, entries: Mapping[str, str], why_not: Fact | None = None
+) -> KernelReport:
     """Open the model in onnxruntime and confirm that each quantized product runs as the kernel that it is meant for.
 
     A ``DequantizeLinear -> MatMul`` must become ``MatMulNBits``. A node of our operators must be there still where the
@@ -77,22 +77,22 @@ def check_kernels(model: ir.Model, verifier: Verifier, entries: Mapping[str, str
 
     Args:
         model: the model.
-        verifier: knows whether the model fits into memory, and where to write it.
+        snapshots: writes it.
         entries: session entries to open it with.
+        why_not: why the model cannot be opened here; then only what the graph says is reported.
 
     Raises:
         VerificationError: a product would run on dequantized weights; names the first.
     """
     expected, ours = quantized_products(model.graph), own_nodes(model.graph)
     stated = [node for node in ours if is_packed(node)]
-    if verifier.why_not is not None:
-        check = Check(name="kernels", after="the recipe", status="not covered", reason=verifier.why_not)
+    if why_not is not None:
+        check = Check(name="kernels", after="the recipe", status="not covered", reason=why_not)
         unread = [(FUSED, UNKNOWN)] * len(expected)
         return _report(check, [*unread, *((node.op_type, activations_of(node)) for node in stated)])
     there = sum(node.op_type == FUSED for node in model.graph)
-    path = verifier.settle(model)
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        optimized = Path(folder) / "optimized.onnx"
+    with snapshots.of(model) as path:
+        optimized = path.with_name("optimized.onnx")
         open_session(path, entries=entries, optimized_to=optimized)
         graph = ir.load(optimized).graph
         kernels = [node for node in graph if node.op_type == FUSED]

@@ -124,7 +124,7 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     checks.append(_confirm_replay(graph, Path(after), rounding_proved=certified and not older, older=older))
     kernels: KernelReport | None = None
     if quantized_products(graph.graph) or own_nodes(graph.graph):
-        kernels = check_kernels(graph, unread, recipe.session_entries())
+        kernels = check_kernels(graph, unread.snapshots, recipe.session_entries(), unread.why_not)
         made_checks.append(kernels.check)
         kernels = recorded_kernels(kernels, last.manifest.precision, graph, recipe, Path(after) / MANIFEST)
     made = Artifact(graph, manifest_of(first, graph, recipe, reports, made_checks, kernels), first.companions)

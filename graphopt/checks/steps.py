@@ -12,7 +12,8 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.checks.equivalence import Verifier, prove
+from graphopt.checks.certificate.proof import prove
+from graphopt.checks.equivalence import Verifier
 from graphopt.facts import Check, PassReport
 from graphopt.passes.base import Pass
 from graphopt.passes.context import Surroundings

@@ -8,6 +8,7 @@ import pytest
 from graphopt.checks import equivalence, kernels
 from graphopt.checks.equivalence import Verifier
 from graphopt.checks.kernels import check_kernels, quantized_products
+from graphopt.checks.snapshots import Snapshots
 from graphopt.errors import VerificationError
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.runtime import ACCURACY_LEVEL, native_operators, open_session
@@ -28,7 +29,7 @@ def test_activation_precision_is_read_from_what_onnxruntime_runs(
     quantized: ir.Model, tmp_path: Path, level: str, activations: str
 ) -> None:
     entries = {ACCURACY_LEVEL: level}
-    report = check_kernels(quantized, Verifier(tmp_path, entries), entries)
+    report = check_kernels(quantized, Snapshots(tmp_path), entries)
     assert report.activations == (activations,)
     assert report.check.status == "measured"
     assert report.check.figures == {"quantized_products": 5, "fused_kernels": 5}
@@ -39,7 +40,7 @@ def test_a_layout_that_onnxruntime_does_not_fuse_is_refused(quantized: ir.Model,
     product = quantized_products(quantized.graph)[1]
     quantized.graph.outputs.append(product.inputs[1])
     with pytest.raises(VerificationError, match=f"fuses 4 of 5 quantized products.*{product.name}"):
-        check_kernels(quantized, Verifier(tmp_path, {}), {})
+        check_kernels(quantized, Snapshots(tmp_path), {})
 
 
 def test_a_model_that_does_not_fit_is_not_covered(
@@ -48,7 +49,7 @@ def test_a_model_that_does_not_fit_is_not_covered(
     monkeypatch.setattr(equivalence, "available_memory", lambda: 10)
     verifier = Verifier(tmp_path, {})
     verifier.start(quantized)
-    report = check_kernels(quantized, verifier, {})
+    report = check_kernels(quantized, verifier.snapshots, {}, verifier.why_not)
     assert (report.check.status, report.activations) == ("not covered", ("unknown",))
 
 
@@ -59,7 +60,7 @@ def test_kernels_that_were_in_the_graph_before_are_not_taken_for_new_ones(tmp_pa
     open_session(save(model, tmp_path), optimized_to=tmp_path / "optimized.onnx")
     optimized = ir.load(tmp_path / "optimized.onnx")
     QuantizeWeights(QuantizeWeightsOptions(embedding=None, lm_head=LinearFormat(group=16)))(optimized)
-    report = check_kernels(optimized, Verifier(tmp_path, {}), {})
+    report = check_kernels(optimized, Snapshots(tmp_path), {})
     assert report.check.figures == {"quantized_products": 1, "fused_kernels": 1}
 
 
@@ -75,7 +76,7 @@ def packed(**given: object) -> ir.Model:
 @needs_library
 def test_products_of_ours_are_there_still_and_say_what_they_round_to(tmp_path: Path) -> None:
     entries = {ACCURACY_LEVEL: "4"}
-    report = check_kernels(packed(activations="int16"), Verifier(tmp_path, entries), entries)
+    report = check_kernels(packed(activations="int16"), Snapshots(tmp_path), entries)
     assert report.activations == ("int16", "int8")
     assert {(each.operator, each.activations): each.count for each in report.products} == {
         ("MatMulNBits", "int8"): 1,
@@ -92,7 +93,7 @@ def test_without_a_library_bodies_run_and_the_check_says_so(tmp_path: Path, monk
     run_pass(model, "unpack")
     run_pass(model, "quantize_activations", bits=4)
     run_pass(model, "lower")
-    report = check_kernels(model, Verifier(tmp_path, {}), {})
+    report = check_kernels(model, Snapshots(tmp_path), {})
     assert "MatMulDynamic runs by the function body: no kernel here" in report.check.reason
     assert {(each.operator, each.activations): each.count for each in report.products} == {
         ("MatMulNBits", "int8"): 1,
@@ -107,7 +108,7 @@ def test_a_product_that_is_folded_to_floats_beside_the_library_is_refused(
     monkeypatch.setenv(PATH_VARIABLE, "")
     monkeypatch.setattr(kernels, "native_operators", lambda: frozenset({"MatMulTable"}))
     with pytest.raises(VerificationError, match="0 of 4 nodes of MatMulTable by graphopt's kernel.*up0"):
-        check_kernels(packed(), Verifier(tmp_path, {}), {})
+        check_kernels(packed(), Snapshots(tmp_path), {})
 
 
 def test_what_does_not_fit_is_not_covered_but_states_what_the_graph_says(
@@ -117,7 +118,7 @@ def test_what_does_not_fit_is_not_covered_but_states_what_the_graph_says(
     model = packed()
     verifier = Verifier(tmp_path, {})
     verifier.start(model)
-    report = check_kernels(model, verifier, {})
+    report = check_kernels(model, verifier.snapshots, {}, verifier.why_not)
     assert {(each.operator, each.activations): each.count for each in report.products} == {
         ("MatMulNBits", "unknown"): 1,
         ("MatMulTable", "int8"): 4,

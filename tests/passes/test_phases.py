@@ -62,7 +62,7 @@ def quantized(fmt: str = "fp6-e2m3") -> ir.Model:
     """Return a model whose products have logical codes and rounded inputs, and whose table has codes behind Gather."""
     model = residual_model(width=32, inner=48)
     wanted = LinearFormat(format=fmt, group=16)
-    run_pass(model, "quantize_weights", linear=wanted, head=wanted, activations="int8")
+    run_pass(model, "quantize_weights", linear=wanted, lm_head=wanted, activations="int8")
     return model
 
 

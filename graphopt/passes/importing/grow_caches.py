@@ -29,17 +29,18 @@ class GrowCachesOptions(StepOptions):
 class GrowCaches(Pass[GrowCachesOptions]):
     """Let caches grow that ``GroupQueryAttention`` itself cuts to its window, as all other caches do.
 
-    before, with caches [batch, heads, C, size] of C >= W tokens::
+    before::
 
         y, present = GroupQueryAttention(q, k, v, past; local_window_size=W, sliding_window_cache=1)
 
-    after, with caches [batch, heads, tokens, size]::
+    after::
 
         y, present = GroupQueryAttention(q, k, v, past; local_window_size=W)
 
-    The query at position t reads the keys t-W+1 to t. A cache of C >= W tokens drops older keys only, and the window
-    hides just those, so y stays. graphopt adds this step itself to every recipe for a graph with such caches: drafts
-    that are taken back, and passes that store caches in pages, need all keys.
+    Caches are [batch, heads, C, size] with C >= W before, [batch, heads, tokens, size] after. The query at position t
+    reads the keys t-W+1 to t. A cache of C tokens drops older keys only, and the window hides just those, so y stays.
+    graphopt adds this step itself to every recipe for a graph with such caches: drafts that are taken back, and passes
+    that store caches in pages, need all keys.
     """
 
     name: ClassVar[str] = "grow_caches"

@@ -127,7 +127,7 @@ def test_only_a_recipe_that_works_with_codes_unpacks() -> None:
     model = residual_model(width=32, inner=48)
     plain, works = load_recipe("rotate"), load_recipe("w4a8")
     assert works.fitting(model.graph) == works.lowered()
-    run_pass(model, "quantize_weights", linear=LinearFormat(format="fp6-e2m3", group=16), head=None)
+    run_pass(model, "quantize_weights", linear=LinearFormat(format="fp6-e2m3", group=16), lm_head=None)
     run_pass(model, "lower")
     assert plain.fitting(model.graph) == plain.lowered()
     names = [step.step for step in works.fitting(model.graph).steps]

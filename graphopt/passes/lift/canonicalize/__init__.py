@@ -86,7 +86,7 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         unflatten_products(model, ledger)
         lift_fused_norms(model, ledger)
         lift_fused_activations(model, ledger)
-        lift_norms(model, ledger)
+        lift_norms(model, context)
         lift_rotary(model, ledger)
         angles = Angles(model, ledger)
         lift_rotary_tables(model, angles, ledger)

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphopt.editing import replace, shared
 from graphopt.facts import Fact, Rule
-from graphopt.passes.context import Ledger
+from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.norms.meaning import Norm, Rows, understand
 from graphopt.passes.lift.canonicalize.norms.region import (
     NORMS,
@@ -32,7 +32,7 @@ from graphopt.passes.lift.canonicalize.norms.region import (
     takes_root,
     why_not_last_axis,
 )
-from graphopt.passes.lift.canonicalize.norms.run import RESHAPES, Runner
+from graphopt.passes.lift.canonicalize.norms.run import RESHAPES, Regions
 from graphopt.weights import new_weight
 
 LIFTED = Rule("canonicalize.norm-lifted", "{nodes} nodes that compute a norm of {width} numbers became {kind}")
@@ -45,22 +45,22 @@ IMPRECISE = Rule("canonicalize.norm-imprecise", "in {dtype} it is off by {off}, 
 _WEAK = tuple(rule.code for rule in (OTHER_READ, RESHAPES, TOO_LONG, WIDTH_UNKNOWN))
 
 
-def lift_norms(model: ir.Model, ledger: Ledger) -> None:
+def lift_norms(model: ir.Model, context: Context) -> None:
     """Lift every norm of the graph that is spelled out; the opset must be 23 or later."""
-    graph = model.graph
-    with Runner() as runner:
+    graph, ledger = model.graph, context.ledger
+    with Regions(context.runner) as regions:
         for seed in seeds(graph):
             if seed.graph is None:
                 continue  # a norm around another seed took it along
             place = {node: number for number, node in enumerate(graph)}
-            found = _largest(seed, place, runner)
+            found = _largest(seed, place, regions)
             if isinstance(found, Fact):
                 ledger.skipped(seed, NO_NORM(why=found))
             elif found is not None:
                 _lift(graph, seed, *found, ledger)
 
 
-def _largest(seed: ir.Node, place: dict[ir.Node, int], runner: Runner) -> tuple[Region, Norm] | Fact | None:
+def _largest(seed: ir.Node, place: dict[ir.Node, int], regions: Regions) -> tuple[Region, Norm] | Fact | None:
     """Return the largest region around ``seed`` that is a norm, why there is none, or ``None`` if none looks so."""
     found_ends = ends(seed, place)
     reasons = [why_not_last_axis(seed)] if found_ends else []
@@ -73,7 +73,7 @@ def _largest(seed: ir.Node, place: dict[ir.Node, int], runner: Runner) -> tuple[
             return None
         if not any(map(takes_root, region.nodes)):
             continue
-        found = _meaning(region, runner)
+        found = _meaning(region, regions)
         if isinstance(found, Norm):
             return region, found
         reasons.append(found)
@@ -82,27 +82,27 @@ def _largest(seed: ir.Node, place: dict[ir.Node, int], runner: Runner) -> tuple[
     return given[0] if given and seed.op_type not in NORMS else None
 
 
-def _meaning(region: Region, runner: Runner) -> Norm | Fact:
+def _meaning(region: Region, regions: Regions) -> Norm | Fact:
     """Return the norm that ``region`` computes, in exact arithmetic and as soundly as its types allow, or why not."""
     n = region.x.shape[-1] if region.x.shape is not None and len(region.x.shape) else None
     if not isinstance(n, int):
         return WIDTH_UNKNOWN(tensor=region.x.name)
-    norm = understand(lambda rows: runner.run(region, rows, wide=True), n)
+    norm = understand(lambda rows: regions.run(region, rows, wide=True), n)
     if isinstance(norm, Fact):
         return norm
     if norm.kind == "RMSNormalization" and norm.bias is not None:
         return NO_BIAS()
-    return _why_unsound(region, norm, n, runner) or norm
+    return _why_unsound(region, norm, n, regions) or norm
 
 
-def _why_unsound(region: Region, norm: Norm, n: int, runner: Runner) -> Fact | None:
+def _why_unsound(region: Region, norm: Norm, n: int, regions: Regions) -> Fact | None:
     """Return where ``region``, run in its own types, is further from ``norm`` than rounding explains, or ``None``."""
     dtype = region.x.dtype or ir.DataType.FLOAT
     unit = float(dtype.finfo.eps) / 2 if hasattr(dtype, "finfo") else float(np.finfo(dtype.numpy()).eps) / 2
     sizes = (0.1, 1.0, 10.0) if dtype.bitwidth < ir.DataType.FLOAT.bitwidth else (1e-3, 1.0, 1e4)
     x = np.concatenate([size * np.random.default_rng(1).standard_normal((4, n)) for size in sizes])
     x = x.astype(dtype.numpy())
-    y = runner.run(region, x, wide=False)
+    y = regions.run(region, x, wide=False)
     if isinstance(y, Fact):
         return y
     off: Rows = np.abs(y.astype(np.float64) - norm.of(x))

@@ -15,7 +15,7 @@ import onnx_ir as ir
 
 from graphopt.facts import Fact, Rule
 from graphopt.passes.lift.canonicalize.norms.region import Region, constants
-from graphopt.runtime import session_of
+from graphopt.running import Runner
 
 NOT_RUN = Rule("canonicalize.norm-not-run", "onnxruntime cannot run it on its own ({error})")
 RESHAPES = Rule("canonicalize.norm-reshapes", "{before} come out as {after}")
@@ -34,14 +34,19 @@ class _Part:
     fed: dict[str, ir.Value]
 
 
-class Runner:
-    """Opens one session for all regions of the same structure; closes them at the end of a ``with`` block."""
+class Regions:
+    """Opens one session for all regions of the same structure; closes them at the end of a ``with`` block.
 
-    def __init__(self) -> None:
+    Args:
+        runner: opens them.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
         self._sessions: dict[Hashable, Any] = {}
         self._open = contextlib.ExitStack()
 
-    def __enter__(self) -> Runner:
+    def __enter__(self) -> Regions:
         return self
 
     def __exit__(
@@ -61,7 +66,7 @@ class Runner:
         if part.key not in self._sessions:
             try:
                 # As it is written: onnxruntime 1.31 fuses to a norm what divides by a mean that lost its axis.
-                self._sessions[part.key] = self._open.enter_context(session_of(part.model, rewritten=False))
+                self._sessions[part.key] = self._open.enter_context(self._runner.opened(part.model, rewritten=False))
             except Exception as error:  # whatever onnxruntime raises: what cannot be run is left alone
                 self._sessions[part.key] = NOT_RUN(error=str(error).splitlines()[0])
         session = self._sessions[part.key]

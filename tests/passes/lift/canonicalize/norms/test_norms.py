@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.facts import PassReport
-from graphopt.passes.context import Ledger
+from graphopt.passes.context import Context, Ledger, Surroundings
 from graphopt.passes.lift.canonicalize.norms import lift_norms
-from graphopt.passes.lift.canonicalize.norms.run import Runner
-from graphopt.runtime import session_of
+from graphopt.running import Runner
+from graphopt.tasks import TASKS
 
 N = 24
 RANDOM = np.random.default_rng(0)
@@ -95,7 +95,7 @@ def run(model: ir.Model, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def lifted(model: ir.Model) -> PassReport:
     report = PassReport(name="canonicalize", effect="exact")
-    lift_norms(model, Ledger(report))
+    lift_norms(model, Context(Ledger(report), Surroundings(TASKS["causal_lm"])))
     return report
 
 
@@ -412,13 +412,13 @@ def test_sums_that_divide_nothing_are_not_mentioned() -> None:
 
 def test_equal_structures_are_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[ir.Model] = []
-    module = Runner.__module__
+    by_runner = Runner.opened
 
-    def counting(model: ir.Model, **options: Any) -> Any:
+    def counting(self: Runner, model: ir.Model, *, rewritten: bool = True) -> Any:
         opened.append(model)
-        return session_of(model, **options)
+        return by_runner(self, model, rewritten=rewritten)
 
-    monkeypatch.setattr(f"{module}.session_of", counting)
+    monkeypatch.setattr(Runner, "opened", counting)
     s, gains = Speller(), [np.random.default_rng(seed).uniform(0.5, 1.5, N).astype(np.float32) for seed in range(5)]
     x = s.x
     for gain in gains:

@@ -1,0 +1,46 @@
+"""A model as files for as long as onnxruntime needs them: written into a folder of its own, and removed with it."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+
+from graphopt.weights.data_file import save_model
+from graphopt.weights.evaluate import Evaluator
+from graphopt.weights.store import Store
+
+
+class Snapshots:
+    """Writes models as they are between passes.
+
+    Args:
+        folder: where; it holds nothing but evaluated weights when no snapshot is in use.
+        evaluator: what evaluates weights; by default this process, into the folder.
+    """
+
+    def __init__(self, folder: Path, evaluator: Evaluator | None = None) -> None:
+        self._folder = folder
+        self._evaluator = evaluator or Evaluator(Store(folder / "weights"))
+
+    def settle(self, model: ir.Model) -> None:
+        """Evaluate the weights of a model that are not yet, each once; copies of the model made later share them."""
+        self._evaluator.settle(model)
+
+    @contextlib.contextmanager
+    def of(self, model: ir.Model) -> Iterator[Path]:
+        """Write a model with all its weights, and give the ``.onnx`` file; it is removed when the block ends.
+
+        Nothing in memory refers to the files: the weights of ``model`` stay where they were.
+
+        Raises:
+            InputError: the disk is too small.
+        """
+        self.settle(model)
+        with tempfile.TemporaryDirectory(prefix="snapshot-", dir=self._folder) as folder:
+            path = Path(folder) / "model.onnx"
+            save_model(model, path, "model.data", executor=self._evaluator.executor)
+            yield path
