@@ -54,7 +54,7 @@ class ModelFacts(BaseModel):
 class Source(BaseModel):
     """Where the model came from."""
 
-    kind: Literal["transformers", "onnx"]
+    kind: Literal["transformers", "gguf", "onnx"]
     name: str
 
 

@@ -54,7 +54,9 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
 
 @command("export")
 def export(
-    model: Annotated[str, typer.Argument(help="a shipped model, a Hugging Face folder or hub id, or an .onnx file")],
+    model: Annotated[
+        str, typer.Argument(help="a shipped model, a Hugging Face folder or hub id, a .gguf or .onnx file")
+    ],
     output: Output,
     overwrite: Overwrite = False,
     as_json: Json = False,

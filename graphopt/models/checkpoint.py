@@ -70,7 +70,7 @@ def load_model(source: str) -> Any:
                 file=source,
                 remedy="is config.json there, and whole?" if Path(source).is_dir() else unknown,
             ) from error
-        _check_config(config, source)
+        check_config(config, source)
         auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
         more = {"config": config, "dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
         try:
@@ -123,7 +123,12 @@ def _is_causal(config: Any) -> bool:
     return bool(wanted.intersection(named))
 
 
-def _check_config(config: Any, source: str) -> None:
+def check_config(config: Any, source: str) -> None:
+    """Refuse a configuration that is neither of a causal language model nor of an encoder, or of a quantized one.
+
+    Raises:
+        InputError: it is one of these.
+    """
     if task_of_config(config) is None:
         named = ", ".join(getattr(config, "architectures", None) or ()) or type(config).__name__
         raise InputError(
@@ -145,13 +150,14 @@ def _classes_of(config_type: type, mapping: Any) -> tuple[type, ...]:
     return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
 
 
-def save_companions(source: str, model: Any, folder: Path) -> list[Fact]:
+def save_companions(source: str, model: Any, folder: Path, **where: str) -> list[Fact]:
     """Write configuration and tokenizer of ``model`` as transformers saves them, and return notes on what is missing.
 
     Args:
         source: a folder, or the id of a model on the hub.
         model: the model; its configuration is written if it is not ``None``.
         folder: where to write ``tokenizer.json``, ``config.json`` and the like.
+        where: in which file of ``source`` the tokenizer is, as transformers takes it (``gguf_file``).
     """
     _, transformers = import_export_packages()
     with quiet():
@@ -161,7 +167,8 @@ def save_companions(source: str, model: Any, folder: Path) -> list[Fact]:
                 model.generation_config.save_pretrained(folder)
             _save_settings(source, folder, transformers)
         try:
-            transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **where)
+            tokenizer.save_pretrained(folder)
         except Exception as error:
             return [NO_TOKENIZER(why=NOT_LOADED(error=reason_of(error)))]
     if not (folder / "tokenizer.json").is_file():

@@ -1,10 +1,11 @@
-"""The door: a Hugging Face model, or an ONNX file that is there already, becomes an artifact."""
+"""The door: a Hugging Face model, a GGUF file, or an ONNX file that is there already, becomes an artifact."""
 
 from __future__ import annotations
 
 import importlib.resources
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
@@ -40,7 +41,8 @@ def export(
 
     Args:
         model: the name of a shipped model, a Hugging Face folder, an ``.onnx`` file or a folder that holds one, or the
-            id of a model on the Hugging Face hub; the first of these that exists.
+            id of a model on the Hugging Face hub; the first of these that exists. Or a ``.gguf`` file, or
+            ``owner/name:file.gguf`` for one on the hub.
         output: the artifact's folder, which appears whole or not at all.
         overwrite: whether an artifact that is already there may be replaced.
         on_stage: called with a line about what is being done, and with each note that the manifest will hold.
@@ -51,7 +53,8 @@ def export(
     Raises:
         InputError: there is no such model, it cannot be read, it is neither a causal language model nor an encoder, or
             ``output`` is taken.
-        MissingDependencyError: a Hugging Face model needs torch and transformers; an ``.onnx`` file does not.
+        MissingDependencyError: a Hugging Face model needs torch and transformers, and a ``.gguf`` file also gguf; an
+            ``.onnx`` file needs none of them.
         VerificationError: the graph does not compute what transformers does.
     """
     artifact.check_output(Path(output), overwrite=overwrite)
@@ -59,6 +62,8 @@ def export(
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
             opened = imported(_from_onnx(Path(source), str(model)), on_stage)
+        elif str(source).endswith(".gguf"):
+            opened = _from_gguf(str(source), Path(temporary), on_stage)
         else:
             _check_exists(source)
             opened = _from_transformers(str(source), str(model), Path(temporary), on_stage)
@@ -80,7 +85,8 @@ def _check_exists(source: str | Path) -> None:
     raise InputError(
         "there is no model here" if not Path(source).exists() else "the file is no ONNX model",
         file=source,
-        remedy=f"give a Hugging Face folder or id, an .onnx file, or a shipped model ({', '.join(shipped_models())})",
+        remedy="give a Hugging Face folder or id, a .gguf or .onnx file, or a shipped model "
+        f"({', '.join(shipped_models())})",
     )
 
 
@@ -114,23 +120,45 @@ def _from_onnx(path: Path, name: str) -> Artifact:
 
 def _from_transformers(source: str, name: str, temporary: Path, say: Progress) -> Artifact:
     # Imported here, since torch and transformers behind it are optional and slow to load.
-    from graphopt.models.agreement import check_agreement
     from graphopt.models.checkpoint import load_model
-    from graphopt.models.trace import trace
 
     say("loading the model" if Path(source).is_dir() else "asking the Hugging Face hub for the model")
     torch_model = load_model(source)
     companions, notes = _companions(source, torch_model, temporary)
+    facts_from = Path(source) if Path(source).is_dir() else temporary
+    origin = Source(kind="transformers", name=name)
+    return _traced(torch_model, origin, facts_from, companions, notes, say)
+
+
+def _from_gguf(source: str, temporary: Path, say: Progress) -> Artifact:
+    from graphopt.models.checkpoint import save_companions
+    from graphopt.models.gguf.checkpoint import find_gguf, load_gguf
+
+    path = find_gguf(source)
+    assert path is not None
+    say("loading the model")
+    torch_model, _ = load_gguf(path)
+    notes = save_companions(str(path.parent), torch_model, temporary, gguf_file=path.name)
+    companions = {name: temporary / name for name in COMPANIONS if (temporary / name).is_file()}
+    return _traced(torch_model, Source(kind="gguf", name=source), temporary, companions, notes, say)
+
+
+def _traced(
+    torch_model: Any, origin: Source, facts_from: Path, companions: dict[str, Path], notes: list[Fact], say: Progress
+) -> Artifact:
+    from graphopt.models.agreement import check_agreement
+    from graphopt.models.trace import trace
+
     say("tracing it into one ONNX graph")
-    program = trace(torch_model, source)
+    program = trace(torch_model, origin.name)
     say("running it against transformers")
     check = check_agreement(torch_model, program)
     task, loaded = task_of(program.graph), type(torch_model).__name__
-    facts = facts_of(Path(source) if Path(source).is_dir() else temporary, task.name)
+    facts = facts_of(facts_from, task.name)
     if task.name == "encoder" and facts.architecture not in (None, loaded):
         notes.append(NO_HEAD(architecture=facts.architecture, model=loaded))
     manifest = Manifest(
-        source=Source(kind="transformers", name=name),
+        source=origin,
         task=task.name,
         model=facts,
         checks=[check],

@@ -1,0 +1,167 @@
+"""A model of transformers with the configuration and the weights of a GGUF file."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import InputError
+from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
+from graphopt.models.gguf.blocks import import_gguf
+from graphopt.models.gguf.file import GgufFile, open_gguf
+from graphopt.models.gguf.layouts import joined_experts, layout_of
+from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies, rope_parameters
+from graphopt.weights import Expression
+
+SUFFIX = ".gguf"
+
+
+def find_gguf(source: str) -> Path | None:
+    """Return the GGUF file that ``source`` names: a path, or ``owner/name:file.gguf`` on the Hugging Face hub.
+
+    Raises:
+        InputError: it names one, and there is none.
+    """
+    if not source.endswith(SUFFIX):
+        return None
+    if Path(source).is_file():
+        return Path(source)
+    hub_id, separator, name = source.rpartition(":")
+    if not separator or Path(source).parent.is_dir():
+        raise InputError("there is no such file", file=source)
+    _, transformers = import_export_packages()
+    try:
+        with quiet():
+            return Path(transformers.utils.cached_file(hub_id, name))
+    except Exception as error:
+        raise InputError(
+            f"the Hugging Face hub gave no such file ({reason_of(error)})",
+            file=source,
+            remedy="write it as owner/name:file.gguf",
+        ) from error
+
+
+def load_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:
+    """Return the model of a GGUF file in float32, ready to run, and the expression of each of its weights.
+
+    The model holds all weights in memory.
+
+    Raises:
+        InputError: the file cannot be read, or its architecture is none that transformers and graphopt know, or it is
+            not a causal language model, or weights are missing or left over.
+        MissingDependencyError: torch, transformers or gguf is not installed.
+    """
+    torch, transformers = import_export_packages()
+    import_gguf()
+    file = open_gguf(path)
+    config = _config_of(file, transformers)
+    initialization = importlib.import_module("transformers.initialization")
+    with quiet():
+        try:
+            with initialization.no_init_weights():
+                model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model.tie_weights()
+        except Exception as error:
+            raise InputError(
+                f"transformers cannot make a model of {file.architecture} ({reason_of(error)})", file=path
+            ) from error
+    weights = expressions_of(file, model)
+    with torch.no_grad():
+        state = model.state_dict()
+        for name, expression in weights.items():
+            state[name].copy_(torch.from_numpy(np.require(expression.numpy(), requirements="W")))
+    if FREQUENCIES in file.tensors:
+        apply_frequencies(model, file)
+    model.config.architectures = [type(model).__name__]
+    return model.eval(), weights
+
+
+def _config_of(file: GgufFile, transformers: Any) -> Any:
+    """Return the configuration of transformers that says what the file's metadata says."""
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    if layout_of(file.architecture) is None:
+        raise InputError(
+            f"graphopt does not know how {file.architecture} lays out its weights",
+            file=file.path,
+            remedy="export the original checkpoint",
+        )
+    with quiet():
+        try:
+            config = transformers.AutoConfig.from_pretrained(str(file.path.parent), gguf_file=file.path.name)
+        except Exception as error:
+            raise InputError(
+                f"transformers cannot read models of the architecture {file.architecture} ({reason_of(error)})",
+                file=file.path,
+                remedy=f"it knows {', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}",
+            ) from error
+    scaling = rope_parameters(file)
+    if scaling:
+        config.rope_parameters = {**config.rope_parameters, **scaling}
+    check_config(config, str(file.path))
+    return config
+
+
+def expressions_of(file: GgufFile, model: Any) -> dict[str, Expression]:
+    """Return each weight of ``model`` by its name, as an expression over the file.
+
+    Raises:
+        InputError: the file lacks a weight, has one of another shape, or one that the model has no place for.
+    """
+    names = _names(file, model)
+    found: dict[str, dict[str, Expression]] = {}
+    layout = layout_of(file.architecture)
+    assert layout is not None
+    for name, tensor in file.tensors.items():
+        if name == FREQUENCIES:
+            continue
+        # Stacked experts are parameters of their own, whose names do not end in .weight.
+        target = names.get(name) or names.get(name.removesuffix(".weight"))
+        if target is None:
+            raise InputError(
+                f"{type(model).__name__} has no place for a tensor of the file",
+                file=file.path,
+                tensor=name,
+                shape=tensor.shape,
+                remedy="transformers would leave it out, and compute something else than llama.cpp does",
+            )
+        found.setdefault(target, {})[name] = layout(name, tensor, model.config)
+    state = model.state_dict()
+    made = {name: next(iter(each.values())) if len(each) == 1 else joined_experts(each) for name, each in found.items()}
+    for name, expression in made.items():
+        if expression.shape != tuple(state[name].shape):
+            raise InputError(
+                f"a tensor of the file does not fit {type(model).__name__}, where it is {list(state[name].shape)}",
+                file=file.path,
+                tensor=", ".join(found[name]),
+                shape=expression.shape,
+                remedy="the file's metadata and its tensors do not belong together",
+            )
+    places = {state[name].data_ptr() for name in made}
+    missing = [name for name, tensor in state.items() if math.prod(tensor.shape) and tensor.data_ptr() not in places]
+    if missing:
+        raise InputError(
+            f"the file lacks {len(missing)} weight(s) of {type(model).__name__}",
+            file=file.path,
+            tensor=missing[0],
+            remedy="give a complete file",
+        )
+    return made
+
+
+def _names(file: GgufFile, model: Any) -> dict[str, str]:
+    """Return the name in transformers of each tensor's name in GGUF."""
+    mapping = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    processor = mapping.TENSOR_PROCESSORS.get(file.architecture, mapping.TensorProcessor)
+    try:
+        names: dict[str, str] = mapping.get_gguf_hf_weights_map(model, processor(config=model.config.to_dict()))
+    except NotImplementedError as error:
+        raise InputError(
+            f"the package gguf has no names for the tensors of {file.architecture} ({reason_of(error)})",
+            file=file.path,
+        ) from error
+    return names

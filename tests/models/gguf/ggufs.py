@@ -1,0 +1,189 @@
+"""Small GGUF files of Llamas, written with llama.cpp's own package, and the transformers models that they hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+from tests.families import POSITIONS, VOCABULARY, randomize
+
+# Rows of 256 numbers, the super-blocks of Q6_K; 64 per head.
+WIDTH, HEADS, CACHES, LAYERS = 256, 4, 2, 2
+CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+MIXED = {
+    "token_embd": "Q8_0",
+    "attn_q": "Q4_0",
+    "attn_k": "Q4_1",
+    "attn_v": "F16",
+    "attn_output": "BF16",
+    "ffn_gate": "Q6_K",
+    "ffn_up": "Q4_1",
+    "ffn_down": "Q8_0",
+}
+"""A type for each matrix, by its name in GGUF; norms and what is not named are float32."""
+
+Decode = Callable[[np.ndarray, str], np.ndarray]
+
+
+def llama() -> Any:
+    """Return a random Llama of transformers with tied embeddings."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=2 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=CACHES,
+        max_position_embeddings=POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    randomize(model)
+    return model
+
+
+def write_llama(
+    model: Any,
+    path: Path,
+    kinds: dict[str, str],
+    *,
+    architecture: str = "llama",
+    tokenizer: Path | None = None,
+    change: Callable[[Any], None] = lambda writer: None,
+) -> None:
+    """Write a Llama as llama.cpp's converter does, and give ``model`` the numbers that the file then stands for.
+
+    Args:
+        model: from :func:`llama`; its weights become those of the file, decoded by transformers' own code.
+        path: the file.
+        kinds: the type of each matrix by its name in GGUF without layer; what is absent is float32.
+        architecture: what the file calls itself.
+        tokenizer: a folder with a byte-level BPE ``tokenizer.json``.
+        change: adds to the file, or changes it, before it is written.
+    """
+    import torch
+
+    writer = gguf.GGUFWriter(path, architecture)
+    _write_config(writer, model.config)
+    if tokenizer is not None:
+        _write_tokenizer(writer, tokenizer)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            module = name.removesuffix(".weight")
+            layer, short = ("", module)
+            if module.startswith("model.layers."):
+                _, _, number, short = module.split(".", 3)
+                layer = f"blk.{number}."
+            short = _NAMES[short]
+            heads = {"attn_q": HEADS, "attn_k": CACHES}.get(short)
+            array = parameter.numpy()
+            stored, decoded = encoded(array if heads is None else _paired(array, heads), kinds.get(short, "F32"))
+            kind = gguf.GGMLQuantizationType[kinds.get(short, "F32")]
+            writer.add_tensor(f"{layer}{short}.weight", stored, raw_dtype=kind)
+            parameter.copy_(torch.tensor(decoded if heads is None else _halves(decoded, heads)))
+    change(writer)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def encoded(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return bytes of this type about ``array``, and what they mean by code that is not the package gguf's."""
+    if kind in ("F32", "F16"):
+        stored = array.astype({"F32": np.float32, "F16": np.float16}[kind])
+        return stored, stored.astype(np.float32)
+    if kind in ("Q4_K", "Q5_K", "Q6_K"):
+        stored = random_super_blocks(array.shape, kind)
+    else:
+        stored = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
+    return stored, decoded_by_transformers(stored, kind)
+
+
+def random_super_blocks(shape: tuple[int, ...], kind: str) -> np.ndarray:
+    """Return blocks of random codes and sub-scales, whose float16 scales make numbers of about 1/16."""
+    size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]][1]
+    blocks = np.random.default_rng(size).integers(0, 256, (*shape[:-1], shape[-1] // 256, size), np.uint8)
+    # float16 numbers; Q6_K has one at its end, the others two at their beginning
+    places = (size - 2,) if kind == "Q6_K" else (0, 2)
+    for place in places:
+        scale = np.random.default_rng(place).uniform(1e-5, 3e-5, blocks.shape[:-1]).astype(np.float16)
+        blocks[..., place : place + 2] = scale[..., None].view(np.uint8)
+    return blocks.reshape(*shape[:-1], -1)
+
+
+def decoded_by_transformers(stored: np.ndarray, kind: str) -> np.ndarray:
+    """Decode rows of blocks with transformers' own code, which shares nothing with the package gguf."""
+    import torch
+    from transformers.integrations.gguf.dequant import dequantize
+
+    if kind == "BF16":
+        bits = np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
+    flat = torch.from_numpy(np.ascontiguousarray(stored).reshape(-1))
+    return dequantize(flat, int(gguf.GGMLQuantizationType[kind])).numpy().reshape(*stored.shape[:-1], -1)
+
+
+def _paired(array: np.ndarray, heads: int) -> np.ndarray:
+    """Order the rows of queries or keys as llama.cpp's ``convert_hf_to_gguf.py`` does (``permute``)."""
+    return array.reshape(heads, 2, array.shape[0] // heads // 2, -1).swapaxes(1, 2).reshape(array.shape)
+
+
+def _halves(array: np.ndarray, heads: int) -> np.ndarray:
+    rows = np.arange(array.shape[0])
+    back = np.argsort(_paired(rows[:, None], heads)[:, 0])
+    return array[back]
+
+
+def _write_config(writer: Any, config: Any) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+
+
+def _write_tokenizer(writer: Any, folder: Path) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text())["model"]
+    tokens = sorted(described["vocab"], key=described["vocab"].get)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([gguf.TokenType.CONTROL, *[gguf.TokenType.NORMAL] * (len(tokens) - 1)])
+    writer.add_token_merges([" ".join(pair) for pair in described["merges"]])
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template(CHAT)
