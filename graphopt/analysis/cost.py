@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from graphopt.analysis.structure import is_packed
 from graphopt.formats import FORMATS
-from graphopt.runtime_ops import DECODING, Role, port, port_at
+from graphopt.runtime_ops import DECODING, Role, port, port_at, signature_of
+from graphopt.runtime_ops.schema import attributes_of
 
 _CODES = frozenset({Role.CODES})
 
@@ -79,9 +80,17 @@ def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
     """Return how many numbers the codes in ``tensor``, which ``node`` reads, stand for."""
     if is_packed(node):  # whose codes are padded
         return node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
-    # onnxruntime's own operators pack codes of ``bits`` bits into bytes; standard types know their own width.
-    packed = node.domain == "com.microsoft" and tensor.dtype == ir.DataType.UINT8
-    return tensor.size * (8 // node.attributes.get_int("bits", 4) if packed else 1)
+    bits = _packed_bits(node, tensor)
+    return tensor.size if bits is None else tensor.size * 8 // bits
+
+
+def _packed_bits(node: ir.Node, tensor: ir.TensorProtocol) -> int | None:
+    """Return the bits of each code where ``node`` reads them packed into bytes, else ``None``."""
+    signature = signature_of(node)
+    codes = None if signature is None else next((each for each in signature.inputs if each.role is Role.CODES), None)
+    if codes is None or codes.bits is None or tensor.dtype != ir.DataType.UINT8:
+        return None
+    return codes.bits(tuple(tensor.shape.numpy()), attributes_of(node))
 
 
 def storage_formats(model: ir.Model) -> dict[str, int]:
@@ -105,7 +114,7 @@ def packed_format(node: ir.Node) -> str:
     codes, table = port(node, "codes"), port(node, "table")
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"
-    bits, values = codes.const_value.shape.numpy()[-1] // 32, table.const_value.numpy()
+    bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
     for known in FORMATS.values():
         if known.bits == bits and np.array_equal(known.values.astype(np.float32), values):
             return known.name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from graphopt.checks.account import manifest_of
 from graphopt.checks.companions import confirm_companions
 from graphopt.checks.equivalence import Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
-from graphopt.checks.same_manifest import confirm_manifest, recorded_kernels
+from graphopt.checks.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.checks.same_model import confirm_model
 from graphopt.checks.steps import by_run, check_pass, run_passes
 from graphopt.errors import InputError, VerificationError
@@ -49,13 +50,13 @@ SAME_UP_TO_NAMES = Rule(
 )
 RECORDED = Rule(
     "replay.recorded",
-    "of the manifest, what was measured when the artifact was made is not compared: figures of checks that ran the "
-    "model, seconds, versions of packages; nor are the words that the recipe was given for itself",
+    "of the manifest these are not compared: the figures of checks that ran the model, the name and the description of "
+    "the recipe, {fields}",
 )
 OTHER_NAMES = Rule(
     "replay.other-names",
-    "names, metadata, comments and types of inner values are not compared: graphopt {version} wrote the artifact; "
-    "{first}",
+    "names, metadata, comments, types of inner values, the order of nodes and functions, the producer of the model and "
+    "nodes that no output needs are not compared: graphopt {version} wrote the artifact; {first}",
 )
 
 
@@ -121,7 +122,8 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     NameFixPass()(graph)
     on_stage("comparing all that is in the files", total - 1, total)
     certified = bool(changed) and changed[-1].claims is not None and checks[-1].status == "proved"
-    checks.append(_confirm_replay(graph, Path(after), rounding_proved=certified and not older, older=older))
+    fields = left_out(first.manifest, older=older is not None)
+    checks.append(_confirm_replay(graph, Path(after), fields, rounding_proved=certified and not older, older=older))
     kernels: KernelReport | None = None
     if quantized_products(graph.graph) or own_nodes(graph.graph):
         kernels = check_kernels(graph, unread.snapshots, recipe.session_entries(), unread.why_not)
@@ -171,16 +173,20 @@ def _confirm_hashes(folder: Path) -> None:
         raise VerificationError(error.what, file=error.file, remedy=error.remedy) from error
 
 
-def _confirm_replay(made: ir.Model, folder: Path, *, rounding_proved: bool, older: str | None) -> Check:
+def _confirm_replay(
+    made: ir.Model, folder: Path, fields: Mapping[str, str], *, rounding_proved: bool, older: str | None
+) -> Check:
     """Confirm that the recipe, run again, made what is stored.
 
     Args:
         made: what it makes.
         folder: the artifact.
+        fields: the fields of the manifest that are not compared, and why.
         rounding_proved: see :func:`confirm_model`.
         older: another version of graphopt that wrote the artifact; it may have given other names than this one.
     """
-    findings = [Finding(node="manifest", tensor=None, status="not covered", reason=RECORDED())]
+    recorded = RECORDED(fields=[f"{pattern} ({why})" for pattern, why in fields.items()])
+    findings = [Finding(node="manifest", tensor=None, status="not covered", reason=recorded)]
     try:
         extent = confirm_model(made, folder, rounding_proved=rounding_proved)
     except VerificationError as error:

@@ -1,6 +1,6 @@
 """A manifest that was made again against the one of an artifact: every field but those that no replay can make again.
 
-What is left out is listed in :data:`LEFT_OUT` and in :func:`_outline`, each with its reason.
+What is left out is listed by :func:`left_out` and in :func:`_outline`, each with its reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ LEFT_OUT = {
     "passes.*.seconds": "how long a pass took",
     "files.*": "sizes and hashes, which were compared with the files",
 }
-"""Fields that are not compared, as patterns of their names, with what they say."""
+"""Fields that are not compared, as patterns of their names, and why."""
 
 OLDER = {
     "recipe.*": "steps may have gained options",
@@ -37,6 +37,17 @@ OLDER = {
 # Figures of a certificate that depend on the processor.
 _MEASURED = ("seconds", "largest_share_of_rounding")
 _BY_LEVEL = {"0": "float32", "4": "int8"}
+
+
+def left_out(before: Manifest, *, older: bool) -> dict[str, str]:
+    """Return the fields of a manifest that are not compared, as patterns of their names, and why.
+
+    Args:
+        before: the manifest of the model before.
+        older: whether another version of graphopt wrote the artifact.
+    """
+    source = {} if before.files else {"source.name": "the path of a plain file, which may be given in another way now"}
+    return LEFT_OUT | source | (OLDER if older else {})
 
 
 def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manifest, *, older: bool) -> None:
@@ -56,9 +67,7 @@ def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manif
     first_new = len(before.checks)
     for said, manifest in ((ours, made), (theirs, stored)):
         said["checks"][first_new:] = [_outline(check) for check in manifest.checks[first_new:]]
-    # the path of a plain file, which may be given in another way now
-    source = [] if before.files else ["source.name"]
-    found = _first_difference(ours, theirs, "", [*LEFT_OUT, *source, *(OLDER if older else ())])
+    found = _first_difference(ours, theirs, "", [*left_out(before, older=older)])
     if found is not None:
         place, mine, other = found
         raise VerificationError(

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 
 import onnx_ir as ir
 
+from graphopt.errors import InputError
 from graphopt.runtime_ops.foreign import FOREIGN
 from graphopt.runtime_ops.library import Device, library_path
 from graphopt.runtime_ops.operator import DOMAIN, Operator
@@ -90,13 +91,17 @@ def declare(model: ir.Model) -> None:
     out, and the import with the last of them.
 
     Raises:
-        ValueError: the graph has a node of the domain that is no operator of ours, or one whose attributes allow no
-            body.
+        InputError: the graph has a node of the domain that is no operator of ours, or one whose attributes allow no
+            body; names it.
     """
     waiting = [node for node in model.graph.all_nodes() if node.domain == DOMAIN]
-    unknown = {node.op_type for node in waiting} - OPERATORS.keys()
-    if unknown:
-        raise ValueError(f"{DOMAIN} has no operator {', '.join(sorted(unknown))}; it has {', '.join(OPERATORS)}")
+    unknown = next((node for node in waiting if node.op_type not in OPERATORS), None)
+    if unknown is not None:
+        raise InputError(
+            f"{DOMAIN} has no operator {unknown.op_type}; it has {', '.join(OPERATORS)}",
+            node=unknown.name,
+            remedy="a newer graphopt may have it",
+        )
     if waiting:
         model.opset_imports[DOMAIN] = max(OPERATORS[node.op_type].version for node in waiting)
     else:
@@ -106,10 +111,15 @@ def declare(model: ir.Model) -> None:
     while waiting:
         node = waiting.pop()
         operator = OPERATORS[node.op_type]
-        node.overload = operator.overload_of(node)
-        if node.op_identifier() not in bodies:
-            body = bodies[node.op_identifier()] = operator.body_of(node, opset)
-            waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
+        try:
+            node.overload = operator.overload_of(node)
+            if node.op_identifier() not in bodies:
+                body = bodies[node.op_identifier()] = operator.body_of(node, opset)
+                waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
+        except ValueError as error:
+            raise InputError(
+                f"{DOMAIN}::{node.op_type} has no body for its attributes: {error}", node=node.name
+            ) from error
     for key in [key for key in model.functions if key[0] == DOMAIN and key not in bodies]:
         del model.functions[key]
     model.functions.update(sorted(bodies.items()))

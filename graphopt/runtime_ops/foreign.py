@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphopt.runtime_ops.schema import Coordinates, Port, Role, Signature
+from graphopt.runtime_ops.schema import Coordinates, Dims, Port, Role, Signature
 
 _ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 
@@ -13,6 +13,12 @@ _ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int
 def _by_accuracy_level(attributes: Mapping[str, Any]) -> str:
     level = attributes.get("accuracy_level", 0)
     return _ACTIVATIONS.get(level, f"level {level}")
+
+
+def _stated_bits(shape: Dims, attributes: Mapping[str, Any]) -> int:
+    del shape
+    bits: int = attributes.get("bits", 4)
+    return bits
 
 
 FOREIGN: dict[tuple[str, str], Signature] = {
@@ -34,7 +40,7 @@ FOREIGN: dict[tuple[str, str], Signature] = {
             name="MatMulNBits",
             inputs=(
                 Port("A", Role.DATA),
-                Port("B", Role.CODES),
+                Port("B", Role.CODES, bits=_stated_bits),
                 Port("scales", Role.SCALES, like="A"),
                 Port("zero_points", Role.ZERO_POINTS),
                 Port("g_idx", Role.GROUPS),
@@ -48,7 +54,7 @@ FOREIGN: dict[tuple[str, str], Signature] = {
             domain="com.microsoft",
             name="GatherBlockQuantized",
             inputs=(
-                Port("data", Role.CODES),
+                Port("data", Role.CODES, bits=_stated_bits),
                 Port("indices", Role.INDICES),
                 Port("scales", Role.SCALES),
                 Port("zero_points", Role.ZERO_POINTS, like="data"),

@@ -72,6 +72,8 @@ class Port:
             as bodies for older opsets could not ask whether one is there.
         columns: the axis that counts columns of a product, in whole tiles; tensors are joined along it where products
             are merged.
+        bits: of codes that are packed into bytes, how many each takes, from the shape of the tensor and the attributes
+            of the node; ``None`` where each code is an element of the tensor.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Port:
     like: str | None = None
     placeholder: int | None = None
     columns: int | None = None
+    bits: Callable[[Dims, Mapping[str, Any]], int] | None = None
 
     def is_absent(self, value: ir.Value | None) -> bool:
         """Return whether ``value`` says that this input is absent."""

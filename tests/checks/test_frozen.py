@@ -9,6 +9,7 @@ import pytest
 
 from graphopt import artifact
 from graphopt.checks.replay import verify
+from graphopt.checks.same_manifest import LEFT_OUT, OLDER
 from graphopt.generate import generate
 from graphopt.session import load
 
@@ -61,3 +62,5 @@ def test_it_still_verifies(name: str, expected: list[tuple[str, str]]) -> None:
     replay = next(check for check in proof.checks if check.name == "replay")
     assert [finding.status for finding in replay.findings] == ["not covered", "not covered"]
     assert "graphopt 0.1.0 wrote the artifact" in str(replay.findings[-1].reason)
+    assert "nodes that no output needs" in str(replay.findings[-1].reason)
+    assert all(f"{pattern} ({why})" in str(replay.findings[0].reason) for pattern, why in (LEFT_OUT | OLDER).items())

@@ -83,6 +83,10 @@ def test_a_rotation_is_proved_again_from_the_two_folders(llama_artifact: Path, r
     proof = verify(llama_artifact, rotated)
     statuses = [(check.name, check.status) for check in proof.checks]
     assert statuses == [("certificate", "proved"), ("replay", "proved"), ("logits", "measured")]
+    (manifest,) = proof.checks[1].findings
+    assert manifest.status == "not covered"
+    assert "passes.*.seconds (how long a pass took)" in str(manifest.reason)
+    assert "recipe.*" not in str(manifest.reason)
     assert proof.checks[-1].figures["largest_change"] < TOLERANCE
 
 

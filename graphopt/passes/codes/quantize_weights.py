@@ -9,14 +9,14 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
 
-from graphopt.analysis.codes import DEQUANTIZE
 from graphopt.analysis.structure import linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
-from graphopt.editing import drop, shared
+from graphopt.editing import drop, replace, shared
 from graphopt.errors import InputError
 from graphopt.facts import Effect, Rule
 from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Options, Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
+from graphopt.passes.codes.logical import dequantize
 from graphopt.passes.context import Context, Ledger
 from graphopt.rounding import RoundingMethod
 from graphopt.rounding.lazy import quantized
@@ -192,10 +192,10 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             weight.const_value, table, group, self.options.scale, half=True, standard=standard, method=method
         )
         made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
-        dequantize = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
-        _typed(dequantize.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
-        graph.insert_before(node, dequantize)
-        node.replace_input_with(1, dequantize.outputs[0])
+        reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
+        _typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
+        graph.insert_before(node, reader)
+        node.replace_input_with(1, reader.outputs[0])
         stored = STORED(
             weight=weight.name,
             format=table.name,
@@ -205,7 +205,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             rows=rows if standard else None,
             rounding=None if method == NEAREST else method.method,
         )
-        ledger.changed(dequantize, stored, [weight])
+        ledger.changed(reader, stored, [weight])
         drop(graph, weight)
         activations = self.options.activations or "int8"
         if not standard and activations != "float32":
@@ -229,16 +229,12 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             graph.insert_before(node, gather)
             ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
             looked_up.append(gather.outputs[0])
-        dequantize = ir.node(
+        reader = ir.node(
             "DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize"
         )
-        made, name = dequantize.outputs[0], output.name
-        graph.insert_before(node, dequantize)
-        output.replace_all_uses_with(made, replace_graph_outputs=True)
-        graph.remove(node, safe=True)
-        _typed(made, name, table.dtype, [*ids.shape, width])
-        ledger.changed(dequantize, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
-        drop(graph, table)
+        _typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
+        replace(node, reader)
+        ledger.changed(reader, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
 
 
 def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: int) -> ir.Node:
@@ -249,13 +245,8 @@ def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: in
 def _dequantize(
     graph: ir.Graph, product: ir.Node, made: Mapping[str, ir.Value], group: int, table: TableFormat
 ) -> ir.Node:
-    inputs = [
-        made["codes"],
-        made["scales"],
-        shared(graph, f"{table.name}.table", table.values.astype(np.float32)),
-        made.get("zero_points") or shared(graph, "zero.float", np.zeros((1, 1), np.float32)),
-    ]
-    return DEQUANTIZE.node(inputs, {"group": group}, name=f"{product.name}.dequantize")
+    values = shared(graph, f"{table.name}.table", table.values.astype(np.float32))
+    return dequantize(graph, product, made["codes"], made["scales"], values, made.get("zero_points"), group)
 
 
 def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:

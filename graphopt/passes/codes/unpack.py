@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import DEQUANTIZE
 from graphopt.analysis.structure import packed_nodes
-from graphopt.editing import replace, shared
+from graphopt.editing import replace
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
+from graphopt.passes.codes.logical import dequantize
 from graphopt.passes.context import Context
 from graphopt.passes.lower.layout import Unpacked, Untiled
-from graphopt.runtime_ops import OPERATORS
+from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
 from graphopt.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 
 UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
@@ -72,40 +71,54 @@ class Unpack(Pass[UnpackOptions]):
                 round_input(graph, new, rounding, ledger)
 
 
+def _constants(node: ir.Node) -> dict[str, ir.Value]:
+    """Return what a packed product reads besides its activations by name, where it is constant."""
+    named = ((each, weight_of(node, index)) for index, each in enumerate(schema_of(node).inputs))
+    return {each.name: value for each, value in named if each.role is not Role.DATA and value is not None}
+
+
+def _is_absent(node: ir.Node, name: str) -> bool:
+    """Return whether an input is the placeholder that says so."""
+    schema = schema_of(node)
+    return schema.inputs[schema.index(name)].is_absent(port(node, name))
+
+
 def _refusal(node: ir.Node) -> Fact | None:
-    x, bias = node.inputs[0], weight_of(node, 5)
-    if bias is None or any(weight_of(node, index) is None for index in range(1, len(node.inputs))):
+    x, read, schema = _data(node), _constants(node), schema_of(node)
+    if read.keys() < {each.name for each in schema.inputs if each.role is not Role.DATA}:
         return NOT_CONSTANT()
-    if x is None or x.dtype not in (None, ir.DataType.FLOAT):
-        return NOT_FLOAT(type=None if x is None else str(x.dtype))
-    assert bias.const_value is not None
-    return None if bias.const_value.size == 1 and not bias.const_value.numpy().any() else BIASED()
+    if x.dtype not in (None, ir.DataType.FLOAT):
+        return NOT_FLOAT(type=str(x.dtype))
+    bias = read["bias"].const_value
+    assert bias is not None
+    return None if _is_absent(node, "bias") and not bias.numpy().any() else BIASED()
 
 
 def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
     """Return the product of dequantized codes; what it reads is inserted in front of ``node``."""
     rows, columns, group = (node.attributes.get_int(name, 0) for name in ("rows", "columns", "group"))
-    codes, scales, table, zero_points = (weight_of(node, index) for index in range(1, 5))
-    assert codes is not None and scales is not None and table is not None and zero_points is not None
-    absent = np.zeros((1, 1), zero_points.dtype.numpy()) if _is_placeholder(zero_points) else None  # type: ignore[union-attr]
-    inputs = [
+    read = _constants(node)
+    codes, scales, points = read["codes"], read["scales"], read["zero_points"]
+    reader = dequantize(
+        graph,
+        node,
         _unpacked(graph, codes, Unpacked(expression_of(codes.const_value), rows, columns)),
         _unpacked(graph, scales, Untiled(expression_of(scales.const_value), columns)),
-        table,
-        _unpacked(graph, zero_points, Untiled(expression_of(zero_points.const_value), columns))
-        if absent is None
-        else shared(graph, f"zero.{absent.dtype.name}", absent),
-    ]
-    dequantize = DEQUANTIZE.node(inputs, {"group": group}, name=f"{node.name}.dequantize")
-    weight = dequantize.outputs[0]
-    weight.name, weight.dtype, weight.shape = f"{dequantize.name}d", ir.DataType.FLOAT, ir.Shape([rows, columns])
-    graph.insert_before(node, dequantize)
+        read["table"],
+        None
+        if _is_absent(node, "zero_points")
+        else _unpacked(graph, points, Untiled(expression_of(points.const_value), columns)),
+        group,
+    )
+    weight = reader.outputs[0]
+    weight.name, weight.dtype, weight.shape = f"{reader.name}d", ir.DataType.FLOAT, ir.Shape([rows, columns])
+    graph.insert_before(node, reader)
     return ir.node("MatMul", [_rotated(graph, node), weight], name=node.name)
 
 
-def _is_placeholder(zero_points: ir.Value) -> bool:
-    assert zero_points.const_value is not None
-    return zero_points.const_value.size == 1
+def _data(node: ir.Node) -> ir.Value:
+    (x,) = ports_of(node, Role.DATA)
+    return x
 
 
 def _unpacked(graph: ir.Graph, packed: ir.Value, expression: Expression) -> ir.Value:
@@ -118,11 +131,10 @@ def _unpacked(graph: ir.Graph, packed: ir.Value, expression: Expression) -> ir.V
 
 def _rotated(graph: ir.Graph, node: ir.Node) -> ir.Value:
     """Return what the product multiplies, before it is rounded: a rotation inside it becomes a node in front."""
-    x, *matrices = (node.inputs[index] for index in (0, 6, 7) if index < len(node.inputs))
-    assert x is not None
-    if all(value is not None and value.const_value is not None and value.const_value.size == 1 for value in matrices):
+    x, matrices = _data(node), schema_of(node).of_role(Role.MATRIX)
+    if all(_is_absent(node, name) for name in matrices):
         return x
-    rotation = OPERATORS["Hadamard"].node([x, *matrices], name=f"{node.name}.hadamard")
+    rotation = OPERATORS["Hadamard"].node([x, *ports_of(node, Role.MATRIX)], name=f"{node.name}.hadamard")
     made = rotation.outputs[0]
     made.name, made.type, made.shape = f"{rotation.name}.output", x.type, x.shape
     graph.insert_before(node, rotation)

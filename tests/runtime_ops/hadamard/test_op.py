@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.errors import InputError
 from graphopt.rotations import HadamardRotation, hadamard
 from graphopt.runtime_ops import DOMAIN, OPERATORS, declare
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
@@ -186,8 +187,8 @@ def test_declare_leaves_a_graph_without_our_operators() -> None:
 
 def test_declare_refuses_an_operator_it_does_not_know() -> None:
     made = model((12, 8), ir.DataType.FLOAT, 2)
-    made.graph.append(ir.node("Hadamart", [made.graph.outputs[0]], domain=DOMAIN))
-    with pytest.raises(ValueError, match="no operator Hadamart; it has .*Hadamard"):
+    made.graph.append(ir.node("Hadamart", [made.graph.outputs[0]], domain=DOMAIN, name="odd"))
+    with pytest.raises(InputError, match="no operator Hadamart; it has .*Hadamard.*node=odd"):
         declare(made)
 
 

@@ -14,7 +14,7 @@ This layout is part of the operator's meaning: files hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,11 @@ _BLOCK = 1 << 21
 def line_bytes(width: int) -> int:
     """Return the bytes of a line of a plane of ``width`` bits."""
     return 64 if width > 1 else 32
+
+
+def bits_of(shape: Sequence[int]) -> int:
+    """Return the bits of a code, from the shape of packed codes: a unit of 256 codes is one row of bytes."""
+    return shape[-1] * 8 // _CODES
 
 
 def pack(codes: Bytes, bits: int) -> Bytes:
@@ -93,7 +98,7 @@ def unpack(packed: Bytes, rows: int, columns: int) -> Bytes:
             f"codes of a {rows} x {columns} weight are uint8 [{tiles}, {units}, 32 bits], "
             f"these are {packed.dtype} {list(packed.shape)}"
         )
-    bits = packed.shape[2] // 32
+    bits = bits_of(packed.shape)
     _check_bits(bits)
     codes = np.empty((rows, columns), np.uint8)
     for these in _blocks(tiles, units):

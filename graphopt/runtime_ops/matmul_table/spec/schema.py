@@ -8,14 +8,14 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.matmul_table.spec.packing import TILE
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE, bits_of
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 PORTS = (
     Port("x", Role.DATA, FLOATS),
-    Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0),
+    Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0, bits=lambda shape, attributes: bits_of(shape)),
     Port("scales", Role.SCALES, FLOATS, columns=0),
     Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
     Port("zero_points", Role.ZERO_POINTS, FLOATS, like="scales", placeholder=1, columns=0),
