@@ -65,23 +65,6 @@ class Fact(BaseModel):
     def __hash__(self) -> int:
         return hash(str(self))
 
-    # Until all tests compare codes: a fact is compared with its sentence.
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, Fact):
-            return (self.code, self.figures) == (other.code, other.figures)
-        return str(self) == other
-
-    def __contains__(self, part: str) -> bool:
-        return part in str(self)
-
-    def startswith(self, start: str) -> bool:
-        """Return whether the sentence begins so."""
-        return str(self).startswith(start)
-
-    def count(self, part: str) -> int:
-        """Return how often the sentence has ``part``."""
-        return str(self).count(part)
-
 
 class Rule:
     """A kind of fact: a stable code, and the template of the sentence that is made of it.
@@ -161,7 +144,7 @@ RULES: dict[str, Rule] = {}
 """Every rule that was imported, by its code."""
 
 TEXT = Rule("text", "{text}")
-"""A sentence of a manifest that was written before facts had codes. Nothing states it any more."""
+"""A sentence in a manifest that was written before facts had codes. It is only read: no pass and no check states it."""
 
 
 class Change(BaseModel):

@@ -64,6 +64,13 @@ def test_facts_come_back_from_json_as_they_went(figures: dict[str, object]) -> N
     assert json.loads(back.model_dump_json()) == json.loads(fact.model_dump_json())
 
 
+def test_a_fact_is_no_sentence() -> None:
+    fact = WHY(why="a")
+    assert fact == WHY(why="a")
+    assert hash(fact) == hash(WHY(why="a"))
+    assert fact not in (WHY(why="b"), "it stays: a")
+
+
 def test_facts_inside_facts_are_said_with_them() -> None:
     both = WHY(why=[WHY(why="a"), WHY(why="b")])
     assert str(both) == "it stays: it stays: a; it stays: b"

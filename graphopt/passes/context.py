@@ -11,7 +11,7 @@ import onnx_ir as ir
 
 from graphopt import provenance
 from graphopt.analysis.heads import HeadScores, read_scores
-from graphopt.facts import TEXT, Change, Fact, PassReport, Removal, Skip
+from graphopt.facts import Change, Fact, PassReport, Removal, Skip
 from graphopt.running import Runner
 from graphopt.tasks import Task
 
@@ -22,25 +22,19 @@ class Ledger:
     def __init__(self, report: PassReport) -> None:
         self.report = report
 
-    def changed(
-        self, item: ir.Node | ir.Value, what: Fact | str, sources: Iterable[ir.Node | ir.Value | str] = ()
-    ) -> None:
+    def changed(self, item: ir.Node | ir.Value, what: Fact, sources: Iterable[ir.Node | ir.Value | str] = ()) -> None:
         """Record that ``item`` was made, or edited, from ``sources``."""
         provenance.record(item, self.report.name, sources)
         self.report_change(item.name or "?", what)
 
-    def report_change(self, where: str, what: Fact | str) -> None:
+    def report_change(self, where: str, what: Fact) -> None:
         """Record a change that no single node stands for."""
-        self.report.changes.append(Change(where=where, what=_fact(what)))
+        self.report.changes.append(Change(where=where, what=what))
 
-    def skipped(self, item: ir.Node | ir.Value | str, reason: Fact | str, *, node: str | None = None) -> None:
+    def skipped(self, item: ir.Node | ir.Value | str, reason: Fact, *, node: str | None = None) -> None:
         """Record that ``item`` was left alone, and why; ``node`` is the reason where it is another one."""
         where = item if isinstance(item, str) else item.name or "?"
-        self.report.skips.append(Skip(where=where, reason=_fact(reason), node=node))
-
-
-def _fact(said: Fact | str) -> Fact:
-    return TEXT(text=said) if isinstance(said, str) else said
+        self.report.skips.append(Skip(where=where, reason=reason, node=node))
 
 
 class Removals:

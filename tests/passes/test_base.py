@@ -9,12 +9,15 @@ import pytest
 from graphopt import provenance
 from graphopt.analysis.heads import Calibration
 from graphopt.errors import InputError
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Rule
 from graphopt.passes import PASSES
 from graphopt.passes.base import Options, Pass, StepOptions
 from graphopt.passes.context import Context, Statistics, Surroundings
 from graphopt.tasks import task_of
 from tests.graphs import residual_model, run_pass
+
+LOOKED = Rule("tests.looked", "looked at")
+LEFT = Rule("tests.left", "not today")
 
 
 class Rename(Pass[Options]):
@@ -33,8 +36,8 @@ class Rename(Pass[Options]):
         if self.damage == "two of a name":
             nodes["up0"].outputs[0].name = nodes["up1"].outputs[0].name
         else:
-            ledger.changed(nodes["up0"], "looked at", [nodes["up1"]])
-            ledger.skipped(nodes["up1"], "not today")
+            ledger.changed(nodes["up0"], LOOKED(), [nodes["up1"]])
+            ledger.skipped(nodes["up1"], LEFT())
 
 
 def test_passes_share_what_their_compilation_has(tmp_path: Path) -> None:
@@ -78,8 +81,8 @@ def test_the_report_holds_changes_skips_and_time_and_the_node_its_history() -> N
     model = residual_model()
     result = Rename("none")(model)
     assert result.modified
-    assert [(c.where, str(c.what)) for c in result.report.changes] == [("up0", "looked at")]
-    assert [(s.where, str(s.reason)) for s in result.report.skips] == [("up1", "not today")]
+    assert [(c.where, c.what) for c in result.report.changes] == [("up0", LOOKED())]
+    assert [(s.where, s.reason) for s in result.report.skips] == [("up1", LEFT())]
     assert result.report.seconds > 0
     assert provenance.history(next(n for n in model.graph if n.name == "up0")) == (["rename"], ["up1"])
 

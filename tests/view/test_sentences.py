@@ -22,7 +22,13 @@ from graphopt.pipeline import optimize
 from graphopt.recipe import load_recipe
 from graphopt.view.sentences import sentence
 
-PRESETS = {"rotate-online": [], "rotate-w4a8": ["float16"], "rotate-kv4": ["last_logits"], "streaming": ["lower"]}
+PRESETS = {
+    "rotate-online": [],
+    "rotate-w4a8": ["float16"],
+    "rotate-kv4": ["last_logits"],
+    "streaming": ["lower"],
+    "int4": ["emulate_quantization"],
+}
 """Steps to add to each; together they say most of what a small model can make passes say."""
 
 
@@ -55,6 +61,14 @@ def test_no_rule_is_idle(sources: list[tuple[ModuleType, ast.Module]]) -> None:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
                 used.add(id(getattr(module, node.id, None)))
     assert [code for code, rule in RULES.items() if id(rule) not in used and not code.startswith("tests.")] == []
+
+
+def test_nothing_states_a_text(sources: list[tuple[ModuleType, ast.Module]]) -> None:
+    for module, tree in sources:
+        calls = {
+            node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        assert not any(getattr(module, name, None) is TEXT for name in calls), module.__name__
 
 
 def test_every_statement_gives_the_figures_of_its_rule(sources: list[tuple[ModuleType, ast.Module]]) -> None:
@@ -91,7 +105,9 @@ def facts_in(value: object) -> Iterator[Fact]:
 def test_what_a_preset_says_can_be_read_from_the_file_too(preset: str, llama_artifact: Path) -> None:
     manifest = optimize(llama_artifact, load_recipe(preset, PRESETS[preset]), run=False).manifest
     facts = list(facts_in(manifest))
-    assert len({fact.code for fact in facts}) > 8
+    codes = {fact.code for fact in facts}
+    assert len(codes) > 8
+    assert TEXT.code not in codes
     again = list(facts_in(Manifest.model_validate_json(manifest.model_dump_json())))
     assert again == facts
     for fact in again:

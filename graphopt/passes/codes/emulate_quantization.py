@@ -10,11 +10,31 @@ from pydantic import Field
 from graphopt.analysis.codes import dequantize_of, rounding_of
 from graphopt.analysis.ports import past_port
 from graphopt.analysis.structure import lm_head_nodes
-from graphopt.facts import Effect
+from graphopt.facts import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from graphopt.weights import weight_of
+
+INPUT = Rule("emulate_quantization.input", "emulated: {input} as int{bits} per token, read by {readers}")
+CACHE = Rule(
+    "emulate_quantization.cache",
+    "emulated: {tensor} enters {cache} as uint{bits}, per token and head, from its least number",
+)
+LOGITS = Rule("emulate_quantization.logits", "it makes the logits: its input is left in floating point")
+SHARED = Rule("emulate_quantization.shared", "it shares its rounded input with the product that makes the logits")
+ROUNDED = Rule("emulate_quantization.rounded", "its input is really rounded, token by token")
+OTHER_PRODUCT = Rule(
+    "emulate_quantization.other-product", "{op_type} is not a product with a constant matrix on its right"
+)
+NO_CACHE = Rule("emulate_quantization.no-cache", "the graph has no input past_key_values")
+ENTRY_UNKNOWN = Rule(
+    "emulate_quantization.entry-unknown",
+    "where new tokens enter this cache is not known; it is read by: {readers}",
+)
+LAYOUT_UNKNOWN = Rule(
+    "emulate_quantization.layout-unknown", "{tensor} is not known to be [batch, heads, length, head size]"
+)
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
 
@@ -49,10 +69,9 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
     and turns it back, x' = code * scale + offset. Everything stays in floating point, nothing gets smaller or faster:
     the graph computes what kernels on such codes would compute, so that their error can be measured. Activations have
     offset 0; k and v are rounded between the row's least and largest number. A tensor that several products read is
-    rounded once. W may be a float matrix or one
-    that is dequantized. An input that ``RoundActivations`` rounds in groups is emulated in front of it, one that it
-    rounds token by token is left alone. Queries keep their numbers, and so does
-    the input of the product that makes the logits, as in the evaluations of QuaRot (Ashkboos et al. 2024).
+    rounded once. W may be a float matrix or one that is dequantized. An input that ``RoundActivations`` rounds in
+    groups is emulated in front of it, one that it rounds token by token is left alone. Queries keep their numbers, and
+    so does the input of the product that makes the logits, as in the evaluations of QuaRot (Ashkboos et al. 2024).
     """
 
     name: ClassVar[str] = "emulate_quantization"
@@ -76,51 +95,49 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
         readers: dict[ir.Value, list[ir.Node]] = {}
         for node in graph:
             if node in lm_heads:
-                ledger.skipped(node, "it makes the logits: its input is left in floating point")
+                ledger.skipped(node, LOGITS())
             elif _multiplies_by_a_matrix(node):
                 rounding = rounding_of(node)
                 if rounding is not None and not rounding.attributes.get_int("group", 0):
-                    ledger.skipped(node, "its input is really rounded, token by token")
+                    ledger.skipped(node, ROUNDED())
                     continue
                 reader = rounding or node
                 if reader is not node and any(use.node in lm_heads for use in reader.outputs[0].uses()):
-                    ledger.skipped(node, "it shares its rounded input with the product that makes the logits")
+                    ledger.skipped(node, SHARED())
                 elif (x := reader.inputs[0]) is not None and reader not in readers.setdefault(x, []):
                     readers[x].append(reader)
             elif _has_weights(node):
-                ledger.skipped(node, f"{node.op_type} is no product with a constant matrix on its right")
+                ledger.skipped(node, OTHER_PRODUCT(op_type=node.op_type))
         for x, nodes in readers.items():
             attributes = {"bits": bits, "symmetric": 1, "clip": self.options.clip}
             rounded = ROUND_TRIP.node([x], attributes, name=f"{x.name}.round_trip")
             _insert(graph, rounded, nodes[0])
             for node in nodes:
                 node.replace_input_with(0, rounded.outputs[0])
-            read = ", ".join(node.name or "?" for node in nodes)
-            ledger.changed(rounded, f"emulated: {x.name} as int{bits} per token, read by {read}", nodes)
+            read = [node.name or "?" for node in nodes]
+            ledger.changed(rounded, INPUT(input=x.name, bits=bits, readers=read), nodes)
 
     def _round_caches(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
         caches = [value for value in graph.inputs if past_port(value) is not None]
         if not caches:
-            ledger.skipped("cache", "the graph has no input past_key_values")
+            ledger.skipped("cache", NO_CACHE())
         for past in caches:
             uses = [use for use in past.uses() if use.node.op_type != "Shape"]
             entry = _entry(uses[0].node, uses[0].idx) if len(uses) == 1 else None
             if entry is None:
-                readers = ", ".join(use.node.op_type for use in uses)
-                ledger.skipped(past, f"where new tokens enter this cache is not known; it is read by: {readers}")
+                ledger.skipped(past, ENTRY_UNKNOWN(readers=[use.node.op_type for use in uses]))
                 continue
             node, position = entry
             new = node.inputs[position]
             assert new is not None
             if new.shape is None or len(new.shape) != 4:
-                ledger.skipped(past, f"{new.name} is not known to be [batch, heads, length, head size]")
+                ledger.skipped(past, LAYOUT_UNKNOWN(tensor=new.name))
                 continue
             attributes = {"bits": bits, "symmetric": 0, "clip": self.options.cache_clip}
             rounded = ROUND_TRIP.node([new], attributes, name=f"{past.name}.round_trip")
             _insert(graph, rounded, node)
             node.replace_input_with(position, rounded.outputs[0])
-            what = f"emulated: {new.name} enters {past.name} as uint{bits}, per token and head, from its least number"
-            ledger.changed(rounded, what, [node])
+            ledger.changed(rounded, CACHE(tensor=new.name, cache=past.name, bits=bits), [node])
 
 
 def _insert(graph: ir.Graph, node: ir.Node, reader: ir.Node) -> None:

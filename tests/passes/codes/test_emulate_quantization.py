@@ -82,7 +82,7 @@ def test_a_tensor_of_several_products_is_rounded_once(llama_canonical: ir.Model)
     ]
     assert readers == 2 * [["k_proj", "q_proj", "v_proj"], ["o_proj"], ["gate_proj", "up_proj"], ["down_proj"]]
     assert len(report.changes) == len(readers)
-    assert any(skip.where == "lm_head.MatMul" and "makes the logits" in skip.reason for skip in report.skips)
+    assert any(skip.where == "lm_head.MatMul" and "makes the logits" in str(skip.reason) for skip in report.skips)
 
 
 def test_a_cache_holds_rounded_tokens_and_pieces_see_what_a_whole_sees(llama_canonical: ir.Model) -> None:
@@ -124,7 +124,7 @@ def test_a_cache_that_is_left_alone_has_its_reason(model: ir.Model | str, where:
     model = concat_model(model) if isinstance(model, str) else model
     report = emulate(model, activations=None, cache=4)
     assert not report.changes
-    assert any(skip.where == where and reason in skip.reason for skip in report.skips)
+    assert any(skip.where == where and reason in str(skip.reason) for skip in report.skips)
 
 
 def concat_model(order: str) -> ir.Model:
@@ -145,7 +145,7 @@ def test_every_change_says_that_it_is_emulated_and_where_it_came_from(llama_cano
     report = emulate(llama_canonical, cache=8)
     assert report.effect == "lossy"
     assert report.changes
-    assert all(change.what.startswith("emulated: ") for change in report.changes)
+    assert all(str(change.what).startswith("emulated: ") for change in report.changes)
     for node in trips(llama_canonical):
         passes, sources = provenance.history(node)
         assert passes[-1] == "emulate_quantization"
@@ -157,7 +157,7 @@ def test_a_rotation_that_comes_too_late_leaves_rounded_tokens_alone(tmp_path: Pa
     emulate(model)
     before = logits(model, tmp_path / "before")
     report = Rotate(RotateOptions())(model).report  # type: ignore[attr-defined]
-    assert any("RoundTrip" in skip.reason for skip in report.skips)
+    assert any("RoundTrip" in str(skip.reason) for skip in report.skips)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 
 
