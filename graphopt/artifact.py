@@ -24,7 +24,8 @@ from graphopt.analysis.heads import ORIGIN
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
-from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, facts_of, read_manifest
+from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
+from graphopt.model_facts import facts_of
 from graphopt.onnx_file import load
 from graphopt.tasks import TASKS, task_of
 from graphopt.tasks.causal_lm.interface import Interface

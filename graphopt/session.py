@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from graphopt import artifact
 from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
-from graphopt.manifest import MANIFEST, Manifest, Source, facts_of, read_manifest
+from graphopt.manifest import MANIFEST, Manifest, Source, read_manifest
+from graphopt.model_facts import facts_of
 from graphopt.runtime import native_operators, open_session, run
 from graphopt.runtime_ops import Device
 from graphopt.tasks import task_of_ports

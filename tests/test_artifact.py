@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
@@ -16,7 +15,8 @@ from graphopt import artifact
 from graphopt.artifact import DATA, MODEL, Artifact
 from graphopt.errors import InputError
 from graphopt.facts import TEXT
-from graphopt.manifest import MANIFEST, Manifest, ModelFacts, Source, facts_of_config, installed_versions, read_manifest
+from graphopt.manifest import MANIFEST, Manifest, Source, installed_versions, read_manifest
+from graphopt.model_facts import ModelFacts
 
 ROWS = 40
 
@@ -250,31 +250,6 @@ def test_changed_and_missing_files_are_found(folder: Path) -> None:
 
 
 # ---- facts of a configuration
-
-
-@pytest.mark.parametrize(
-    ("config", "generation", "facts"),
-    [
-        ({}, None, ModelFacts()),
-        (
-            {"architectures": ["A", "B"], "max_position_embeddings": 5, "bos_token_id": 1, "eos_token_id": 2},
-            None,
-            ModelFacts(architecture="A", max_positions=5, bos_token_id=1, eos_token_ids=[2]),
-        ),
-        ({"eos_token_id": 2}, {"eos_token_id": [3, 4]}, ModelFacts(eos_token_ids=[3, 4])),
-        ({"eos_token_id": None, "architectures": None}, {}, ModelFacts()),
-        ({"text_config": {"max_position_embeddings": 6}}, None, ModelFacts(max_positions=6)),
-    ],
-)
-def test_facts(config: dict[str, Any], generation: dict[str, Any] | None, facts: ModelFacts, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    if generation is not None:
-        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-    assert facts_of_config(tmp_path) == facts
-
-
-def test_facts_without_configuration(tmp_path: Path) -> None:
-    assert facts_of_config(tmp_path) == ModelFacts()
 
 
 def test_configuration_that_is_no_json(tmp_path: Path, folder: Path) -> None:

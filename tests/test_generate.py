@@ -17,7 +17,8 @@ from graphopt.decoding.detokenize import TextStream
 from graphopt.decoding.sampling import Sampling
 from graphopt.errors import GraphoptError, InputError
 from graphopt.generate import Completion, Prompt, generate, stream
-from graphopt.manifest import Manifest, ModelFacts, Source
+from graphopt.manifest import Manifest, Source
+from graphopt.model_facts import ModelFacts
 from graphopt.session import Session, load
 from tests.toys import byte_tokenizer, counting_model
 

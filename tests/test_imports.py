@@ -1,4 +1,4 @@
-"""The floors of the house: an import only points down, as CONTRIBUTING.md lists them."""
+"""The floors of the house: an import only points down, as CONTRIBUTING.md lists them; and no file is long."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from pathlib import Path
 import networkx as nx
 
 import graphopt
+
+LONGEST = 300
+"""Lines that a file of the package may have."""
 
 PACKAGE = Path(graphopt.__file__).parent
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
@@ -54,3 +57,10 @@ def test_an_import_only_points_down() -> None:
 
 def test_no_two_parts_need_one_another() -> None:
     assert list(nx.simple_cycles(nx.DiGraph(edges()))) == []
+
+
+def test_no_file_is_long() -> None:
+    sources = [file for file in PACKAGE.rglob("*") if file.suffix in (".py", ".h", ".cc", ".cu", ".cuh", ".cpp")]
+    assert {file.suffix for file in sources} >= {".py", ".h", ".cc", ".cu"}
+    lengths = {file: file.read_text(encoding="utf-8").count("\n") for file in sources}
+    assert {str(file.relative_to(PACKAGE)): length for file, length in lengths.items() if length > LONGEST} == {}

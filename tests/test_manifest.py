@@ -7,7 +7,8 @@ import pytest
 from rich.console import Console
 
 from graphopt.facts import TEXT, Change, Check, PassReport
-from graphopt.manifest import Manifest, ModelFacts, ProductCount, Source, read_manifest
+from graphopt.manifest import Manifest, ProductCount, Source, read_manifest
+from graphopt.model_facts import ModelFacts
 from graphopt.view.tables import passes_table, skips_table, summary
 
 FROZEN = Path(__file__).parent / "checks" / "frozen"

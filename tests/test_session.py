@@ -13,7 +13,8 @@ from transformers import LlamaForCausalLM
 from graphopt import artifact
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
-from graphopt.manifest import Manifest, ModelFacts, Source
+from graphopt.manifest import Manifest, Source
+from graphopt.model_facts import ModelFacts
 from graphopt.session import Session, load
 from tests.toys import BOS, byte_tokenizer, counting_model
 

@@ -10,7 +10,6 @@ Where every head of a layer streams, its pages go round and its cache stays as l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy.typing as npt
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
 from graphopt.decoding.rewind import check_length, rewind_row
+from graphopt.decoding.state import State, move_pages
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 from graphopt.tasks.causal_lm.interface import Interface
@@ -31,23 +31,6 @@ Array = npt.NDArray[Any]
 
 _SPARE = 1 << 26
 """Bytes of free memory that a cache leaves for the rest of a step."""
-
-
-@dataclass
-class State:
-    """One state tensor.
-
-    Attributes:
-        past: the graph input.
-        present: the graph output.
-        paged: whether its places are pages, which grow; else slots, which do not.
-        buffers: its memory, the newest first; a second buffer is written by the next step where it cannot be in place.
-    """
-
-    past: str
-    present: str
-    paged: bool
-    buffers: list[Buffer] = field(default_factory=list)
 
 
 class PagedCache:
@@ -298,26 +281,3 @@ class PagedCache:
                 move_pages(layer, state.buffers[0], buffers[0], stored, self.oldest[index])
             state.buffers = buffers
         self._pages[index] = pages
-
-
-def move_pages(layer: PagedLayer, old: Buffer, new: Buffer, stored: IntArray, oldest: IntArray) -> None:
-    """Copy the pages that rows of ``stored`` tokens have in ``old`` to where they lie in ``new``, a larger one.
-
-    Args:
-        layer: whose pages they are.
-        old: [batch, KV heads, pages, ...].
-        new: the same with more pages.
-        stored: tokens of each row, int64 [batch].
-        oldest: of each row, the first page behind those of the sinks that is there still, int64 [batch].
-    """
-    kv = layer.attributes
-    for row, (tokens, first) in enumerate(zip(stored.tolist(), oldest.tolist(), strict=True)):
-        pages = np.arange(-(-tokens // kv.page))
-        if not oldest.any():
-            # No page has gone round, so each has its own number as its place.
-            new.copy(row, 0, old, row, 0, len(pages))
-            continue
-        pages = pages[(pages < kv.first_pages) | (pages >= first)]
-        places = (kv.physical_page(pages, buffer.places).tolist() for buffer in (new, old))
-        for to, place in zip(*places, strict=True):
-            new.copy(row, to, old, row, place, 1)

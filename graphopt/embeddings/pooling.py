@@ -8,7 +8,7 @@ from typing import Any, assert_never
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.manifest import Pooling
+from graphopt.model_facts import Pooling
 
 Floats = npt.NDArray[np.float32]
 

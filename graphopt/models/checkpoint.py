@@ -17,7 +17,7 @@ from typing import Any
 
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.facts import Fact, Rule
-from graphopt.manifest import POOLING, SENTENCES
+from graphopt.model_facts import POOLING, SENTENCES
 from graphopt.tasks.base import TaskName
 
 NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")

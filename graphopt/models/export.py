@@ -14,7 +14,8 @@ from graphopt.artifact import COMPANIONS, MODEL, Artifact
 from graphopt.checks.importing import imported
 from graphopt.errors import InputError
 from graphopt.facts import Fact
-from graphopt.manifest import Manifest, Source, facts_of, installed_versions
+from graphopt.manifest import Manifest, Source, installed_versions
+from graphopt.model_facts import facts_of
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.progress import Progress, silent
 from graphopt.tasks import task_of

@@ -14,7 +14,7 @@ from graphopt.rounding.half import fits_half
 from graphopt.rounding.method import RoundingMethod
 from graphopt.rounding.methods.nearest import NEAREST
 from graphopt.rounding.nearest import Scale
-from graphopt.weights import Array, Expression, Part, Region, Several, Shape
+from graphopt.weights import Array, Expression, Like, Part, Region, Several, Shape
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,26 +87,15 @@ def parts_of(rounding: Several) -> dict[str, Part]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CodeIndices(Expression):
+class CodeIndices(Like):
     """Codes of an integer type as places in the format's table, uint8: two's complement becomes 0 .. 2^bits - 1."""
 
-    of: Expression
     bits: int
 
     @property
     def dtype(self) -> ir.DataType:
         """uint8."""
         return ir.DataType.UINT8
-
-    @property
-    def shape(self) -> Shape:
-        """As the codes."""
-        return self.of.shape
-
-    @property
-    def whole(self) -> frozenset[int]:
-        """As the codes."""
-        return self.of.whole
 
     def evaluate(self, region: Region) -> Array:
         """Convert what lies in the region."""

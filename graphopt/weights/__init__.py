@@ -3,6 +3,7 @@
     expression.py   what an expression is: type, shape, children, digest, evaluation in blocks
     leaves.py       bytes of a file, arrays in memory
     layout.py       transposed, sliced, reshaped, joined, stacked
+    like.py         what keeps the type and shape of another expression
     arithmetic.py   cast, scaled, added, centered, rotated, vector times matrix
     tensor.py       a tensor of the graph that is an expression
     graph.py        the weights of a graph: find, own, rewrite, make
@@ -32,6 +33,7 @@ from graphopt.weights.finite import check_finite
 from graphopt.weights.graph import new_weight, own, rewrite, weight_of
 from graphopt.weights.layout import Joined, Reshaped, Sliced, Transposed, stacked
 from graphopt.weights.leaves import Inline, MappedTensor, Stored
+from graphopt.weights.like import Like
 from graphopt.weights.tensor import WeightTensor, expression_of, map_on_demand
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "Expression",
     "Inline",
     "Joined",
+    "Like",
     "MappedTensor",
     "Node",
     "Part",

@@ -11,34 +11,13 @@ import onnx_ir as ir
 from graphopt.rotations import HadamardRotation, RandomRotation, Rotation
 from graphopt.rotations.claims import RotationClaim
 from graphopt.weights.expression import Array, Expression, Region, Shape, blocks_of, everything, widened
+from graphopt.weights.like import Like
 
 DOUBLE = ir.DataType.DOUBLE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _LikeFirst(Expression):
-    """An expression with the type and shape of ``of``."""
-
-    of: Expression
-
-    @property
-    def dtype(self) -> ir.DataType:
-        """As the original."""
-        return self.of.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """As the original."""
-        return self.of.shape
-
-    @property
-    def whole(self) -> frozenset[int]:
-        """As the original."""
-        return self.of.whole
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Cast(_LikeFirst):
+class Cast(Like):
     """Each number rounded to another type, to nearest even.
 
     Attributes:
@@ -64,7 +43,7 @@ class Cast(_LikeFirst):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scaled(_LikeFirst):
+class Scaled(Like):
     """diag(factors) W along ``axis``: coordinate i times factors[i], in the type of ``of``."""
 
     factors: Expression
@@ -79,7 +58,7 @@ class Scaled(_LikeFirst):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Added(_LikeFirst):
+class Added(Like):
     """The sum of two tensors of one shape, in the type of ``of``."""
 
     other: Expression
@@ -90,7 +69,7 @@ class Added(_LikeFirst):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Along(_LikeFirst):
+class _Along(Like):
     """Maps runs of coordinates along ``axis``: those from each of ``starts`` on, ``width`` each. The rest stays."""
 
     axis: int

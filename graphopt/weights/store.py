@@ -9,33 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
-import onnx_ir as ir
-
 from graphopt.weights.disk import writing
-from graphopt.weights.expression import Array, Expression, Node, Part, Region, Shape
+from graphopt.weights.expression import Array, Expression, Node, Part, Region
 from graphopt.weights.leaves import Inline, Stored, write_array
+from graphopt.weights.like import Like
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Kept(Expression):
+class Kept(Like):
     """As ``of``, and its value is kept in the store: what is made of it later need not compute it again."""
-
-    of: Expression
-
-    @property
-    def dtype(self) -> ir.DataType:
-        """As the original."""
-        return self.of.dtype
-
-    @property
-    def shape(self) -> Shape:
-        """As the original."""
-        return self.of.shape
-
-    @property
-    def whole(self) -> frozenset[int]:
-        """As the original."""
-        return self.of.whole
 
     @cached_property
     def digest(self) -> str:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import HostBuffer, Row
-from graphopt.decoding.paged import move_pages
 from graphopt.decoding.rewind import check_length, first_length, rewind_row
+from graphopt.decoding.state import move_pages
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.append import State, append
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes

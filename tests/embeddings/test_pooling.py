@@ -11,7 +11,7 @@ import pytest
 
 from graphopt.embeddings.pooling import pooled
 from graphopt.errors import InputError
-from graphopt.manifest import Pooling, pooling_of
+from graphopt.model_facts import Pooling, pooling_of
 
 # One sum of at most 6 float64 numbers, rounded to float32 once.
 FLOAT32 = 1e-6

@@ -5,7 +5,8 @@ import io
 from rich.console import Console
 
 from graphopt.facts import TEXT, Change, Check, PassReport, Skip
-from graphopt.manifest import FileRecord, Manifest, ModelFacts, Precision, Source
+from graphopt.manifest import FileRecord, Manifest, Precision, Source
+from graphopt.model_facts import ModelFacts
 from graphopt.passes.algebra.rotate import STAYS
 from graphopt.view.tables import passes_table, skips_table, summary
 

@@ -7,6 +7,7 @@ import onnx_ir as ir
 from graphopt.analysis.axes import BasisGraph
 from graphopt.analysis.pins import CODES, CONSTANT_LEFT, PAIRED, PICKED, ROUNDED, STACKED
 from graphopt.analysis.rules.common import integers, join_through, observe, pin_all, rank, ranked
+from graphopt.facts import Fact
 from graphopt.weights import weight_of
 
 
@@ -47,23 +48,20 @@ def dequantize(found: BasisGraph, node: ir.Node) -> None:
 
 def round_activations(found: BasisGraph, node: ir.Node) -> None:
     """``round(x)``, number by number in these coordinates: the last axis stays, other axes pass on."""
-    x, y = node.inputs[0], node.outputs[0]
-    if x is None or not ranked(x, y):
-        observe(found, node)
-        return
-    reason = ROUNDED()
-    found.pin(found.axis(x, -1), node.name or "", reason, "observed")
-    found.pin(found.axis(y, -1), node.name or "", reason, "made")
-    join_through(found, node, x, y, but=[rank(y) - 1])
+    _pin_last(found, node, ROUNDED())
 
 
 def packed(found: BasisGraph, node: ir.Node) -> None:
     """``x W`` with W as codes, chosen for these coordinates of x and of the product: both stay, other axes pass on."""
+    _pin_last(found, node, CODES())
+
+
+def _pin_last(found: BasisGraph, node: ir.Node, reason: Fact) -> None:
+    """Pin the last axes of input and output; other axes pass on."""
     x, y = node.inputs[0], node.outputs[0]
     if x is None or not ranked(x, y):
         observe(found, node)
         return
-    reason = CODES()
     found.pin(found.axis(x, -1), node.name or "", reason, "observed")
     found.pin(found.axis(y, -1), node.name or "", reason, "made")
     join_through(found, node, x, y, but=[rank(y) - 1])
