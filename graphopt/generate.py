@@ -51,7 +51,7 @@ class Completion(BaseModel):
 
 @dataclass(frozen=True)
 class Step:
-    """What one step brought, by row.
+    """The result of one step, by row.
 
     Attributes:
         tokens: the new token, or ``None`` where the row has ended, now or before.
@@ -127,7 +127,7 @@ def stream(
 
     Args:
         session: the model.
-        prompts: texts, or lists of tokens; a text gets the BOS token that its tokenizer adds, a list is taken as it is.
+        prompts: texts, or lists of tokens; a text gets the BOS token that its tokenizer adds, a list is used as it is.
         max_new_tokens: tokens to make for each prompt, at most.
         sampling: how tokens are chosen.
 

@@ -57,7 +57,7 @@ class Session:
 
     @cached_property
     def in_place(self) -> bool:
-        """Whether caches in pages may be input and output at once: graphopt's kernel writes so, a body does not."""
+        """Whether caches in pages may be input and output at once: only graphopt's kernel writes in place."""
         return self.native and OPERATOR in native_operators(self.device)
 
     @cached_property
@@ -144,7 +144,7 @@ class Session:
         """Refuse a model that computes logits of the last position only.
 
         Raises:
-            InputError: it is one.
+            InputError: it does.
         """
         if self.interface.last_logits:
             recipe = (self.manifest.recipe or {}).get("name")
@@ -157,7 +157,7 @@ class Session:
             )
 
     def check_length(self, length: int) -> None:
-        """Refuse a sequence that is longer than the model can see.
+        """Refuse a sequence that is longer than the model's positions.
 
         Raises:
             InputError: ``length``, in tokens, exceeds the model's positions.
@@ -237,7 +237,7 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
 
 @dataclass(frozen=True)
 class Opened:
-    """A model in onnxruntime, of any kind, with what lies beside it; see :class:`Session` for the attributes."""
+    """A model of any kind in onnxruntime, with its manifest and tokenizer; see :class:`Session` for the attributes."""
 
     file: Path
     inference: onnxruntime.InferenceSession
@@ -258,7 +258,7 @@ def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, devi
     folder, manifest = file.parent, None
     if path.is_dir() and (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
-        # Checking sizes costs nothing and catches the usual damage: a truncated copy.
+        # Checking sizes is cheap and finds truncated copies, the usual damage.
         artifact.check_sizes(folder, manifest, manifest.files)
     entries = {} if manifest is None else manifest.session
     inference = open_session(file, entries=entries, threads=threads, native=native, device=device)

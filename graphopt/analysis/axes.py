@@ -41,7 +41,7 @@ class WeightAxis:
 
 @dataclass(frozen=True)
 class Pin:
-    """A node that looks at the coordinates of a basis, and why.
+    """A node that fixes the coordinates of a basis, and why.
 
     ``made``: the node gives ``tensor`` its coordinates, so a rotation could follow behind it at run time.
     ``observed``: the node takes ``tensor`` in these coordinates and no others.
@@ -77,7 +77,7 @@ class Basis:
 
     @property
     def role(self) -> Role:
-        """What it is to the model; any basis between weights that attention has no part in counts as ``residual``."""
+        """What it is to the model; any basis between weights that attention does not touch counts as ``residual``."""
         if "query_key" in self.marks:
             return "query_key"
         if "value" in self.marks:

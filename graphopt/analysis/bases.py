@@ -24,8 +24,8 @@ from graphopt.analysis.rules import RULES, observe
 def find_bases(graph: ir.Graph) -> list[Basis]:
     """Return the bases of ``graph`` that some weight writes or reads or attention contracts, in graph order.
 
-    A KV cache is no pin: what the app gets as ``present.N.key`` it gives back as ``past_key_values.N.key`` without
-    looking, so both may lie in a rotated basis, the same one.
+    A KV cache is no pin: what the app gets as ``present.N.key`` it gives back as ``past_key_values.N.key`` unread,
+    so both may lie in a rotated basis, the same one.
     """
     found = BasisGraph()
     caches = cache_ports(graph)
@@ -49,7 +49,7 @@ def find_bases(graph: ir.Graph) -> list[Basis]:
 
 
 def _contracted(basis: Basis) -> bool:
-    # Scores times values is a contraction too, over positions, of which there is no fixed number.
+    # Scores times values is a contraction too, over positions, whose number varies at run time.
     return bool(basis.marks) and basis.width is not None
 
 

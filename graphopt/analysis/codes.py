@@ -31,7 +31,7 @@ ODD_GROUP = Rule("codes.odd-group", "its groups have {group} rows, which is no m
 DEQUANTIZE, ROUND_ACTIVATIONS = OPERATORS["Dequantize"], OPERATORS["RoundActivations"]
 
 LOGICAL = (DEQUANTIZE.name, ROUND_ACTIVATIONS.name)
-"""Our operators that stand for codes before they are packed; none is left behind the step ``lower``."""
+"""Our operators that stand for codes before they are packed; none is left after the step ``lower``."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def coded_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 
 def stored_codes(node: ir.Node) -> StoredCodes | Fact:
-    """Return the stored codes of the product ``node``, or why they are none that a packed product can have."""
+    """Return the stored codes of the product ``node``, or why a packed product cannot have them."""
     reader = dequantize_of(node)
     if reader is None:
         return NOT_QUANTIZED()

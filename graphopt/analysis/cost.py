@@ -110,7 +110,7 @@ def storage_formats(model: ir.Model) -> dict[str, int]:
 
 
 def packed_format(node: ir.Node) -> str:
-    """Return the name of the format of one of our products, told by its table; a table without one tells its size."""
+    """Return the name of the format of one of our products, by its table; of an unnamed table, its size."""
     codes, table = port(node, "codes"), port(node, "table")
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"

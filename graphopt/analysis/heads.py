@@ -1,4 +1,4 @@
-"""What attention heads were seen to read, and which of them are retrieval heads.
+"""What attention heads read in a measurement, and which of them are retrieval heads.
 
 ``graphopt heads`` measures (:mod:`graphopt.calibrate`), the step ``sparse_kv`` uses the result. Both meet here.
 """
@@ -23,7 +23,7 @@ _ECHO_OF_ALL = 1 / 15
 
 
 class HeadScore(BaseModel):
-    """What tells a retrieval head, of one KV head: the largest over the query heads that share it.
+    """Scores of one KV head, by which retrieval heads are found: the largest over the query heads that share it.
 
     Attributes:
         induction: share of attention on tokens that follow an earlier occurrence of the current one.
@@ -43,7 +43,7 @@ class HeadScores(BaseModel):
 
     Attributes:
         origin: see :data:`ORIGIN`.
-        layers: by the N of ``past_key_values.N``, a score for each KV head; layers with a window of their own are none.
+        layers: by the N of ``past_key_values.N``, a score for each KV head, without layers that have a window.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -73,7 +73,7 @@ class HeadScores(BaseModel):
 
 
 class ReadPolicy(BaseModel):
-    """A policy that was measured.
+    """What was measured of one policy.
 
     Attributes:
         attributes: of the operator ``KVAttention``: policies, sinks, recent and so on, as numbers and names.

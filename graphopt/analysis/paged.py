@@ -1,6 +1,6 @@
 """What a graph says about caches that lie in pages: per ``KVAttention`` node its sizes, storage and policy.
 
-A graph says it in the attributes of its nodes. An onnxruntime session does not show those, so the passes that make such
+A graph has it in the attributes of its nodes. An onnxruntime session does not show those, so the passes that make such
 nodes also write them into the model's metadata under :data:`METADATA`.
 """
 
@@ -129,7 +129,7 @@ def describe(model: ir.Model) -> None:
 
 
 def described(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
-    """Read back what :func:`describe` wrote; nothing was written for a graph without pages.
+    """Read back what :func:`describe` wrote; empty for a graph without pages.
 
     Raises:
         InputError: it is not what :func:`describe` writes.

@@ -1,4 +1,4 @@
-"""From axes to bases: what is joined is one basis, what consists of parts hands everything down to them.
+"""From axes to bases: joined axes are one basis; an axis of several parts hands weights and pins down to them.
 
 A fused projection writes ``[query | key | value]``, a head is one factor of the axis that a projection writes: where an
 axis is made of smaller ones, these are the bases. An axis stays whole again where none of its parts could be rotated

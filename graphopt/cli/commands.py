@@ -23,7 +23,7 @@ def command(name: str) -> Callable[[Function], Function]:
 
 
 def found_commands(package: str = "graphopt.cli") -> dict[str, Callable[..., None]]:
-    """Return the commands by name: module by module, in each as they are written down.
+    """Return the commands by name: module by module, in the order of each file.
 
     Raises:
         ValueError: two functions have the same name.

@@ -1,8 +1,8 @@
 """Where the states of a cache lie: tensors [batch, KV heads, places, ...] in memory of the host, or of a GPU.
 
-A place is a page, or a slot of one that is floats still. The graph reads and writes a buffer where it lies. What the
-host does to it, when a cache grows, is rewound, copied or saved, is done to some places of a row, of all heads at once;
-for a GPU see :mod:`graphopt.decoding.device`.
+A place is a page, or a slot for a page that is still floats. The graph reads and writes a buffer where it lies. The
+host edits some places of a row, of all heads at once, when a cache grows or is rewound, copied or saved; for a GPU see
+:mod:`graphopt.decoding.device`.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from graphopt.session import Session
 
-_INCOMPLETE = "\ufffd"  # what a tokenizer shows in place of bytes that are not (yet) a character
+_INCOMPLETE = "\ufffd"  # stands for bytes that are not (yet) a whole character
 
 
 class TextStream:

@@ -1,7 +1,7 @@
 """States of a cache in memory of a GPU, through the C interface of graphopt's library (``cuda/c_interface.h``).
 
 onnxruntime is given pointers and copies nothing. Each call waits until it is done, and onnxruntime waits for its own
-stream at the end of a run, so neither sees what the other has not finished.
+stream at the end of a run, so neither reads unfinished results of the other.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     step:  bind the same buffers as input and as output  ->  the graph appends to them, nothing is copied
     full:  twice the pages, the old ones copied
 
-Where every head of a layer streams, its pages go round and its cache stays as long as what a query reads. A graph whose
-``KVAttention`` runs by its body of standard operators cannot write in place: it gets two sets of buffers in turn.
+Where every head of a layer streams, its pages are reused in turn and its cache stays as long as what a query reads. A
+graph whose ``KVAttention`` runs by its body of standard operators cannot write in place: it gets two sets of buffers in
+turn.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class PagedCache:
         # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
         self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
         self._bound: onnxruntime.IOBinding | None = None
-        self._roomy = 0  # tokens for which each layer has pages that need not go round
+        self._roomy = 0  # tokens for which no layer has to reuse pages
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
 
     @property
@@ -177,7 +178,7 @@ class PagedCache:
                 rewind_row(layer, {name: Row(state.buffers[0], row) for name, state in states.items()}, tokens, length)
 
     def picked(self, rows: Sequence[int]) -> PagedCache:
-        """Return a cache that begins as a copy of these rows, each of which may come any number of times.
+        """Return a cache that begins as a copy of these rows, each of which may be named any number of times.
 
         Raises:
             InputError: there is no memory for it.
@@ -264,7 +265,7 @@ class PagedCache:
         return self._sets * sum(layer.bytes(self.batch, each) for layer, each in zip(self.layers, pages, strict=True))
 
     def _excess(self, pages: list[int]) -> int:
-        """Return by how many bytes caches of these pages are too large; while a tensor is copied, both are there."""
+        """Return by how many bytes caches of these pages are too large; while a tensor is copied, both take memory."""
         if self._limit is not None:
             return self._bytes(pages) - self._limit
         held = max((buffer.nbytes for buffer in self._buffers()), default=0)

@@ -1,9 +1,9 @@
-"""A cache in pages as it was after fewer tokens.
+"""Rewinding a cache in pages to fewer tokens.
 
     float storages:    nothing moves: what lies behind the end is written again before it is read
-    integer storages:  the newest pages are to be floats again; those whose slots were taken are decoded from codes
-    summaries:         that of the page that is cut is made again of the keys that stay; the mean of all tokens that
-                       streaming goes by, of that of the page before and of the keys and values that stay
+    integer storages:  the newest pages become floats again; where another page took the slot, from the codes
+    summaries:         that of the last page is computed again from the keys that stay; the mean of all dropped tokens,
+                       which streaming reads, from that of the page before and the keys and values that stay
 
 What was rounded stays rounded: for integers, a page that had left the window of floats comes back with that error.
 """
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 
 
 def first_length(layer: PagedLayer, oldest: int) -> int:
-    """Return the least number of tokens that a row can be rewound to whose pages before ``oldest`` were overwritten."""
+    """Return the least number of tokens to which a row can be rewound whose pages before ``oldest`` are overwritten."""
     kv = layer.attributes
     if oldest <= kv.first_pages:
         return 0
@@ -49,7 +49,7 @@ def check_length(layer: PagedLayer, oldest: int, tokens: int, kept: int, row: in
         raise InputError(
             f"row {row} cannot be rewound from {tokens} to {kept} tokens: newer pages have taken the place of those "
             f"that it would read in layer {layer.number}",
-            remedy=f"rewind to {first} or more, or to 0" if first <= tokens else "begin again with the text",
+            remedy=f"rewind to {first} or more, or to 0" if first <= tokens else "feed the whole text again",
         )
 
 
@@ -91,7 +91,7 @@ def _decoded(layer: PagedLayer, state: Mapping[str, Row], page: int) -> Array:
 
 
 def _follow(layer: PagedLayer, state: Mapping[str, Row], kept: int) -> None:
-    """Make the mean of all tokens from the sinks up to ``kept``, in whose page it is, again; in place."""
+    """Compute the mean of all tokens from the sinks up to ``kept`` again, in place, in the summary of the last page."""
     kv, size = layer.attributes, layer.head_size
     page, summaries = (kept - 1) // kv.page, state["summaries"]
     here, before = (int(place) for place in kv.physical_page([page, page - 1], state["keys"].places))

@@ -1,7 +1,7 @@
 """The progress of each row of a batch: its tokens so far, and its inputs for a step of new columns.
 
 :class:`MaskedRows` serves graphs that see a mask over all columns ever fed, :class:`CountedRows` graphs with caches in
-pages, which are told two numbers a row.
+pages, which take two numbers per row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """New columns, ready to be run.
 
     Attributes:
-        feeds: what to feed but caches, by input name.
+        feeds: all inputs except caches, by name.
         stored: tokens that each row has, int64 [batch].
         tokens: tokens that each row will have then, int64 [batch].
     """
@@ -73,7 +73,7 @@ class MaskedRows:
 
 
 class CountedRows:
-    """Rows with a number of tokens each; padding is counted nowhere.
+    """Rows with a number of tokens each; padding is not counted.
 
     Args:
         interface: names of the graph's inputs.

@@ -78,7 +78,7 @@ class Sampling:
         if self.temperature == 0:
             weights[values.argmax()] = 1
             return weights
-        with np.errstate(over="ignore"):  # a tiny temperature: -inf is what is meant
+        with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf, as it should
             np.exp((values - peak) / self.temperature, out=weights)
         if self.top_k is not None or self.top_p < 1:
             k = min(self.top_k or len(weights), len(weights))

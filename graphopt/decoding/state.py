@@ -42,7 +42,7 @@ def move_pages(layer: PagedLayer, old: Buffer, new: Buffer, stored: IntArray, ol
     for row, (tokens, first) in enumerate(zip(stored.tolist(), oldest.tolist(), strict=True)):
         pages = np.arange(-(-tokens // kv.page))
         if not oldest.any():
-            # No page has gone round, so each has its own number as its place.
+            # No place has been reused, so page i lies at place i.
             new.copy(row, 0, old, row, 0, len(pages))
             continue
         pages = pages[(pages < kv.first_pages) | (pages >= first)]

@@ -20,7 +20,7 @@ def observe(found: BasisGraph, node: ir.Node) -> None:
 
 
 def ignore(found: BasisGraph, node: ir.Node) -> None:
-    """Nothing: the node reads shapes, not values."""
+    """Do nothing: the node reads shapes, not values."""
     del found, node
 
 

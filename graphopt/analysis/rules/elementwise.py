@@ -142,7 +142,7 @@ def _spans_last(node: ir.Node, x: ir.Value) -> bool:
 
 
 def hadamard(found: BasisGraph, node: ir.Node) -> None:
-    """``Hadamard(x)``: a rotation made at run time. A second one behind it would cost time and bring nothing."""
+    """``Hadamard(x)``: a rotation made at run time. A second one behind it would cost time and gain nothing."""
     x, y = node.inputs[0], node.outputs[0]
     if x is None or not ranked(x, y):
         pin_all(found, node, RANK_UNKNOWN())

@@ -36,7 +36,7 @@ class QuantizeKVOptions(StepOptions):
 
     Attributes:
         storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
-        page: tokens of a page, which share the scales of keys; ``None`` leaves what is there, 64 where nothing is.
+        page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
         sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
         recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
     """

@@ -68,7 +68,7 @@ class SparseKVOptions(StepOptions):
             it together. ``None`` reads as many as ``budget`` says.
         channels: of a query, those that are largest, by which retrieval judges pages; ``None`` for all.
         compensate: whether heads that stream read one token more, the mean of those that they dropped.
-        page: tokens of a page; ``None`` leaves what is there, 64 where nothing is.
+        page: tokens of a page; ``None`` keeps it, or is 64 without pages.
     """
 
     step: Literal["sparse_kv"] = "sparse_kv"
@@ -135,7 +135,7 @@ class SparseKV(Pass[SparseKVOptions]):
 
     @property
     def context_tokens(self) -> int:
-        """See :class:`Pass`: more than is always read and, for retrieval, chosen besides."""
+        """See :class:`Pass`: more tokens than queries read, so that some are left out."""
         page = self.options.page or _PAGE
         chosen = (self.options.budget + 2) * page if self.options.policy == "retrieval" else 0
         chosen = chosen or 2 * page * self.options.compensate
@@ -165,7 +165,7 @@ class SparseKV(Pass[SparseKVOptions]):
         describe(model)
 
     def _check(self) -> None:
-        """Refuse options that no head would follow."""
+        """Refuse options that would have no effect on any head."""
         chosen = self.options
         named = {policy for each in chosen.layers.values() for policy in ([each] if isinstance(each, str) else each)}
         named |= {chosen.policy} | ({"streaming"} if chosen.heads else set())

@@ -1,1 +1,1 @@
-"""Phase ``lift``: what exporters spell out becomes the standard ops that say it."""
+"""Phase ``lift``: what exporters spell out becomes the standard ops for it."""

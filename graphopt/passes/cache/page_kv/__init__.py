@@ -33,8 +33,8 @@ OWNS_CACHE = Rule(
 LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
 NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
 ONE_KIND = Rule("page_kv.one-kind", "{node} has to stay, and a graph has one kind of cache")
-LEFT_OUT = Rule("page_kv.left-out", "other layers have caches in pages already, and these were left out then")
-READ_TOO = Rule("page_kv.read-too", "{op} {node} reads {input} too, which a cache in pages has no use for")
+LEFT_OUT = Rule("page_kv.left-out", "it was left out when the other layers got caches in pages")
+READ_TOO = Rule("page_kv.read-too", "{op} {node} reads {input} too, which a graph with a cache in pages does not have")
 
 
 class PageKVOptions(StepOptions):
@@ -75,7 +75,7 @@ class PageKV(Pass[PageKVOptions]):
 
     @property
     def context_tokens(self) -> int:
-        """See :class:`Pass`: a page that is full, so that the tokens behind it stand in another."""
+        """See :class:`Pass`: more than one page."""
         return self.options.page
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
@@ -173,7 +173,7 @@ def _rows(graph: ir.Graph) -> str | int:
 
 
 def _batch_from_tokens(graph: ir.Graph) -> None:
-    """Let what reads the batch size off a cache or the mask read it off the tokens."""
+    """Let what reads the batch size from a cache or the mask read it from the tokens."""
     tokens = graph_input(graph, INPUT_IDS)
     for node in graph:
         x = node.inputs[0] if node.inputs else None

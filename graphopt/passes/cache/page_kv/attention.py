@@ -16,7 +16,7 @@ _SIZES = range(16, 257, 16)
 
 
 NO_CACHE = Rule("page_kv.no-cache", "it has no cache of its own among the inputs of the graph")
-TOLD_LENGTHS = Rule("page_kv.told-lengths", "it takes the lengths of its rows by an input of its own, nonpad_kv_seqlen")
+TOLD_LENGTHS = Rule("page_kv.told-lengths", "its row lengths come from the input nonpad_kv_seqlen")
 SCORES_READ = Rule("page_kv.scores-read", "its scores are read elsewhere")
 CACHE_READ = Rule("page_kv.cache-read", "its cache is read elsewhere in the graph")
 HEADS_UNKNOWN = Rule("page_kv.heads-unknown", "the graph does not state the number and size of its heads")
@@ -42,7 +42,7 @@ class Meaning:
         kv_heads: heads of keys and values.
         head_size: numbers of a query, key or value.
         scale: what scores are multiplied by.
-        softcap: what they are capped at, softly; 0: they are not.
+        softcap: the soft cap of scores; 0: none.
         window: the query at position p sees positions > p - window; 0: all.
     """
 
@@ -56,7 +56,7 @@ class Meaning:
 
 
 def meaning_of(node: ir.Node, evaluator: MaskEvaluator) -> Meaning | Fact:
-    """Return what the ``Attention`` node means, or why ``KVAttention`` cannot say it."""
+    """Return what the ``Attention`` node means, or why ``KVAttention`` cannot compute it."""
     inputs = [*node.inputs, *[None] * 7][:7]
     query, key, value, past_key, past_value = (inputs[i] for i in (_QUERY, _KEY, _VALUE, _PAST_KEY, _PAST_VALUE))
     cache = past_port(past_key)

@@ -101,7 +101,7 @@ def exact_angles(graph: ir.Graph) -> list[ir.Node]:
         if node.outputs[0].dtype not in (ir.DataType.FLOAT, None):
             continue
         name = node.name
-        # Integers up to 2^24 are exact as float32, but positions go further: what cast them is gone around.
+        # Integers up to 2^24 are exact as float32, but positions go further: the cast is bypassed.
         wide = [
             _cast(graph, _before_cast(value), ir.DataType.DOUBLE, node) for value in node.inputs if value is not None
         ]

@@ -6,8 +6,8 @@
     RMSNormalization(Transpose(Reshape(x)), gain)          ->   Reshape(RMSNormalization(Reshape(x), gain))
     Reshape(Transpose(y, [0, 2, 1, 3]), [B, S, H D])       ->   y
 
-A rotary embedding of a row of heads turns each head alike, as ``num_heads`` says; a transform of runs of D numbers does
-not ask which head they belong to. What something else reads too stays as it is, and is transposed once more.
+A rotary embedding of a row of heads turns each head alike, as ``num_heads`` says; a transform of runs of D numbers is
+the same for every head. What something else reads too stays as it is, and is transposed once more.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
 
 
 def _insert(ports: MutableSequence[ir.Value], port: ir.Value, behind: ir.Value | None) -> None:
-    """Put ``port`` behind another, or at the end where that is none of the ports."""
+    """Put ``port`` behind another, or at the end where that is not among the ports."""
     places = [place for place, each in enumerate(ports) if each is behind]
     ports.insert(places[0] + 1 if places else len(ports), port)
 

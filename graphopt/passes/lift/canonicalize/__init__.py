@@ -1,4 +1,4 @@
-"""What exporters spell out, lifted to the standard ops that say it."""
+"""What exporters spell out becomes the standard ops for it."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Canonicalize(Pass[CanonicalizeOptions]):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Run the lifts in order; each leaves the graph valid."""
         ledger = context.ledger
-        # What an operator of ours means is not to be tidied up: a body is compared with what it was.
+        # Bodies of our operators stay as they are: `verify` compares them with the originals.
         bodies = {key: model.functions.pop(key) for key in list(model.functions) if key[0] == DOMAIN}
         raise_opset(model, ledger)
         merge_and_prune(model, ledger)
@@ -105,7 +105,7 @@ def raise_opset(model: ir.Model, ledger: Ledger) -> None:
     """Bring an older graph to opset 23.
 
     Raises:
-        InputError: onnxruntime cannot load the opset, or the converter does not get there.
+        InputError: onnxruntime cannot load the opset, or the converter fails.
     """
     opset, oldest, newest = model.opset_imports.get("", 0), CANONICAL_OPSETS[0], CANONICAL_OPSETS[-1]
     if opset > newest:

@@ -1,4 +1,4 @@
-"""Plain housekeeping: what several exporters spell in several ways, spelled in one."""
+"""Cleanup: one spelling for what exporters spell in several ways."""
 
 from __future__ import annotations
 

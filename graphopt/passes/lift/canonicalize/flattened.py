@@ -21,9 +21,7 @@ from graphopt.weights import new_weight, weight_of
 RESHAPE_GONE = Rule("canonicalize.reshape-gone", "a reshape to the shape that was there is gone")
 CAST_GONE = Rule("canonicalize.cast-gone", "a cast to the type that was there, or a product with 1, is gone")
 UNFLATTENED = Rule("canonicalize.unflattened", "reads and writes the shape around it, without reshapes")
-OTHER_SHAPE_BACK = Rule(
-    "canonicalize.other-shape-back", "between reshapes that do not give it back the shape it came in"
-)
+OTHER_SHAPE_BACK = Rule("canonicalize.other-shape-back", "the reshapes around it do not restore the shape of its input")
 
 
 def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
@@ -40,7 +38,7 @@ def drop_idle_reshapes(model: ir.Model, ledger: Ledger) -> None:
 
 
 def drop_idle_casts(model: ir.Model, ledger: Ledger) -> None:
-    """Remove casts to the type that was there, and products with 1: older exporters write both as the code says it."""
+    """Remove casts to the type that was there, and products with 1: older exporters write both."""
     for node in list(model.graph):
         x, y = node.inputs[0] if node.inputs else None, node.outputs[0]
         if node.domain or x is None or x.dtype is None or y.is_graph_output():
@@ -77,7 +75,7 @@ def unflatten_products(model: ir.Model, ledger: Ledger) -> None:
 
 
 def _between(first: ir.Node, last: ir.Node) -> list[ir.Value]:
-    """Return what ``first``, its only reader, the only reader of that, and so on up to ``last`` compute."""
+    """Return the outputs of the nodes from ``first`` to ``last``, each the only reader of the one before."""
     values = [first.outputs[0]]
     while values[-1] is not last.outputs[0]:
         (use,) = values[-1].uses()

@@ -1,4 +1,4 @@
-"""Activations of onnxruntime's own become the standard ops that say them.
+"""onnxruntime's own activations become standard ops.
 
     FastGelu(x, b)         ->   Gelu(x + b; approximate=tanh)                  b only where there is one
     BiasGelu(x, b)         ->   Gelu(x + b)

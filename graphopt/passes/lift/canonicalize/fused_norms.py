@@ -1,4 +1,4 @@
-"""Norms of onnxruntime's own become the standard ops, the sum in front of them a node of its own.
+"""onnxruntime's own norms become standard ops, and the sum in front of them a separate node.
 
     SimplifiedLayerNormalization(x, gain)                   ->   RMSNormalization(x, gain)
     SkipSimplifiedLayerNormalization(x, y, gain, b)         ->   s = x + y + b;  RMSNormalization(s, gain);  s
@@ -52,7 +52,7 @@ _SKIPS = {
 
 
 def _sum(graph: ir.Graph, node: ir.Node, bias: ir.Value | None) -> ir.Value:
-    """Return x + y + bias, which also takes the place of the sum that the fused norm gives."""
+    """Return x + y + bias, which also replaces the sum that the fused norm outputs."""
     x, y = node.inputs[:2]
     assert x is not None
     insert = Inserter(graph, node, node.name or "norm")

@@ -7,7 +7,7 @@
 
 A window becomes a mask, boolean; ``scale`` and ``softcap`` stay attributes; norms of queries and keys become nodes.
 
-``seqlens_k`` is each row's number of tokens less 1, which is found out by running what computes it. The operator takes
+``seqlens_k`` is each row's number of tokens less 1, which is checked by running what computes it. The operator takes
 the first columns of a row for its tokens, so it is wrong for a row that is padded on the left. The mask that takes its
 place hides what ``attention_mask`` hides, on either side. Both agree where there is no padding, and in a prefill that
 is padded on the right.
@@ -34,9 +34,7 @@ _INPUTS = 16
 LIFTED = Rule(
     "canonicalize.attention-lifted", "{op} became Attention", window=", a window of {window} tokens as its mask"
 )
-OWN_TERM = Rule(
-    "canonicalize.own-term", "its softmax has a term of its own in the denominator (head_sink, smooth_softmax)"
-)
+OWN_TERM = Rule("canonicalize.own-term", "its softmax has an extra term in the denominator (head_sink, smooth_softmax)")
 ADDS_BIAS = Rule("canonicalize.adds-bias", "it adds a bias to scores")
 QUANTIZED_CACHE = Rule("canonicalize.quantized-cache", "its cache is quantized in its own way")
 NOT_CAUSAL = Rule("canonicalize.not-causal", "it is not causal")
@@ -47,7 +45,7 @@ HEADS_UNKNOWN = Rule(
 )
 CUT_TO_WINDOW = Rule("canonicalize.cut-to-window", "its cache is cut to a window: the step grow_caches comes first")
 NO_CACHE = Rule("canonicalize.no-cache", "it has no cache, or no input for the lengths of its rows")
-NO_MASK = Rule("canonicalize.no-mask", "the graph has no attention_mask, which its lengths could mean")
+NO_MASK = Rule("canonicalize.no-mask", "the graph has no attention_mask to compare its lengths with")
 LENGTHS_NOT_UNDERSTOOD = Rule("canonicalize.lengths-not-understood", "its lengths {lengths} are not understood: {why}")
 OTHER_LENGTHS = Rule("canonicalize.other-lengths", "its length {lengths} is not {expected}, by attention_mask")
 NO_TABLES = Rule("canonicalize.no-tables", "it has no tables of angles")
@@ -55,7 +53,7 @@ OTHER_POSITIONS = Rule("canonicalize.other-positions", "it takes its positions f
 
 
 def lift_group_query(model: ir.Model, angles: Angles, context: Context) -> None:
-    """Lift every ``GroupQueryAttention`` that the standard ops can say."""
+    """Lift every ``GroupQueryAttention`` that standard ops can express."""
     evaluator, ledger = MaskEvaluator(model, context), context.ledger
     nodes = contrib_nodes(model.graph, _OPERATOR)
     reasons = [_why_not(node, evaluator) for node in nodes]
@@ -73,7 +71,7 @@ def lift_group_query(model: ir.Model, angles: Angles, context: Context) -> None:
 
 
 def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> Fact | None:
-    """Return why the standard ops cannot say what ``node`` computes, or ``None``."""
+    """Return why standard ops cannot express what ``node`` computes, or ``None``."""
     inputs, attributes = _inputs(node), node.attributes
     if inputs[_SINK] is not None or attributes.get_int("smooth_softmax", 0) == 1:
         return OWN_TERM()
@@ -99,7 +97,7 @@ def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> Fact | None:
 
 
 def _lengths(seqlens: ir.Value | None, total: ir.Value | None, evaluator: MaskEvaluator) -> Fact | None:
-    """Return why the lengths that the operator is told are not those that ``attention_mask`` says, or ``None``."""
+    """Return why the operator's lengths are not those of ``attention_mask``, or ``None`` where they are."""
     assert seqlens is not None and total is not None
     for value in (seqlens, total):
         results = evaluator.run(value)
@@ -116,7 +114,7 @@ def _lengths(seqlens: ir.Value | None, total: ir.Value | None, evaluator: MaskEv
 def _angles(
     model: ir.Model, node: ir.Node, angles: Angles, ledger: Ledger
 ) -> tuple[ir.Value, ir.Value] | tuple[()] | Fact:
-    """Return cosines and sines, nothing where ``node`` turns nothing, or why it cannot be lifted."""
+    """Return cosines and sines, ``()`` where ``node`` has no rotary embedding, or why it cannot be lifted."""
     if node.attributes.get_int("do_rotary", 0) != 1:
         return ()
     inputs = _inputs(node)
@@ -191,7 +189,7 @@ def _rotary(insert: Inserter, x: ir.Value, angles: tuple[ir.Value, ...], interle
 
 
 def _numbers(node: ir.Node, size: int) -> dict[str, float]:
-    """Return scale and soft cap, where they are not what they are by themselves."""
+    """Return the attributes scale and softcap where they differ from their defaults."""
     scale, softcap = node.attributes.get_float("scale", 0.0), node.attributes.get_float("softcap", 0.0)
     numbers = {"softcap": softcap} if softcap else {}
     return {"scale": scale or size**-0.5, **numbers}

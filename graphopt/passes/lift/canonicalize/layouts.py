@@ -30,7 +30,7 @@ from graphopt.weights import (
 )
 
 Layout = Callable[[Expression], Expression]
-"""Gives an expression that moves the numbers of another, or takes a part of them."""
+"""Makes an expression that rearranges the numbers of another, or takes a part of them."""
 
 _Shape = tuple[int, ...]
 _Found = list[tuple[str, Layout]] | None
@@ -55,7 +55,7 @@ def store_layouts(model: ir.Model, ledger: Ledger) -> None:
         original, expression = made.get(weight, weight), expression_of(weight.const_value)
         node.replace_input_with(0, None)
         if not weight.uses() and not weight.is_graph_output():
-            # First, so that what keeps its contents may keep its name.
+            # Before the new weight is made, which may have the same name.
             del graph.initializers[weight.name or ""]
         for output, (suffix, layout) in zip(node.outputs, found, strict=True):
             stored = new_weight(graph, f"{weight.name}{suffix}", WeightTensor(layout(expression)))

@@ -1,4 +1,4 @@
-"""The mask that ``Attention`` takes: one for all that hides keys or is added to scores, its query axis spelled out."""
+"""The one mask that ``Attention`` takes: hidden keys and added scores together, with an explicit query axis."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def one_mask(insert: Inserter, masks: Sequence[tuple[ir.Value, bool]]) -> ir.Val
 
 
 def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
-    """Return ``mask`` with its query axis spelled out: onnxruntime's Attention does not broadcast it."""
+    """Return ``mask`` with an explicit query axis: onnxruntime's Attention does not broadcast it."""
     dims: list[int | str | ir.SymbolicDim | None] = [None] * 4 if mask.shape is None else list(mask.shape)
     if len(dims) < 2 or dims[-2] not in (1, None):
         return mask
@@ -59,7 +59,7 @@ def with_queries(insert: Inserter, mask: ir.Value, query: ir.Value) -> ir.Value:
 
 
 def _wide(left: ir.Value, right: ir.Value) -> list[int | str | ir.SymbolicDim | None]:
-    """Return the shape of two masks together, as far as both say it."""
+    """Return the broadcast shape of two masks, as far as it is known."""
     if left.shape is None or right.shape is None or len(left.shape) != len(right.shape):
         return [None] * 4
     return [a if b == 1 else b if a in (1, b) else None for a, b in zip(left.shape, right.shape, strict=True)]

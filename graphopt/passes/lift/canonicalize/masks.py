@@ -1,4 +1,4 @@
-"""Masks by meaning: whatever an exporter computes, if it says "causal and not padding", ``Attention`` can say it.
+"""Masks by meaning: arithmetic that means "causal and not padding", however it is written, becomes ``is_causal``.
 
     m = <any arithmetic>;  Where(<no visible key>, 0, Attention(q, k, v, m))
       ->   Attention(q, k, v, <padding, boolean>; is_causal=1)
@@ -40,7 +40,7 @@ _MEANINGS = ("causal and padding", "causal", "padding", "everything")
 # (batch, new tokens, past): prefill, one step, several tokens onto a cache.
 _INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
 # A window or a chunk shows only in sequences longer than itself, and its size is a constant of the arithmetic. Beyond
-# the largest of these constants, none can be a length: exporters write "to the end" that way.
+# _LONGEST it takes too long to try. Constants from _ENDLESS on are no lengths: exporters write "to the end" so.
 _LONGEST, _ENDLESS = 1 << 22, 1 << 31
 # Any score added to a hidden key is at least this far below; exporters use the lowest float or -inf.
 _HIDDEN = -1e4
@@ -74,8 +74,8 @@ GUARD_NOT_RUN = Rule("canonicalize.guard-not-run", "the condition of the guard c
 NO_GUARD = Rule("canonicalize.no-guard", "a Where behind Attention that is no guard for queries without a visible key")
 NOT_FED = Rule("mask.not-fed", "the graph cannot be fed ({error})")
 NOT_CUT_OUT = Rule("mask.not-cut-out", "its computation cannot be cut out of the graph ({error})")
-COMPUTED = Rule("mask.computed", "it depends on what the model computes")
-TOO_LONG = Rule("mask.too-long", "its arithmetic holds the number {number}, too long a sequence to try")
+COMPUTED = Rule("mask.computed", "it depends on activations of the model")
+TOO_LONG = Rule("mask.too-long", "its arithmetic has the constant {number}, too long a sequence to try")
 NOT_RUN = Rule("mask.not-run", "its computation cannot be run on its own ({error})")
 ADDS_BIAS = Rule("mask.adds-bias", "it adds a bias to visible scores")
 NOT_CAUSAL = Rule(
@@ -83,8 +83,8 @@ NOT_CAUSAL = Rule(
     "it is neither causal nor causal with padding, nor padding alone (a sliding window, perhaps)",
 )
 NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, with padding or without")
-NOT_TRIED = Rule("mask.not-tried", "it was tried on no single sequence")
-SHOWS_PADDING = Rule("mask.shows-padding", "it shows padding, which a cache in pages does not hold")
+NOT_TRIED = Rule("mask.not-tried", "it could not be run on a single sequence")
+SHOWS_PADDING = Rule("mask.shows-padding", "it lets queries see padding, which a cache in pages does not store")
 
 Evaluated = list[tuple[_Instance, Array]] | Fact
 
@@ -144,7 +144,7 @@ class MaskEvaluator:
             return TOO_LONG(number=lengths[-1])
         for port in part.graph.inputs:
             if past_port(port) is not None:
-                # Only the length of a cache can matter here, so long ones may be fed thin.
+                # Only the length of a cache matters: with other sizes free, a long one is fed as [batch, 1, past, 1].
                 port.shape = ir.Shape(["batch", "heads", "past", "size"])
         around = [(1, 2, length + shift) for length in lengths for shift in (-2, -1, 0, 1)]
         calls = list(task.calls(graph, _INSTANCES + around))
@@ -185,7 +185,7 @@ class MaskEvaluator:
         ]
         if any(array.dtype != np.bool_ and (array[_visible(array)] != 0).any() for _, _, array in seen):
             return ADDS_BIAS()
-        # The last query of the longest single sequence sees all that any window leaves.
+        # Of all queries, the last one of the longest single sequence sees the most keys: as many as the window has.
         singles = [(instance, visible) for instance, visible, _ in seen if len(instance.padding) == 1]
         longest, visible = max(singles, key=lambda each: each[0].padding.shape[-1], default=(None, None))
         if longest is None or visible is None:
@@ -205,12 +205,12 @@ class MaskEvaluator:
         return NO_WINDOW()
 
     def without_mask(self) -> int | Fact:
-        """Return the window of causal attention without any mask, 0, or why that is not causal and not padding."""
+        """Return the window of causal attention without a mask: 0, or why it does not hide padding."""
         return SHOWS_PADDING() if self._has_padding else 0
 
 
 def _numbers(part: ir.Graph) -> set[int]:
-    """Return the constants of ``part`` that could be lengths longer than what is tried anyway."""
+    """Return the constants of ``part`` that could be lengths longer than those that are always tried."""
     found: set[int] = set()
     for value in part.initializers.values():
         if value.const_value is not None and value.const_value.size <= 16:

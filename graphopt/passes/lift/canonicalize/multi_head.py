@@ -6,7 +6,7 @@
            Reshape(Transpose(y))
 
 (Vaswani et al. 2017, section 3.2.2.) ``unidirectional`` becomes ``is_causal``, ``scale`` stays. What is added to
-scores is added as before: what it means is not asked here, see ``masks.py``. Scores of keys that are padding get
+scores is added as before: ``masks.py`` finds out what it means. Scores of keys that are padding get
 ``mask_filter_value`` added, -10000 by default, and are hidden here. In float32 that is the same, except for a query all
 of whose keys are padding, whose output is meaningless in both.
 """
@@ -48,12 +48,12 @@ FILTER_VALUE = Rule("canonicalize.filter-value", "its mask_filter_value does not
 ONE_CACHE = Rule("canonicalize.one-cache", "only one of keys and values has a cache")
 SHARED_BUFFER = Rule(
     "canonicalize.shared-buffer",
-    "its cache is a buffer that it shares with what it returns (past_sequence_length, cache_indirection)",
+    "its cache is a buffer that is input and output at once (past_sequence_length, cache_indirection)",
 )
 
 
 def lift_multi_head(model: ir.Model, ledger: Ledger) -> None:
-    """Lift every ``MultiHeadAttention`` that the standard ops can say."""
+    """Lift every ``MultiHeadAttention`` that standard ops can express."""
     masks: Masks = {}
     for node in contrib_nodes(model.graph, _OPERATOR):
         reason = _why_not(node)
@@ -64,7 +64,7 @@ def lift_multi_head(model: ir.Model, ledger: Ledger) -> None:
 
 
 def _why_not(node: ir.Node) -> Fact | None:
-    """Return why the standard ops cannot say what ``node`` computes, or ``None``."""
+    """Return why standard ops cannot express what ``node`` computes, or ``None``."""
     inputs = _inputs(node)
     query, key, value = inputs[:3]
     if query is None or query.shape is None or len(query.shape) != 3 or key is None or value is None:
@@ -130,7 +130,7 @@ def _lift(graph: ir.Graph, node: ir.Node, masks: Masks, ledger: Ledger) -> None:
         outputs += [([batch, heads, None, each], dtype) for each in sizes]
     made = insert.node("Attention", [*parts, mask, *inputs[_PAST_KEY:_PAST_LENGTH]], outputs, "Attention", **attributes)
     y = joined(insert, made.outputs[0], "output")
-    # Without a cache what it would be is the keys and values themselves.
+    # Without a cache, its present is the keys and values themselves.
     presents = list(made.outputs[1:]) if cached else parts[1:]
     places = {old: new for old, new in zip(node.outputs, [y, *presents], strict=False) if old.name}
     for old, new in places.items():

@@ -1,4 +1,4 @@
-"""The masks that stay: what ``attention_mask`` hides, and what lies behind a window; one of each for all layers."""
+"""The masks that stay, each made once for all layers: padding by ``attention_mask``, and windows."""
 
 from __future__ import annotations
 

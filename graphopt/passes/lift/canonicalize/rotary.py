@@ -85,6 +85,6 @@ def lift_rotary(model: ir.Model, ledger: Ledger) -> None:
         if count:
             ledger.report_change("graph", ROTARY_LIFTED(count=count, by=name))
     for node in model.graph:
-        # onnxscript gives them neither
+        # onnxscript sets neither type nor shape
         if node.op_type in ("Cos", "Sin") and node.outputs[0].dtype is None and node.inputs[0] is not None:
             node.outputs[0].type, node.outputs[0].shape = node.inputs[0].type, node.inputs[0].shape

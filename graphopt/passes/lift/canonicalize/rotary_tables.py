@@ -4,9 +4,9 @@
       ->   RotaryEmbedding(x, Cos(positions * w), Sin(positions * w))                where cos, sin are that
       ->   RotaryEmbedding(x, Gather(cos, positions), Gather(sin, positions))        where they are anything else
 
-A table ends where the model was told to; frequencies w go on. Row p holds the angle p w modulo 2 pi, in float32: each
-row unwraps one at twice its position, which says w twice as finely, and the last leaves a few float32 numbers, which
-are tried. What is found is used only if it gives every row of both tables back.
+A table has a last position; frequencies w have none. Row p holds the angle p w modulo 2 pi, in float32. What is known
+of w from row p tells how often row 2p has wrapped around, which gives w twice as precisely; the last row leaves a few
+float32 candidates, and each is tried. A result is used only if it reproduces every row of both tables.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ HEADS_UNKNOWN = Rule("canonicalize.head-count-unknown", "the graph does not stat
 
 
 class Angles:
-    """Cosines and sines of positions, made once for all that ask for them.
+    """Cosines and sines of positions, made once and shared.
 
     Args:
         model: the graph, in which they are put in front of everything else.
-        ledger: where it is written down what became of a table.
+        ledger: records what became of a table.
     """
 
     def __init__(self, model: ir.Model, ledger: Ledger) -> None:

@@ -6,7 +6,7 @@
     y = MatMul(Softmax(s), v)
       ->   y = Attention(q, k, v, m; scale=a, softcap=c)
 
-(Vaswani et al. 2017, equation 1.) What the masks mean is not asked here: see ``masks.py``. Probabilities of a row that
+(Vaswani et al. 2017, equation 1.) ``masks.py`` finds out what the masks mean. Probabilities of a row that
 sees no key may be NaN, and set to 0 behind the softmax; ``Attention`` gives zeros for such a row.
 """
 
@@ -81,7 +81,7 @@ def lift_scores(model: ir.Model, ledger: Ledger) -> None:
 
 
 def _scores(value: ir.Value | None) -> _Scores | None:
-    """Return how ``value`` comes from a product of two activations, if only by what attention does to scores."""
+    """Return how ``value`` comes from a product of two activations, with only scaling, a cap and masks between."""
     node = None if value is None else value.producer()
     if node is None or node.domain:
         return None
@@ -123,7 +123,7 @@ def _scaled(node: ir.Node) -> _Scores | None:
 
 
 def _product_behind(softmax: ir.Node) -> ir.Node | Fact:
-    """Return the product of probabilities and values, or why what reads the probabilities is none."""
+    """Return the product of probabilities and values, or why the reader of the probabilities is not such a product."""
     value = softmax.outputs[0]
     while True:
         users = {use.node for use in value.uses()}

@@ -1,8 +1,8 @@
 """Types and shapes of values that an exporter left out, as far as the rest of the graph implies them.
 
-Older exporters compute the target of a reshape at run time and state no shape behind it; whoever reads heads and sizes
-off the graph would find none. onnxruntime's symbolic shape inference finds them again. Only structure and small integer
-constants go in: no weight is read.
+Older exporters compute the target of a reshape at run time and state no shape behind it; a pass that reads heads and
+sizes off the graph would find none. onnxruntime's symbolic shape inference finds them again. Only structure and small
+integer constants go in: no weight is read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     """State the shapes of what has none, or only in part; nothing is done where products and reshapes have theirs."""
     lacking = [value for node in model.graph for value in node.outputs if value.name and _lacks(value)]
     # Masks, integers and booleans, are understood by running them, whatever their shapes.
-    # Who knows the standard Attention states shapes, and onnxruntime's inference does not know it.
+    # onnxruntime's inference does not know the standard Attention; exporters that write it state shapes.
     if attentions(model) or not any(_is_product_or_reshape(value) for value in lacking):
         return
     try:
@@ -54,16 +54,16 @@ def state_shapes(model: ir.Model, ledger: Ledger) -> None:
     if not stated:
         return
     ledger.report_change("graph", SHAPES_STATED(values=stated))
-    # Sizes are known now: what computed half a head's, or the target of a reshape, is a constant.
+    # Sizes are known now, so half of a head's size and the target of a reshape are constants.
     _pick_sizes(model)
     fold_constants(model, output_size_limit=_SMALL, should_fold=_is_small_integer)
     merge_and_prune(model, ledger)
 
 
 def _pick_sizes(model: ir.Model) -> None:
-    """Read sizes that are picked out of a shape off constants, where they are known, or off the tokens.
+    """Take sizes from constants where they are known, else from the shape of the tokens.
 
-    Whoever asks a residual stream for the batch and the length would keep it from being rotated.
+    A node that reads batch and length off the residual stream would keep it from being rotated.
     """
     tokens = next(
         (value for value in model.graph.inputs if value.name == "input_ids" and value.shape is not None), None

@@ -156,7 +156,7 @@ def a_mask_that_shows(model: ir.Model) -> None:
         (no_keys, "its queries, keys and values are not three tensors"),
         (one_cache, "only one of keys and values has a cache"),
         (a_computed_bias, "its bias is computed"),
-        (a_shared_buffer, "its cache is a buffer that it shares with what it returns"),
+        (a_shared_buffer, "its cache is a buffer that is input and output at once"),
         (scores_that_are_read, "its scores are read elsewhere"),
         (three_heads, "does not state the number and size of its heads"),
         (a_mask_that_shows, "does not hide what is padding"),

@@ -1,4 +1,4 @@
-"""Norms by meaning: whatever an exporter spells, if it computes a norm, it becomes the standard op.
+"""Norms by meaning: what computes a norm, however an exporter spells it, becomes the standard op.
 
     x / sqrt(mean(x^2) + epsilon) * gain                            ->   RMSNormalization(x, gain; epsilon)
     (x - mean(x)) / sqrt(variance(x) + epsilon) * gain + bias       ->   LayerNormalization(x, gain, bias; epsilon)
@@ -61,7 +61,7 @@ def lift_norms(model: ir.Model, context: Context) -> None:
 
 
 def _largest(seed: ir.Node, place: dict[ir.Node, int], regions: Regions) -> tuple[Region, Norm] | Fact | None:
-    """Return the largest region around ``seed`` that is a norm, why there is none, or ``None`` if none looks so."""
+    """Return the largest region around ``seed`` that is a norm, or why none is, or ``None`` without a candidate."""
     found_ends = ends(seed, place)
     reasons = [why_not_last_axis(seed)] if found_ends else []
     for y in found_ends if reasons == [None] else ():
@@ -77,13 +77,13 @@ def _largest(seed: ir.Node, place: dict[ir.Node, int], regions: Regions) -> tupl
         if isinstance(found, Norm):
             return region, found
         reasons.append(found)
-    # What a value further on is made of, or one that is no row, says less than what is wrong with a whole part.
+    # A reason that is about a region too large or not made of rows says less than one about a region that was run.
     given = sorted((each for each in reasons if each is not None), key=lambda each: each.code in _WEAK)
     return given[0] if given and seed.op_type not in NORMS else None
 
 
 def _meaning(region: Region, regions: Regions) -> Norm | Fact:
-    """Return the norm that ``region`` computes, in exact arithmetic and as soundly as its types allow, or why not."""
+    """Return the norm that ``region`` computes, in float64 and, to within rounding, in its own types, or why not."""
     n = region.x.shape[-1] if region.x.shape is not None and len(region.x.shape) else None
     if not isinstance(n, int):
         return WIDTH_UNKNOWN(tensor=region.x.name)

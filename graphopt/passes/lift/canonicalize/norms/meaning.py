@@ -59,7 +59,7 @@ class Norm:
         return found
 
     def centered(self, x: Rows) -> Rows:
-        """Return ``x`` less what the norm takes away from it."""
+        """Return ``x``, less the mean of each row for a LayerNormalization."""
         rows = np.asarray(x, np.float64)
         return rows - rows.mean(-1, keepdims=True) if self.kind == "LayerNormalization" else rows
 
@@ -94,7 +94,7 @@ def understand(evaluate: Evaluate, n: int) -> Norm | Fact:
     """Return the norm that ``evaluate`` computes, or why it computes none.
 
     Args:
-        evaluate: maps rows [rows, n], float64, to as many, or says why it cannot.
+        evaluate: maps rows [rows, n], float64, to as many, or returns why it cannot.
         n: the size of a row.
     """
     random = np.random.default_rng(0)
@@ -129,9 +129,9 @@ def understand(evaluate: Evaluate, n: int) -> Norm | Fact:
 
 
 def _epsilon(centered: Rows, y: Rows, gain: Rows, bias: Rows) -> float:
-    """Return e in y = g d / sqrt(mean(d^2) + e) + b, from the row d that says it most finely.
+    """Return e in y = g d / sqrt(mean(d^2) + e) + b, from the row d that determines it most precisely.
 
-    A row with root r = sqrt(mean(d^2) + e) says e as r^2 - mean(d^2), which is off by r^2 times the relative rounding
+    A row with root r = sqrt(mean(d^2) + e) gives e as r^2 - mean(d^2), which is off by r^2 times the relative rounding
     of y - b: large rows have a large r, and of tiny ones b leaves little.
     """
     best, finest = 0.0, np.inf

@@ -13,7 +13,7 @@ from graphopt.weights import weight_of
 
 OTHER_READ = Rule("canonicalize.norm-reads-more", "it reads {tensor} too, which is not made of one row and constants")
 TOO_LONG = Rule("canonicalize.norm-too-long", "it is made of more than {nodes} nodes")
-RETYPES = Rule("canonicalize.norm-retypes", "it makes {after} of {before}")
+RETYPES = Rule("canonicalize.norm-retypes", "it turns {before} into {after}")
 READ_INSIDE = Rule("canonicalize.norm-read-inside", "{tensor} inside it is read elsewhere")
 ROUNDS_INSIDE = Rule("canonicalize.norm-rounds-inside", "{op} {node} rounds to {dtype} inside it")
 SUMS_NARROW = Rule("canonicalize.norm-sums-narrow", "{op} {node} sums numbers of {dtype}")
@@ -47,7 +47,7 @@ def seeds(graph: ir.Graph) -> list[ir.Node]:
 
 
 def ends(seed: ir.Node, place: Mapping[ir.Node, int]) -> list[ir.Value]:
-    """Return the values that a norm around ``seed`` could end in, the last first; none where no root is taken.
+    """Return the values that a norm around ``seed`` could end in, the last first; empty where no root is taken.
 
     Args:
         seed: one of :func:`seeds`.
@@ -60,7 +60,7 @@ def ends(seed: ir.Node, place: Mapping[ir.Node, int]) -> list[ir.Value]:
                 cone.append(user)
     if not any(map(takes_root, cone)):
         return []
-    # What ends in a reduction has lost the rows, and a cast in the wrong place is found out by its type.
+    # The output of a reduction has no rows any more. A region that ends in a wrong cast is refused by its type later.
     return [node.outputs[0] for node in sorted(cone, key=place.__getitem__, reverse=True) if not _reduces(node)]
 
 
@@ -99,7 +99,7 @@ def _place_of(value: ir.Value, place: Mapping[ir.Node, int]) -> int:
 
 
 def _widens(node: ir.Node | None, y: ir.Value) -> bool:
-    """Return whether ``node`` only casts what has the type of ``y``: exporters compute norms in float32."""
+    """Return whether ``node`` casts from the type of ``y`` to another: exporters compute norms in float32."""
     source = node.inputs[0] if node is not None and node.op_type == "Cast" else None
     return source is not None and y.dtype is not None and source.dtype == y.dtype
 
@@ -118,7 +118,7 @@ def _reduces(node: ir.Node) -> bool:
 
 
 def takes_root(node: ir.Node) -> bool:
-    """Return whether ``node`` takes a root, or something by which a norm could divide."""
+    """Return whether ``node`` makes a divisor of a norm: a root, a power, an L2 norm."""
     if node.op_type == "Pow":
         exponent = scalar(node.inputs[1])
         return exponent is not None and exponent not in (1.0, 2.0)
@@ -126,7 +126,7 @@ def takes_root(node: ir.Node) -> bool:
 
 
 def _constant_nodes(value: ir.Value, depth: int = _MOST_CONSTANT) -> set[ir.Node] | None:
-    """Return the nodes that make ``value`` of constants alone, or ``None`` if something else goes in."""
+    """Return the nodes that make ``value`` of constants alone, or ``None`` if it depends on anything else."""
     node = value.producer()
     if value.is_initializer():
         return set()
@@ -154,7 +154,7 @@ def _why_open(region: Region) -> Fact | None:
 
 
 def _why_rounded(region: Region) -> Fact | None:
-    """Return what is narrower inside ``region`` than around it, or is summed in less than float32."""
+    """Return why ``region`` loses precision: it rounds to a narrower type inside, or sums in less than float32."""
     around = region.y.dtype or region.x.dtype or ir.DataType.FLOAT
     for node in region.nodes:
         for value in node.outputs:

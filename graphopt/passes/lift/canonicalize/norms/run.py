@@ -65,7 +65,7 @@ class Regions:
         part = _part(region, wide=wide)
         if part.key not in self._sessions:
             try:
-                # As it is written: onnxruntime 1.31 fuses to a norm what divides by a mean that lost its axis.
+                # Without graph optimizations: onnxruntime 1.31 fuses to a norm even where the mean has lost its axis.
                 self._sessions[part.key] = self._open.enter_context(self._runner.opened(part.model, rewritten=False))
             except Exception as error:  # whatever onnxruntime raises: what cannot be run is left alone
                 self._sessions[part.key] = NOT_RUN(error=str(error).splitlines()[0])
