@@ -223,7 +223,7 @@ def _cache_read_elsewhere(model: ir.Model) -> None:
     [
         (_bias, "it adds a bias to visible scores"),
         (_not_causal, "neither causal nor a sliding window"),
-        (_without_mask, "it shows padding"),
+        (_without_mask, "it lets queries see padding"),
         (_mask_read_elsewhere, "ReduceSum count reads attention_mask too"),
         (_cache_read_elsewhere, "its cache is read elsewhere"),
     ],

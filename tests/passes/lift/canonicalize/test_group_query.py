@@ -108,8 +108,8 @@ def test_caches_state_heads_and_size() -> None:
 @pytest.mark.parametrize(
     ("attributes", "index", "dims", "reason"),
     [
-        ({"smooth_softmax": 1}, None, [], "a term of its own in the denominator"),
-        ({}, 11, [4], "a term of its own in the denominator"),
+        ({"smooth_softmax": 1}, None, [], "an extra term in the denominator"),
+        ({}, 11, [4], "an extra term in the denominator"),
         ({}, 10, [1, 1, "sequence_length", "total_sequence_length"], "it adds a bias to scores"),
         ({}, 12, [1], "its cache is quantized in its own way"),
         ({"local_window_size": 3, "sliding_window_cache": 1}, None, [], "the step grow_caches comes first"),
