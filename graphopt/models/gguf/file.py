@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphopt.errors import InputError
 from graphopt.models.gguf.blocks import Ggml, import_gguf, is_decodable
+from graphopt.weights import Expression
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -25,7 +27,7 @@ class GgufFile:
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Ggml]
+    tensors: Mapping[str, Expression]
 
     @property
     def architecture(self) -> str:

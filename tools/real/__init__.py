@@ -1,0 +1,1 @@
+"""Real models: where they come from, and the main job on them."""

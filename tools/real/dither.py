@@ -1,0 +1,67 @@
+"""A model whose weights lie on a grid of codes, made into a float model again by noise of half a step.
+
+Rounding weights of 4 bits to 4 bits again costs less than rounding weights that were never rounded, so a table of
+quality made of them would flatter it. With uniform noise of half a step on each side every code is as likely to be
+rounded up as down, while activations stay those of the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+
+from graphopt import artifact
+from graphopt.models.gguf.blocks import Ggml, block_of
+from graphopt.models.gguf.checkpoint import empty_model, expressions_of
+from graphopt.models.gguf.file import GgufFile, open_gguf
+from graphopt.weights import Added, Array, Expression, Inline, Transposed, WeightTensor, expression_of
+
+STEPPED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+"""Types whose blocks begin with their step, a float16."""
+
+
+def steps_of(tensor: Ggml) -> Array:
+    """Return the distance between neighbouring codes for each number of a tensor, float32."""
+    assert tensor.kind in STEPPED
+    first = np.ascontiguousarray(tensor.blocks()[..., :2]).view(np.float16)[..., 0]
+    return np.repeat(np.abs(first).astype(np.float32), block_of(tensor.kind)[0], axis=-1)
+
+
+def dithered(file: GgufFile, seed: int) -> GgufFile:
+    """Return ``file`` with uniform noise, of half a step on each side, added to each tensor of codes."""
+    tensors: dict[str, Expression] = {}
+    for number, (name, tensor) in enumerate(file.tensors.items()):
+        tensors[name] = tensor
+        if isinstance(tensor, Ggml) and tensor.kind in STEPPED:
+            noise = np.random.default_rng((seed, number)).uniform(-0.5, 0.5, tensor.shape).astype(np.float32)
+            tensors[name] = Added(tensor, Inline.of(noise * steps_of(tensor)))
+    return dataclasses.replace(file, tensors=tensors)
+
+
+def dither(exported: Path, gguf: Path, output: Path, seed: int = 0) -> int:
+    """Write the artifact ``exported``, made from the file ``gguf``, with dithered weights; return how many were.
+
+    Raises:
+        ValueError: a weight of the artifact is not that of the file.
+    """
+    file, opened = open_gguf(gguf), artifact.read(exported)
+    model = empty_model(file)
+    before, after = (expressions_of(each, model) for each in (file, dithered(file, seed)))
+    changed = 0
+    for name, value in opened.model.graph.initializers.items():
+        if name not in after or not value.shape or len(value.shape) != 2:
+            continue
+        old, new = before[name], after[name]
+        stored = expression_of(value.const_value)
+        if stored.shape != old.shape or not np.array_equal(stored.numpy(), old.numpy()):
+            old, new = Transposed(old, (1, 0)), Transposed(new, (1, 0))
+        if stored.shape != old.shape or not np.array_equal(stored.numpy(), old.numpy()):
+            raise ValueError(f"{name} of {exported} is not what {gguf} holds")
+        value.const_value = WeightTensor(new, name)
+        changed += 1
+    source = opened.manifest.source.model_copy(update={"name": f"{gguf.name}, dithered with seed {seed}"})
+    opened.manifest = opened.manifest.model_copy(update={"source": source})
+    artifact.write(opened, output, overwrite=True)
+    return changed
