@@ -22,7 +22,7 @@ import onnx_ir as ir
 from graphopt.analysis.contrib import state_caches
 from graphopt.analysis.heads import ORIGIN
 from graphopt.errors import InputError
-from graphopt.facts import Fact, Rule
+from graphopt.facts import Check, Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.model_facts import facts_of
@@ -56,12 +56,14 @@ class Artifact:
         model: the graph; its weights stay on disk until they are read.
         manifest: how it came to be.
         companions: files to carry along, by name.
+        place: the folder or file that it was read from; ``None`` where it was made in memory.
         keep: what must live as long as the model does, such as the temporary folder that its weights lie in.
     """
 
     model: ir.Model
     manifest: Manifest
     companions: Mapping[str, Path] = field(default_factory=dict)
+    place: Path | None = None
     keep: object = None
 
 
@@ -89,7 +91,7 @@ def read(path: str | Path) -> Artifact:
     else:
         task = task_of(model.graph).name
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
-    return Artifact(model, manifest, companions)
+    return Artifact(model, manifest, companions, path)
 
 
 def write(
@@ -100,6 +102,7 @@ def write(
     on_tensor: Callable[[int, int], None] | None = None,
     executor: Executor | None = None,
     within: Path | None = None,
+    examine: Callable[[Path], Check | None] | None = None,
 ) -> Manifest:
     """Write ``artifact`` to the folder ``output``, whole or not at all, and return its final manifest.
 
@@ -110,6 +113,8 @@ def write(
         on_tensor: called with (tensors written, tensors in all).
         executor: what evaluates weights; ``None`` for this process.
         within: where the temporary folder lies; beside ``output`` by default, or where this is on another disk.
+        examine: called with the complete folder before it takes its name; the check that it returns is written down,
+            and an error that it raises leaves nothing behind.
 
     Raises:
         InputError: ``output`` exists and ``overwrite`` is false, it is not an artifact that may be replaced, or the
@@ -121,7 +126,12 @@ def write(
             notes = write_companions(artifact, folder)
             files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
             manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
-            (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+            _write_manifest(manifest, folder)
+        found = None if examine is None else examine(folder)
+        if found is not None:
+            manifest = manifest.model_copy(update={"checks": [*manifest.checks, found]})
+            with writing(folder):
+                _write_manifest(manifest, folder)
     return manifest
 
 
@@ -253,6 +263,10 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
         return [*notes, NO_GENAI_CONFIG(why=config)]
     (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return notes
+
+
+def _write_manifest(manifest: Manifest, folder: Path) -> None:
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
 def _record_of(file: Path) -> FileRecord:

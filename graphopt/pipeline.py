@@ -13,19 +13,24 @@ from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
 from graphopt.checks.account import manifest_of
-from graphopt.checks.equivalence import Verifier, context_of
+from graphopt.checks.equivalence import NOT_ASKED, Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.checks.steps import check_pass, run_passes
 from graphopt.errors import InputError
-from graphopt.facts import Check, PassReport
+from graphopt.facts import Check, PassReport, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.context import Statistics, Surroundings, Target
 from graphopt.progress import Progress, silent
+from graphopt.quality.compare import TOKENS, WINDOW
+from graphopt.quality.judge import confirm, judge, not_judged
+from graphopt.quality.verdict import Requirement
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.tasks import TASKS
 from graphopt.weights import check_finite
 from graphopt.weights.evaluate import Evaluator, workers
 from graphopt.weights.work import new_in, store_in, work_folder
+
+IN_MEMORY = Rule("pipeline.in-memory", "the model came from memory, and quality is measured on files")
 
 
 def optimize(
@@ -40,6 +45,9 @@ def optimize(
     run: bool = True,
     jobs: int | Executor = 1,
     work: str | Path | None = None,
+    quality_tokens: int = TOKENS,
+    require: str | None = None,
+    force: bool = False,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -60,6 +68,10 @@ def optimize(
             number gives the same bytes. A script that asks for several must be importable, see :mod:`multiprocessing`.
         work: the folder for intermediate weights, ``.OUTPUT-work`` beside the output by default. Where this process is
             killed, the folder stays, and the next call goes on with the weights in it; at the end it is removed.
+        quality_tokens: tokens of held-out text on which a lossy result is compared with ``model`` before it is written, see
+            :mod:`graphopt.quality`; 0 for none.
+        require: what its quality must be, such as ``kl<0.05``, see :class:`graphopt.quality.Requirement`.
+        force: write a model that is broken, too.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -68,8 +80,9 @@ def optimize(
 
     Raises:
         InputError: the model, the recipe or the output cannot be used.
-        VerificationError: a check failed; nothing was written.
+        VerificationError: a check failed, the result is broken or does not meet ``require``; nothing was written.
     """
+    required = None if require is None else Requirement.parse(require)
     chosen = chosen_recipe(load_recipe(recipe), target, last_logits, float16)
     if output is None:
         if work is not None:
@@ -81,6 +94,18 @@ def optimize(
         return made
     output = Path(output)
     artifacts.check_output(output, overwrite=overwrite)
+
+    def examine(folder: Path) -> Check | None:
+        if not any(report.effect == "lossy" and report.changes for report in made.manifest.passes):
+            return None
+        on_stage("judging it on held-out text")
+        caches = any(step.phase() == "cache" for step in chosen.passes())
+        # What a cache of few bits or few pages loses shows behind a longer text.
+        window = 2 * WINDOW if caches else WINDOW
+        check = _judged(model, folder, made, quality_tokens if run else 0, window, on_stage)
+        confirm(check, required, force=force)
+        return check
+
     with work_folder(output, None if work is None else Path(work)) as place, workers(jobs) as executor:
         made = _compile(model, chosen, place, executor, run=run, on_stage=on_stage)
         made.manifest = artifacts.write(
@@ -90,9 +115,25 @@ def optimize(
             on_tensor=lambda done, of: on_stage("writing", done, of),
             executor=executor,
             within=new_in(place),
+            examine=examine,
         )
         artifacts.read_weights_from(made.model, output)
     return made
+
+
+def _judged(
+    model: str | Path | Artifact, folder: Path, made: Artifact, tokens: int, window: int, on_stage: Progress
+) -> Check:
+    """Return the quality of what was written to ``folder``, or why it was not measured."""
+    place = model.place if isinstance(model, Artifact) else Path(model)
+    ran = [check for check in made.manifest.checks if check.name == TASKS[made.manifest.task].compared]
+    if not tokens:
+        return not_judged(NOT_ASKED())
+    if place is None:
+        return not_judged(IN_MEMORY())
+    if ran and ran[-1].status == "not covered":
+        return not_judged(ran[-1].reason)
+    return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage)
 
 
 def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: bool, float16: bool) -> Recipe:

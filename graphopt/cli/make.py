@@ -99,6 +99,14 @@ def optimize(
     ] = None,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
+    quality_tokens: Annotated[
+        int, typer.Option(min=0, help="tokens of held-out text that a lossy result is judged on; 0 for none")
+    ] = 1024,
+    require: Annotated[
+        str | None,
+        typer.Option(help='what its quality must be to be written, such as "kl<0.05, same_first_choice>0.9"'),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="write a model that is judged to be broken, too")] = False,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
@@ -127,6 +135,9 @@ def optimize(
             run=not no_run,
             jobs=jobs,
             work=work,
+            quality_tokens=quality_tokens,
+            require=require,
+            force=force,
             on_stage=say,
         )
     return report_artifact(output, made.manifest, as_json)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Column, Table
 
 from graphopt.facts import Check, PassReport, Skip
 from graphopt.manifest import Manifest
 from graphopt.passes.algebra.rotate import STAYS
+from graphopt.quality.judge import CHECK as QUALITY
+from graphopt.quality.verdict import verdict_of
 from graphopt.tasks import TASKS
 from graphopt.view.sentences import sentence
 
@@ -85,7 +87,37 @@ def summary(manifest: Manifest) -> list[str]:
         lines.append(f"stored: {stored} tensor(s)")
         said = "; ".join(map(sentence, manifest.precision.notes))
         lines.append(f"computed: activations {manifest.precision.activations}; {said}")
+    judged = [check for check in manifest.checks if check.name == QUALITY]
+    lines += [f"quality: {_quality(check)}" for check in judged[-1:]]
     return lines + [f"note: {sentence(note)}" for note in manifest.notes]
+
+
+def _quality(check: Check) -> str:
+    said = sentence(check.reason)
+    return said if check.status == "measured" else f"{check.status}: {said}"
+
+
+def quality_table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
+    """Show models with their figures beside their reference: one row for each."""
+    shown = {name: words for name, words in _FIGURES.items() if any(name in figures for _, figures in rows)}
+    labels = (*(label for label, _ in shown.values()), "verdict")
+    table = Table("model", *(Column(label, justify="right", no_wrap=True) for label in labels))
+    for label, figures in rows:
+        cells = [form.format(figures[name]) if name in figures else "" for name, (_, form) in shown.items()]
+        table.add_row(label, *cells, verdict_of(figures))
+    return table
+
+
+_FIGURES = {
+    "bits_per_byte": ("bits/byte", "{:.4f}"),
+    "perplexity": ("perplexity", "{:.3f}"),
+    "kl_mean": ("KL", "{:.4f}"),
+    "kl_error": ("+-", "{:.4f}"),
+    "kl_99": ("KL 99%", "{:.3f}"),
+    "kl_largest": ("largest", "{:.2f}"),
+    "same_first_choice": ("same", "{:.1%}"),
+    "cosine_mean": ("cosine", "{:.5f}"),
+}
 
 
 def megabytes(size: int) -> str:

@@ -1,0 +1,89 @@
+"""Commands that compare models by what they say of text: ``quality``, ``table``."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Column, Table
+
+from graphopt.cli.commands import command
+from graphopt.cli.console import Json, chosen_text, out, print_json, progress
+
+Texts = Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read; by default what ships with Python")]
+Tokens = Annotated[int, typer.Option(min=2, help="tokens to score")]
+Window = Annotated[int, typer.Option(min=2, help="tokens that are seen at once")]
+
+
+@command("quality")
+def quality(
+    before: Annotated[Path, typer.Argument(help="the artifact that the others were made from")],
+    after: Annotated[list[Path], typer.Argument(help="artifacts to compare with it")],
+    text: Texts = None,
+    tokens: Tokens = 4096,
+    window: Window = 512,
+    as_json: Json = False,
+) -> None:
+    """Say how far models are from the one that they were made from, on text: KL divergence, first choices, a verdict."""
+    from graphopt.manifest import read_manifest
+    from graphopt.quality.judge import measured
+    from graphopt.view.tables import quality_table
+
+    texts = None if text is None else [chosen_text(text)]
+    rows = []
+    with progress() as say:
+        for folder in after:
+            task = read_manifest(folder).task
+            figures = measured(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
+            rows.append((str(folder), figures))
+    if as_json:
+        return print_json([{"model": name, **figures} for name, figures in rows])
+    return out.print(quality_table(rows))
+
+
+@command("table")
+def table(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
+    recipes: Annotated[list[str], typer.Argument(help="presets' names, or YAML files")],
+    keep: Annotated[Path | None, typer.Option(help="a folder to keep the artifacts in")] = None,
+    text: Texts = None,
+    tokens: Tokens = 4096,
+    window: Window = 512,
+    as_json: Json = False,
+) -> None:
+    """Make a model by several recipes, and print bytes, bits, quality and the time of reading the text for each."""
+    from graphopt.manifest import read_manifest
+    from graphopt.pipeline import optimize
+    from graphopt.quality.judge import measured
+    from graphopt.recipe import load_recipe
+    from graphopt.view.tables import megabytes, quality_table
+
+    texts = None if text is None else [chosen_text(text)]
+    rows, sizes = [], []
+    with tempfile.TemporaryDirectory(prefix="graphopt-table-") as temporary, progress() as say:
+        for name in recipes:
+            recipe = load_recipe(name)
+            folder, began = (keep or Path(temporary)) / recipe.name, time.perf_counter()
+            optimize(model, recipe, folder, overwrite=True, quality_tokens=0, force=True, on_stage=say)
+            seconds = time.perf_counter() - began
+            manifest = read_manifest(folder)
+            figures = measured(model, folder, manifest.task, texts=texts, tokens=tokens, window=window, on_stage=say)
+            bits = manifest.weights.bits_per_weight if manifest.weights else 0.0
+            rows.append((recipe.name, figures))
+            sizes.append((sum(file.stat().st_size for file in folder.iterdir()), bits, seconds))
+    if as_json:
+        keys = ("bytes", "bits_per_weight", "seconds_to_make")
+        return print_json(
+            [
+                {"recipe": name, **dict(zip(keys, size, strict=True)), **figures}
+                for (name, figures), size in zip(rows, sizes, strict=True)
+            ]
+        )
+    made = Table("recipe", *(Column(name, justify="right") for name in ("size", "bits per weight", "seconds to make")))
+    for (name, _), (size, bits, seconds) in zip(rows, sizes, strict=True):
+        made.add_row(name, megabytes(size), f"{bits:.2f}", f"{seconds:.1f}")
+    out.print(made)
+    return out.print(quality_table(rows))

@@ -1,0 +1,209 @@
+"""A model beside the one that it was made from, on the same tokens: what llama.cpp prints for ``--kl-divergence``.
+
+The reference runs first; its log probabilities wait in a temporary file, so that memory holds one model at a time.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.decoding.decoder import Decoder
+from graphopt.errors import InputError
+from graphopt.progress import Progress, silent
+from graphopt.quality.figures import Comparison, Floats, log_probabilities, standard_error
+from graphopt.session import Session, load
+from graphopt.tasks.ports import IntArray
+
+WINDOW, TOKENS = 512, 1024
+"""Tokens that are seen at once, and tokens that are scored, by default."""
+
+_CHARACTERS = 16
+
+
+class Quality(BaseModel):
+    """How well a model does what its reference does, on text. Divergences are in nats per token.
+
+    Attributes:
+        tokens: tokens that were scored.
+        bytes: UTF-8 bytes that they spell.
+        window: tokens that the models saw at once.
+        bits_per_byte: of the model.
+        reference_bits_per_byte: of the reference.
+        bits_per_byte_error: standard error of the difference of both.
+        perplexity: of the model, by token.
+        reference_perplexity: of the reference.
+        kl_mean: mean Kullback-Leibler divergence of the model from the reference.
+        kl_error: its standard error.
+        kl_99: 99% of tokens are at or below it.
+        kl_largest: the largest.
+        same_first_choice: share of positions at which the likeliest token is the same.
+        seconds: wall time of the model, without the reference.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    tokens: int
+    bytes: int
+    window: int
+    bits_per_byte: float
+    reference_bits_per_byte: float
+    bits_per_byte_error: float
+    perplexity: float
+    reference_perplexity: float
+    kl_mean: float
+    kl_error: float
+    kl_99: float
+    kl_largest: float
+    same_first_choice: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One sequence of tokens that is fed by itself.
+
+    Attributes:
+        ids: the tokens; the first is a condition and is not scored.
+        bytes: UTF-8 bytes of the others.
+    """
+
+    ids: IntArray
+    bytes: int
+
+
+def compare(
+    reference: str | Path,
+    model: str | Path,
+    texts: Sequence[str],
+    *,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
+    on_stage: Progress = silent,
+) -> Quality:
+    """Compare a model with the one that it was made from.
+
+    Args:
+        reference: the artifact folder, or ``.onnx`` file, that the model was made from.
+        model: the artifact folder, or ``.onnx`` file, of the model.
+        texts: what they read; each gets an equal share of the tokens, from its beginning.
+        tokens: tokens to score in all; fewer where the texts are shorter. A model that makes logits of the last
+            position only is fed token by token.
+        window: tokens that are seen at once, fewer where a model has fewer positions.
+        on_stage: called when a stage begins, with tokens done, of all.
+
+    Raises:
+        InputError: one of them has no tokenizer or is no causal language model, they have another tokenizer or another
+            vocabulary, or there is nothing to score.
+    """
+    first = load(reference)
+    bounds = [bound for bound in (first.max_positions, window) if bound is not None]
+    pieces = pieces_of(first, texts, tokens, min(bounds))
+    total = sum(len(piece.ids) - 1 for piece in pieces)
+    if not total:
+        raise InputError("the text is too short: no token of it can be predicted", remedy="give a longer text")
+    width = _width(first)
+    with tempfile.TemporaryFile(prefix="graphopt-reference-") as file:
+        said: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, width))
+        for begin, logits, _ in _logits(first, pieces, lambda done: on_stage("reference", done, total)):
+            said[begin : begin + len(logits)] = log_probabilities(logits)
+        del first
+        second = load(model)
+        _check_same(second, pieces_of(second, texts, tokens, min(bounds)), pieces, width)
+        began, found = time.perf_counter(), Comparison()
+        for begin, logits, targets in _logits(second, pieces, lambda done: on_stage("model", done, total)):
+            found.add(np.asarray(said[begin : begin + len(logits)]), logits, targets)
+        seconds = time.perf_counter() - began
+        del said
+    return _quality(found, sum(piece.bytes for piece in pieces), min(bounds), seconds)
+
+
+def pieces_of(session: Session, texts: Sequence[str], tokens: int, window: int) -> list[Piece]:
+    """Cut texts into sequences of at most ``window`` tokens, ``tokens`` to score in all.
+
+    Each begins with the BOS token where the tokenizer has one, else its first token is not scored.
+    """
+    beginning, pieces = list(session.beginning[-1:]), []
+    for text in texts:
+        # No token spells more than a few characters on average; reading all of a long text takes longer than the model.
+        text = text[: _CHARACTERS * max(1, tokens // len(texts))]
+        encoding = session.tokenizer.encode(text, add_special_tokens=False) if session.tokenizer else None
+        ids, offsets = (encoding.ids, encoding.offsets) if encoding is not None else ([], [])
+        session.check_tokens(ids)
+        end = min(len(ids), tokens // len(texts))
+        size = max(1, window - len(beginning))
+        for start in range(0, end, size):
+            stop, scored = min(start + size, end), start + (not beginning)
+            if stop <= scored:
+                continue
+            spelled = text[offsets[scored][0] : offsets[stop - 1][1]]
+            pieces.append(Piece(np.array([*beginning, *ids[start:stop]], np.int64), len(spelled.encode("utf-8"))))
+    return pieces
+
+
+def _logits(
+    session: Session, pieces: Sequence[Piece], say: Callable[[int], None]
+) -> Iterator[tuple[int, Floats, IntArray]]:
+    """Yield, for runs of positions that are scored: how many came before, their logits, and the tokens that came."""
+    done = 0
+    for piece in pieces:
+        decoder, inputs = Decoder(session, 1), piece.ids[None, :-1]
+        if session.interface.last_logits:
+            runs = ((at, decoder.step(inputs[:, at : at + 1])) for at in range(inputs.shape[1]))
+        else:
+            runs = decoder.feed(inputs)
+        for begin, logits in runs:
+            say(done + begin)
+            yield done + begin, logits[0], piece.ids[begin + 1 : begin + 1 + logits.shape[1]]
+        done += inputs.shape[1]
+
+
+def _check_same(model: Session, theirs: Sequence[Piece], ours: Sequence[Piece], width: int) -> None:
+    if [piece.ids.tolist() for piece in theirs] != [piece.ids.tolist() for piece in ours]:
+        raise InputError(
+            "the two models have another tokenizer: they read different tokens",
+            file=model.file.parent,
+            remedy="compare a model with the one that it was made from",
+        )
+    if _width(model) != width:
+        raise InputError(
+            f"the reference has a vocabulary of {width} tokens, the model one of {_width(model)}", file=model.file
+        )
+
+
+def _width(session: Session) -> int:
+    """Return the width of the logits; where the graph does not state it, one token is run."""
+    return session.interface.vocabulary or Decoder(session, 1).step(np.zeros((1, 1), np.int64)).shape[-1]
+
+
+def _quality(found: Comparison, size: int, window: int, seconds: float) -> Quality:
+    expected, nats, divergences, same = found.columns()
+    per_bit = math.log(2) * size
+    return Quality(
+        tokens=len(nats),
+        bytes=size,
+        window=window,
+        bits_per_byte=float(nats.sum()) / per_bit,
+        reference_bits_per_byte=float(expected.sum()) / per_bit,
+        bits_per_byte_error=standard_error(nats - expected) * len(nats) / per_bit,
+        perplexity=_exp(float(nats.mean())),
+        reference_perplexity=_exp(float(expected.mean())),
+        kl_mean=float(divergences.mean()),
+        kl_error=standard_error(divergences),
+        kl_99=float(np.quantile(divergences, 0.99)),
+        kl_largest=float(divergences.max()),
+        same_first_choice=float(same.mean()),
+        seconds=seconds,
+    )
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf

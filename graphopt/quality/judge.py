@@ -1,0 +1,134 @@
+"""The verdict on a compile: the artifact that is about to be written, beside the model as it came in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphopt.embeddings import evaluate_embeddings, load_encoder
+from graphopt.errors import GraphoptError, VerificationError
+from graphopt.facts import Check, Fact, Rule
+from graphopt.progress import Progress, silent
+from graphopt.quality.compare import TOKENS, WINDOW, compare
+from graphopt.quality.texts import documentation, held_out_texts
+from graphopt.quality.verdict import Requirement, verdict_of
+from graphopt.tasks import TaskName
+
+CHECK = "quality"
+"""The name of the check."""
+
+TEXT = Rule("quality.text", "{verdict}: divergence {kl:.4f} nats, same first choice {same:.1%}, {tokens} tokens of text")
+EMBEDDINGS = Rule("quality.embeddings", "{verdict}: cosine of embeddings {cosine:.5f} on {texts} sentences")
+NOT_JUDGED = Rule("quality.not-judged", "{why}")
+
+_SENTENCES = 64
+
+
+def judge(
+    reference: Path,
+    made: Path,
+    task: TaskName,
+    *,
+    texts: Sequence[str] | None = None,
+    window: int = WINDOW,
+    tokens: int = TOKENS,
+    on_stage: Progress = silent,
+) -> Check:
+    """Measure an artifact on held-out text, beside what it was made from.
+
+    Args:
+        reference: the folder or file that it was made from.
+        made: the folder of the artifact.
+        task: what kind of model it is.
+        texts: what to read; :func:`graphopt.quality.texts.held_out_texts` by default, which is in English and Python.
+        window: tokens that are seen at once.
+        tokens: tokens to score.
+        on_stage: called when a stage begins.
+
+    Returns:
+        The check, measured with a verdict, or not covered with the reason.
+    """
+    try:
+        figures = measured(reference, made, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage)
+    except (GraphoptError, FileNotFoundError) as error:
+        return not_judged(NOT_JUDGED(why=str(error)))
+    verdict = verdict_of(figures)
+    if task == "encoder":
+        said = EMBEDDINGS(verdict=verdict, cosine=figures["cosine_mean"], texts=int(figures["texts"]))
+    else:
+        kl, same = figures.get("kl_mean", math.inf), figures["same_first_choice"]
+        said = TEXT(verdict=verdict, kl=kl, same=same, tokens=int(figures["tokens"]))
+    return Check(name=CHECK, after="the recipe", status="measured", reason=said, figures=figures)
+
+
+def measured(
+    reference: Path,
+    made: Path,
+    task: TaskName,
+    *,
+    texts: Sequence[str] | None = None,
+    window: int = WINDOW,
+    tokens: int = TOKENS,
+    on_stage: Progress = silent,
+) -> dict[str, float]:
+    """Return the figures of :class:`graphopt.quality.Quality`, of an encoder those of its embeddings; finite ones only.
+
+    Args:
+        reference: as for :func:`judge`, and so are the others.
+        made: see there.
+        task: see there.
+        texts: see there.
+        window: see there.
+        tokens: see there.
+        on_stage: see there.
+
+    Raises:
+        InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.embeddings.evaluate_embeddings`.
+        FileNotFoundError: this Python was installed without the texts.
+    """
+    if task == "encoder":
+        sentences = sentences_of(documentation() if texts is None else "\n".join(texts))
+        found = evaluate_embeddings(load_encoder(made), load_encoder(reference), "\n".join(sentences))
+        return {name: float(value) for name, value in found.model_dump(exclude={"seconds"}).items()}
+    chosen = held_out_texts() if texts is None else texts
+    quality = compare(reference, made, chosen, tokens=tokens, window=window, on_stage=on_stage)
+    # JSON has no NaN and no infinity.
+    return {name: value for name, value in quality.model_dump().items() if math.isfinite(value)}
+
+
+def not_judged(reason: Fact) -> Check:
+    """Return the check of a model whose quality was not measured."""
+    return Check(name=CHECK, after="the recipe", status="not covered", reason=reason)
+
+
+def confirm(check: Check, requirement: Requirement | None, *, force: bool) -> None:
+    """Refuse a model that is broken, or does not meet what was asked.
+
+    Raises:
+        VerificationError: it is so, and nothing was written.
+    """
+    if check.status != "measured":
+        if requirement is not None:
+            raise VerificationError(
+                f"--require {requirement.text} cannot be confirmed: {check.reason}; nothing was written",
+                remedy="give a model that can be run, with its tokenizer",
+            )
+        return
+    unmet = [] if requirement is None else requirement.unmet(check.figures)
+    if unmet:
+        raise VerificationError(
+            f"the model does not meet what is required: {'; '.join(unmet)}; nothing was written",
+            remedy="choose a recipe of more bits, or a weaker requirement",
+        )
+    if verdict_of(check.figures) == "broken" and not force:
+        raise VerificationError(
+            f"the model is {check.reason}; nothing was written",
+            remedy="choose a recipe of more bits, or pass --force to write it all the same",
+        )
+
+
+def sentences_of(text: str) -> list[str]:
+    """Return the first lines of a text that read like sentences: five words at least, no more than 300 characters."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in dict.fromkeys(lines) if len(line.split()) >= 5 and len(line) <= 300][:_SENTENCES]
