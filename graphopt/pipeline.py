@@ -68,8 +68,8 @@ def optimize(
             number gives the same bytes. A script that asks for several must be importable, see :mod:`multiprocessing`.
         work: the folder for intermediate weights, ``.OUTPUT-work`` beside the output by default. Where this process is
             killed, the folder stays, and the next call goes on with the weights in it; at the end it is removed.
-        quality_tokens: tokens of held-out text on which a lossy result is compared with ``model`` before it is written, see
-            :mod:`graphopt.quality`; 0 for none.
+        quality_tokens: tokens of held-out text on which a lossy result is compared with ``model`` before it is written,
+            see :mod:`graphopt.quality`; 0 for none.
         require: what its quality must be, such as ``kl<0.05``, see :class:`graphopt.quality.Requirement`.
         force: write a model that is broken, too.
         on_stage: called when a stage begins, with how many are done.

@@ -11,7 +11,7 @@ import typer
 from rich.table import Column, Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, chosen_text, out, print_json, progress
+from graphopt.cli.console import Json, out, print_json, progress, read_text
 
 Texts = Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read; by default what ships with Python")]
 Tokens = Annotated[int, typer.Option(min=2, help="tokens to score")]
@@ -27,12 +27,12 @@ def quality(
     window: Window = 512,
     as_json: Json = False,
 ) -> None:
-    """Say how far models are from the one that they were made from, on text: KL divergence, first choices, a verdict."""
+    """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
     from graphopt.manifest import read_manifest
     from graphopt.quality.judge import measured
     from graphopt.view.tables import quality_table
 
-    texts = None if text is None else [chosen_text(text)]
+    texts = None if text is None else [read_text(text)]
     rows = []
     with progress() as say:
         for folder in after:
@@ -61,7 +61,7 @@ def table(
     from graphopt.recipe import load_recipe
     from graphopt.view.tables import megabytes, quality_table
 
-    texts = None if text is None else [chosen_text(text)]
+    texts = None if text is None else [read_text(text)]
     rows, sizes = [], []
     with tempfile.TemporaryDirectory(prefix="graphopt-table-") as temporary, progress() as say:
         for name in recipes:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
 from graphopt.progress import Progress, silent
-from graphopt.quality.figures import Comparison, Floats, log_probabilities, standard_error
+from graphopt.quality.figures import Comparison, log_probabilities, standard_error
 from graphopt.session import Session, load
 from graphopt.tasks.ports import IntArray
 
@@ -151,15 +152,14 @@ def pieces_of(session: Session, texts: Sequence[str], tokens: int, window: int) 
 
 def _logits(
     session: Session, pieces: Sequence[Piece], say: Callable[[int], None]
-) -> Iterator[tuple[int, Floats, IntArray]]:
+) -> Iterator[tuple[int, npt.NDArray[Any], IntArray]]:
     """Yield, for runs of positions that are scored: how many came before, their logits, and the tokens that came."""
     done = 0
     for piece in pieces:
         decoder, inputs = Decoder(session, 1), piece.ids[None, :-1]
+        runs: Iterable[tuple[int, npt.NDArray[Any]]] = decoder.feed(inputs)
         if session.interface.last_logits:
             runs = ((at, decoder.step(inputs[:, at : at + 1])) for at in range(inputs.shape[1]))
-        else:
-            runs = decoder.feed(inputs)
         for begin, logits in runs:
             say(done + begin)
             yield done + begin, logits[0], piece.ids[begin + 1 : begin + 1 + logits.shape[1]]

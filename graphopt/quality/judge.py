@@ -18,7 +18,9 @@ from graphopt.tasks import TaskName
 CHECK = "quality"
 """The name of the check."""
 
-TEXT = Rule("quality.text", "{verdict}: divergence {kl:.4f} nats, same first choice {same:.1%}, {tokens} tokens of text")
+TEXT = Rule(
+    "quality.text", "{verdict}: divergence {kl:.4f} nats, same first choice {same:.1%}, {tokens} tokens of text"
+)
 EMBEDDINGS = Rule("quality.embeddings", "{verdict}: cosine of embeddings {cosine:.5f} on {texts} sentences")
 NOT_JUDGED = Rule("quality.not-judged", "{why}")
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from graphopt import artifact, genai, passes
+from graphopt import artifact, genai, passes, pipeline
 from graphopt.analysis import bases, contrib
 from graphopt.checks import kernels, notes, replay
 from graphopt.checks.certificate import checker
 from graphopt.facts import Fact
 from graphopt.models import agreement, export
 
-DECLARE_RULES = (agreement, artifact, bases, checker, contrib, export, genai, kernels, notes, passes, replay)
+DECLARE_RULES = (agreement, artifact, bases, checker, contrib, export, genai, kernels, notes, passes, pipeline, replay)
 """Imported for the rules that they and what they import declare, so that facts read from a file have their words."""
 
 

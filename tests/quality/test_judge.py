@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import graphopt
+from graphopt.checks.replay import verify
+from graphopt.errors import VerificationError
+from graphopt.manifest import read_manifest
+from graphopt.pipeline import IN_MEMORY
+from graphopt.quality.judge import confirm, judge, sentences_of
+from graphopt.quality.texts import documentation, held_out_texts
+from graphopt.quality.verdict import Requirement, verdict_of
+
+
+@pytest.fixture(scope="module")
+def judged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("judge") / "int4"
+    graphopt.optimize(llama_artifact, "int4", folder, quality_tokens=40)
+    return folder
+
+
+def test_the_texts_are_long_enough_and_differ() -> None:
+    english, code = held_out_texts()
+    assert min(len(english), len(code)) > 50_000
+    assert english == documentation() != code
+    found = sentences_of(english)
+    assert len(found) == 64 == len(set(found))
+
+
+def test_a_lossy_compile_ends_with_a_verdict_that_verify_leaves_alone(llama_artifact: Path, judged: Path) -> None:
+    check = read_manifest(judged).check("quality")
+    assert check.status == "measured"
+    assert check.reason.code == "quality.text"
+    assert 0 < check.figures["kl_mean"] < 0.15
+    assert check.reason.figures["verdict"] == verdict_of(check.figures)
+    assert check.figures["tokens"] <= 40
+    assert [each.status for each in verify(llama_artifact, judged).checks if each.status == "failed"] == []
+
+
+def test_an_exact_compile_has_none(llama_artifact: Path, tmp_path: Path) -> None:
+    graphopt.optimize(llama_artifact, "rotate", tmp_path / "out")
+    with pytest.raises(LookupError, match="no check quality"):
+        read_manifest(tmp_path / "out").check("quality")
+
+
+def test_why_there_is_no_verdict(llama_artifact: Path, tmp_path: Path) -> None:
+    cases = {"asked": {"quality_tokens": 0}, "not_run": {"run": False}}
+    for name, options in cases.items():
+        graphopt.optimize(llama_artifact, "int4", tmp_path / name, **options)  # type: ignore[arg-type]
+        check = read_manifest(tmp_path / name).check("quality")
+        assert (check.status, check.reason.code) == ("not covered", "equivalence.not-asked")
+    source = graphopt.read(llama_artifact)
+    source.place = None
+    graphopt.optimize(source, "int4", tmp_path / "memory")
+    assert read_manifest(tmp_path / "memory").check("quality").reason.code == IN_MEMORY.code
+    source = graphopt.read(llama_artifact)
+    source.companions = {}
+    graphopt.optimize(source, "int4", tmp_path / "mute")
+    check = read_manifest(tmp_path / "mute").check("quality")
+    assert check.status == "not covered"
+    assert "no tokenizer" in str(check.reason)
+
+
+def test_what_is_required_decides_whether_anything_is_written(llama_artifact: Path, tmp_path: Path) -> None:
+    with pytest.raises(VerificationError, match=r"kl is .*, not < 1e-09; nothing was written"):
+        graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1e-9", quality_tokens=20)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(VerificationError, match="cannot be confirmed"):
+        graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1", run=False)
+    graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1", quality_tokens=20)
+
+
+def test_a_broken_model_is_refused_unless_forced(llama_artifact: Path, tmp_path: Path) -> None:
+    # Another model: its logits are turned upside down, and are large.
+    source = graphopt.read(llama_artifact)
+    gain = source.model.graph.initializers["model.norm.weight"]
+    assert gain.const_value is not None
+    gain.const_value = ir.tensor(-1000 * np.asarray(gain.const_value.numpy()), name=gain.name)
+    graphopt.artifact.write(source, tmp_path / "wrong")
+    check = judge(llama_artifact, tmp_path / "wrong", "causal_lm", tokens=20)
+    assert check.reason.figures["verdict"] == "broken"
+    with pytest.raises(VerificationError, match="the model is broken: .*--force"):
+        confirm(check, None, force=False)
+    confirm(check, None, force=True)
+    with pytest.raises(VerificationError, match="kl is"):
+        confirm(check, Requirement.parse("kl<0.1"), force=True)
+
+
+def test_encoders_are_judged_by_cosines(bert_artifact: Path, tmp_path: Path) -> None:
+    graphopt.optimize(bert_artifact, "int4", tmp_path / "out", require="cosine>0.5")
+    check = read_manifest(tmp_path / "out").check("quality")
+    assert check.reason.code == "quality.embeddings"
+    assert 0.9 < check.figures["cosine_mean"] <= 1
