@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from graphopt.facts import Fact, Rule
 from graphopt.formats import TableFormat, format_stored_as
-from graphopt.runtime_ops import OPERATORS
+from graphopt.runtime_ops import OPERATORS, Role, signature_of
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.weights import weight_of
 
@@ -115,11 +115,17 @@ def stored_codes(node: ir.Node) -> StoredCodes | Fact:
     reader = dequantize_of(node)
     if reader is None:
         return NOT_QUANTIZED()
-    stored = [weight_of(reader, index) for index, value in enumerate(reader.inputs) if value is not None]
-    codes, scales, *others = (value for value in (*stored, None, None))
-    if codes is None or codes.const_value is None or codes.dtype is None or scales is None or None in stored:
+    signature = signature_of(reader)
+    assert signature is not None
+    ports = enumerate(zip(signature.inputs, reader.inputs, strict=False))
+    read = {port.role: weight_of(reader, index) for index, (port, value) in ports if value is not None}
+    codes, scales, zero_points = (read.get(role) for role in (Role.CODES, Role.SCALES, Role.ZERO_POINTS))
+    if codes is None or codes.const_value is None or codes.dtype is None or scales is None or None in read.values():
         return NOT_CONSTANT()
-    found = _standard(reader, codes, scales, others[0]) if not reader.domain else _ours(reader, codes, scales, others)
+    if reader.domain:
+        found: StoredCodes | Fact = _ours(reader, codes, scales, read.get(Role.TABLE), zero_points)
+    else:
+        found = _standard(reader, codes, scales, zero_points)
     if isinstance(found, StoredCodes) and found.group % 16 and found.group != found.shape[0]:
         return ODD_GROUP(group=found.group)
     return found
@@ -138,8 +144,9 @@ def _standard(reader: ir.Node, codes: ir.Value, scales: ir.Value, zero_points: i
     return StoredCodes(reader, codes, scales, zero_points, table, group)
 
 
-def _ours(reader: ir.Node, codes: ir.Value, scales: ir.Value, others: list[ir.Value | None]) -> StoredCodes:
-    table, zero_points = others[:2]
+def _ours(
+    reader: ir.Node, codes: ir.Value, scales: ir.Value, table: ir.Value | None, zero_points: ir.Value | None
+) -> StoredCodes:
     assert table is not None and zero_points is not None and zero_points.const_value is not None
     assert scales.const_value is not None
     placeholder = tuple(zero_points.const_value.shape.numpy()) != tuple(scales.const_value.shape.numpy()) or (

@@ -10,6 +10,7 @@ from pydantic import Field
 from graphopt.analysis.codes import dequantize_of, rounding_of
 from graphopt.analysis.ports import past_port
 from graphopt.analysis.structure import lm_head_nodes
+from graphopt.editing import insert_in_front
 from graphopt.facts import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
@@ -111,9 +112,9 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
         for x, nodes in readers.items():
             attributes = {"bits": bits, "symmetric": 1, "clip": self.options.clip}
             rounded = ROUND_TRIP.node([x], attributes, name=f"{x.name}.round_trip")
-            _insert(graph, rounded, nodes[0])
-            for node in nodes:
-                node.replace_input_with(0, rounded.outputs[0])
+            made = insert_in_front(nodes[0], 0, rounded)
+            for node in nodes[1:]:
+                node.replace_input_with(0, made)
             read = [node.name or "?" for node in nodes]
             ledger.changed(rounded, INPUT(input=x.name, bits=bits, readers=read), nodes)
 
@@ -135,16 +136,8 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
                 continue
             attributes = {"bits": bits, "symmetric": 0, "clip": self.options.cache_clip}
             rounded = ROUND_TRIP.node([new], attributes, name=f"{past.name}.round_trip")
-            _insert(graph, rounded, node)
-            node.replace_input_with(position, rounded.outputs[0])
+            insert_in_front(node, position, rounded)
             ledger.changed(rounded, CACHE(tensor=new.name, cache=past.name, bits=bits), [node])
-
-
-def _insert(graph: ir.Graph, node: ir.Node, reader: ir.Node) -> None:
-    x, made = node.inputs[0], node.outputs[0]
-    assert x is not None
-    made.name, made.type, made.shape = f"{node.name}.output", x.type, x.shape
-    graph.insert_before(reader, node)
 
 
 def _multiplies_by_a_matrix(node: ir.Node) -> bool:

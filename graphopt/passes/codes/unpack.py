@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import onnx_ir as ir
 
 from graphopt.analysis.structure import packed_nodes
-from graphopt.editing import replace
+from graphopt.editing import name_output, replace
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
@@ -135,10 +135,8 @@ def _rotated(graph: ir.Graph, node: ir.Node) -> ir.Value:
     if all(_is_absent(node, name) for name in matrices):
         return x
     rotation = OPERATORS["Hadamard"].node([x, *ports_of(node, Role.MATRIX)], name=f"{node.name}.hadamard")
-    made = rotation.outputs[0]
-    made.name, made.type, made.shape = f"{rotation.name}.output", x.type, x.shape
     graph.insert_before(node, rotation)
-    return made
+    return name_output(rotation, x)
 
 
 def _rounding(node: ir.Node) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of
-from graphopt.editing import drop, shared
+from graphopt.editing import like, remove, shared, take_place
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
@@ -128,42 +128,31 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
     inputs, readers = list(reader.inputs), [each.reader for each in products]
     for index in _joined_inputs(reader):
         inputs[index] = _joined(graph, [each.inputs[index] for each in readers])
-    made = _like(reader, inputs, f"{reader.name}.merged")
+    made = _like(readers, inputs)
     made.outputs[0].name = f"{made.name}.output"
     made.outputs[0].type = reader.outputs[0].type
     made.outputs[0].shape = ir.Shape([*_dims(reader.outputs[0])[:-1], sum(columns)])
-    new = [made, _like(first.node, [first.node.inputs[0], made.outputs[0]], f"{first.node.name}.merged")]
-    product, old = new[-1], first.node.outputs[0]
-    product.metadata_props.update(_common(nodes))
+    product, old = _like(nodes, [first.node.inputs[0], made.outputs[0]]), first.node.outputs[0]
     y = product.outputs[0]
     y.name, y.type = f"{product.name}.output", old.type
     y.shape = None if old.shape is None else ir.Shape([*_dims(old)[:-1], sum(columns)])
     sizes = shared(graph, f"columns.{'.'.join(map(str, columns))}", np.array(columns, np.int64))
     split = ir.node("Split", [y, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{product.name}.split")
-    graph.insert_before(first.node, [*new, split])
+    graph.insert_before(first.node, [made, product, split])
     for made_output, node in zip(split.outputs, nodes, strict=True):
-        _take_over(graph, node, made_output)
+        take_place(node.outputs[0], made_output)
+        remove(node)
     names, sources = [node.name or "?" for node in nodes], [*readers, *nodes]
     ledger.changed(made, SIDE_BY_SIDE(products=names), readers)
     ledger.changed(product, MERGED(products=names, columns=sum(columns)), sources)
     ledger.changed(split, SPLIT(products=names), sources)
 
 
-def _take_over(graph: ir.Graph, node: ir.Node, output: ir.Value) -> None:
-    """Let ``output`` take the place and the name of what ``node`` makes; remove it with what nothing else reads."""
-    old, read = node.outputs[0], [value for value in node.inputs[1:] if value is not None]
-    output.type, output.shape, name = old.type, old.shape, old.name
-    output.metadata_props.update(old.metadata_props)
-    old.replace_all_uses_with(output, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
-    output.name = name
-    for value in read:
-        drop(graph, value)
-
-
-def _like(node: ir.Node, inputs: Sequence[ir.Value | None], name: str) -> ir.Node:
-    made = ir.node(node.op_type, inputs, domain=node.domain, overload=node.overload, version=node.version, name=name)
-    made.attributes.update(node.attributes)
+def _like(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value | None]) -> ir.Node:
+    """Return a node that does to ``inputs`` what each of ``nodes`` does to its own; it keeps the metadata of all."""
+    made = like(nodes[0], inputs, f"{nodes[0].name}.merged")
+    made.metadata_props.clear()
+    made.metadata_props.update(_common(nodes))
     return made
 
 

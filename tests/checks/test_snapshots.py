@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from graphopt.checks.snapshots import Snapshots
+from graphopt.weights import own, rewrite
+from tests.graphs import residual_model
+from tests.weights.counting import Counted
+
+
+def with_lazy_weight(name: str) -> ir.Model:
+    model = residual_model()
+    weight = own(next(node for node in model.graph if node.name == "up0"), 1)
+    rewrite(weight, lambda expression: Counted(expression, name=name))
+    return model
+
+
+def test_a_snapshot_is_a_whole_model_and_goes_with_its_block(tmp_path: Path) -> None:
+    model = with_lazy_weight("whole")
+    before = {name: value.const_value.numpy() for name, value in model.graph.initializers.items()}
+    with Snapshots(tmp_path).of(model) as path:
+        stored = ir.load(path).graph.initializers
+        assert {name: value.const_value.numpy().tobytes() for name, value in stored.items()} == {
+            name: array.tobytes() for name, array in before.items()
+        }
+    assert [file.name for file in tmp_path.iterdir()] == ["weights"]
+    # the model reads nothing from the files that are gone
+    assert {name: value.const_value.numpy().tobytes() for name, value in model.graph.initializers.items()} == {
+        name: array.tobytes() for name, array in before.items()
+    }
+
+
+def test_weights_are_evaluated_once_for_a_model_and_its_copies(tmp_path: Path) -> None:
+    model = with_lazy_weight("once")
+    copy, snapshots = model.clone(), Snapshots(tmp_path)
+    for each in (model, copy, model):
+        with snapshots.of(each):
+            pass
+    assert Counted.counts["once"] == 1
+
+
+def test_two_snapshots_stand_side_by_side(tmp_path: Path) -> None:
+    model, snapshots = residual_model(), Snapshots(tmp_path)
+    with snapshots.of(model) as first, snapshots.of(model) as second:
+        assert first != second
+        assert first.is_file()
+        assert second.is_file()
+    with pytest.raises(RuntimeError, match="stop"), snapshots.of(model) as path:
+        raise RuntimeError("stop")
+    assert not path.parent.exists()
