@@ -9,9 +9,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from graphopt.decoding.sampling import Sampling
-from graphopt.evaluate import evaluate
+from graphopt.evaluation import evaluate
 from graphopt.facts import Fact
-from graphopt.generate import generate
+from graphopt.generation import generate
 from graphopt.manifest import Manifest
 from graphopt.models.export import export
 from graphopt.models.stdlib_text import held_out_text

@@ -19,12 +19,13 @@ from graphopt.checks.steps import check_pass, run_passes
 from graphopt.errors import InputError
 from graphopt.facts import Check, PassReport, Rule
 from graphopt.passes.base import Pass
-from graphopt.passes.context import Statistics, Surroundings, Target
+from graphopt.passes.context import Statistics, Surroundings
 from graphopt.progress import Progress, silent
 from graphopt.quality.compare import TOKENS, WINDOW
 from graphopt.quality.judge import confirm, judge, not_judged
 from graphopt.quality.verdict import Requirement
 from graphopt.recipe import Recipe, load_recipe
+from graphopt.targets import Target
 from graphopt.tasks import TASKS
 from graphopt.weights import check_finite
 from graphopt.weights.evaluate import Evaluator, workers

@@ -14,10 +14,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, Val
 from graphopt.errors import InputError
 from graphopt.passes import PASSES, imports_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Statistics, Target
+from graphopt.passes.context import Statistics
 from graphopt.passes.lower.lower import LowerOptions
 from graphopt.passes.phases import PHASES
 from graphopt.runtime import ACCURACY_LEVEL
+from graphopt.targets import Target
 
 
 def _of_registry(step: object) -> object:
@@ -183,7 +184,7 @@ def _changed(step: StepOptions, options: Mapping[str, object]) -> StepOptions:
 
 def presets() -> dict[str, Recipe]:
     """Return the recipes that ship with the package, by name."""
-    files = [file for file in resources.files("graphopt.presets").iterdir() if file.name.endswith(".yaml")]
+    files = [file for file in resources.files("graphopt.preset_files").iterdir() if file.name.endswith(".yaml")]
     found = [_parse(file.read_text(encoding="utf-8"), file.name) for file in files]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
 

@@ -15,7 +15,8 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.runtime_ops import DOMAIN, OPERATORS, Device, library_path
+from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
+from graphopt.targets import Device
 
 if TYPE_CHECKING:
     import onnxruntime

@@ -19,7 +19,7 @@ from graphopt.errors import InputError
 from graphopt.manifest import MANIFEST, Manifest, Source, read_manifest
 from graphopt.model_facts import facts_of
 from graphopt.runtime import native_operators, open_session, run
-from graphopt.runtime_ops import Device
+from graphopt.targets import Device
 from graphopt.tasks import task_of_ports
 from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface

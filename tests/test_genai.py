@@ -12,7 +12,7 @@ from graphopt import artifact
 from graphopt.artifact import MODEL
 from graphopt.facts import Fact
 from graphopt.genai import GENAI_CONFIG, genai_config
-from graphopt.generate import generate
+from graphopt.generation import generate
 from graphopt.pipeline import optimize
 from graphopt.session import load
 from graphopt.tasks.causal_lm.interface import Interface

@@ -46,7 +46,7 @@ def edges() -> set[tuple[str, str]]:
 def test_every_part_has_a_floor() -> None:
     parts = {file.stem for file in PACKAGE.glob("*.py")} | {file.parent.name for file in PACKAGE.glob("*/__init__.py")}
     listed = [name for floor in floors() for name in floor]
-    assert sorted(listed) == sorted(parts - {"__init__", "presets"})
+    assert sorted(listed) == sorted(parts - {"__init__", "preset_files"})
 
 
 def test_an_import_only_points_down() -> None:

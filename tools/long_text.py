@@ -26,7 +26,7 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graphopt.decoding.decoder import Decoder
-from graphopt.evaluate import negative_log_likelihood
+from graphopt.evaluation import negative_log_likelihood
 from graphopt.passes.cache.page_kv import PageKVOptions
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions

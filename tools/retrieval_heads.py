@@ -23,7 +23,7 @@ import graphopt
 from graphopt.analysis.heads import HeadScores, Rank
 from graphopt.analysis.paged import PagedLayer
 from graphopt.calibrate import calibrate
-from graphopt.evaluate import evaluate
+from graphopt.evaluation import evaluate
 from graphopt.models.stdlib_text import held_out_text, training_texts
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions

@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 
 from graphopt.errors import InputError
 from graphopt.progress import Progress
-from graphopt.runtime_ops import Device
+from graphopt.targets import Device
 
 out, err = Console(), Console(stderr=True)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from graphopt.cli.console import out, print_json, progress
 from graphopt.errors import InputError
-from graphopt.session import Opened
+
+if TYPE_CHECKING:
+    from graphopt.session import Opened
 
 
 def print_embeddings(opened: Opened, texts: list[str], as_json: bool) -> None:

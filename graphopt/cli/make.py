@@ -11,7 +11,7 @@ from rich.table import Column, Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Jobs, Json, NoRun, Output, Overwrite, WorkFolder, out, print_json, progress
-from graphopt.passes.context import Target
+from graphopt.targets import Target
 
 
 @command("demo")

@@ -35,7 +35,7 @@ def run(
     The options of generating (--max-new-tokens, --temperature, --top-k, --top-p, --seed) are refused with an encoder.
     """
     from graphopt.decoding.sampling import Sampling
-    from graphopt.generate import generate, stream
+    from graphopt.generation import generate, stream
     from graphopt.session import open_folder, session_from
 
     opened = open_folder(folder, threads=threads, device=device)
@@ -83,7 +83,7 @@ def evaluate(
 
     An encoder embeds each distinct line of the text; it takes no --window and no --stride.
     """
-    from graphopt.evaluate import evaluate as run_evaluate
+    from graphopt.evaluation import evaluate as run_evaluate
     from graphopt.session import open_folder, session_from
 
     content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 from graphopt.runtime import import_onnxruntime
-from graphopt.runtime_ops import Device
+from graphopt.targets import Device
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import onnx_ir as ir
 
@@ -13,6 +12,7 @@ from graphopt import provenance
 from graphopt.analysis.heads import HeadScores, read_scores
 from graphopt.facts import Change, Fact, PassReport, Removal, Skip
 from graphopt.running import Runner
+from graphopt.targets import Target
 from graphopt.tasks import Task
 
 
@@ -69,10 +69,6 @@ class Removals:
 
 def _outputs(node: ir.Node) -> list[str]:
     return [output.name for output in node.outputs if output.name]
-
-
-Target = Literal["portable", "ort-cpu", "ort-cuda"]
-"""What a model is to run on; see the step ``lower``."""
 
 
 class Statistics:

@@ -18,7 +18,7 @@ import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.runtime_ops.foreign import FOREIGN
-from graphopt.runtime_ops.library import Device, library_path
+from graphopt.runtime_ops.library import library_path
 from graphopt.runtime_ops.operator import DOMAIN, Operator
 from graphopt.runtime_ops.schema import DECODING, Coordinates, Cost, Port, Role, Schema, Signature
 
@@ -132,7 +132,6 @@ __all__ = [
     "OPERATORS",
     "Coordinates",
     "Cost",
-    "Device",
     "Operator",
     "Port",
     "Role",

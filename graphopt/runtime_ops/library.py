@@ -9,10 +9,8 @@ from __future__ import annotations
 import os
 from importlib.resources import files
 from pathlib import Path
-from typing import Literal
 
-Device = Literal["cpu", "cuda"]
-"""What a session computes on: the CPU, or an NVIDIA GPU where it can."""
+from graphopt.targets import Device
 
 NAMES: dict[Device, str] = {"cpu": "libgraphopt_ops.so", "cuda": "libgraphopt_ops_cuda.so"}
 

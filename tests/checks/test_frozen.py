@@ -10,7 +10,7 @@ import pytest
 from graphopt import artifact
 from graphopt.checks.replay import verify
 from graphopt.checks.same_manifest import LEFT_OUT, OLDER
-from graphopt.generate import generate
+from graphopt.generation import generate
 from graphopt.session import load
 
 FROZEN = Path(__file__).parent / "frozen"

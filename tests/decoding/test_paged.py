@@ -12,13 +12,13 @@ from graphopt.decoding.decoder import Decoder
 from graphopt.decoding.device import DeviceBuffer
 from graphopt.decoding.paged import PagedCache
 from graphopt.errors import InputError
-from graphopt.evaluate import evaluate
-from graphopt.generate import generate
+from graphopt.evaluation import evaluate
+from graphopt.generation import generate
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
-from graphopt.runtime_ops import Device
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 from graphopt.session import Session, load
+from graphopt.targets import Device
 from tests.families import VOCABULARY
 
 MakeArtifact = Callable[[str], Path]

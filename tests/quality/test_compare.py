@@ -8,7 +8,7 @@ import pytest
 
 import graphopt
 from graphopt.errors import InputError
-from graphopt.evaluate import evaluate
+from graphopt.evaluation import evaluate
 from graphopt.quality.compare import compare, pieces_of
 from graphopt.quality.figures import Comparison, log_probabilities, standard_error
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 import graphopt.rounding.methods
 from graphopt.errors import InputError
 from graphopt.formats import FORMATS, TableFormat
-from graphopt.generate import generate
+from graphopt.generation import generate
 from graphopt.passes.codes.quantize_weights import STORED, QuantizeWeightsOptions
 from graphopt.pipeline import optimize
 from graphopt.recipe import load_recipe

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 import graphopt
 from graphopt.decoding.decoder import Decoder
-from graphopt.evaluate import negative_log_likelihood
+from graphopt.evaluation import negative_log_likelihood
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.recipe import Recipe, Step
 from graphopt.session import Session

@@ -97,7 +97,7 @@ def _optimize(recipe: str, checkpoint: Path, target: Path) -> None:
 
 def _graphopt(folder: Path, work: Work) -> Speeds:
     import graphopt
-    from graphopt.generate import stream
+    from graphopt.generation import stream
 
     session = graphopt.load(folder, threads=work.threads)
 

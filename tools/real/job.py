@@ -11,7 +11,7 @@ import graphopt
 from graphopt.embeddings import load_encoder
 from graphopt.embeddings.evaluate import evaluate_embeddings
 from graphopt.errors import GraphoptError
-from graphopt.evaluate import evaluate
+from graphopt.evaluation import evaluate
 from graphopt.manifest import Manifest, read_manifest
 from graphopt.session import Session
 from tools.real.dither import dither

@@ -13,10 +13,11 @@ from graphopt.errors import InputError
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
-from graphopt.passes.context import Context, Ledger, Target
+from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.passes.lower.packing import packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
+from graphopt.targets import Target
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
 PACKED = Rule(

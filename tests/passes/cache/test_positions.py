@@ -12,7 +12,7 @@ import pytest
 
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
-from graphopt.evaluate import evaluate
+from graphopt.evaluation import evaluate
 from graphopt.passes.cache.page_kv.positions import exact_angles
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe

@@ -10,8 +10,8 @@ import pytest
 
 from graphopt.analysis.paged import layers_of
 from graphopt.checks.replay import verify
-from graphopt.evaluate import evaluate
-from graphopt.generate import generate
+from graphopt.evaluation import evaluate
+from graphopt.generation import generate
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe

@@ -10,8 +10,8 @@ import pytest
 
 from graphopt.checks.replay import verify
 from graphopt.errors import InputError
-from graphopt.evaluate import evaluate
-from graphopt.generate import generate
+from graphopt.evaluation import evaluate
+from graphopt.generation import generate
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.lower.last_logits import LastLogits, LastLogitsOptions
 from graphopt.pipeline import optimize

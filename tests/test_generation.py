@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from graphopt.decoding.detokenize import TextStream
 from graphopt.decoding.sampling import Sampling
 from graphopt.errors import GraphoptError, InputError
-from graphopt.generate import Completion, Prompt, generate, stream
+from graphopt.generation import Completion, Prompt, generate, stream
 from graphopt.manifest import Manifest, Source
 from graphopt.model_facts import ModelFacts
 from graphopt.session import Session, load

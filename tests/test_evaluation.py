@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM
 
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import GraphoptError, InputError
-from graphopt.evaluate import evaluate, negative_log_likelihood, plan
+from graphopt.evaluation import evaluate, negative_log_likelihood, plan
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.session import Session, load
 from tests.toys import byte_tokenizer, counting_model
