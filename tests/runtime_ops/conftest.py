@@ -11,3 +11,14 @@ def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     skip_without(request.param)
     monkeypatch.setenv(ISA_VARIABLE, request.param)
     return str(request.param)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let tests that differ in their instructions alone follow one another: they share what they are compared with."""
+    places: dict[str, int] = {}
+    items.sort(key=lambda item: places.setdefault(_whatever_instructions(item), len(places)))
+
+
+def _whatever_instructions(item: pytest.Item) -> str:
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return item.nodeid.replace(str(parameters.get("instructions", "")), "", 1)

@@ -42,14 +42,14 @@ retrieval may read the other one. Where rounding may change how many pages hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.reference import scores, softmax_weights
+from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, scores, softmax_weights
 from graphopt.runtime_ops.kv_attention.spec.selection import UNIT, candidate_pages, is_open, page_scores
 from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
 
@@ -73,7 +73,21 @@ def bound(*inputs: Array, **attributes: Any) -> Doubles:
     Raises:
         ValueError: as the reference.
     """
-    return _for_each(_of_kernel, inputs, attributes)
+    attrs = KVAttributes(**attributes)
+    return _limits(_of_kernel, attrs, inputs, readings(attrs, inputs)[1])
+
+
+def reference_and_bound(*inputs: Array, **attributes: Any) -> tuple[tuple[Array, ...], Doubles]:
+    """Return what the reference and :func:`bound` return; both share what the queries find, which takes most time.
+
+    Raises:
+        ValueError: as the reference.
+    """
+    attrs = KVAttributes(**attributes)
+    state, each = readings(attrs, inputs)
+    every = list(each)
+    y = for_each(attend, attrs, inputs, every)
+    return (y, *state.values()), _limits(_of_kernel, attrs, inputs, every)
 
 
 def storage_bound(*inputs: Array, **attributes: Any) -> Doubles:
@@ -85,22 +99,25 @@ def storage_bound(*inputs: Array, **attributes: Any) -> Doubles:
     Raises:
         ValueError: as the reference.
     """
-    return _for_each(_of_storage, inputs, attributes)
-
-
-def _for_each(
-    limit: Callable[[KVAttributes, Reading], Doubles], inputs: tuple[Array, ...], attributes: dict[str, Any]
-) -> Doubles:
     attrs = KVAttributes(**attributes)
-    query, key = inputs[:2]
-    limits = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
+    return _limits(_of_storage, attrs, inputs, readings(attrs, inputs)[1])
+
+
+def _limits(
+    limit: Callable[[KVAttributes, Reading], Doubles],
+    attrs: KVAttributes,
+    inputs: tuple[Array, ...],
+    every: Iterable[Reading],
+) -> Doubles:
     past, new = inputs[3:5]
-    for reading in readings(attrs, inputs)[1]:
+
+    def of_reading(attrs: KVAttributes, reading: Reading) -> Doubles:
         last = int(past[reading.row] + new[reading.row])
         with np.errstate(all="ignore"):  # infinite is a limit too
-            of_reading = limit(attrs, reading) + _open(attrs, reading, last - len(reading.q))
-        limits[reading.row, reading.columns, reading.head] = np.where(np.isfinite(of_reading), of_reading, np.inf)
-    return limits.reshape(query.shape)
+            limits = limit(attrs, reading) + _open(attrs, reading, last - len(reading.q))
+        return np.where(np.isfinite(limits), limits, np.inf)
+
+    return for_each(of_reading, attrs, inputs, every)
 
 
 def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:

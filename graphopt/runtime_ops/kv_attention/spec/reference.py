@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -32,11 +33,21 @@ def reference(*inputs: Array, **attributes: Any) -> tuple[Array, ...]:
     """
     attrs = KVAttributes(**attributes)
     state, every = readings(attrs, inputs)
+    return (for_each(attend, attrs, inputs, every), *state.values())
+
+
+def for_each(
+    computed: Callable[[KVAttributes, Reading], Doubles],
+    attrs: KVAttributes,
+    inputs: tuple[Array, ...],
+    every: Iterable[Reading],
+) -> Doubles:
+    """Return what is ``computed`` [n, G, D] of each reading, in the shape of `query`; 0 for columns without a token."""
     query, key = inputs[:2]
     y = np.zeros((*key.shape[:2], attrs.kv_heads, query.shape[2] // key.shape[2], key.shape[2] // attrs.kv_heads))
     for reading in every:
-        y[reading.row, reading.columns, reading.head] = attend(attrs, reading)
-    return (y.reshape(query.shape), *state.values())
+        y[reading.row, reading.columns, reading.head] = computed(attrs, reading)
+    return y.reshape(query.shape)
 
 
 def attend(attrs: KVAttributes, reading: Reading) -> Doubles:

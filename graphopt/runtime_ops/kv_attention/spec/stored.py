@@ -205,8 +205,9 @@ def read_mask(
         return visible
     if policy == RETRIEVAL:
         pages, summaries = positions[0] // attrs.page, summaries[head]
+        is_chosen = np.zeros((len(asked), len(summaries)), np.bool_)
         for index, q in enumerate(queries):
             candidates = candidate_pages(attrs, int(asked[index]))
-            chosen = candidates[chosen_pages(attrs, page_scores(attrs, summaries[candidates], q))]
-            always[index] |= visible[index] & np.isin(pages, chosen)
+            is_chosen[index, candidates[chosen_pages(attrs, page_scores(attrs, summaries[candidates], q))]] = True
+        always |= visible & is_chosen[:, pages]
     return always
