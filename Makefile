@@ -43,7 +43,7 @@ SANITIZED_READY := $(SANITIZED)/.ready
 EXAMPLES ?= 1000
 LIBRARY = $$($(CXX) -print-file-name=$(1))
 
-.PHONY: help setup demo real test quick quick-test test-native lint clean distclean
+.PHONY: help setup packages native demo real test quick quick-test test-native lint clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -56,8 +56,9 @@ demo: $(READY)
 real: $(READY)
 	$(BIN)/python tools/real_models.py
 
+# Modules go to the processes in order: by default those of few tests come last, and the slow ones are among them.
 test: $(READY)
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 # Types on one core and tests on the other.
 quick: $(READY)
@@ -107,8 +108,14 @@ $(READY): pyproject.toml $(NATIVE) $(LAYOUT)
 		$(PYTHON) -m venv .venv; \
 	fi
 	@rm -f .venv/.ready-*
-	@echo "Installing $(TORCH) (the large one: minutes the first time)"
-	@$(PIP) install "$(or $(TORCH),$(error pyproject.toml pins no torch))"
-	@echo "Installing graphopt[$(EXTRAS)]"
-	@$(PIP) install --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) --editable ".[$(EXTRAS)]"
+	@echo "Installing graphopt[$(EXTRAS)], $(TORCH) first (the large one: minutes the first time)"
+	@$(MAKE) --no-print-directory --jobs=2 packages native
 	@touch $@
+
+# Both at once: one core compiles while the other unpacks.
+packages:
+	@$(PIP) install "$(or $(TORCH),$(error pyproject.toml pins no torch))"
+	@$(BIN)/python tools/requirements.py $(EXTRAS) | $(PIP) install --no-warn-conflicts --requirement /dev/stdin
+
+native:
+	@$(PIP) install --no-deps --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) --editable .

@@ -104,6 +104,18 @@ def llama_artifact(make_artifact: Callable[[str], Path]) -> Path:
 
 
 @pytest.fixture(scope="session")
+def shipped_artifact() -> Path:
+    """The exported artifact of the model that graphopt ships; treat it as read-only."""
+
+    def write(folder: Path) -> None:
+        from graphopt.models.export import export
+
+        export("stdlib_lm", folder)
+
+    return once("shipped-artifact", (*EXPORTS, "graphopt/models/stdlib_lm/*"), write)
+
+
+@pytest.fixture(scope="session")
 def bert_artifact(make_artifact: Callable[[str], Path]) -> Path:
     """The exported artifact of a 2-layer BERT with a WordPiece tokenizer; treat it as read-only."""
     return make_artifact("bert")

@@ -77,12 +77,24 @@ class Operator:
         return "" if self.overload is None else self.overload(**attributes_of(node))
 
     def body_of(self, node: ir.Node, opset: int) -> ir.Function:
-        """Return the body of a node of this operator, as a function of the given ONNX opset.
+        """Return the body of a node of this operator, as a function of the given ONNX opset; a new one for each call.
 
         Raises:
             ValueError: as :meth:`overload_of`.
         """
-        return self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
+        key = (self.function, opset, self.overload_of(node))
+        if key not in _BODIES:
+            if len(_BODIES) == _MOST_BODIES:
+                del _BODIES[next(iter(_BODIES))]
+            _BODIES[key] = (
+                self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
+            )
+        return _BODIES[key].clone()
+
+
+# Building a body of 900 nodes takes 0.27 s and copying it 0.04 s, and passes ask for the same one again and again.
+_BODIES: dict[tuple[Callable[..., ir.Function], int, str], ir.Function] = {}
+_MOST_BODIES = 32
 
 
 __all__ = ["DOMAIN", "Cost", "Operator"]

@@ -12,7 +12,7 @@ import pytest
 from graphopt.artifact import DATA, MODEL
 from graphopt.evaluation import evaluate
 from graphopt.generation import generate
-from graphopt.models.export import export, shipped_models
+from graphopt.models.export import shipped_models
 from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
@@ -22,13 +22,6 @@ from graphopt.targets import Device
 from graphopt.tasks.causal_lm.interface import Interface
 
 FOLDER = shipped_models()["stdlib_lm"]
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    output = tmp_path_factory.mktemp("shipped") / "float32"
-    export("stdlib_lm", output)
-    return output
 
 
 def test_the_folder_is_a_hugging_face_folder_of_at_most_12_megabytes() -> None:
@@ -41,17 +34,17 @@ def test_the_folder_is_a_hugging_face_folder_of_at_most_12_megabytes() -> None:
     assert config["intermediate_size"] == 20 * 32
 
 
-def test_it_has_learned_more_than_xz_finds(exported: Path) -> None:
+def test_it_has_learned_more_than_xz_finds(shipped_artifact: Path) -> None:
     text = held_out_text()
     xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / len(text.encode())
     # windows without overlap: half the time of the default, and a little harder on the model
-    result = evaluate(load(exported), text, stride=1024)
+    result = evaluate(load(shipped_artifact), text, stride=1024)
     assert result.bytes == len(text.encode())
     assert result.bits_per_byte < xz
 
 
 @pytest.mark.usefixtures("interpreted_gpu")
-def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(exported: Path, tmp_path: Path) -> None:
+def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(shipped_artifact: Path, tmp_path: Path) -> None:
     matrix = {"format": "fp6-e2m3", "group": 128}
     steps = [
         {"step": "canonicalize"},
@@ -59,7 +52,7 @@ def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(exported
         {"step": "quantize_kv", "storage": "int4", "page": 16, "sink_pages": 0, "recent_pages": 0},
     ]
     recipe = Recipe.model_validate({"name": "both", "steps": steps})
-    optimize(exported, recipe, tmp_path / "both", target="ort-cuda", run=False)
+    optimize(shipped_artifact, recipe, tmp_path / "both", target="ort-cuda", run=False)
     prompt = "class Stack:\n    def push(self, item):\n        self.items.append("
     devices: tuple[Device, ...] = ("cpu", "cuda")
     texts = [generate(load(tmp_path / "both", device=each), prompt, max_new_tokens=3) for each in devices]
@@ -68,7 +61,7 @@ def test_optimized_once_it_says_the_same_by_the_kernels_of_both_devices(exported
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(exported: Path, batch: int) -> None:
+def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(shipped_artifact: Path, batch: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -80,7 +73,7 @@ def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(exporte
     positions = np.maximum(mask.cumsum(-1) - 1, 0)
     with torch.no_grad():
         expected = model(torch.tensor(ids), torch.tensor(mask), torch.tensor(positions)).logits.numpy()
-    session = open_session(exported / MODEL)
+    session = open_session(shipped_artifact / MODEL)
     interface = Interface.of_session(session)
     for steps in ([24], [16] + [1] * 8):
         past, start, pieces = interface.empty_past(batch), 0, []
@@ -95,8 +88,8 @@ def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(exporte
         assert np.abs(got - expected)[real].max() < 1e-4 * np.abs(expected[real]).max()
 
 
-def test_int4_takes_the_nominal_bits_of_the_whole_folder(exported: Path, tmp_path: Path) -> None:
-    made = optimize(exported, "rotate-int4", tmp_path / "int4")
+def test_int4_takes_the_nominal_bits_of_the_whole_folder(shipped_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(shipped_artifact, "rotate-int4", tmp_path / "int4")
     # 6 layers of 4.5-bit matrices in groups of 64 (8.25 bits for the head in groups of 128, 8.125 for the embedding)
     width, mlp, kv, vocabulary = 256, 640, 128, 4096
     matrices = 6 * width * (2 * width + 2 * kv + 3 * mlp)

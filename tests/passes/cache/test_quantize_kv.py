@@ -101,21 +101,14 @@ def test_the_loss_is_measured_behind_enough_context(llama_artifact: Path, tmp_pa
     assert [check.status for check in checks] == ["proved", "measured"]
 
 
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from graphopt.models.export import export
-
-    folder = tmp_path_factory.mktemp("shipped") / "float32"
-    export("stdlib_lm", folder)
-    return folder
-
-
 # Seen: 0.0001 for int8, 0.00002 for bfloat16, 0.002 for float8; int4 costs 0.003.
 @pytest.mark.parametrize(("storage", "cost"), [("int8", 0.001), ("bfloat16", 0.0005), ("float8", 0.005)])
-def test_caches_keep_what_the_shipped_model_knows(storage: str, cost: float, shipped: Path, tmp_path: Path) -> None:
+def test_caches_keep_what_the_shipped_model_knows(
+    storage: str, cost: float, shipped_artifact: Path, tmp_path: Path
+) -> None:
     text = held_out_text()[:6000]
-    optimize(shipped, recipe({"step": "quantize_kv", "storage": storage}), tmp_path / storage)
-    before, after = load(shipped), load(tmp_path / storage)
+    optimize(shipped_artifact, recipe({"step": "quantize_kv", "storage": storage}), tmp_path / storage)
+    before, after = load(shipped_artifact), load(tmp_path / storage)
     bits = [evaluate(session, text).bits_per_byte for session in (before, after)]
     assert abs(bits[0] - bits[1]) < cost
     assert np.isfinite(bits).all()
