@@ -14,10 +14,10 @@ from graphopt.facts import Fact
 from graphopt.generation import generate
 from graphopt.manifest import Manifest
 from graphopt.models.export import export
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize
 from graphopt.progress import Progress, silent
 from graphopt.session import load
+from graphopt.stdlib_text import held_out_text
 
 MODEL = "stdlib_lm"
 # Six of the held-out modules, 29% of the text: `graphopt eval --held-out` reads them all.

@@ -12,6 +12,7 @@ from onnx_ir.passes.common import NameFixPass
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
+from graphopt.calibration import calibration_of
 from graphopt.checks.account import manifest_of
 from graphopt.checks.equivalence import NOT_ASKED, Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
@@ -25,11 +26,12 @@ from graphopt.quality.compare import TOKENS, WINDOW
 from graphopt.quality.judge import confirm, judge, not_judged
 from graphopt.quality.verdict import Requirement
 from graphopt.recipe import Recipe, load_recipe
+from graphopt.running import Runner
 from graphopt.targets import Target
 from graphopt.tasks import TASKS
 from graphopt.weights import check_finite
 from graphopt.weights.evaluate import Evaluator, workers
-from graphopt.weights.work import new_in, store_in, work_folder
+from graphopt.weights.work import new_in, statistics_in, store_in, work_folder
 
 IN_MEMORY = Rule("pipeline.in-memory", "the model came from memory, and quality is measured on files")
 
@@ -49,6 +51,7 @@ def optimize(
     quality_tokens: int = TOKENS,
     require: str | None = None,
     force: bool = False,
+    statistics: str | Path | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -73,6 +76,8 @@ def optimize(
             see :mod:`graphopt.quality`; 0 for none.
         require: what its quality must be, such as ``kl<0.05``, see :class:`graphopt.quality.Requirement`.
         force: write a model that is broken, too.
+        statistics: a folder in which statistics of models are kept, for recipes that share them. By default they lie
+            in the work folder. See :mod:`graphopt.statistics`.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -90,7 +95,7 @@ def optimize(
             raise InputError("a work folder is for an artifact that is written", file=work, remedy="name an output too")
         folder = tempfile.TemporaryDirectory(prefix="graphopt-")
         with workers(jobs) as executor:
-            made = _compile(model, chosen, Path(folder.name), executor, run=run, on_stage=on_stage)
+            made = _compile(model, chosen, Path(folder.name), executor, statistics, run=run, on_stage=on_stage)
         made.keep = folder
         return made
     output = Path(output)
@@ -108,7 +113,7 @@ def optimize(
         return check
 
     with work_folder(output, None if work is None else Path(work)) as place, workers(jobs) as executor:
-        made = _compile(model, chosen, place, executor, run=run, on_stage=on_stage)
+        made = _compile(model, chosen, place, executor, statistics, run=run, on_stage=on_stage)
         made.manifest = artifacts.write(
             made,
             output,
@@ -149,6 +154,7 @@ def _compile(
     recipe: Recipe,
     place: Path,
     executor: Executor | None,
+    kept: str | Path | None,
     *,
     run: bool,
     on_stage: Progress,
@@ -158,7 +164,9 @@ def _compile(
     recipe = recipe.fitting(source.model.graph)
     graph = source.model.clone()
 
-    statistics = Statistics()
+    runner = Runner(recipe.session_entries()) if run else None
+    calibration = calibration_of(source, recipe, kept or statistics_in(place), runner, on_stage)
+    statistics = Statistics(calibration)
     contained = recipe.self_contained(statistics)
     passes = recipe.passes()
     total = len(passes) + 3

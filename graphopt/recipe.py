@@ -18,6 +18,7 @@ from graphopt.passes.context import Statistics
 from graphopt.passes.lower.lower import LowerOptions
 from graphopt.passes.phases import PHASES
 from graphopt.runtime import ACCURACY_LEVEL
+from graphopt.statistics.options import CalibrationOptions
 from graphopt.targets import Target
 
 
@@ -46,6 +47,7 @@ class Recipe(BaseModel):
             leaves them alone. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
             session sets it from the manifest, any other session has to. Products that graphopt made say it in the
             graph, and a step may say otherwise for them.
+        calibration: the text that statistics are collected on, where a step needs them.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +56,7 @@ class Recipe(BaseModel):
     description: str = ""
     steps: tuple[Step, ...]
     activations: Literal["int8", "float32"] = "int8"
+    calibration: CalibrationOptions = CalibrationOptions()
 
     @field_validator("steps")
     @classmethod
@@ -144,7 +147,8 @@ class Recipe(BaseModel):
 
     def beside(self, folder: Path) -> Recipe:
         """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
-        return self.model_copy(update={"steps": tuple(step.beside(folder) for step in self.steps)})
+        steps = tuple(step.beside(folder) for step in self.steps)
+        return self.model_copy(update={"steps": steps, "calibration": self.calibration.beside(folder)})
 
     def self_contained(self, statistics: Statistics) -> Recipe:
         """Return the recipe with what was measured in place of the files that hold it.

@@ -24,13 +24,12 @@ from graphopt.tasks import task_of_ports
 from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import Array, IntArray
+from graphopt.tokens import TOKENIZER, beginning_of, read_tokenizer
 
 if TYPE_CHECKING:
     import onnxruntime
 
 Floats = npt.NDArray[np.float32]
-
-TOKENIZER = "tokenizer.json"
 
 
 @dataclass(frozen=True)
@@ -267,28 +266,3 @@ def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, devi
         task = task_of_ports(*names).name
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
     return Opened(file, inference, manifest, read_tokenizer(folder / TOKENIZER))
-
-
-def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Return the tokens that a tokenizer puts before every text."""
-    encoding = tokenizer.encode("a")
-    body = (*encoding.special_tokens_mask, 0).index(0)
-    return tuple(encoding.ids[:body])
-
-
-def read_tokenizer(file: Path) -> Tokenizer | None:
-    """Read a ``tokenizer.json``, ignoring its settings of truncation and padding; ``None`` where the file is missing.
-
-    Raises:
-        InputError: it is not one.
-    """
-    if not file.is_file():
-        return None
-    try:
-        tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare Exception
-        raise InputError(f"the tokenizer cannot be read: {error}", file=file) from error
-    # Some files keep the settings of training, which would silently truncate long texts and pad short ones.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

@@ -21,15 +21,17 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
+from graphopt.calibration import calibration_of
 from graphopt.errors import InputError
-from graphopt.passes.context import Statistics
+from graphopt.passes.context import Statistics, Surroundings
 from graphopt.pipeline import optimize
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
+from graphopt.tasks import TASKS
 from graphopt.weights import Expression, WeightTensor
 from graphopt.weights.evaluate import Evaluator, cost_of, grouped, unevaluated, workers
 from graphopt.weights.store import Kept
-from graphopt.weights.work import default_work_folder, open_work_folder, store_in, write_whole
+from graphopt.weights.work import default_work_folder, open_work_folder, statistics_in, store_in, write_whole
 
 _REQUEST = "request.json"
 
@@ -60,6 +62,7 @@ def evaluate_shard(
     overwrite: bool = False,
     jobs: int | Executor = 1,
     work: str | Path | None = None,
+    statistics: str | Path | None = None,
     on_stage: Progress = silent,
 ) -> Path:
     """Evaluate one share of the weights that ``recipe`` makes, and return the work folder that they lie in.
@@ -75,6 +78,7 @@ def evaluate_shard(
         overwrite: whether an artifact at ``output`` may be replaced in the end.
         jobs: as for :func:`graphopt.optimize`.
         work: as for :func:`graphopt.optimize`; all shards must see the same folder.
+        statistics: as for :func:`graphopt.optimize`. A shard collects none: `graphopt calibrate` does that before.
         on_stage: called when a stage begins, with how many are done.
 
     Raises:
@@ -95,10 +99,12 @@ def evaluate_shard(
     _agree(folder / _REQUEST, request)
     graph = source.model.clone()
     graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
+    calibration = calibration_of(source, recipe, statistics or statistics_in(folder), None)
+    shared = Surroundings(TASKS[source.manifest.task], recipe.target, statistics=Statistics(calibration))
     for step in recipe.fitting(graph.graph).passes():
         if step.phase() == "lower":
             break
-        if step(graph).report.claims is not None:
+        if step(graph, shared).report.claims is not None:
             # The proof reads these weights, so `assemble` looks for them.
             _keep(graph)
     expressions = [tensor.expression for _, tensor in unevaluated(graph)]
@@ -116,6 +122,7 @@ def assemble(
     run: bool = True,
     jobs: int | Executor = 1,
     work: str | Path | None = None,
+    statistics: str | Path | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Check and write the model whose weights all shards have evaluated; as :func:`graphopt.optimize` otherwise.
@@ -145,6 +152,7 @@ def assemble(
         run=run,
         jobs=jobs,
         work=folder,
+        statistics=statistics,
         on_stage=on_stage,
     )
 

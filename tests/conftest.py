@@ -32,7 +32,7 @@ settings.load_profile("graphopt")
 
 END_OF_TEXT = "<|endoftext|>"
 # What a checkpoint of the tests, and an export of it, is made by.
-FOLDERS = ("tests/families.py", "tests/conftest.py", "graphopt/models/stdlib_text.py")
+FOLDERS = ("tests/families.py", "tests/conftest.py", "graphopt/stdlib_text.py")
 EXPORTS = (
     *FOLDERS,
     *(f"graphopt/{name}.py" for name in ("artifact", "facts", "genai", "manifest", "models/*", "tasks/*")),
@@ -126,7 +126,7 @@ def save_word_pieces(folder: Path) -> None:
     from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from graphopt.models.stdlib_text import held_out_text
+    from graphopt.stdlib_text import held_out_text
 
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
@@ -147,7 +147,7 @@ def save_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    from graphopt.models.stdlib_text import held_out_text
+    from graphopt.stdlib_text import held_out_text
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -6,7 +6,7 @@ import pytest
 
 from graphopt import artifact
 from graphopt.demo import MODULES, Demo, run_demo
-from graphopt.models.stdlib_text import HELD_OUT, held_out_text
+from graphopt.stdlib_text import HELD_OUT, held_out_text
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from transformers import LlamaForCausalLM
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import GraphoptError, InputError
 from graphopt.evaluation import evaluate, negative_log_likelihood, plan
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.session import Session, load
+from graphopt.stdlib_text import held_out_text
 from tests.toys import byte_tokenizer, counting_model
 
 TEXT = held_out_text()[:1500] + "Größe: 5 €\n"

@@ -32,7 +32,6 @@ from graphopt.analysis.structure import token_lookups
 from graphopt.artifact import Artifact
 from graphopt.demo import MODULES
 from graphopt.errors import GraphoptError
-from graphopt.models.stdlib_text import held_out_text, training_texts
 from graphopt.passes.algebra.fold_norms import FoldNormsOptions
 from graphopt.passes.algebra.rotate import RotateOptions
 from graphopt.passes.cache.quantize_kv import QuantizeKVOptions
@@ -41,6 +40,7 @@ from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.recipe import Recipe, Step
 from graphopt.runtime import session_of
+from graphopt.stdlib_text import held_out_text, training_texts
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.weights import Inline, Scaled, own, rewrite
 

@@ -24,7 +24,7 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.models.stdlib_text import held_out_text
+from graphopt.stdlib_text import held_out_text
 from tools.bench.machine import Others, describe, quiet
 from tools.bench.unavailable import UnavailableError
 from tools.real.job import QUESTION, SENTENCES, Row, run

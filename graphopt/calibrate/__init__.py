@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import Calibration, HeadFigures, LayerFigures, ReadPolicy
@@ -30,8 +29,8 @@ from graphopt.errors import InputError
 from graphopt.passes.cache.sparse_kv import NUMBERS, SparseKVOptions
 from graphopt.progress import Progress, silent
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
-from graphopt.session import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.tasks.ports import IntArray
+from graphopt.tokens import beginning_of, tokenizer_among
 
 LARGEST_WINDOW = 2048
 """Tokens of a window by default: queries and keys of all layers are in memory at once."""
@@ -73,7 +72,7 @@ def calibrate(
     retrieval = SparseKVOptions(policy="retrieval") if retrieval is None else retrieval
     options = {"streaming": streaming}
     options |= {f"retrieval, {by}": retrieval.model_copy(update={"summary": by}) for by in ("bounds", "mean")}
-    tokenizer = _tokenizer(source)
+    tokenizer = tokenizer_among(source.companions)
     ids = np.array(tokenizer.encode(text).ids, np.int64)
     positions = source.manifest.model.max_positions or _UNKNOWN_POSITIONS
     window = min(positions, LARGEST_WINDOW, len(ids)) if window is None else window
@@ -111,14 +110,6 @@ def calibrate(
         layers=tuple(_figures(layer, shares, scores) for layer in layers),
         windowed=windowed,
     )
-
-
-def _tokenizer(source: Artifact) -> Tokenizer:
-    file = source.companions.get(TOKENIZER)
-    found = None if file is None else read_tokenizer(file)
-    if found is None:
-        raise InputError(f"the model has no {TOKENIZER}", remedy="put the one that it was trained with beside it")
-    return found
 
 
 Shares = dict[str, dict[tuple[int, int], tuple[np.ndarray[Any, Any], float]]]

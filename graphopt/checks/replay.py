@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from graphopt import artifact as artifacts
 from graphopt.analysis.heads import ORIGIN
 from graphopt.artifact import Artifact
+from graphopt.calibration import calibration_of
 from graphopt.checks.account import manifest_of
 from graphopt.checks.companions import confirm_companions
 from graphopt.checks.equivalence import Verifier, context_of
@@ -31,7 +32,7 @@ from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Finding, PassReport, Rule
 from graphopt.manifest import MANIFEST
 from graphopt.passes.base import Pass
-from graphopt.passes.context import Surroundings
+from graphopt.passes.context import Statistics, Surroundings
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
 from graphopt.tasks import TASKS
@@ -66,22 +67,36 @@ class Proof(BaseModel):
     checks: list[Check]
 
 
-def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage: Progress = silent) -> Proof:
+def verify(
+    before: str | Path,
+    after: str | Path,
+    *,
+    run: bool = True,
+    statistics: str | Path | None = None,
+    on_stage: Progress = silent,
+) -> Proof:
     """Check that ``after`` computes what ``before`` computes, as far as its recipe says it should.
 
     Args:
         before: the artifact, or ``.onnx`` file, that ``after`` was made from.
         after: an artifact that :func:`graphopt.optimize` wrote.
         run: whether to run both as well, where they fit into memory.
+        statistics: the folder in which statistics of the model are kept, for a recipe that needs them; without it they
+            are collected again.
         on_stage: called when a stage begins, with how many are done.
 
     Raises:
         InputError: one cannot be read, or ``after`` does not say that it was made from ``before``.
         VerificationError: a check failed; names the first node and tensor at fault.
     """
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        return _verify(Path(before), Path(after), Path(statistics or folder), run=run, on_stage=on_stage)
+
+
+def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage: Progress) -> Proof:
     first, last = artifacts.read(before), artifacts.read(after)
-    recipe = _recipe_between(first, last, Path(after))
-    for folder in (Path(before), Path(after)):
+    recipe = _recipe_between(first, last, after)
+    for folder in (before, after):
         _confirm_hashes(folder)
     version = last.manifest.versions.get("graphopt")
     older = None if version == VERSION else str(version)
@@ -95,9 +110,10 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     graph.metadata_props[ORIGIN] = artifacts.origin_of(first)
     reports: list[PassReport] = []
     made_checks: list[Check] = []
-    unread = Verifier(Path(after), recipe.session_entries(), run=False)
+    unread = Verifier(after, recipe.session_entries(), run=False)
     unread.start(graph)
-    shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner)
+    calibration = calibration_of(first, recipe, statistics, unread.runner if run else None, on_stage)
+    shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner, Statistics(calibration))
 
     def begin(step: Pass[Any]) -> None:
         on_stage(f"running {step.name} again", len(reports), total)
@@ -123,15 +139,15 @@ def verify(before: str | Path, after: str | Path, *, run: bool = True, on_stage:
     on_stage("comparing all that is in the files", total - 1, total)
     certified = bool(changed) and changed[-1].claims is not None and checks[-1].status == "proved"
     fields = left_out(first.manifest, older=older is not None)
-    checks.append(_confirm_replay(graph, Path(after), fields, rounding_proved=certified and not older, older=older))
+    checks.append(_confirm_replay(graph, after, fields, rounding_proved=certified and not older, older=older))
     kernels: KernelReport | None = None
     if quantized_products(graph.graph) or own_nodes(graph.graph):
         kernels = check_kernels(graph, unread.snapshots, recipe.session_entries(), unread.why_not)
         made_checks.append(kernels.check)
-        kernels = recorded_kernels(kernels, last.manifest.precision, graph, recipe, Path(after) / MANIFEST)
+        kernels = recorded_kernels(kernels, last.manifest.precision, graph, recipe, after / MANIFEST)
     made = Artifact(graph, manifest_of(first, graph, recipe, reports, made_checks, kernels), first.companions)
-    made.manifest = made.manifest.model_copy(update={"notes": confirm_companions(made, Path(after))})
-    confirm_manifest(made.manifest, last.manifest, Path(after) / MANIFEST, first.manifest, older=older is not None)
+    made.manifest = made.manifest.model_copy(update={"notes": confirm_companions(made, after)})
+    confirm_manifest(made.manifest, last.manifest, after / MANIFEST, first.manifest, older=older is not None)
     on_stage("running both models", total - 1, total)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         # with the bodies that the file carries: our own kernels would not show that one of them is another

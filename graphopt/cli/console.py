@@ -30,6 +30,10 @@ WorkFolder = Annotated[
     Path | None,
     typer.Option("--work", help="folder for intermediate weights; by default .OUTPUT-work beside OUTPUT"),
 ]
+StatisticsFolder = Annotated[
+    Path | None,
+    typer.Option("--statistics", help="folder of statistics that recipes share; by default in the work folder"),
+]
 OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 
@@ -61,7 +65,7 @@ def chosen_text(text: Path | None, held_out: bool, usage: str) -> str:
     Raises:
         InputError: neither or both are given, or the file cannot be read.
     """
-    from graphopt.models.stdlib_text import held_out_text
+    from graphopt.stdlib_text import held_out_text
 
     if (text is None) == (not held_out):
         raise InputError("give either a text or --held-out", remedy=usage)

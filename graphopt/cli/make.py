@@ -10,7 +10,18 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Jobs, Json, NoRun, Output, Overwrite, WorkFolder, out, print_json, progress
+from graphopt.cli.console import (
+    Jobs,
+    Json,
+    NoRun,
+    Output,
+    Overwrite,
+    StatisticsFolder,
+    WorkFolder,
+    out,
+    print_json,
+    progress,
+)
 from graphopt.targets import Target
 
 
@@ -93,6 +104,7 @@ def optimize(
     ] = None,
     jobs: Jobs = 1,
     work: WorkFolder = None,
+    statistics: StatisticsFolder = None,
     shard: Annotated[
         str | None,
         typer.Option(help="I/N: only evaluate share I of N of the weights, for `graphopt assemble` to write the model"),
@@ -121,7 +133,16 @@ def optimize(
         with progress() as say:
             number, of = parse_shard(shard)
             folder = evaluate_shard(
-                model, chosen, output, number, of, overwrite=overwrite, jobs=jobs, work=work, on_stage=say
+                model,
+                chosen,
+                output,
+                number,
+                of,
+                overwrite=overwrite,
+                jobs=jobs,
+                work=work,
+                statistics=statistics,
+                on_stage=say,
             )
         if as_json:
             return print_json([{"shard": shard, "work": str(folder)}])
@@ -138,6 +159,7 @@ def optimize(
             quality_tokens=quality_tokens,
             require=require,
             force=force,
+            statistics=statistics,
             on_stage=say,
         )
     return report_artifact(output, made.manifest, as_json)
@@ -148,6 +170,7 @@ def assemble(
     output: Output,
     jobs: Jobs = 1,
     work: WorkFolder = None,
+    statistics: StatisticsFolder = None,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     as_json: Json = False,
@@ -156,7 +179,9 @@ def assemble(
     from graphopt.shards import assemble as run_assemble
 
     with progress() as say:
-        made = run_assemble(output, overwrite=overwrite, run=not no_run, jobs=jobs, work=work, on_stage=say)
+        made = run_assemble(
+            output, overwrite=overwrite, run=not no_run, jobs=jobs, work=work, statistics=statistics, on_stage=say
+        )
     report_artifact(output, made.manifest, as_json)
 
 
@@ -165,6 +190,7 @@ def verify(
     before: Annotated[Path, typer.Argument(help="the artifact that AFTER was made from")],
     after: Annotated[Path, typer.Argument(help="an artifact that `graphopt optimize` wrote")],
     no_run: NoRun = False,
+    statistics: StatisticsFolder = None,
     as_json: Json = False,
 ) -> None:
     """Prove again, from the two folders alone, that AFTER computes what BEFORE computes; --json has every finding."""
@@ -172,7 +198,7 @@ def verify(
     from graphopt.view.tables import checks_table
 
     with progress() as say:
-        proof = run_verify(before, after, run=not no_run, on_stage=say)
+        proof = run_verify(before, after, run=not no_run, statistics=statistics, on_stage=say)
     if as_json:
         return print_json(proof)
     out.print(checks_table(proof.checks))

@@ -16,10 +16,11 @@ from graphopt.embeddings.pooling import pooled
 from graphopt.errors import GraphoptError, InputError
 from graphopt.manifest import Manifest
 from graphopt.runtime import run
-from graphopt.session import TOKENIZER, Opened, open_folder
+from graphopt.session import Opened, open_folder
 from graphopt.targets import Device
 from graphopt.tasks.encoder import Encoder, EncoderInterface
 from graphopt.tasks.ports import IntArray
+from graphopt.tokens import TOKENIZER
 
 if TYPE_CHECKING:
     import onnxruntime

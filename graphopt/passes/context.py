@@ -10,8 +10,10 @@ import onnx_ir as ir
 
 from graphopt import provenance
 from graphopt.analysis.heads import HeadScores, read_scores
+from graphopt.errors import InputError
 from graphopt.facts import Change, Fact, PassReport, Removal, Skip
 from graphopt.running import Runner
+from graphopt.statistics import Calibration, InputStatistics
 from graphopt.targets import Target
 from graphopt.tasks import Task
 
@@ -72,10 +74,28 @@ def _outputs(node: ir.Node) -> list[str]:
 
 
 class Statistics:
-    """What was measured of a model, read once from the files that a recipe names."""
+    """What was measured of a model: read once from the files that a recipe names, or collected when a pass asks.
 
-    def __init__(self) -> None:
+    Args:
+        calibration: collects what the inputs of products look like.
+    """
+
+    def __init__(self, calibration: Calibration | None = None) -> None:
+        self._calibration = calibration
         self._heads: dict[Path, HeadScores] = {}
+
+    def inputs(self, model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Node, InputStatistics]:
+        """Return what the first input of each of some products looks like, in the model as it is now.
+
+        Raises:
+            InputError: it was not collected before, and the model cannot be run here.
+        """
+        if self._calibration is None:
+            raise InputError(
+                "a step needs statistics of the model, and there is no text to run it on",
+                remedy="compile it with graphopt.optimize, or choose a rounding method that needs none",
+            )
+        return self._calibration.inputs(model, nodes)
 
     def heads(self, given: HeadScores | Path | None) -> HeadScores | None:
         """Return the scores of attention heads in the file ``given``; scores and ``None`` are returned as they are.

@@ -13,7 +13,7 @@ from graphopt.formats.table import TableFormat
 from graphopt.rounding.half import fits_half
 from graphopt.rounding.method import RoundingMethod
 from graphopt.rounding.methods.nearest import NEAREST
-from graphopt.rounding.nearest import Scale
+from graphopt.rounding.scales import Scale
 from graphopt.weights import Array, Expression, Like, Part, Region, Several, Shape
 
 

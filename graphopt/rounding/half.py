@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.formats.table import TableFormat
-from graphopt.rounding.nearest import LEAST_SHARE
+from graphopt.rounding.scales import LEAST_SHARE
 
 # Columns that are looked at together.
 _COLUMNS = 1 << 10

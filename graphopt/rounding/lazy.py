@@ -8,7 +8,7 @@ from graphopt.formats.table import TableFormat
 from graphopt.rounding.expressions import Rounded, parts_of
 from graphopt.rounding.method import RoundingMethod
 from graphopt.rounding.methods.nearest import NEAREST
-from graphopt.rounding.nearest import Scale
+from graphopt.rounding.scales import Scale
 from graphopt.weights import Cast, Expression, WeightTensor, expression_of
 
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.formats.table import TableFormat
-from graphopt.rounding.nearest import Quantized, Scale
+from graphopt.rounding.nearest import Quantized
+from graphopt.rounding.scales import Scale
 
 Need = Literal["hessian"]
 """What a method may need besides the weight: ``hessian`` is X^T X of the inputs X [tokens, rows] of the product."""
@@ -27,7 +28,11 @@ class RoundingMethod(BaseModel, abc.ABC):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     method: str
-    needs: ClassVar[Need | None] = None
+
+    @property
+    def needs(self) -> Need | None:
+        """The statistics of the weight's inputs that :meth:`round` takes; ``None`` for none."""
+        return None
 
     @abc.abstractmethod
     def round(

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.formats.table import Codes, TableFormat
+from graphopt.rounding.scales import Doubles, Scale, choose
 from graphopt.weights import blocks_of
-
-Doubles = npt.NDArray[np.float64]
-
-Scale = Literal["extreme", "least_squares"]
-"""How the scale of a group is chosen, see :func:`round_to_nearest`."""
-
-# Shares of the extreme that the search for the least squared error tries.
-LEAST_SHARE = 0.6
-_SHARES = np.linspace(1.0, LEAST_SHARE, 17)
 
 
 @dataclass(frozen=True)
@@ -94,52 +85,7 @@ def round_to_nearest(
             numbers = np.asarray(matrix[these, block], np.float64)
             if numbers.size:
                 stack = numbers.reshape(-1, size, numbers.shape[1])
-                chosen, scales[groups, block], zero_points[groups, block] = _choose(stack, table, scale, scales.dtype)
-                codes[these, block] = chosen.reshape(numbers.shape)
+                chosen = choose(stack, table, scale, scales.dtype)
+                codes[these, block] = chosen.codes.reshape(numbers.shape)
+                scales[groups, block], zero_points[groups, block] = chosen.scales, chosen.zero_points
     return Quantized(table, group, codes, scales, zero_points if table.zero_point else None)
-
-
-Attempt = tuple[npt.NDArray[Any], ...]
-
-
-def _choose(groups: Doubles, table: TableFormat, scale: Scale, scale_type: np.dtype[Any]) -> Attempt:
-    """Return codes [groups, group, columns], scales and zero points [groups, columns] for ``groups``."""
-    best = _attempt(groups, table, 1.0, scale_type)
-    if scale == "extreme":
-        return best
-    error = _squared_error(groups, table, best)
-    for share in _SHARES[1:]:
-        trial = _attempt(groups, table, float(share), scale_type)
-        trial_error = _squared_error(groups, table, trial)
-        better = trial_error < error
-        error = np.where(better, trial_error, error)
-        best = tuple(
-            np.where(better[:, None] if old.ndim == 3 else better, new, old)
-            for old, new in zip(best, trial, strict=True)
-        )
-    return best
-
-
-def _attempt(groups: Doubles, table: TableFormat, share: float, scale_type: np.dtype[Any]) -> Attempt:
-    """Return codes [groups, group, columns], scales and zero points [groups, columns] for a share of the range."""
-    if table.zero_point:
-        # The range must hold 0, so that a weight of 0 stays 0.
-        low, high = np.minimum(groups.min(1), 0) * share, np.maximum(groups.max(1), 0) * share
-        scales = _stored((high - low) / (len(table.values) - 1), scale_type)
-        zero_points = table.encode(-low / scales)
-        return table.encode(groups / scales[:, None] + table.decode(zero_points)[:, None]), scales, zero_points
-    scales = _stored(np.abs(groups).max(1) * share / table.limit, scale_type)
-    return table.encode(groups / scales[:, None]), scales, np.zeros(scales.shape, np.uint8)
-
-
-def _stored(scales: Doubles, scale_type: np.dtype[Any]) -> Doubles:
-    """Return the scales that will be used: within the range of their type and rounded to it; 1 for a group of zeros."""
-    limits = ml_dtypes.finfo(scale_type)  # type: ignore[no-untyped-call]
-    within = np.clip(scales, float(limits.smallest_subnormal), float(limits.max))
-    return np.where(scales > 0, within.astype(scale_type).astype(np.float64), 1.0)
-
-
-def _squared_error(groups: Doubles, table: TableFormat, attempt: Attempt) -> Doubles:
-    codes, scales, zero_points = attempt
-    shift = table.decode(zero_points)[:, None] if table.zero_point else 0.0
-    return np.asarray((((table.decode(codes) - shift) * scales[:, None] - groups) ** 2).sum(1))

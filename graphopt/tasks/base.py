@@ -106,6 +106,14 @@ class Task(abc.ABC):
         """
 
     @abc.abstractmethod
+    def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
+        """Return what to feed for whole texts at once: int64 [batch, length], no padding, empty caches.
+
+        Raises:
+            InputError: see :meth:`check`.
+        """
+
+    @abc.abstractmethod
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """Yield a call of each size (batch, new tokens, past), with padding where there are several rows.
 

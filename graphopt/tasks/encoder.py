@@ -175,6 +175,10 @@ class Encoder(Task):
             mask[0, -PADDING:] = 0
         return EncoderProbe(interface.feeds(ids, mask), mask.astype(bool))
 
+    def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
+        """See :class:`Task`."""
+        return EncoderInterface.of_graph(graph).feeds(input_ids, np.ones_like(input_ids))
+
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """See :class:`Task`; what would be the past is the beginning of the text."""
         interface, random = EncoderInterface.of_graph(graph), np.random.default_rng(0)

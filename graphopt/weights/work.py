@@ -19,7 +19,7 @@ from graphopt.weights.store import Store
 _MARK = "graphopt-work"
 # NumPy's and BLAS's order of summation, and the rounding of ml_dtypes, may change what an expression evaluates to.
 _VERSIONS = f"graphopt {VERSION}, numpy {np.__version__}, ml_dtypes {ml_dtypes.__version__}"
-_WEIGHTS, _NEW = "weights", "new"
+_WEIGHTS, _STATISTICS, _NEW = "weights", "statistics", "new"
 
 
 def default_work_folder(output: Path) -> Path:
@@ -100,6 +100,11 @@ def work_folder(output: Path, chosen: Path | None = None) -> Iterator[Path]:
 def store_in(folder: Path) -> Store:
     """Return the store of a work folder."""
     return Store(folder / _WEIGHTS)
+
+
+def statistics_in(folder: Path) -> Path:
+    """Return where statistics lie in a work folder."""
+    return folder / _STATISTICS
 
 
 def new_in(folder: Path) -> Path:

@@ -21,12 +21,12 @@ from graphopt.calibrate.mass import attention, kept
 from graphopt.calibrate.razor import REPEATS, Repeated, echo_and_induction
 from graphopt.calibrate.tap import Heads, TappedLayer, tap
 from graphopt.errors import InputError
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.passes.cache.page_kv.states import change
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
+from graphopt.stdlib_text import held_out_text
 from tests.graphs import residual_model, run_pass
 
 TEXT = held_out_text()[:3000]

@@ -13,11 +13,11 @@ from graphopt.artifact import DATA, MODEL
 from graphopt.evaluation import evaluate
 from graphopt.generation import generate
 from graphopt.models.export import shipped_models
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
 from graphopt.runtime import open_session
 from graphopt.session import load
+from graphopt.stdlib_text import held_out_text
 from graphopt.targets import Device
 from graphopt.tasks.causal_lm.interface import Interface
 

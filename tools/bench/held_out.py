@@ -12,9 +12,9 @@ import numpy.typing as npt
 import graphopt
 from graphopt.decoding.decoder import Decoder
 from graphopt.evaluation import negative_log_likelihood
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.recipe import Recipe, Step
 from graphopt.session import Session
+from graphopt.stdlib_text import held_out_text
 from graphopt.tasks.ports import IntArray
 
 Nats = npt.NDArray[np.float64]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
-from pydantic import AfterValidator, BeforeValidator, Field, SerializeAsAny
+from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from graphopt.analysis.structure import linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
 from graphopt.editing import drop, replace, shared
-from graphopt.errors import InputError
-from graphopt.facts import Effect, Rule
+from graphopt.facts import Effect, Fact, Rule
 from graphopt.formats import TableFormat, format_of
-from graphopt.passes.base import Options, Pass, StepOptions
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, fused_group
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.logical import dequantize
 from graphopt.passes.context import Context, Ledger
@@ -22,20 +23,11 @@ from graphopt.rounding import RoundingMethod
 from graphopt.rounding.lazy import quantized
 from graphopt.rounding.methods import method_of
 from graphopt.rounding.methods.nearest import NEAREST
-from graphopt.rounding.nearest import Scale
+from graphopt.rounding.scales import Scale
+from graphopt.statistics import InputStatistics
 from graphopt.weights import new_weight, weight_of
 
-# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
-# from these opsets on.
-_GROUPS = (16, 32, 64, 128, 256)
-_FUSED = {
-    ir.DataType.INT2: 25,
-    ir.DataType.UINT2: 25,
-    ir.DataType.INT4: 21,
-    ir.DataType.UINT4: 21,
-    ir.DataType.INT8: 21,
-    ir.DataType.UINT8: 21,
-}
+__all__ = ["EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
 
 STORED = Rule(
     "quantize_weights.stored",
@@ -44,7 +36,13 @@ STORED = Rule(
     per_column=" with a scale per column",
     asked=" ({asked} does not divide {rows} rows)",
     rounding=" by {rounding}",
-    also=("rows",),
+    few="; its inputs were seen for {few} tokens only, too few for {rounding_asked}",
+    dead="; {dead} of its inputs were always 0",
+    also=("rows", "rounding_asked", "tokens"),
+)
+MEASURED = Rule(
+    "quantize_weights.measured",
+    "the inputs of {products} products were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
 )
 LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
 ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
@@ -60,34 +58,6 @@ ODD_WIDTH = Rule(
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
 
-def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
-    try:
-        format_of(given)
-    except InputError as error:
-        raise ValueError(str(error)) from error
-    return given
-
-
-class LinearFormat(Options):
-    """A number format for matrices, and how many rows share a scale (``None``: all of a column).
-
-    The format is one of :data:`graphopt.formats.FORMATS`, or a table of one's own: the value of each code.
-    """
-
-    format: Annotated[str | tuple[float, ...], AfterValidator(_known)] = "int4"
-    group: Literal[16, 32, 64, 128, 256] | None = 64
-
-
-class EmbeddingFormat(Options):
-    """A number format for tables that are looked up, and how many weights of a row share a scale (``None``: all).
-
-    ONNX's ``Gather`` takes no codes of 4 bits.
-    """
-
-    format: Literal["int8", "uint8"] = "int8"
-    group: int | None = Field(default=None, ge=1)
-
-
 class QuantizeWeightsOptions(StepOptions):
     """Formats of matrices, token embedding and lm_head (``None`` leaves one as it is), and how codes are chosen.
 
@@ -98,6 +68,8 @@ class QuantizeWeightsOptions(StepOptions):
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
         rounding: how codes of matrices and lm_head are chosen: a method of :mod:`graphopt.rounding.methods`, by its
             name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
+        fewest_tokens: a product whose inputs were seen for fewer tokens, such as an expert that is seldom chosen, is
+            rounded to nearest.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.
@@ -111,6 +83,7 @@ class QuantizeWeightsOptions(StepOptions):
     lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
     scale: Scale = "least_squares"
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
+    fewest_tokens: Annotated[int, Field(ge=0)] = 256
     activations: Activations | None = None
 
 
@@ -136,7 +109,9 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     that read x. Scales of matrices are rounded to float16 where all of a matrix are normal numbers there, and codes are
     chosen for what is stored. A product that chooses experts is left as it is.
 
-    ``rounding`` names how codes are chosen: ``nearest`` looks at the weight alone.
+    ``rounding`` names how codes are chosen: ``nearest`` looks at the weight alone; others ask for X^T X of the inputs.
+    That is collected by running the graph as it is when this step begins, so after rotations, on the text that the
+    recipe names under ``calibration``.
     """
 
     name: ClassVar[str] = "quantize_weights"
@@ -149,6 +124,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         ledger = context.ledger
         graph = model.graph
         lm_heads, routers, tokens = lm_head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
+        products: dict[ir.Node, LinearFormat] = {}
         for node in linear_nodes(graph):
             wanted = self.options.lm_head if node in lm_heads else self.options.linear
             if node in routers - lm_heads:
@@ -156,7 +132,13 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             elif wanted is None:
                 ledger.skipped(node, LEFT())
             else:
-                self._quantize_matrix(graph, node, wanted, ledger)
+                products[node] = wanted
+        measured: Mapping[ir.Node, InputStatistics] = {}
+        if self.options.rounding.needs is not None and products:
+            measured = context.statistics.inputs(model, products)
+            ledger.report_change("statistics", _measured(measured.values()))
+        for node, wanted in products.items():
+            self._quantize_matrix(graph, node, wanted, measured.get(node), ledger)
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
@@ -178,18 +160,34 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         if left:
             raise ir.passes.PostconditionError(f"{self.name} left originals beside their codes: {', '.join(left)}")
 
-    def _quantize_matrix(self, graph: ir.Graph, node: ir.Node, wanted: LinearFormat, ledger: Ledger) -> None:
+    def _quantize_matrix(
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        wanted: LinearFormat,
+        measured: InputStatistics | None,
+        ledger: Ledger,
+    ) -> None:
         weight, table = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
         rows = weight.const_value.shape.numpy()[0]
-        fused = _fused_group(table, wanted, rows, graph.opset_imports[""])
+        fused = fused_group(table, wanted, rows, graph.opset_imports[""])
         if fused is None and weight.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
             return
-        group, method = fused or min(wanted.group or rows, rows), self.options.rounding
-        standard = fused is not None
+        group, asked, standard = fused or min(wanted.group or rows, rows), self.options.rounding, fused is not None
+        few = measured is not None and measured.tokens < max(1, self.options.fewest_tokens)
+        method = NEAREST if few else asked
+        statistics = None if measured is None or few else measured.hessian()
         tensors = quantized(
-            weight.const_value, table, group, self.options.scale, half=True, standard=standard, method=method
+            weight.const_value,
+            table,
+            group,
+            self.options.scale,
+            half=True,
+            standard=standard,
+            method=method,
+            statistics=statistics,
         )
         made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
@@ -204,6 +202,10 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             asked=wanted.group if standard and group != wanted.group else None,
             rows=rows if standard else None,
             rounding=None if method == NEAREST else method.method,
+            few=measured.tokens if measured is not None and few else None,
+            rounding_asked=asked.method if few else None,
+            dead=None if measured is None or few else measured.dead or None,
+            tokens=None if measured is None else measured.tokens,
         )
         ledger.changed(reader, stored, [weight])
         drop(graph, weight)
@@ -237,6 +239,13 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         ledger.changed(reader, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
 
 
+def _measured(inputs: Iterable[InputStatistics]) -> Fact:
+    found = list({each.value: each for each in inputs}.values())
+    digest = hashlib.sha256("".join(each.digest for each in found).encode()).hexdigest()
+    tokens = max(each.tokens for each in found)
+    return MEASURED(products=len(found), tokens=tokens, text=found[0].text[:16], digest=digest[:16])
+
+
 def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: int) -> ir.Node:
     attributes = {"axis": 0, "block_size": group}
     return ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{product.name}.dequantize")
@@ -252,11 +261,3 @@ def _dequantize(
 def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:
     value.name, value.shape = name, ir.Shape(shape)
     value.type = None if dtype is None else ir.TensorType(dtype)
-
-
-def _fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int) -> int | None:
-    """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
-    first_opset = None if table.onnx_type is None else _FUSED.get(table.onnx_type)
-    if first_opset is None or opset < first_opset or wanted.group is None:
-        return None
-    return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)

@@ -9,7 +9,8 @@ import numpy.typing as npt
 
 from graphopt.formats.table import TableFormat
 from graphopt.rounding.method import RoundingMethod
-from graphopt.rounding.nearest import Quantized, Scale, round_to_nearest
+from graphopt.rounding.nearest import Quantized, round_to_nearest
+from graphopt.rounding.scales import Scale
 
 
 class Nearest(RoundingMethod):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import ClassVar
 
 import numpy as np
@@ -12,6 +12,7 @@ from graphopt.analysis.ports import ATTENTION_MASK, LOGITS
 from graphopt.tasks.base import Call, Task, TaskName, random_padding
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
+from graphopt.tasks.ports import Array, IntArray
 
 
 class CausalLM(Task):
@@ -33,6 +34,11 @@ class CausalLM(Task):
     def probe(self, graph: ir.Graph, *, context: int = 0) -> CausalProbe:
         """See :class:`Task`."""
         return CausalProbe.of(Interface.of_graph(graph), context=context)
+
+    def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
+        """See :class:`Task`."""
+        interface, (batch, length) = Interface.of_graph(graph), input_ids.shape
+        return interface.feeds(input_ids, np.ones_like(input_ids), interface.empty_past(batch, length))
 
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """See :class:`Task`."""

@@ -12,10 +12,10 @@ from graphopt.analysis.paged import layers_of
 from graphopt.checks.replay import verify
 from graphopt.evaluation import evaluate
 from graphopt.generation import generate
-from graphopt.models.stdlib_text import held_out_text
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
 from graphopt.session import load
+from graphopt.stdlib_text import held_out_text
 from tests.graphs import canonical, run_pass
 
 MakeArtifact = Callable[[str], Path]

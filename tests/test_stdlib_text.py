@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.models import stdlib_text
-from graphopt.models.stdlib_text import HELD_OUT, held_out_text, stdlib_folder, training_texts
+from graphopt import stdlib_text
+from graphopt.stdlib_text import HELD_OUT, held_out_text, stdlib_folder, training_texts
 
 
 @pytest.fixture

@@ -1,0 +1,43 @@
+"""The command that collects statistics: ``calibrate``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from graphopt.cli.commands import command
+from graphopt.cli.console import Json, out, print_json, progress
+
+
+@command("calibrate")
+def calibrate(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file with a tokenizer beside it")],
+    folder: Annotated[Path, typer.Option("-o", "--output", help="folder to keep statistics in")],
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "int4",
+    add: Annotated[list[str] | None, typer.Option("--add", help="a step to add at its place in the order")] = None,
+    options: Annotated[
+        list[str] | None, typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Collect what a recipe needs to know of activations, by running the model: `optimize --statistics` reads it.
+
+    Recipes that are alike up to the step quantize_weights share it. What was cut off goes on where it was.
+    """
+    from graphopt.calibrate.inputs import collect
+    from graphopt.recipe import load_recipe
+
+    with progress() as say:
+        found = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)
+    if as_json:
+        return print_json(found)
+    table = Table("input", "numbers", "tokens", "always 0", "rms", "largest", "kurtosis")
+    for each in found:
+        figures = (f"{each.rows:,}", f"{each.tokens:,}", f"{each.dead:,}", f"{each.mean_square**0.5:.3g}")
+        table.add_row(each.value, *figures, f"{each.largest:.3g}", f"{each.kurtosis:.1f}")
+    out.print(table)
+    out.print(f"kept in {folder}: give it to `graphopt optimize` as --statistics", soft_wrap=True)
+    return None

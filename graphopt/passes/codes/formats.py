@@ -1,0 +1,60 @@
+"""What recipes say about the formats of weights, and which of them onnxruntime has kernels of its own for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import onnx_ir as ir
+from pydantic import AfterValidator, Field
+
+from graphopt.errors import InputError
+from graphopt.formats import TableFormat, format_of
+from graphopt.passes.base import Options
+
+# onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
+# from these opsets on.
+_GROUPS = (16, 32, 64, 128, 256)
+_FUSED = {
+    ir.DataType.INT2: 25,
+    ir.DataType.UINT2: 25,
+    ir.DataType.INT4: 21,
+    ir.DataType.UINT4: 21,
+    ir.DataType.INT8: 21,
+    ir.DataType.UINT8: 21,
+}
+
+
+def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
+    try:
+        format_of(given)
+    except InputError as error:
+        raise ValueError(str(error)) from error
+    return given
+
+
+class LinearFormat(Options):
+    """A number format for matrices, and how many rows share a scale (``None``: all of a column).
+
+    The format is one of :data:`graphopt.formats.FORMATS`, or a table of one's own: the value of each code.
+    """
+
+    format: Annotated[str | tuple[float, ...], AfterValidator(_known)] = "int4"
+    group: Literal[16, 32, 64, 128, 256] | None = 64
+
+
+class EmbeddingFormat(Options):
+    """A number format for tables that are looked up, and how many weights of a row share a scale (``None``: all).
+
+    ONNX's ``Gather`` takes no codes of 4 bits.
+    """
+
+    format: Literal["int8", "uint8"] = "int8"
+    group: int | None = Field(default=None, ge=1)
+
+
+def fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int) -> int | None:
+    """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
+    first_opset = None if table.onnx_type is None else _FUSED.get(table.onnx_type)
+    if first_opset is None or opset < first_opset or wanted.group is None:
+        return None
+    return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)

@@ -1,0 +1,87 @@
+"""GPTQ, which is LDLQ: the error of each row is made up for by the rows after it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field, model_validator
+
+from graphopt.formats.table import TableFormat
+from graphopt.rounding.feedback import Rule, round_with_feedback
+from graphopt.rounding.ldl import factored
+from graphopt.rounding.method import Need, RoundingMethod
+from graphopt.rounding.nearest import Quantized
+from graphopt.rounding.one_thread import one_thread
+from graphopt.rounding.scales import Scale
+from graphopt.rounding.search import Search
+
+
+class GPTQ(RoundingMethod):
+    """Round row after row and let later rows make up for the error that earlier ones made in the product.
+
+    What matters is not W - Q but X (W - Q), whose squared norm is the trace of E^T H E for E = W - Q and H = X^T X.
+    With H = (U + I) D (U + I)^T, U strictly upper triangular, that is the sum over rows k of
+
+        D_k |E_k + sum over j < k of U_jk E_j|^2
+
+    so row k is rounded to the code nearest to W_k + sum of U_jk E_j: LDLQ (QuIP, Chee et al. 2023, section 3), which
+    is the same as GPTQ (Frantar et al. 2023; the equivalence is theorem 6 of QuIP). A block of rows is corrected by one
+    product, as in GPTQ's lazy updates; only the factor of H is needed, not its inverse.
+
+    Attributes:
+        damping: what is added to the diagonal of H, as a share of its mean.
+        order: "natural", or "activation": rows with the largest inputs first, so that they err least and all others
+            make up for them. Codes lie where they did, so it costs nothing at run time; scales are static then.
+        scales: when the scale of a group is chosen: "reached", for its rows as corrected so far, or "static", for the
+            weights as they were.
+        importance: what the error of a row counts when its scale is chosen: "uniform", all the same; "inputs", the
+            mean square of its input, H_kk; or "feedback", D_k, what is left of it when all later rows make up for it.
+        search: which scales are tried.
+    """
+
+    method: Literal["gptq"] = "gptq"
+    damping: Annotated[float, Field(gt=0, le=1)] = 0.01
+    order: Literal["natural", "activation"] = "natural"
+    scales: Literal["reached", "static"] = "reached"
+    importance: Literal["uniform", "inputs", "feedback"] = "feedback"
+    search: Search = Search()
+
+    @model_validator(mode="after")
+    def _static_in_other_orders(self) -> GPTQ:
+        if self.order != "natural" and "scales" in self.model_fields_set and self.scales != "static":
+            raise ValueError("in the order of activations the rows of a group are far apart: scales must be static")
+        return self
+
+    @property
+    def needs(self) -> Need:
+        """X^T X."""
+        return "hessian"
+
+    def round(
+        self,
+        matrix: npt.NDArray[np.float32],
+        table: TableFormat,
+        group: int,
+        scale: Scale,
+        *,
+        scale_type: npt.DTypeLike,
+        statistics: npt.NDArray[Any] | None,
+    ) -> Quantized:
+        """See :class:`RoundingMethod`."""
+        assert statistics is not None
+        diagonal = np.diagonal(statistics)
+        natural = self.order == "natural"
+        order = np.arange(len(matrix)) if natural else np.argsort(-diagonal, kind="stable")
+        with one_thread():
+            upper, left = factored(statistics, self.damping, order)
+            importance = None
+            if self.importance == "feedback":
+                importance = np.empty_like(left)
+                importance[order] = left
+            elif self.importance == "inputs" and diagonal.any():
+                importance = diagonal + self.damping * diagonal.mean()
+            static = self.scales == "static" or not natural
+            rule = Rule(table, group, scale, np.dtype(scale_type), importance, self.search, static)
+            return round_with_feedback(matrix, upper, order, rule)

@@ -1,0 +1,190 @@
+"""Collect statistics: run a graph in onnxruntime, piece by piece, and sum up what its products read."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+from graphopt.progress import Progress, silent
+from graphopt.rounding.one_thread import one_thread
+from graphopt.running import Runner
+from graphopt.runtime import Array, run
+from graphopt.statistics.kept import Index, InputStatistics, read_index, write_index, write_statistics
+from graphopt.statistics.moments import Moments
+from graphopt.statistics.pieces import Piece, pieces_of
+from graphopt.tasks import task_of
+from graphopt.tasks.ports import IntArray
+from graphopt.weights import expression_of
+from graphopt.weights.disk import writing
+
+PIECE_BYTES = 1 << 30
+"""Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""
+
+# What would make other numbers of the same model and text.
+_VERSION = 1
+
+Feeds = dict[str, Array]
+
+
+class Calibration:
+    """Collects what the inputs of products look like on some texts, and keeps it by the content of model and texts.
+
+    Args:
+        folder: where statistics are kept. A folder that lasts serves every recipe that asks for the same.
+        texts: returns the tokens of each text, int64 [length]; called only where nothing is kept yet.
+        runner: runs the parts of the model; ``None`` where no model may be run.
+        limit: bytes that the sums of one piece may take.
+        on_stage: called for each piece and text.
+
+    Attributes:
+        found: all that was asked for so far, by the name of the value.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        texts: Callable[[], Sequence[IntArray]],
+        runner: Runner | None,
+        *,
+        limit: int = PIECE_BYTES,
+        on_stage: Progress = silent,
+    ) -> None:
+        self.folder, self._texts, self._runner = folder.absolute(), texts, runner
+        self._limit, self._on_stage = limit, on_stage
+        self.found: dict[str, InputStatistics] = {}
+
+    @cached_property
+    def texts(self) -> list[IntArray]:
+        """The tokens of each text."""
+        return list(self._texts())
+
+    @cached_property
+    def text_digest(self) -> str:
+        """SHA-256 of the tokens."""
+        digest = hashlib.sha256()
+        for text in self.texts:
+            digest.update(f"{len(text)}:".encode() + np.ascontiguousarray(text, np.int64).tobytes())
+        return digest.hexdigest()
+
+    def place(self, model: ir.Model) -> Path:
+        """Return the folder for a model as it is now; reads the digests of its weights."""
+        return self.folder / _content(model, self.text_digest)[:40]
+
+    def inputs(self, model: ir.Model, nodes: Iterable[ir.Node]) -> dict[ir.Node, InputStatistics]:
+        """Return what the first input of each of some products looks like, collected where it is not kept yet.
+
+        Raises:
+            InputError: it is not kept and the model may not be run, or cannot be; or what it computes is not finite.
+        """
+        taps = {node: node.inputs[0] for node in nodes}
+        values = list(dict.fromkeys(value for value in taps.values() if value is not None))
+        place = self.place(model)
+        index = read_index(place / "index.json")
+        if index is None or any(value.name not in index.inputs for value in values):
+            index = self._collect(model, values, place)
+        self.found |= {value.name or "": index.inputs[value.name or ""] for value in values}
+        return {node: index.inputs[value.name or ""] for node, value in taps.items() if value is not None}
+
+    def _collect(self, model: ir.Model, values: Sequence[ir.Value], place: Path) -> Index:
+        if self._runner is None:
+            raise InputError(
+                "the recipe needs statistics of the model as it is at this step, and they are not kept",
+                file=self.folder,
+                remedy="let the model run, or collect them first: `graphopt calibrate MODEL -r RECIPE -o FOLDER`, then "
+                "give --statistics FOLDER",
+            )
+        pieces = pieces_of(model.graph, values, self._limit)
+        place.mkdir(parents=True, exist_ok=True)
+        found: dict[str, InputStatistics] = {}
+        state = task_of(model.graph).text_feeds
+        numbers = {value: number for number, value in enumerate(values)}
+        for number, piece in enumerate(pieces):
+            done = read_index(place / f"piece-{number}.json")
+            if done is None or any(tap.name not in done.inputs for tap in piece.taps):
+                with self._runner.opened(piece.part(model)) as session:
+                    made = self._run(session, piece, number, len(pieces), place, lambda ids: state(model.graph, ids))
+                inputs = {
+                    tap.name or "": write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
+                    for tap in piece.taps
+                }
+                done = Index(inputs=inputs)
+                write_index(done, place / f"piece-{number}.json")
+            shutil.rmtree(_boundary(place, number - 1), ignore_errors=True)
+            found |= done.inputs
+        index = Index(inputs=found)
+        write_index(index, place / "index.json")
+        for number in range(len(pieces)):
+            (place / f"piece-{number}.json").unlink()
+        return index
+
+    def _run(
+        self,
+        session: Any,
+        piece: Piece,
+        number: int,
+        of: int,
+        place: Path,
+        feeds_of: Callable[[IntArray], Mapping[str, Array]],
+    ) -> dict[ir.Value, Moments]:
+        """Run a piece on every text; its boundary goes to the disk."""
+        asked = [each.name for each in session.get_inputs()]
+        outputs = [each.name for each in session.get_outputs()]
+        moments: dict[ir.Value, Moments] = {}
+        before, behind = _boundary(place, number - 1), _boundary(place, number)
+        shutil.rmtree(behind, ignore_errors=True)
+        with one_thread(), ThreadPoolExecutor(os.cpu_count()) as threads:
+            for row, ids in enumerate(self.texts):
+                self._on_stage(f"collecting statistics, part {number + 1} of {of}", row, len(self.texts))
+                known = {**feeds_of(ids[None]), **_read(before / str(row), piece.before)}
+                try:
+                    made = run(session, outputs, {name: known[name] for name in asked})
+                except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+                    raise InputError(f"onnxruntime cannot run the model on {len(ids)} tokens: {error}") from error
+                known |= dict(zip(outputs, made, strict=True))
+                inputs = [known[tap.name or ""] for tap in piece.taps]
+                sums = [
+                    moments.setdefault(tap, Moments(array.shape[-1]))
+                    for tap, array in zip(piece.taps, inputs, strict=True)
+                ]
+                list(threads.map(Moments.add, sums, inputs))
+                _write(behind / str(row), piece.boundary, known)
+        return moments
+
+
+def _write(folder: Path, values: Sequence[ir.Value], known: Mapping[str, Array]) -> None:
+    if values:
+        folder.mkdir(parents=True)
+        with writing(folder):
+            for number, value in enumerate(values):
+                np.save(folder / f"{number}.npy", known[value.name or ""])
+
+
+def _read(folder: Path, values: Sequence[ir.Value]) -> Feeds:
+    return {value.name or "": np.load(folder / f"{number}.npy") for number, value in enumerate(values)}
+
+
+def _boundary(place: Path, number: int) -> Path:
+    return place / f"boundary-{number}"
+
+
+def _content(model: ir.Model, text: str) -> str:
+    """Return a hash of what a model computes and of the texts: its nodes, the content of its weights, the tokens."""
+    digest = hashlib.sha256(f"{_VERSION} {text} {dict(sorted(model.opset_imports.items()))}".encode())
+    for node in model.graph:
+        proto = ir.to_proto(node)
+        del proto.metadata_props[:]
+        digest.update(proto.SerializeToString(deterministic=True))
+    for name, value in sorted(model.graph.initializers.items()):
+        if value.const_value is not None:
+            digest.update(f"{name} {expression_of(value.const_value).digest}".encode())
+    return digest.hexdigest()

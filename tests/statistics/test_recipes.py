@@ -1,0 +1,127 @@
+"""Recipes that need statistics: collected on the way, shared, verified, refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphopt.artifact import DATA, MODEL
+from graphopt.calibrate.inputs import collect
+from graphopt.checks.replay import verify
+from graphopt.errors import InputError, VerificationError
+from graphopt.passes.codes.quantize_weights import MEASURED, STORED
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe, load_recipe
+from graphopt.shards import assemble, evaluate_shard
+from graphopt.statistics.options import CalibrationOptions
+
+TEXT = "def add(a, b):\n    return a + b\n\n" * 40
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def recipe(text: Path | None, name: str = "rotate-int4", rounding: str = "gptq", **given: Any) -> Recipe:
+    options = [f"quantize_weights.rounding={rounding}", *(f"quantize_weights.{key}={of}" for key, of in given.items())]
+    calibration = CalibrationOptions(text=text, windows=4, window=64)
+    return load_recipe(name, options=options).model_copy(update={"calibration": calibration})
+
+
+def files(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / MODEL).read_bytes(), (folder / DATA).read_bytes()
+
+
+def facts(made: Any) -> list[Any]:
+    report = next(report for report in made.manifest.passes if report.name == "quantize_weights")
+    return [change.what for change in report.changes]
+
+
+def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    chosen = recipe(text)
+    made = optimize(llama_artifact, chosen, tmp_path / "one")
+    assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORED.code} == {"gptq", None}
+    (measured,) = [fact for fact in facts(made) if fact.code == MEASURED.code]
+    assert measured.figures["tokens"] == 4 * 64
+    kept = tmp_path / "kept"
+    found = collect(llama_artifact, chosen, kept)
+    assert len(found) == measured.figures["products"]
+    # one that may not run the model finds them there, and another folder of weights, made by two processes, is the same
+    optimize(llama_artifact, chosen, tmp_path / "two", jobs=2, run=False, statistics=kept)
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    for number in range(2):
+        evaluate_shard(llama_artifact, chosen, tmp_path / "three", number, 2, statistics=kept)
+    assemble(tmp_path / "three", run=False, statistics=kept)
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+    checks = verify(llama_artifact, tmp_path / "one").checks
+    assert [check.status for check in checks if check.name == "replay"] == ["proved"]
+    assert verify(llama_artifact, tmp_path / "two", run=False, statistics=kept)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["kept", "one", "three", "two"]
+
+
+def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    collect(llama_artifact, recipe(text, "int4"), tmp_path)
+    for name, rounding in (("fp6", "gptq"), ("nf4", "weighted"), ("w4a4", "{method: gptq, order: activation}")):
+        made = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
+        assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(InputError, match="they are not kept"):
+        optimize(llama_artifact, recipe(text, "rotate-int4"), run=False, statistics=tmp_path)
+
+
+def test_what_cannot_be_run_says_what_to_do(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    for attempt in (
+        lambda: optimize(llama_artifact, recipe(text), tmp_path / "out", run=False),
+        lambda: evaluate_shard(llama_artifact, recipe(text), tmp_path / "out", 0, 2),
+    ):
+        with pytest.raises(InputError, match=r"needs statistics .* not kept.*graphopt calibrate MODEL -r RECIPE"):
+            attempt()
+    with pytest.raises(InputError, match=r"the recipe int4 needs no statistics.*quantize_weights.rounding=gptq"):
+        collect(llama_artifact, "int4", tmp_path)
+    with pytest.raises(InputError, match="the text to calibrate on cannot be read"):
+        collect(llama_artifact, recipe(tmp_path / "none.txt"), tmp_path)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(InputError, match="the text to calibrate on is empty"):
+        collect(llama_artifact, recipe(empty), tmp_path)
+
+
+def test_too_few_tokens_are_rounded_to_nearest_and_said_so(llama_artifact: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("a")
+    made = optimize(llama_artifact, recipe(one), tmp_path / "few")
+    optimize(llama_artifact, "rotate-int4", tmp_path / "nearest")
+    assert (tmp_path / "few" / DATA).read_bytes() == (tmp_path / "nearest" / DATA).read_bytes()
+    (fact, *_) = [fact for fact in facts(made) if "few" in fact.figures]
+    assert "its inputs were seen for 1 tokens only, too few for gptq" in str(fact)
+    singular = optimize(llama_artifact, recipe(one, fewest_tokens=0), tmp_path / "singular")
+    assert any(fact.figures.get("rounding") == "gptq" for fact in facts(singular))
+
+
+def test_an_encoder_is_calibrated_on_default_text(bert_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(bert_artifact, recipe(None, "int4"), tmp_path / "out")
+    figures = [check.figures for check in made.manifest.checks if check.name == "hidden states"][-1]
+    nearest = optimize(bert_artifact, "int4").manifest.checks
+    before = [check.figures for check in nearest if check.name == "hidden states"][-1]
+    assert figures["cosine_with_start_mean"] > 0.9 * before["cosine_with_start_mean"]
+
+
+def test_other_statistics_than_recorded_do_not_verify(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, recipe(text), tmp_path / "out")
+    text.write_text(TEXT.replace("add", "sub"))
+    try:
+        with pytest.raises(VerificationError):
+            verify(llama_artifact, tmp_path / "out")
+    finally:
+        text.write_text(TEXT)
+
+
+def test_the_text_is_looked_for_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    (tmp_path / "r.yaml").write_text("name: r\nsteps: []\ncalibration: {text: mine.txt, windows: 2}\n")
+    assert load_recipe(tmp_path / "r.yaml").calibration == CalibrationOptions(text=tmp_path / "mine.txt", windows=2)
