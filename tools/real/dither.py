@@ -13,9 +13,9 @@ from pathlib import Path
 import numpy as np
 
 from graphopt import artifact
-from graphopt.models.gguf.blocks import Ggml, block_of
+from graphopt.gguf.blocks import Ggml, block_of
+from graphopt.gguf.file import GgufFile, open_gguf
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
-from graphopt.models.gguf.file import GgufFile, open_gguf
 from graphopt.weights import Added, Array, Expression, Inline, Transposed, WeightTensor, expression_of
 
 STEPPED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import InputError
+from graphopt.gguf.file import GgufFile, open_gguf
 from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
-from graphopt.models.gguf.file import GgufFile, open_gguf
 from graphopt.models.gguf.layouts import joined_experts, layout_of
 from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies, rope_parameters
 from graphopt.weights import Expression

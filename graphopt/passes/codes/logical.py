@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import onnx_ir as ir
 
@@ -34,3 +36,9 @@ def dequantize(
         zero_points = shared(graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy()))
     inputs = {"codes": codes, "scales": scales, "table": table, "zero_points": zero_points}
     return DEQUANTIZE.node(inputs, {"group": group}, name=f"{product.name}.dequantize")
+
+
+def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:
+    """Give a new value its name, type and shape."""
+    value.name, value.shape = name, ir.Shape(shape)
+    value.type = None if dtype is None else ir.TensorType(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, fused_group
 from graphopt.passes.codes.inputs import round_input
-from graphopt.passes.codes.logical import dequantize
+from graphopt.passes.codes.logical import dequantize, typed
 from graphopt.passes.context import Context, Ledger
 from graphopt.rounding import RoundingMethod
 from graphopt.rounding.lazy import quantized
@@ -117,7 +117,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[StepOptions]] = QuantizeWeightsOptions
-    after: ClassVar[tuple[str, ...]] = ("unpack",)
+    after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes")
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Quantize what the options name; say why anything else with weights stays."""
@@ -191,7 +191,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         )
         made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
-        _typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
+        typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
         stored = STORED(
@@ -227,14 +227,14 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         for part, tensor in tensors.items():
             stored = new_weight(graph, f"{table.name}.{part}", tensor)
             gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
-            _typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
+            typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
             graph.insert_before(node, gather)
             ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
             looked_up.append(gather.outputs[0])
         reader = ir.node(
             "DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize"
         )
-        _typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
+        typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
         replace(node, reader)
         ledger.changed(reader, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
 
@@ -256,8 +256,3 @@ def _dequantize(
 ) -> ir.Node:
     values = shared(graph, f"{table.name}.table", table.values.astype(np.float32))
     return dequantize(graph, product, made["codes"], made["scales"], values, made.get("zero_points"), group)
-
-
-def _typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:
-    value.name, value.shape = name, ir.Shape(shape)
-    value.type = None if dtype is None else ir.TensorType(dtype)

@@ -50,10 +50,10 @@ class PackedMatrix:
 def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
     """Return ``stored`` as initializers in our layout; bias and absent zero points are placeholders that nodes share.
 
-    The numbers stay what they are: float32 scales become float16 only where each is one. What only ``stored`` reads
-    leaves the graph, and packed tensors of our own form take over its names.
+    The numbers stay what they are: float32 scales become float16 only where each of them, and each zero point that is a
+    number, is one. What only ``stored`` reads leaves the graph, and packed tensors of our own form take over its names.
     """
-    half = stored.scales.dtype == ir.DataType.FLOAT16 or _all_half(stored.scales)
+    half = stored.scales.dtype == ir.DataType.FLOAT16 or all(map(_all_half, _numbers(stored)))
     tensors = packed_tensors(stored, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
     values = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
     names = {part: _name(value, part, stored) for part, value in values.items() if value is not None}
@@ -96,6 +96,12 @@ def _name(value: ir.Value, part: str, stored: StoredCodes) -> str:
     name = value.name or part
     head, found, tail = name.rpartition(f".{part}")
     return f"{head}.packed{found}{tail}" if stored.is_standard else name
+
+
+def _numbers(stored: StoredCodes) -> list[ir.Value]:
+    """Return scales, and zero points where they are not codes: one type must hold them all."""
+    points = None if isinstance(stored.table, TableFormat) else stored.zero_points
+    return [stored.scales] if points is None else [stored.scales, points]
 
 
 def _all_half(scales: ir.Value) -> bool:

@@ -13,13 +13,13 @@ from tokenizers import Tokenizer
 
 from graphopt.artifact import MODEL
 from graphopt.errors import InputError, MissingDependencyError
+from graphopt.gguf import blocks
+from graphopt.gguf.file import open_gguf
 from graphopt.manifest import read_manifest
 from graphopt.models.export import export
-from graphopt.models.gguf import blocks
 from graphopt.models.gguf.checkpoint import load_gguf
-from graphopt.models.gguf.file import open_gguf
 from graphopt.runtime import open_session
-from tests.models.gguf import ggufs
+from tests import ggufs
 
 KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from graphopt import artifact
-from graphopt.models.gguf.blocks import Ggml
+from graphopt.gguf.blocks import Ggml
+from graphopt.gguf.file import GgufFile, open_gguf
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
-from graphopt.models.gguf.file import GgufFile, open_gguf
 from graphopt.weights import expression_of
-from tests.models.gguf import ggufs
+from tests import ggufs
 from tools.real.dither import dither, dithered, steps_of
 from tools.real.models import missing, place
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphopt.errors import InputError
-from graphopt.models.gguf.blocks import Ggml, import_gguf, is_decodable
+from graphopt.gguf.blocks import Ggml, import_gguf, is_decodable
 from graphopt.weights import Expression
 
 MAGIC = b"GGUF"

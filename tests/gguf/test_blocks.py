@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.models.gguf.blocks import Ggml, block_of, is_decodable
-from graphopt.models.gguf.file import open_gguf
-from tests.models.gguf import ggufs
+from graphopt.gguf.blocks import Ggml, block_of, is_decodable
+from graphopt.gguf.file import open_gguf
+from tests import ggufs
 
 # Those that transformers decodes too, by code of its own.
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")

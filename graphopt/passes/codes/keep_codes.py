@@ -1,0 +1,201 @@
+"""Weights that came from the codes of a GGUF file are stored as these codes again, and not rounded once more."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.structure import linear_nodes, token_lookups
+from graphopt.editing import drop, replace, shared
+from graphopt.errors import InputError
+from graphopt.facts import Effect, Fact, Rule
+from graphopt.gguf.blocks import Ggml
+from graphopt.gguf.codes import KeptCodes, has_codes
+from graphopt.gguf.file import open_gguf
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.codes.inputs import round_input
+from graphopt.passes.codes.logical import dequantize, typed
+from graphopt.passes.codes.quantize_weights import Activations
+from graphopt.passes.context import Context, Ledger
+from graphopt.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
+
+KEPT = Rule("keep_codes.kept", "{weight} as the file's {kind}: {format} in groups of {group}")
+LOOKED_UP = Rule("keep_codes.looked-up", "{part} of {table} looked up")
+NOT_OF_FILE = Rule("keep_codes.not-of-file", "the file has no codes of these numbers")
+NO_LOOKUP = Rule("keep_codes.no-lookup", "codes of {kind} have minimums, which a table that is looked up cannot have")
+
+# For each row of numbers that a tensor of the file means: the tensor's name and the row.
+_Rows = dict[bytes, dict[str, int]]
+
+
+class KeepCodesOptions(StepOptions):
+    """The GGUF file that the model was exported from, and what the inputs of its products are rounded to.
+
+    Attributes:
+        file: the file.
+        activations: what the inputs of products are rounded to where ONNX has no form for their weights.
+    """
+
+    step: Literal["keep_codes"] = "keep_codes"
+    file: Path | None = None
+    activations: Activations = "float32"
+
+
+class KeepCodes(Pass[KeepCodesOptions]):
+    """Store matrices and the token embedding as the codes of the GGUF file that they were decoded from.
+
+    before::
+
+        y = MatMul(x, W)                                   e = Gather(E, ids)
+
+    after, where column n of W is row r(n) of a tensor of the file, and so are the rows of E::
+
+        y = MatMul(x, DequantizeLinear(codes[:, r], scales[:, r]; axis=0, block_size=32))             Q4_0, Q8_0
+        y = MatMul(x, Dequantize(codes[:, r], scales[:, r], table, zero points[:, r]; group))         Q5_0, Q6_K, ...
+        e = DequantizeLinear(Gather(codes, ids), Cast(Gather(scales, ids)); axis=-1)                  Q8_0, Q6_K, ...
+
+    Rows are found by their content, all of it, so no name and no layout has to be known, and a weight that another step
+    has changed is left alone. Types without minimums mean the same numbers to the last bit; those with minimums (Q4_1,
+    Q5_1, Q4_K, Q5_K) have zero points in float32, which moves a weight by about 2^-23 of the larger of scale times code
+    and minimum. See :mod:`graphopt.gguf.codes`.
+    """
+
+    name: ClassVar[str] = "keep_codes"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = KeepCodesOptions
+    after: ClassVar[tuple[str, ...]] = ("unpack",)
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Store as codes what is the file's; say why anything else stays.
+
+        Raises:
+            InputError: no file is given, or it cannot be read.
+            MissingDependencyError: the package ``gguf`` is not installed.
+        """
+        if self.options.file is None or not self.options.file.is_file():
+            raise InputError(
+                "the step keep_codes needs the GGUF file that the model was exported from",
+                file=self.options.file,
+                remedy="give it: --set keep_codes.file=model.gguf",
+            )
+        tensors = {name: each for name, each in open_gguf(self.options.file).tensors.items() if has_codes(each)}
+        coded = {name: each for name, each in tensors.items() if isinstance(each, Ggml)}
+        rows = _rows(coded)
+        for node in linear_nodes(model.graph):
+            self._keep_matrix(model.graph, node, coded, rows, context.ledger)
+        for node in token_lookups(model.graph):
+            self._keep_table(model.graph, node, coded, rows, context.ledger)
+
+    def _keep_matrix(
+        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, Ggml], rows: _Rows, ledger: Ledger
+    ) -> None:
+        weight = weight_of(node, 1)
+        assert weight is not None and weight.const_value is not None
+        found = _found(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), rows)
+        if found is None:
+            ledger.skipped(node, NOT_OF_FILE())
+            return
+        kept = KeptCodes(tensors[found[0]], found[1])
+        made = _initializers(graph, weight, kept)
+        table = kept.table
+        if kept.is_standard:
+            attributes = {"axis": 0, "block_size": kept.group}
+            reader = ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{node.name}.dequantize")
+        else:
+            values = shared(graph, f"{table.name}.table", table.values.astype(np.float32))
+            points = made.get("zero_points")
+            reader = dequantize(graph, node, made["codes"], made["scales"], values, points, kept.group)
+        typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
+        graph.insert_before(node, reader)
+        node.replace_input_with(1, reader.outputs[0])
+        ledger.changed(reader, _kept(weight, kept), [weight])
+        drop(graph, weight)
+        if not kept.is_standard and self.options.activations != "float32":
+            rounding = {"activations": self.options.activations, "group": kept.group, "clip": 1.0}
+            round_input(graph, node, rounding, ledger)
+
+    def _keep_table(
+        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, Ggml], rows: _Rows, ledger: Ledger
+    ) -> None:
+        table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
+        assert table is not None and table.const_value is not None
+        found = _found(expression_of(table.const_value).numpy(), rows)
+        if found is None or ids is None or ids.shape is None:
+            ledger.skipped(node, NOT_OF_FILE())
+            return
+        tensor = tensors[found[0]]
+        if KeptCodes(tensor, found[1]).has_zero_points:
+            ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
+            return
+        kept = KeptCodes(tensor, found[1], looked_up=True)
+        looked_up = []
+        for part, stored in _initializers(graph, table, kept).items():
+            dtype, shape = kept.parts[part]
+            gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
+            typed(gather.outputs[0], f"{output.name}.{part}", dtype, [*ids.shape, shape[1]])
+            graph.insert_before(node, gather)
+            ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
+            looked_up.append(gather.outputs[0])
+            if dtype == ir.DataType.FLOAT16:
+                wide = ir.node("Cast", [looked_up.pop()], {"to": ir.DataType.FLOAT}, name=f"{node.name}.{part}.wide")
+                typed(wide.outputs[0], f"{output.name}.{part}.wide", ir.DataType.FLOAT, [*ids.shape, shape[1]])
+                graph.insert_before(node, wide)
+                ledger.changed(wide, LOOKED_UP(part=part, table=table.name), [node, table])
+                looked_up.append(wide.outputs[0])
+        attributes = {"axis": len(ids.shape), "block_size": kept.group}
+        reader = ir.node("DequantizeLinear", looked_up, attributes, name=f"{node.name}.dequantize")
+        typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, tensor.dims[1]])
+        replace(node, reader)
+        ledger.changed(reader, _kept(table, kept), [node, table])
+
+
+def _kept(weight: ir.Value, kept: KeptCodes) -> Fact:
+    return KEPT(weight=weight.name, kind=kept.of.kind, format=kept.table.name, group=kept.group)
+
+
+def _initializers(graph: ir.Graph, weight: ir.Value, kept: KeptCodes) -> dict[str, ir.Value]:
+    return {
+        part: new_weight(graph, f"{weight.name}.{part}", WeightTensor(Part(kept, part)))
+        for part in ("codes", "scales", "zero_points")
+        if part in kept.parts
+    }
+
+
+def _rows(tensors: dict[str, Ggml]) -> _Rows:
+    found: _Rows = {}
+    for name, tensor in tensors.items():
+        row = 0
+        for region in blocks_of(tensor.shape, 1):
+            for digest in _digests(tensor.evaluate(region)):
+                found.setdefault(digest, {})[name] = row
+                row += 1
+    return found
+
+
+def _found(numbers: Array, rows: _Rows) -> tuple[str, Array] | None:
+    """Return the tensor whose rows ``numbers`` [rows, width] are, and which of its rows, if there is one."""
+    candidates: set[str] | None = None
+    places = []
+    for digest in _digests(numbers):
+        here = rows.get(digest)
+        if here is None:
+            return None
+        candidates = set(here) if candidates is None else candidates & set(here)
+        places.append(here)
+        if not candidates:
+            return None
+    if not candidates:
+        return None
+    name = min(candidates)
+    return name, np.array([here[name] for here in places], np.int64)
+
+
+def _digests(numbers: Array) -> Iterator[bytes]:
+    # -0 is 0; all else that is equal has the same bytes
+    for row in np.ascontiguousarray(numbers, np.float32) + np.float32(0):
+        yield hashlib.blake2b(row.data, digest_size=16).digest()
