@@ -1,0 +1,74 @@
+"""Nested repeats in a string: ``e lm lm lm gm lm lm lm gm n h`` is ``e ((lm)x3 gm)x2 n h``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+
+@dataclass(frozen=True)
+class Repeat:
+    """Equal parts, one behind the other.
+
+    Attributes:
+        start: where the first begins in the string.
+        unit: what is repeated, as it stands in the first instance: places in the string, and repeats inside.
+        length: letters of one instance.
+        count: how many instances there are.
+    """
+
+    start: int
+    unit: tuple[Part, ...]
+    length: int
+    count: int
+
+
+Part = int | Repeat
+"""A place in the string that is in no repeat, or a repeat."""
+
+
+def repeats(letters: Sequence[int], wanted: Sequence[bool] | None = None) -> list[Part]:
+    """Fold a string: the repeat that covers most, then what is before it, in it and behind it.
+
+    Of repeats that cover equally much the one of the shortest period is taken, then one that begins with a letter that
+    is ``wanted``, then the first.
+
+    Args:
+        letters: the string; equal numbers are equal letters.
+        wanted: for each place, whether a repeat should rather begin there; nowhere by default.
+    """
+    string = np.asarray(letters, np.int64)
+    return list(_folded(string, np.asarray(wanted if wanted is not None else [False] * len(string), bool), 0))
+
+
+def _folded(string: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_], offset: int) -> Iterator[Part]:
+    best = max(_runs(string, wanted), default=None)
+    if best is None:
+        yield from range(offset, offset + len(string))
+        return
+    covered, negative, _, before = best
+    start, period = -before, -negative
+    yield from _folded(string[:start], wanted[:start], offset)
+    unit = slice(start, start + period)
+    inner = tuple(_folded(string[unit], wanted[unit], offset + start))
+    yield Repeat(offset + start, inner, period, covered // period)
+    end = start + covered
+    yield from _folded(string[end:], wanted[end:], offset + end)
+
+
+def _runs(string: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, bool, int]]:
+    """Yield candidates as (letters covered, -period, wanted, -start), the best of each run of equal letters."""
+    for period in range(1, len(string) // 2 + 1):
+        equal = np.concatenate(([0], (string[period:] == string[:-period]).astype(np.int8), [0]))
+        edges = np.diff(equal)
+        for first, last in zip(np.flatnonzero(edges == 1), np.flatnonzero(edges == -1), strict=True):
+            length = int(last - first) + period  # letters of the run that has this period
+            if length < 2 * period:
+                continue
+            covered = length // period * period
+            starts = range(int(first), int(first) + length - covered + 1)
+            start = next((each for each in starts if wanted[each]), starts[0])
+            yield covered, -period, bool(wanted[start]), -start

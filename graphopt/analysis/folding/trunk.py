@@ -1,0 +1,191 @@
+"""The trunk of a graph: the nodes that every path from tokens to logits crosses. They cut the graph into segments.
+
+    tokens -> embedding -> [attention, Add] -> [MLP, Add] -> ... -> norm -> lm_head -> logits
+                       cut              cut           cut       cut     cut
+
+What the data do not reach, such as masks, positions, rotary tables and shapes, is in no path. It belongs to the segment
+that alone reads it, or to the globals. No name is read: the tokens are the root that reaches most products, the logits
+the output that needs most nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops import signature_of
+
+_SHAPES = frozenset({"Shape", "Size"})
+"""What they make does not depend on the numbers that they read."""
+
+_PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
+
+
+@dataclass
+class Segment:
+    """A part of the graph between two nodes that every path crosses.
+
+    Attributes:
+        nodes: in the order of the graph.
+        end: the last of them, which every path crosses; ``None`` where the segment makes side outputs only.
+    """
+
+    nodes: list[ir.Node]
+    end: ir.Node | None
+
+
+@dataclass
+class Cuts:
+    """A graph cut into segments.
+
+    Attributes:
+        segments: from tokens to logits.
+        shared: the nodes that several segments read, and those that none reads, in the order of the graph.
+        of: the number of the segment of each node that is in one.
+    """
+
+    segments: list[Segment]
+    shared: list[ir.Node]
+    of: dict[ir.Node, int]
+
+
+def inputs_of(node: ir.Node) -> Iterator[ir.Value]:
+    """Yield what a node reads, also from inside its subgraphs."""
+    yield from (value for value in node.inputs if value is not None)
+    for attribute in node.attributes.values():
+        graphs = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else ()
+        for graph in attribute.value if attribute.type == ir.AttributeType.GRAPHS else graphs:
+            inner = set(graph)
+            for below in graph:
+                yield from (value for value in inputs_of(below) if value.producer() not in inner)
+            yield from (value for value in graph.outputs if value.producer() not in inner)
+
+
+def is_product(node: ir.Node) -> bool:
+    """Return whether a node multiplies matrices, or convolves."""
+    signature = signature_of(node)
+    return node.op_type in _PRODUCTS or (signature is not None and signature.is_product)
+
+
+def cut(graph: ir.Graph) -> Cuts:
+    """Cut a graph at the nodes that every path from tokens to logits crosses."""
+    nodes = list(graph)
+    fixed = constant_nodes(nodes)
+    readers = readers_of(nodes)
+    data = _data(graph, nodes, fixed)
+    needed = data & _needed(_sink(graph, nodes))
+    ends = _crossed([node for node in nodes if node in needed], readers)
+    of = _numbered([node for node in nodes if node in data], ends)
+    _claim(nodes, of, readers)
+    count = 1 + max(of.values(), default=-1)
+    members: list[list[ir.Node]] = [[] for _ in range(count)]
+    for node in nodes:
+        if node in of:
+            members[of[node]].append(node)
+    last = {of[node]: node for node in nodes if node in ends}
+    segments = [Segment(found, last.get(number)) for number, found in enumerate(members)]
+    return Cuts(segments, [node for node in nodes if node not in of], of)
+
+
+def readers_of(nodes: Iterable[ir.Node]) -> dict[ir.Node, list[ir.Node]]:
+    """Return the nodes that read what each node makes, by themselves or in their subgraphs."""
+    found: dict[ir.Node, list[ir.Node]] = {node: [] for node in nodes}
+    for node in found:
+        for value in inputs_of(node):
+            producer = value.producer()
+            if producer in found and producer is not None:
+                found[producer].append(node)
+    return found
+
+
+def constant_nodes(nodes: Iterable[ir.Node]) -> set[ir.Node]:
+    """Return the nodes that read nothing but constants, such as those that turn codes into a matrix."""
+    found: set[ir.Node] = set()
+    for node in nodes:
+        if all(value.is_initializer() or value.producer() in found for value in inputs_of(node)):
+            found.add(node)
+    return found
+
+
+def _sink(graph: ir.Graph, nodes: list[ir.Node]) -> ir.Node | None:
+    """Return what makes the output that is farthest from the inputs."""
+    depth: dict[ir.Node, int] = {}
+    for node in nodes:
+        made = (value.producer() for value in inputs_of(node))
+        depth[node] = 1 + max((depth[each] for each in made if each is not None and each in depth), default=0)
+    makers = [node for value in graph.outputs if (node := value.producer()) is not None and node in depth]
+    return max(makers, key=depth.__getitem__, default=None)
+
+
+def _needed(node: ir.Node | None) -> set[ir.Node]:
+    found: set[ir.Node] = set()
+    waiting = [node]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each not in found:
+            found.add(each)
+            waiting += [value.producer() for value in inputs_of(each)]
+    return found
+
+
+def _data(graph: ir.Graph, nodes: list[ir.Node], fixed: set[ir.Node]) -> set[ir.Node]:
+    """Return what depends on the numbers of the lookup, or input of floats, that reaches most products."""
+    floats = [value for value in graph.inputs if value.dtype is not None and value.dtype.is_floating_point()]
+    lookups = [node for node in nodes if node not in fixed and _looks_up(node, fixed)]
+    roots: list[ir.Node | ir.Value] = [*lookups, *floats] or [*graph.inputs]
+    bits: dict[object, int] = {root: 1 << number for number, root in enumerate(roots)}
+    reached: dict[ir.Node, int] = {}
+    for node in nodes:
+        reached[node] = bits.get(node, 0)
+        if node.op_type not in _SHAPES and node not in fixed:
+            for value in inputs_of(node):
+                producer = value.producer()
+                reached[node] |= bits.get(value, 0) if producer is None else reached.get(producer, 0)
+    products = [reached[node] for node in nodes if is_product(node)]
+    best = max(bits.values(), key=lambda bit: sum(1 for each in products if each & bit), default=0)
+    return {node for node, roots in reached.items() if roots & best}
+
+
+def _looks_up(node: ir.Node, fixed: set[ir.Node]) -> bool:
+    table = node.inputs[0] if node.inputs else None
+    if table is None or not node.op_type.startswith("Gather") or len(table.shape or ()) < 2:
+        return False
+    return table.is_initializer() or table.producer() in fixed
+
+
+def _crossed(nodes: list[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> set[ir.Node]:
+    """Return the nodes that every path crosses, of those that lie on a path, given in topological order.
+
+    Every path crosses a node if, and only if, no edge jumps over its place in the order.
+    """
+    place = {node: number for number, node in enumerate(nodes)}
+    farthest, found = -1, set()
+    for number, node in enumerate(nodes):
+        if farthest <= number:
+            found.add(node)
+        farthest = max([farthest, *(place[each] for each in readers[node] if each in place)])
+    return found
+
+
+def _numbered(data: list[ir.Node], ends: set[ir.Node]) -> dict[ir.Node, int]:
+    of: dict[ir.Node, int] = {}
+    for node in data:
+        made = (value.producer() for value in inputs_of(node))
+        of[node] = max((of[each] + (each in ends) for each in made if each is not None and each in of), default=0)
+    return of
+
+
+def _claim(nodes: list[ir.Node], of: dict[ir.Node, int], readers: dict[ir.Node, list[ir.Node]]) -> None:
+    """Give each node that the data do not reach to the segment that alone reads it."""
+    found: dict[ir.Node, set[int]] = {}
+    for node in reversed(nodes):
+        if node in of:
+            continue
+        outward = any(output.is_graph_output() for output in node.outputs)
+        found[node] = {-1} if outward or not readers[node] else set()
+        for reader in readers[node]:
+            found[node] |= found[reader] if reader in found else {of[reader]}
+        if len(found[node]) == 1 and -1 not in found[node]:
+            of[node] = next(iter(found[node]))

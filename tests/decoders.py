@@ -1,0 +1,166 @@
+"""Decoders of any depth, built by hand: attention with a cache, gated MLPs, windows in some layers; with no export."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, INNER = 48, 32, 4, 2, 8, 48
+
+
+def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
+    """Return a decoder with grouped queries, rotary positions, a growing cache and a gated MLP in each layer.
+
+    Args:
+        layers: for each layer "local", which reads a window of 4 tokens, or "global", which reads all; a number of
+            layers is of global ones.
+        seed: of the weights.
+    """
+    kinds = ["global"] * layers if isinstance(layers, int) else list(layers)
+    random_numbers = np.random.default_rng(seed)
+    nodes: list[ir.Node] = []
+    weights: list[ir.Value] = []
+
+    def constant(name: str, array: np.ndarray) -> ir.Value:
+        weights.append(ir.val(name, const_value=ir.tensor(array, name=name)))
+        return weights[-1]
+
+    def weight(name: str, *shape: int) -> ir.Value:
+        return constant(name, (random_numbers.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32))
+
+    def op(
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        dims: Sequence[object] | None = None,
+        **attributes: object,
+    ) -> ir.Value:
+        node = ir.node(op_type, inputs, attributes or None, name=name)  # type: ignore[arg-type]
+        nodes.append(node)
+        value = node.outputs[0]
+        value.name, value.dtype = f"{name}.out", ir.DataType.FLOAT
+        value.shape = None if dims is None else ir.Shape(dims)  # type: ignore[arg-type]
+        return value
+
+    ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
+    positions = ir.val("position_ids", ir.DataType.INT64, ["batch", "length"])
+    mask_input = ir.val("attention_mask", ir.DataType.INT64, ["batch", "total"])
+    inputs, outputs = [ids, mask_input, positions], []
+    hidden = ["batch", "length", WIDTH]
+
+    # shared by all layers: angles of the positions, masks
+    angles = op(
+        "Mul",
+        [
+            op("Cast", [op("Unsqueeze", [positions, constant("two", np.array([2]))], "spread")], "floats", to=1),
+            constant("frequencies", (0.1 ** np.arange(HEAD // 2)).astype(np.float32)),
+        ],
+        "angles",
+    )
+    cos, sin = op("Cos", [angles], "cos"), op("Sin", [angles], "sin")
+    total = op("Shape", [mask_input], "total", start=1, end=2)
+    length = op("Shape", [ids], "length", start=1, end=2)
+    scalar = [op("Squeeze", [value], f"scalar{number}") for number, value in enumerate((total, length))]
+    zero, one = constant("zero", np.array(0)), constant("one", np.array(1))
+    keys = op("Range", [zero, scalar[0], one], "keys")
+    queries = op(
+        "Unsqueeze",
+        [op("Range", [op("Sub", scalar, "past"), scalar[0], one], "places"), constant("last", np.array([1]))],
+        "queries",
+    )
+    padding = op(
+        "Cast", [op("Unsqueeze", [mask_input, constant("axes", np.array([1, 2]))], "spread_mask")], "there", to=9
+    )
+    causal = op("And", [op("LessOrEqual", [keys, queries], "causal"), padding], "global_mask")
+    near = op("Greater", [keys, op("Sub", [queries, constant("window", np.array(4))], "edge")], "near")
+    masks = {"global": causal, "local": op("And", [causal, near], "local_mask")}
+
+    x = op("Gather", [weight("table", VOCABULARY, WIDTH), ids], "embedding", hidden, axis=0)
+    for number, kind in enumerate(kinds):
+
+        def norm(value: ir.Value, name: str, number: int = number) -> ir.Value:
+            gain = random_numbers.uniform(0.5, 1.5, WIDTH).astype(np.float32)
+            return op(
+                "RMSNormalization", [value, constant(f"{name}{number}.gain", gain)], f"{name}{number}", hidden, axis=-1
+            )
+
+        def linear(value: ir.Value, rows: int, columns: int, name: str, number: int = number) -> ir.Value:
+            name = f"{name}{number}"
+            return op("MatMul", [value, weight(f"{name}.weight", rows, columns)], name, ["batch", "length", columns])
+
+        def heads(value: ir.Value, count: int, name: str, number: int = number) -> ir.Value:
+            split = op(
+                "Reshape",
+                [value, constant(f"{name}{number}.sizes", np.array([0, 0, count, HEAD]))],
+                f"split_{name}{number}",
+                ["batch", "length", count, HEAD],
+            )
+            return op(
+                "Transpose", [split], f"{name}_heads{number}", ["batch", count, "length", HEAD], perm=[0, 2, 1, 3]
+            )
+
+        normed = norm(x, "input_norm")
+        q = heads(linear(normed, WIDTH, HEADS * HEAD, "q"), HEADS, "q")
+        k = heads(linear(normed, WIDTH, GROUPS * HEAD, "k"), GROUPS, "k")
+        v = heads(linear(normed, WIDTH, GROUPS * HEAD, "v"), GROUPS, "v")
+        q, k = (
+            op("RotaryEmbedding", [each, cos, sin], f"{name}_turned{number}", ["batch", count, "length", HEAD])
+            for each, count, name in ((q, HEADS, "q"), (k, GROUPS, "k"))
+        )
+        cache = []
+        for part, value in (("key", k), ("value", v)):
+            past = ir.val(f"past_key_values.{number}.{part}", ir.DataType.FLOAT, ["batch", GROUPS, "past", HEAD])
+            inputs.append(past)
+            cache.append(
+                op("Concat", [past, value], f"present_{part}{number}", ["batch", GROUPS, "total", HEAD], axis=2)
+            )
+            cache[-1].name = f"present.{number}.{part}"
+        outputs += cache
+        mixed = op(
+            "Attention",
+            [q, *cache, masks[kind]],
+            f"attention{number}",
+            ["batch", HEADS, "length", HEAD],
+            scale=HEAD**-0.5,
+        )
+        joined = op(
+            "Reshape",
+            [
+                op("Transpose", [mixed], f"tokens{number}", ["batch", "length", HEADS, HEAD], perm=[0, 2, 1, 3]),
+                constant(f"joined{number}.sizes", np.array([0, 0, HEADS * HEAD])),
+            ],
+            f"joined{number}",
+            hidden,
+        )
+        x = op("Add", [x, linear(joined, HEADS * HEAD, WIDTH, "o")], f"attended{number}", hidden)
+        normed = norm(x, "mlp_norm")
+        inner = ["batch", "length", INNER]
+        gate = linear(normed, WIDTH, INNER, "gate")
+        silu = op("Mul", [gate, op("Sigmoid", [gate], f"sigmoid{number}", inner)], f"silu{number}", inner)
+        product = op("Mul", [silu, linear(normed, WIDTH, INNER, "up")], f"gated{number}", inner)
+        x = op("Add", [x, linear(product, INNER, WIDTH, "down")], f"residual{number}", hidden)
+    gain = constant("final_norm.gain", random_numbers.uniform(0.5, 1.5, WIDTH).astype(np.float32))
+    final = op("RMSNormalization", [x, gain], "final_norm", hidden, axis=-1)
+    logits = op("MatMul", [final, weight("head.weight", WIDTH, VOCABULARY)], "head", ["batch", "length", VOCABULARY])
+    logits.name = "logits"
+    graph = ir.Graph(
+        inputs, [logits, *outputs], nodes=nodes, initializers=weights, opset_imports={"": 23}, name="decoder"
+    )
+    return ir.Model(graph, ir_version=10)
+
+
+def shuffle_names(model: ir.Model, seed: int = 0) -> None:
+    """Give every node, value, weight, input and output of a graph another name, in place."""
+    graph = model.graph
+    values = [*graph.inputs, *graph.initializers.values(), *(value for node in graph for value in node.outputs)]
+    names = [f"n{number}" for number in range(len(values) + len(list(graph)))]
+    random.Random(seed).shuffle(names)
+    initializers = list(graph.initializers.values())
+    graph.initializers.clear()
+    for item, name in zip([*values, *graph], names, strict=True):
+        item.name = name
+    for value in initializers:
+        graph.initializers[value.name or ""] = value
