@@ -9,6 +9,7 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from graphopt.formats.table import TableFormat
+from graphopt.rounding.descent import polished
 from graphopt.rounding.feedback import Rule, round_with_feedback
 from graphopt.rounding.ldl import factored
 from graphopt.rounding.method import Need, RoundingMethod
@@ -39,6 +40,8 @@ class GPTQ(RoundingMethod):
         importance: what the error of a row counts when its scale is chosen: "uniform", all the same; "inputs", the
             mean square of its input, H_kk; or "feedback", D_k, what is left of it when all later rows make up for it.
         search: which scales are tried.
+        sweeps: how often codes and scales are polished afterwards, one by one while all others stay, see
+            :mod:`graphopt.rounding.descent`. A sweep takes about twice as long as the products of GPTQ itself.
     """
 
     method: Literal["gptq"] = "gptq"
@@ -47,6 +50,7 @@ class GPTQ(RoundingMethod):
     scales: Literal["reached", "static"] = "reached"
     importance: Literal["uniform", "inputs", "feedback"] = "feedback"
     search: Search = Search()
+    sweeps: Annotated[int, Field(ge=0, le=100)] = 0
 
     @model_validator(mode="after")
     def _static_in_other_orders(self) -> GPTQ:
@@ -84,4 +88,5 @@ class GPTQ(RoundingMethod):
                 importance = diagonal + self.damping * diagonal.mean()
             static = self.scales == "static" or not natural
             rule = Rule(table, group, scale, np.dtype(scale_type), importance, self.search, static)
-            return round_with_feedback(matrix, upper, order, rule)
+            made = round_with_feedback(matrix, upper, order, rule)
+            return polished(made, matrix, statistics, self.damping, self.sweeps) if self.sweeps else made

@@ -22,10 +22,9 @@ class Weighted(RoundingMethod):
     """Search scales for the least squared error weighted by how large each row's input is, and round to nearest.
 
     Of E = W - Q the product makes X E. Where inputs are not correlated its squared norm is the sum over rows k of
-    H_kk |E_k|^2, H = X^T X, so the error of a row counts H_kk (llama.cpp's importance matrix). For each share of the
-    extreme, codes q are rounded and the scale that is best for them, sum H w q / sum H q^2, is tried too, with the
-    codes nearest at that scale. The best of all is kept, never worse than the search of ``nearest`` by this measure.
-    With the scale ``extreme`` nothing is searched.
+    H_kk |E_k|^2, H = X^T X, so the error of a row counts H_kk (llama.cpp's importance matrix). Scales that are
+    shares of the extreme are tried; then, a few times, the scale that is best for the codes q of the best so far,
+    sum H w q / sum H q^2. With the scale ``extreme`` nothing is searched.
 
     Attributes:
         importance: "inputs", as above; or "uniform", which needs no statistics and searches more than ``nearest`` does.
