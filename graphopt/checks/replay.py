@@ -32,6 +32,7 @@ from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Finding, PassReport, Rule
 from graphopt.manifest import MANIFEST
 from graphopt.passes.base import Pass
+from graphopt.passes.codes.quantize_weights import MEASURED
 from graphopt.passes.context import Statistics, Surroundings
 from graphopt.progress import Progress, silent
 from graphopt.recipe import Recipe
@@ -86,7 +87,8 @@ def verify(
         on_stage: called when a stage begins, with how many are done.
 
     Raises:
-        InputError: one cannot be read, or ``after`` does not say that it was made from ``before``.
+        InputError: one cannot be read, ``after`` does not say that it was made from ``before``, or statistics that it
+            was made with cannot be had.
         VerificationError: a check failed; names the first node and tensor at fault.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
@@ -123,6 +125,7 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
         if report is None:
             # An older graphopt did not record steps that this one adds by itself.
             continue
+        _confirm_statistics(ran.report, report, after)
         reports.append(ran.report)
         # The names of an older version, which lead from node to node, may be others than this one gives.
         final = report is changed[-1] if changed and not older else False
@@ -177,6 +180,22 @@ def _recipe_between(first: Artifact, last: Artifact, file: Path) -> Recipe:
             remedy="give the artifact that it was made from as BEFORE",
         )
     return recipe
+
+
+def _confirm_statistics(made: PassReport, recorded: PassReport, file: Path) -> None:
+    """Refuse to compare codes that were chosen by other statistics than can be had here."""
+    ours, theirs = (
+        {change.what.figures["digest"] for change in report.changes if change.what.code == MEASURED.code}
+        for report in (made, recorded)
+    )
+    if ours != theirs:
+        raise InputError(
+            "its codes were chosen by statistics of activations that come out differently here, so nothing can be "
+            "proved: another text, another version of Python, onnxruntime or NumPy, or another processor",
+            file=file,
+            node=made.name,
+            remedy="give the folder that was collected where it was made: --statistics FOLDER",
+        )
 
 
 def _confirm_hashes(folder: Path) -> None:

@@ -138,4 +138,7 @@ def _relative(importance: Doubles | None) -> Singles | None:
     if importance is None:
         return None
     largest = importance.max(1, keepdims=True)
-    return np.divide(importance, largest, out=np.ones_like(importance), where=largest > 0).astype(np.float32)
+    relative: Singles = np.divide(importance, largest, out=np.ones_like(importance), where=largest > 0).astype(
+        np.float32
+    )
+    return relative

@@ -27,7 +27,7 @@ from graphopt.rounding.scales import Scale
 from graphopt.statistics import InputStatistics
 from graphopt.weights import new_weight, weight_of
 
-__all__ = ["EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
+__all__ = ["MEASURED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
 
 STORED = Rule(
     "quantize_weights.stored",
