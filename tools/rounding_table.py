@@ -52,7 +52,7 @@ def main(
     recipe: Annotated[list[str] | None, typer.Option(help="presets, each with options behind commas")] = None,
     method: Annotated[list[str] | None, typer.Option(help="values of `rounding` of quantize_weights")] = None,
     statistics: Annotated[Path | None, typer.Option(help="folder to keep statistics in")] = None,
-    tokens: Annotated[int, typer.Option(help="of held-out text to judge on")] = 8192,
+    tokens: Annotated[int, typer.Option(help="of held-out text to judge on")] = 4096,
     windows: Annotated[int, typer.Option(help="windows of text to calibrate on")] = 64,
     text: Annotated[Path | None, typer.Option(help="text to calibrate on")] = None,
     jobs: Annotated[int, typer.Option(help="processes that evaluate weights")] = 1,
@@ -78,7 +78,7 @@ def main(
                     force=True,
                 )
                 figures = next(check.figures for check in made.manifest.checks if check.name == "quality")
-                cells.append(f"{figures['kl']:.4f}")
+                cells.append(f"{figures['kl_mean']:.4f}")
                 size = sum(record.bytes for record in made.manifest.files.values())
             shown = " ".join(part.rpartition("=")[2] for part in name.split(","))
             print(f"| {shown} | {size / 1e6:.1f} |", " | ".join(cells), "|", flush=True)
