@@ -18,6 +18,15 @@ from graphopt.weights import Expression
 
 SUFFIX = ".gguf"
 
+# What transformers does not read of a file, and fills in with the defaults of one checkpoint.
+_LEFT_OUT = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+# Layers of these differ in the size of their heads, and transformers reads which is which.
+_SEVERAL_HEAD_DIMS = ("gemma4_text",)
+
 
 def find_gguf(source: str) -> Path | None:
     """Return the GGUF file that ``source`` names: a path, or ``owner/name:file.gguf`` on the Hugging Face hub.
@@ -108,6 +117,10 @@ def _config_of(file: GgufFile, transformers: Any) -> Any:
                 file=file.path,
                 remedy=f"it knows {', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}",
             ) from error
+    known = config.to_dict()
+    for key, name in _LEFT_OUT.items():
+        if file.value(key) is not None and name in known and config.model_type not in _SEVERAL_HEAD_DIMS:
+            setattr(config, name, file.value(key))
     scaling = rope_parameters(file)
     if scaling:
         config.rope_parameters = {**config.rope_parameters, **scaling}
