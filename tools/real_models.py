@@ -4,9 +4,9 @@
     python tools/real_models.py --model minilm --recipe int4     # one of them, one recipe
 
 SmolLM2-135M-Instruct comes as a GGUF file in Q4_1, all-MiniLM-L6-v2 as a float32 checkpoint. Where a model cannot be
-fetched it is skipped with the reason. The weights of a GGUF file lie on a grid of codes: all figures are of the model
-with noise of half a step (seed 0) on its weights, so that no recipe profits from the grid. The text is source of
-Python's standard library, which SmolLM2 has probably read: compare the rows with one another.
+fetched it is skipped with the reason. The weights of a GGUF file lie on a grid of codes: recipes are applied to the
+model with noise of half a step (seed 0) on its weights, so that none profits from the grid. Only the row keep_codes is
+of the file as it is. The text comes with Python, and SmolLM2 has probably read it: compare the rows with one another.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.stdlib_text import held_out_text
 from tools.bench.machine import Others, describe, quiet
 from tools.bench.unavailable import UnavailableError
 from tools.real.job import QUESTION, SENTENCES, Row, run
@@ -44,14 +43,13 @@ def instructions() -> str:
 def main(
     model: Annotated[list[str] | None, typer.Option(help=f"which: {', '.join(MODELS)}; all by default")] = None,
     recipe: Annotated[list[str] | None, typer.Option(help="presets, instead of the usual ones")] = None,
-    characters: Annotated[int, typer.Option(min=1000, help="of text that models are scored on")] = 12_000,
+    tokens: Annotated[int, typer.Option(min=2, help="of text that artifacts read beside the float model")] = 4096,
     cache: Annotated[Path, typer.Option(help="where models are kept")] = CACHE,
     output: Annotated[Path | None, typer.Option(help="where artifacts go; in the cache by default")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
 ) -> None:
     """Fetch the models, optimize each by each recipe, and print what the artifacts are worth."""
     console, others = Console(), Others()
-    text, folder = held_out_text()[:characters], output or cache / "artifacts"
     rows: list[Row] = []
     for name in model or MODELS:
         if name not in MODELS:
@@ -61,38 +59,52 @@ def main(
         except UnavailableError as reason:
             console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
             continue
-        rows += run(name, checkpoint, folder, recipe or RECIPES, text, lambda said: console.print(said, style="dim"))
+        folder = output or cache / "artifacts"
+        for row in run(name, checkpoint, folder, recipe or RECIPES, tokens, lambda said: console.print(said)):
+            rows.append(row)
+            if json_file is not None:
+                json_file.write_text(json.dumps([asdict(each) for each in rows], indent=2) + "\n", encoding="utf-8")
     for name in dict.fromkeys(row.model for row in rows):
         console.print(_table(name, [row for row in rows if row.model == name]))
     for row in rows:
-        if row.error is not None:
-            console.print(f"{row.model}, {row.recipe}: {row.error}", highlight=False, markup=False, soft_wrap=True)
-        if row.reply is not None:
-            console.print(f"{row.model}, {row.recipe}, to {QUESTION!r}: {row.reply!r}", highlight=False, markup=False)
+        said = row.error if row.error is not None else None if row.reply is None else f"to {QUESTION!r}: {row.reply!r}"
+        if said is not None:
+            console.print(f"{row.model}, {row.recipe}: {said}", highlight=False, markup=False, soft_wrap=True)
     console.print(f"{describe()}, {instructions()}; {quiet(others.share())}", highlight=False)
-    if json_file is not None:
-        json_file.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     if any(row.error is not None for row in rows):
         raise typer.Exit(1)
 
 
 def _table(name: str, rows: list[Row]) -> Table:
-    encoder = any(row.cosine_mean is not None for row in rows)
-    quality = ("cosine, mean", "smallest", "between") if encoder else ("bits per byte", "perplexity", "tokens/s")
-    table = Table("recipe", "seconds", "MB", "bits per weight", *quality, title=MODELS[name].title)
+    encoder = any(row.between for row in rows)
+    figures = (
+        {"cosine_mean": ("cosine, mean", 4), "cosine_smallest": ("smallest", 4)}
+        if encoder
+        else {
+            "bits_per_byte": ("bits/byte", 4),
+            "perplexity": ("perplexity", 2),
+            "kl_mean": ("KL, nats", 4),
+            "same_first_choice": ("same choice", 3),
+        }
+    )
+    headings = [heading for heading, _ in figures.values()]
+    last = "sentences" if encoder else "tokens/s"
+    table = Table("recipe", "seconds", "MB", "bits/weight", *headings, last, title=MODELS[name].title)
+    reference = next((row.quality for row in rows if "reference_bits_per_byte" in row.quality), {})
     for row in rows:
         if row.bytes is None:
             table.add_row(row.recipe, "failed, see below")
             continue
-        figures = (
-            (_number(row.cosine_mean, 5), _number(row.cosine_smallest, 5), " ".join(f"{c:.3f}" for c in row.between))
-            if encoder
-            else (_number(row.bits_per_byte, 4), _number(row.perplexity, 3), _number(row.tokens_per_second, 1))
-        )
+        quality = row.quality
+        if row.recipe == "float32":
+            quality = {name.removeprefix("reference_"): each for name, each in reference.items() if "reference" in name}
+        shown = [_number(quality.get(figure), digits) for figure, (_, digits) in figures.items()]
+        sentences = " ".join(f"{cosine:.3f}" for cosine in row.between)
         size = _number(row.bytes / 1e6, 1)
-        table.add_row(row.recipe, _number(row.seconds, 0), size, _number(row.bits_per_weight, 2), *figures)
+        rest = sentences if encoder else _number(row.tokens_per_second, 1)
+        table.add_row(row.recipe, _number(row.seconds, 0), size, _number(row.bits_per_weight, 2), *shown, rest)
     if encoder:
-        table.caption = f"between: cosines of {SENTENCES[0]!r} with {SENTENCES[1]!r} and {SENTENCES[2]!r}"
+        table.caption = f"sentences: cosines of {SENTENCES[0]!r} with {SENTENCES[1]!r} and {SENTENCES[2]!r}"
     return table
 
 

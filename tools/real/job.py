@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import graphopt
 from graphopt.embeddings import load_encoder
-from graphopt.embeddings.evaluate import evaluate_embeddings
+from graphopt.embeddings.evaluate import cosine_matrix
 from graphopt.errors import GraphoptError
-from graphopt.evaluation import evaluate
-from graphopt.manifest import Manifest, read_manifest
+from graphopt.manifest import read_manifest
+from graphopt.passes.codes.keep_codes import KeepCodesOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.quality.judge import CHECK
+from graphopt.recipe import Recipe
 from graphopt.session import Session
+from graphopt.targets import Target
 from tools.real.dither import dither
 
 QUESTION = "What is the capital of France?"
@@ -23,7 +27,7 @@ SENTENCES = (
     "The stock market fell sharply today.",
 )
 REPLY_TOKENS = 32
-WINDOW = 512
+KEEP = "keep_codes"
 Say = Callable[[str], None]
 
 
@@ -33,18 +37,16 @@ class Row:
 
     Attributes:
         model: the model's short name.
-        recipe: what was done to it.
+        recipe: what was done to it; ``keep_codes``: the codes of its own GGUF file, not dithered.
         error: what went wrong; all figures are absent then.
-        seconds: time to make the artifact, ``None`` where it was there already.
+        seconds: time to make the artifact and measure its quality, ``None`` where it was there already.
         bytes: of all its files.
         bits_per_weight: scales included.
-        bits_per_byte: of a causal language model: its loss per byte of the text.
-        perplexity: per token.
+        quality: figures of the check of quality, beside the float model that the artifact was made from.
+        verdict: the same in a sentence.
         tokens_per_second: tokens of the reply in a second, prompt included.
-        reply: what it answers to :data:`QUESTION`.
-        cosine_mean: of an encoder: between its embeddings of the text's lines and those of the export.
-        cosine_smallest: the smallest of these.
-        between: cosines of the first of :data:`SENTENCES` with the others.
+        reply: what a chat model answers to :data:`QUESTION`.
+        between: of an encoder: cosines of the first of :data:`SENTENCES` with the others.
     """
 
     model: str
@@ -53,27 +55,25 @@ class Row:
     seconds: float | None = None
     bytes: int | None = None
     bits_per_weight: float | None = None
-    bits_per_byte: float | None = None
-    perplexity: float | None = None
+    quality: dict[str, float] = field(default_factory=dict)
+    verdict: str | None = None
     tokens_per_second: float | None = None
     reply: str | None = None
-    cosine_mean: float | None = None
-    cosine_smallest: float | None = None
     between: tuple[float, ...] = ()
 
 
-def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], text: str, say: Say) -> list[Row]:
-    """Do the main job on one model below ``folder``, and return a row for the export and one for each recipe.
+def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], tokens: int, say: Say) -> Iterator[Row]:
+    """Do the main job on one model below ``folder``; yield a row for the export and one for each recipe.
 
     What an earlier run exported is taken as it is; recipes are applied anew. A ``.gguf`` checkpoint is dithered before
-    anything is measured.
+    recipes are applied, and its own codes are kept in a row more.
 
     Args:
         name: the model's short name.
         checkpoint: a ``.gguf`` file or a Hugging Face folder.
         folder: where artifacts go.
         recipes: presets.
-        text: what models are scored on.
+        tokens: of text that each artifact reads beside the float model.
         say: called with what is being done.
     """
     exported, seconds = folder / f"{name}-float32", None
@@ -88,48 +88,45 @@ def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], text:
         if not start.exists():
             say(f"{name}: dithering")
             dither(exported, checkpoint, start)
-    rows = [_measured(name, "float32", start, start, seconds, text, say)]
+    yield _measured(Row(name, "float32", seconds=seconds), start)
     for recipe in recipes:
         say(f"{name}: {recipe}")
-        made, began = folder / f"{name}-{recipe}", time.perf_counter()
-        try:
-            graphopt.optimize(start, recipe, made, overwrite=True)
-        except GraphoptError as error:
-            rows.append(Row(name, recipe, error=str(error)))
-            continue
-        rows.append(_measured(name, recipe, made, start, time.perf_counter() - began, text, say))
-    return rows
+        yield _made(Row(name, recipe), start, recipe, folder / f"{name}-{recipe}", tokens)
+    if checkpoint.suffix == ".gguf":
+        say(f"{name}: {KEEP}")
+        steps = (CanonicalizeOptions(), KeepCodesOptions(file=checkpoint.absolute(), activations="int8"))
+        recipe_of_codes = Recipe(name="keep-codes", steps=steps)
+        yield _made(Row(name, KEEP), exported, recipe_of_codes, folder / f"{name}-{KEEP}", tokens, "ort-cpu")
 
 
-def _measured(name: str, recipe: str, folder: Path, start: Path, seconds: float | None, text: str, say: Say) -> Row:
-    say(f"{name}: {recipe}, measuring")
-    manifest = read_manifest(folder)
-    row = _encoder if manifest.task == "encoder" else _causal_lm
-    try:
-        return row(name, recipe, folder, start, seconds, text, manifest)
-    except GraphoptError as error:
-        return Row(name, recipe, error=str(error), seconds=seconds)
-
-
-def _causal_lm(
-    name: str, recipe: str, folder: Path, start: Path, seconds: float | None, text: str, manifest: Manifest
-) -> Row:
-    session = graphopt.load(folder)
-    score = evaluate(session, text, window=WINDOW)
+def _made(row: Row, start: Path, recipe: str | Recipe, made: Path, tokens: int, target: Target | None = None) -> Row:
     began = time.perf_counter()
-    reply = answer(session, QUESTION)
-    spent = time.perf_counter() - began
-    return Row(
-        name,
-        recipe,
-        seconds=seconds,
-        bytes=_size(folder),
+    try:
+        # A preset that breaks a model is a result too.
+        graphopt.optimize(start, recipe, made, target=target, overwrite=True, quality_tokens=tokens, force=True)
+        return _measured(replace(row, seconds=time.perf_counter() - began), made)
+    except GraphoptError as error:
+        return replace(row, error=str(error))
+
+
+def _measured(row: Row, folder: Path) -> Row:
+    manifest = read_manifest(folder)
+    found = [check for check in manifest.checks if check.name == CHECK]
+    row = replace(
+        row,
+        bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         bits_per_weight=None if manifest.weights is None else manifest.weights.bits_per_weight,
-        bits_per_byte=score.bits_per_byte,
-        perplexity=score.perplexity,
-        tokens_per_second=reply[1] / spent,
-        reply=reply[0],
+        quality=dict(found[-1].figures) if found else {},
+        verdict=str(found[-1].reason) if found else None,
     )
+    return _encoder(row, folder) if manifest.task == "encoder" else _chat(row, folder)
+
+
+def _chat(row: Row, folder: Path) -> Row:
+    session = graphopt.load(folder)
+    began = time.perf_counter()
+    reply, tokens = answer(session, QUESTION)
+    return replace(row, reply=reply, tokens_per_second=tokens / (time.perf_counter() - began))
 
 
 def answer(session: Session, question: str) -> tuple[str, int]:
@@ -143,25 +140,6 @@ def answer(session: Session, question: str) -> tuple[str, int]:
     return completion.text or "", len(completion.tokens)
 
 
-def _encoder(
-    name: str, recipe: str, folder: Path, start: Path, seconds: float | None, text: str, manifest: Manifest
-) -> Row:
-    from graphopt.embeddings.evaluate import cosine_matrix
-
-    session, reference = load_encoder(folder), load_encoder(start)
-    closeness = evaluate_embeddings(session, reference, text)
-    between = cosine_matrix(session.embed(SENTENCES))[0, 1:]
-    return Row(
-        name,
-        recipe,
-        seconds=seconds,
-        bytes=_size(folder),
-        bits_per_weight=None if manifest.weights is None else manifest.weights.bits_per_weight,
-        cosine_mean=closeness.cosine_mean,
-        cosine_smallest=closeness.cosine_smallest,
-        between=tuple(map(float, between)),
-    )
-
-
-def _size(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+def _encoder(row: Row, folder: Path) -> Row:
+    between = cosine_matrix(load_encoder(folder).embed(SENTENCES))[0, 1:]
+    return replace(row, between=tuple(map(float, between)))
