@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 
 from tests.families import POSITIONS, VOCABULARY, randomize
+from tests.once import once
 
 # Rows of 256 numbers, the super-blocks of Q6_K; 64 per head.
 WIDTH, HEADS, CACHES, LAYERS = 256, 4, 2, 2
@@ -114,6 +115,24 @@ def write_llama(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def exported(tokenizer: Path) -> Path:
+    """Return a folder with ``llama.gguf``, of the types in :data:`MIXED`, and its export ``artifact``; read-only.
+
+    Args:
+        tokenizer: as for :func:`write_llama`.
+    """
+    from tests.conftest import EXPORTS
+
+    def make(folder: Path) -> None:
+        from graphopt.models.export import export
+
+        folder.mkdir()
+        write_llama(llama(), folder / "llama.gguf", MIXED, tokenizer=tokenizer)
+        export(folder / "llama.gguf", folder / "artifact")
+
+    return once("gguf", (*EXPORTS, "tests/ggufs.py", "graphopt/gguf/*.py", "graphopt/models/gguf/*.py"), make)
 
 
 def encoded(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

@@ -40,12 +40,12 @@ def test_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_export_computes_what_transformers_does_on_the_decoded_weights(tmp_path: Path, llama_folder: Path) -> None:
-    path, model = tmp_path / "llama.gguf", ggufs.llama()
-    ggufs.write_llama(model, path, ggufs.MIXED, tokenizer=llama_folder)
-    manifest = export(path, tmp_path / "out")
-    assert (manifest.source.kind, manifest.source.name) == ("gguf", str(path))
-    assert manifest.notes == read_manifest(tmp_path / "out").notes == []
-    session = open_session(tmp_path / "out" / MODEL)
+    model, folder = ggufs.llama(), ggufs.exported(llama_folder)
+    ggufs.write_llama(model, tmp_path / "again.gguf", ggufs.MIXED)
+    manifest = read_manifest(folder / "artifact")
+    assert (manifest.source.kind, Path(manifest.source.name).name) == ("gguf", "llama.gguf")
+    assert manifest.notes == []
+    session = open_session(folder / "artifact" / MODEL)
     ids = np.random.default_rng(0).integers(0, ggufs.VOCABULARY, (1, 20))
     feeds: dict[str, Any] = {
         "input_ids": ids,
@@ -60,9 +60,9 @@ def test_an_export_computes_what_transformers_does_on_the_decoded_weights(tmp_pa
     # The bound, relative to the largest logit; float32 in another order moves them by 1e-6.
     assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
     text = "def encode(self):\n    return 1"
-    ours, theirs = (Tokenizer.from_file(str(folder / "tokenizer.json")) for folder in (tmp_path / "out", llama_folder))
+    ours, theirs = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (folder / "artifact", llama_folder))
     assert ours.encode(text).ids == theirs.encode(text).ids
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == ggufs.CHAT
+    assert (folder / "artifact" / "chat_template.jinja").read_text() == ggufs.CHAT
 
 
 def _scaling(kind: str, **more: float) -> Callable[[Any], None]:
