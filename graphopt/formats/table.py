@@ -65,22 +65,35 @@ class TableFormat:
         by more than half a step. With others (floating point, nf4, sf4) it is the end itself, as their papers have it.
         Of the two ends the nearer to zero counts; a table without numbers on one side of zero has one end.
         """
-        ordered, _ = self._ordered
+        ordered, _ = self.ordered
         steps = np.diff(ordered)
         beyond = float(steps[0]) / 2 if len(steps) and (steps == steps[0]).all() else 0.0
         return min(float(end) + beyond for end in (ordered[-1], -ordered[0]) if end > 0)
 
     @cached_property
-    def _ordered(self) -> tuple[Doubles, Codes]:
+    def ordered(self) -> tuple[Doubles, Codes]:
         """The different values in order, and the lowest code of each."""
         values, codes = np.unique(self.values, return_index=True)
         return values, codes.astype(np.uint8)
 
     @cached_property
-    def _is_counting(self) -> bool:
+    def is_counting(self) -> bool:
         """Whether the values are consecutive integers, every second code even, the lowest one too."""
-        values, codes = self._ordered
+        values, codes = self.ordered
         return bool((np.diff(values) == 1).all() and (codes % 2 == np.arange(len(codes)) % 2).all())
+
+    @cached_property
+    def halfway(self) -> Doubles:
+        """Where the nearest value changes: halfway between neighbours, [different values - 1]."""
+        values, _ = self.ordered
+        return (values[1:] + values[:-1]) / 2
+
+    @cached_property
+    def ties(self) -> Doubles:
+        """For each value, the number halfway to the next one if it is rounded up, else NaN."""
+        _, codes = self.ordered
+        goes_up = (codes[:-1] % 2 == 1) & (codes[1:] % 2 == 0)
+        return np.append(np.where(goes_up, self.halfway, np.nan), np.nan)
 
     def encode(self, numbers: Values) -> Codes:
         """Return the code of the value nearest to each of ``numbers``, uint8.
@@ -88,15 +101,12 @@ class TableFormat:
         Beyond the ends it is the end. A tie goes to the neighbour whose code is even, as in IEEE 754 and as usual for
         integers; where both codes are even, or both odd, to the lower value.
         """
-        values, codes = self._ordered
-        if self._is_counting:
+        values, codes = self.ordered
+        if self.is_counting:
             counted: Codes = codes[np.clip(np.rint(numbers - values[0]), 0, len(values) - 1).astype(np.uint8)]
             return counted
-        halfway = (values[1:] + values[:-1]) / 2
-        places = np.searchsorted(halfway, numbers)
-        goes_up = (codes[:-1] % 2 == 1) & (codes[1:] % 2 == 0)
-        up = np.append(np.where(goes_up, halfway, np.nan), np.nan)
-        chosen: Codes = codes[places + (up[places] == numbers)]
+        places = np.searchsorted(self.halfway, numbers)
+        chosen: Codes = codes[places + (self.ties[places] == numbers)]
         return chosen
 
     def decode(self, codes: Codes) -> Doubles:

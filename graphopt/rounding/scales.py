@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.formats.table import Codes, TableFormat
+from graphopt.rounding import native
 
 Doubles = npt.NDArray[np.float64]
 
@@ -19,6 +21,22 @@ LEAST_SHARE = 0.6
 """The smallest share of the extreme that the search for the least squared error tries."""
 
 _SHARES = np.linspace(1.0, LEAST_SHARE, 17)
+
+
+_PIECE = 1 << 17
+"""Numbers that are searched together, so that they stay in a cache while one scale after another is tried."""
+
+
+class Scaling(NamedTuple):
+    """What is stored beside the codes of groups.
+
+    Attributes:
+        scales: as stored, float64 [groups, columns].
+        zero_points: uint8 [groups, columns]; zeros where the format has none.
+    """
+
+    scales: Doubles
+    zero_points: Codes
 
 
 class Chosen(NamedTuple):
@@ -47,40 +65,83 @@ def choose(
         scale_type: the floating type that scales are stored in; codes are chosen for the stored scale.
         importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
     """
-    best = attempt(groups, table, 1.0, scale_type)
-    if scale == "extreme":
-        return best
-    error = squared_error(groups, table, best, importance)
-    for share in _SHARES[1:]:
-        trial = attempt(groups, table, float(share), scale_type)
-        best, error = better(best, error, trial, squared_error(groups, table, trial, importance))
-    return best
+    shares = [1.0] if scale == "extreme" else [float(share) for share in _SHARES]
+    at_once = max(1, _PIECE // max(1, groups.shape[1] * groups.shape[2]))
+    pieces = [slice(begin, begin + at_once) for begin in range(0, len(groups), at_once)]
+    parts = [
+        _searched(groups[p], table, shares, scale_type, None if importance is None else importance[p]) for p in pieces
+    ]
+    return Chosen(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
-def better(best: Chosen, error: Doubles, trial: Chosen, trial_error: Doubles) -> tuple[Chosen, Doubles]:
+def _searched(
+    groups: Doubles, table: TableFormat, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
+) -> Chosen:
+    extremes = extremes_of(groups, table)
+    best = scaling_at(extremes, table, shares[0], scale_type)
+    if len(shares) > 1:
+        error = squared_error(groups, table, best, importance)
+        for share in shares[1:]:
+            trial = scaling_at(extremes, table, share, scale_type)
+            best, error = better(best, error, trial, squared_error(groups, table, trial, importance))
+    return Chosen(nearest(groups, table, best), *best)
+
+
+def better(best: Scaling, error: Doubles, trial: Scaling, trial_error: Doubles) -> tuple[Scaling, Doubles]:
     """Return, group by group, the one of less error, and that error; of equal ones ``best``."""
     improved = trial_error < error
     return (
-        Chosen(
-            np.where(improved[:, None], trial.codes, best.codes),
-            np.where(improved, trial.scales, best.scales),
-            np.where(improved, trial.zero_points, best.zero_points),
-        ),
+        Scaling(np.where(improved, trial.scales, best.scales), np.where(improved, trial.zero_points, best.zero_points)),
         np.where(improved, trial_error, error),
     )
 
 
-def attempt(groups: Doubles, table: TableFormat, share: float, scale_type: np.dtype[Any]) -> Chosen:
-    """Return codes for scales that map a share of each group's range to the table."""
+def extremes_of(groups: Doubles, table: TableFormat) -> tuple[Doubles, Doubles]:
+    """Return what the table must reach of each group, [groups, columns]: its range with 0, or its largest magnitude."""
     if table.zero_point:
         # The range must hold 0, so that a weight of 0 stays 0.
-        low, high = np.minimum(groups.min(1), 0) * share, np.maximum(groups.max(1), 0) * share
+        return np.minimum(groups.min(1), 0), np.maximum(groups.max(1), 0)
+    top = np.abs(groups).max(1)
+    return -top, top
+
+
+def scaling_at(
+    extremes: tuple[Doubles, Doubles], table: TableFormat, share: float, scale_type: np.dtype[Any]
+) -> Scaling:
+    """Return scales that map a share of each group's extremes to the table, with their zero points."""
+    low, high = (extreme * share for extreme in extremes)
+    if table.zero_point:
         scales = stored(high - low, len(table.values) - 1, scale_type)
-        zero_points = table.encode(-low / scales)
-    else:
-        scales = stored(np.abs(groups).max(1) * share, table.limit, scale_type)
-        zero_points = np.zeros(scales.shape, np.uint8)
-    return Chosen(encoded(groups, table, scales[:, None], zero_points[:, None]), scales, zero_points)
+        return Scaling(scales, table.encode(-low / scales))
+    scales = stored(high, table.limit, scale_type)
+    return Scaling(scales, np.zeros(scales.shape, np.uint8))
+
+
+def nearest(groups: Doubles, table: TableFormat, scaling: Scaling) -> Codes:
+    """Return the codes nearest to the numbers of groups, uint8 [groups, rows of a group, columns]."""
+    scales, zero_points = scaling
+    if native.available():
+        _, codes = native.round_groups(groups, table, scales, zero_points if table.zero_point else None, codes=True)
+        assert codes is not None
+        return codes
+    return encoded(groups, table, scales[:, None], zero_points[:, None])
+
+
+def squared_error(groups: Doubles, table: TableFormat, scaling: Scaling, importance: Doubles | None = None) -> Doubles:
+    """Return what the nearest codes cost: the squared error of each group, weighted by ``importance``."""
+    scales, zero_points = scaling
+    if native.available():
+        zeros = zero_points if table.zero_point else None
+        errors, _ = native.round_groups(groups, table, scales, zeros, importance, errors=True)
+        assert errors is not None
+        return errors
+    codes = encoded(groups, table, scales[:, None], zero_points[:, None])
+    squares = (decoded(codes, table, scales[:, None], zero_points[:, None]) - groups) ** 2
+    weighted = squares if importance is None else importance * squares
+    total = np.zeros(scales.shape)
+    for row in range(groups.shape[1]):  # in this order for any number of columns, as native.py sums too
+        total += weighted[:, row]
+    return total
 
 
 def encoded(numbers: Doubles, table: TableFormat, scales: Doubles, zero_points: Codes) -> Codes:
@@ -94,13 +155,6 @@ def decoded(codes: Codes, table: TableFormat, scales: Doubles, zero_points: Code
     """Return what codes stand for; scales and zero points are broadcast to their shape."""
     shift = table.decode(zero_points) if table.zero_point else 0.0
     return np.asarray((table.decode(codes) - shift) * scales)
-
-
-def squared_error(groups: Doubles, table: TableFormat, chosen: Chosen, importance: Doubles | None = None) -> Doubles:
-    """Return the squared error of each group, weighted by ``importance``: [groups, columns]."""
-    values = decoded(chosen.codes, table, chosen.scales[:, None], chosen.zero_points[:, None])
-    squares = (values - groups) ** 2
-    return np.asarray((squares if importance is None else importance * squares).sum(1))
 
 
 def stored(ranges: Doubles, limit: float, scale_type: np.dtype[Any]) -> Doubles:

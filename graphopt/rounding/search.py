@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from graphopt.formats.table import Codes, TableFormat
-from graphopt.rounding.scales import Chosen, Doubles, Scale, attempt, encoded, stored
+from graphopt.rounding.scales import Chosen, Doubles, Scale, Scaling, extremes_of, nearest, scaling_at, stored
 
 Singles = npt.NDArray[np.float32]
 
@@ -42,17 +42,17 @@ class Search(BaseModel):
         Errors are compared in float32; codes are those nearest in float64. With the scale ``extreme`` nothing is
         searched.
         """
-        first = attempt(groups, table, 1.0, kind)
+        extremes = extremes_of(groups, table)
+        first = scaling_at(extremes, table, 1.0, kind)
         size = float(np.abs(groups).max(initial=0.0))
         if scale == "extreme" or not size:
-            return first
+            return Chosen(nearest(groups, table, first), *first)
         # Relative to the largest number float32 has room for squares, however large or small weights are.
         numbers, weights = (groups / size).astype(np.float32), _relative(importance)
-        low, high = groups.min(1), groups.max(1)
         best = _State(first.scales, first.zero_points, np.full(first.scales.shape, np.inf))
         for share in np.linspace(1.0, self.least, self.steps):
-            scales, points = _of_range(low, high, float(share), table, kind)
-            best = best.or_better(_tried(numbers, size, table, scales, points, weights)[0])
+            trial = scaling_at(extremes, table, float(share), kind)
+            best = best.or_better(_tried(numbers, size, table, *trial, weights)[0])
         for _ in range(self.fits):
             state, values = _tried(numbers, size, table, best.scales, best.zero_points, weights)
             weighted = values if weights is None else weights * values
@@ -60,8 +60,8 @@ class Search(BaseModel):
             fitted = np.divide(above, below, out=np.zeros(above.shape, np.float32), where=below > 0)
             scales = np.where(fitted > 0, stored(fitted.astype(np.float64) * size, 1.0, kind), state.scales)
             best = best.or_better(_tried(numbers, size, table, scales, best.zero_points, weights)[0])
-        codes = encoded(groups, table, best.scales[:, None], best.zero_points[:, None])
-        return Chosen(codes, best.scales, best.zero_points)
+        found = Scaling(best.scales, best.zero_points)
+        return Chosen(nearest(groups, table, found), *found)
 
 
 class _State:
@@ -77,17 +77,6 @@ class _State:
             np.where(better, other.zero_points, self.zero_points),
             np.where(better, other.errors, self.errors),
         )
-
-
-def _of_range(
-    low: Doubles, high: Doubles, share: float, table: TableFormat, kind: np.dtype[Any]
-) -> tuple[Doubles, Codes]:
-    """Return scales and zero points that map a share of each group's range to the table; see :func:`attempt`."""
-    if table.zero_point:
-        low, high = np.minimum(low, 0) * share, np.maximum(high, 0) * share
-        scales = stored(high - low, len(table.values) - 1, kind)
-        return scales, table.encode(-low / scales)
-    return stored(np.maximum(high, -low) * share, table.limit, kind), np.zeros(low.shape, np.uint8)
 
 
 def _tried(
