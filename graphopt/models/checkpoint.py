@@ -11,14 +11,16 @@ import io
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.facts import Fact, Rule
 from graphopt.model_facts import POOLING, SENTENCES
+from graphopt.models.lazy_tensors import lazy_tensors
 from graphopt.tasks.base import TaskName
+from graphopt.weights import Expression
 
 NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")
 NOT_BESIDE = Rule("export.no-tokenizer-beside", "there is no tokenizer.json beside the model")
@@ -48,17 +50,17 @@ def import_export_packages() -> tuple[Any, Any]:
     return torch, transformers
 
 
-def load_model(source: str) -> Any:
-    """Load a causal language model or an encoder of transformers in float32, ready to run.
+def load_config(source: str) -> Any:
+    """Read the configuration of a causal language model or an encoder of transformers.
 
     Args:
         source: a folder, or the id of a model on the Hugging Face hub.
 
     Raises:
-        InputError: there is no such model, it is neither of the two, or weights are missing.
+        InputError: there is no such model, or it is neither of the two.
         MissingDependencyError: torch or transformers is not installed.
     """
-    torch, transformers = import_export_packages()
+    _, transformers = import_export_packages()
     with quiet():
         # Code that a model brings along is never run.
         try:
@@ -71,13 +73,37 @@ def load_model(source: str) -> Any:
                 remedy="is config.json there, and whole?" if Path(source).is_dir() else unknown,
             ) from error
         check_config(config, source)
-        auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
-        more = {"config": config, "dtype": torch.float32, "trust_remote_code": False, "output_loading_info": True}
+    return config
+
+
+def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | None = None) -> Any:
+    """Load a causal language model or an encoder of transformers in float32, ready to run.
+
+    Args:
+        config: as from :func:`load_config`.
+        source: where its weights are: a folder, or the id of a model on the Hugging Face hub.
+        tensors: the tensors of the checkpoint by name, where they are known. Then nothing is read: the parameters of
+            the model are tensors of :mod:`graphopt.models.lazy_tensors`, which cannot run.
+
+    Raises:
+        InputError: weights are missing or cannot be loaded.
+        NotLazyError: transformers loads this checkpoint by more than moving and widening numbers.
+    """
+    torch, transformers = import_export_packages()
+    auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
+    more: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
+    place: str | None = source
+    with quiet():
+        if tensors is not None:
+            factory = importlib.import_module("transformers.models.auto.auto_factory")
+            auto, place = factory._get_model_class(config, auto._model_mapping), None
+        else:
+            more["trust_remote_code"] = False
         try:
-            model, loading = auto.from_pretrained(source, **more)
+            model, loading = auto.from_pretrained(place, **more, **_states(tensors))
             if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
                 # Trained to fill in masked words, such a checkpoint has no pooler, and embeddings need none.
-                model, loading = auto.from_pretrained(source, add_pooling_layer=False, **more)
+                model, loading = auto.from_pretrained(place, add_pooling_layer=False, **more, **_states(tensors))
         except Exception as error:
             raise InputError(
                 f"the weights cannot be loaded ({reason_of(error)})",
@@ -93,6 +119,10 @@ def load_model(source: str) -> Any:
             remedy="transformers would fill them with random numbers; give a complete checkpoint",
         )
     return model.eval()
+
+
+def _states(tensors: Mapping[str, Expression] | None) -> dict[str, Any]:
+    return {} if tensors is None else {"state_dict": lazy_tensors(tensors)}
 
 
 def task_of_config(config: Any) -> TaskName | None:

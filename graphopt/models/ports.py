@@ -41,6 +41,7 @@ def name_ports(graph: ir.Graph) -> None:
     _drop_unused(graph)
     _rename(graph)
     _name_dimensions(graph)
+    _read_first(graph)
 
 
 def _drop_constant_states(graph: ir.Graph) -> None:
@@ -97,6 +98,22 @@ def _name_dimensions(graph: ir.Graph) -> None:
     for value in values_of(graph):
         if value.shape is not None:
             value.shape = ir.Shape([_dimension(dimension, names) for dimension in value.shape])
+
+
+def _read_first(graph: ir.Graph) -> None:
+    """Let a size that several inputs have be read from the first of these.
+
+    The exporter takes any: Shape(past_key_values.3.value) in one model is Shape(position_ids) in a deeper one.
+    """
+    for node in graph.all_nodes():
+        value = node.inputs[0] if node.op_type == "Shape" else None
+        if value is None or not value.is_graph_input():
+            continue
+        start, end = node.attributes.get_int("start", 0), node.attributes.get_int("end", None)
+        wanted = list(value.shape or ())[start:end]
+        known = all(isinstance(each, int) or each.value is not None for each in wanted)
+        same = (other for other in graph.inputs if other.shape is not None and list(other.shape)[start:end] == wanted)
+        node.replace_input_with(0, next(same, value) if wanted and known else value)
 
 
 def _dimension(dimension: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | ir.SymbolicDim:

@@ -44,16 +44,51 @@ def trace(model: Any, source: str) -> ir.Model:
         InputError: the exporter fails on it, or a causal language model has no key-value cache.
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
+    program = export_graph(model, source)
+    name_ports(program.graph)
+    finish(program, model, source)
+    return program
+
+
+def finish(program: ir.Model, model: Any, source: str) -> None:
+    """Give nodes and weights of a graph their names, and check that its ports are those of its task.
+
+    Args:
+        program: what :func:`export_graph` made, with ports that have their names.
+        model: the model that it was made of.
+        source: where it came from, for messages.
+
+    Raises:
+        InputError: a causal language model has no key-value cache.
+    """
+    weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
+    task = TASKS[_task_of(model)]
+    if task.caches and not any(present_port(value) is not None for value in program.graph.outputs):
+        raise InputError(
+            f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
+            file=source,
+            remedy="is it a bidirectional model that calls itself causal?",
+        )
+    task.check(program.graph)
+
+
+def export_graph(model: Any, source: str) -> ir.Model:
+    """Return what transformers' exporter makes of ``model``, with the names that it gives.
+
+    Raises:
+        InputError: the exporter fails on it.
+        MissingDependencyError: a package that the exporter needs is missing or too old.
+    """
     torch, _ = import_export_packages()
     exporters = importlib.import_module("transformers.exporters")
-    task = task_of_config(model.config) or "causal_lm"
     with quiet():
         try:
             exporter = exporters.OnnxExporter()
         except ImportError as error:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
         try:
-            traced, inputs = _SAMPLES[task](torch, model)
+            traced, inputs = _SAMPLES[_task_of(model)](torch, model)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             program: ir.Model = exporter.export(traced, inputs, config=config).program
@@ -63,17 +98,17 @@ def trace(model: Any, source: str) -> ir.Model:
                 file=source,
                 remedy="graphopt takes what transformers.exporters.OnnxExporter takes; the cause is chained below",
             ) from error
-    weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    name_ports(program.graph)
-    name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
-    if TASKS[task].caches and not any(present_port(value) is not None for value in program.graph.outputs):
-        raise InputError(
-            f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
-            file=source,
-            remedy="is it a bidirectional model that calls itself causal?",
-        )
-    TASKS[task].check(program.graph)
     return program
+
+
+def sample_of(model: Any) -> dict[str, torch.Tensor]:
+    """Return tokens to run ``model`` on, by name: two prompts, one of which is padded."""
+    torch, _ = import_export_packages()
+    return _encoding(torch, model)[1] if _task_of(model) == "encoder" else _sample(torch, model)
+
+
+def _task_of(model: Any) -> TaskName:
+    return task_of_config(model.config) or "causal_lm"
 
 
 def _decoding(torch: Any, model: Any) -> tuple[Any, dict[str, Any]]:

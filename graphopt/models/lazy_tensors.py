@@ -1,0 +1,169 @@
+"""Tensors of torch that are expressions: transformers' own loading moves them around, and no weight is read.
+
+Loading renames tensors, widens them, stacks experts, joins or splits projections, ties embeddings. Done on these
+tensors, what ends up in the model says how each parameter is made of the files:
+
+    cast(joined((stored(experts.0.w1), stored(experts.1.w1)), axis=0), float32)
+
+Only operations that move or widen numbers are known here; any other one is an error, never a guess.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.weights import Cast, Expression, Joined, Reshaped, Sliced, Transposed, stacked
+
+_DTYPES = {
+    "float64": ir.DataType.DOUBLE,
+    "float32": ir.DataType.FLOAT,
+    "float16": ir.DataType.FLOAT16,
+    "bfloat16": ir.DataType.BFLOAT16,
+    "int64": ir.DataType.INT64,
+    "int32": ir.DataType.INT32,
+    "int16": ir.DataType.INT16,
+    "int8": ir.DataType.INT8,
+    "uint8": ir.DataType.UINT8,
+    "bool": ir.DataType.BOOL,
+}
+
+
+class NotLazyError(TypeError):
+    """An operation that is not known for tensors that are expressions."""
+
+
+def lazy_tensors(expressions: Mapping[str, Expression]) -> dict[str, Any]:
+    """Return tensors of torch, by name, that are these expressions."""
+    make = _tensor_class()
+    return {name: make(expression) for name, expression in expressions.items()}
+
+
+def expression_of_tensor(tensor: Any) -> Expression | None:
+    """Return the expression that a tensor of torch is; ``None`` for one with numbers of its own."""
+    found: Expression | None = getattr(tensor, "expression", None)
+    return found
+
+
+def dtype_of(torch_dtype: Any) -> ir.DataType:
+    """Return the ONNX type of a dtype of torch.
+
+    Raises:
+        NotLazyError: there is none.
+    """
+    name = str(torch_dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise NotLazyError(f"torch's {name} has no counterpart here")
+    return _DTYPES[name]
+
+
+@functools.cache
+def _tensor_class() -> Callable[[Expression], Any]:
+    """Return the class of these tensors; made on first use, since torch is optional."""
+    torch = importlib.import_module("torch")
+    dtypes = {kind: getattr(torch, name) for name, kind in _DTYPES.items()}
+    known = _operations(torch.ops.aten)
+
+    class LazyTensor(torch.Tensor):  # type: ignore[name-defined, misc]
+        """A tensor without storage. Its strides say nothing: each operation makes another expression."""
+
+        expression: Expression
+
+        @staticmethod
+        def __new__(cls: Any, expression: Expression) -> Any:
+            if expression.dtype not in dtypes:
+                raise NotLazyError(f"{expression} is of a type that torch does not have")
+            made = torch.Tensor._make_wrapper_subclass(cls, expression.shape, dtype=dtypes[expression.dtype])
+            made.expression = expression
+            return made
+
+        def __init__(self, expression: Expression) -> None:
+            """Do nothing: a tensor is made by ``__new__``."""
+
+        def __repr__(self, **_: Any) -> str:
+            return str(self.expression)
+
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func not in known:
+                raise NotLazyError(f"{func} on a weight that is not read")
+            made = known[func](*_unwrapped(args), **(kwargs or {}))
+            return _wrapped(made)
+
+    def _unwrapped(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(_unwrapped(each) for each in value)
+        return value.expression if isinstance(value, LazyTensor) else value
+
+    def _wrapped(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [_wrapped(each) for each in value]
+        return LazyTensor(value) if isinstance(value, Expression) else value
+
+    return LazyTensor
+
+
+def _operations(aten: Any) -> dict[Any, Callable[..., Any]]:
+    """Return what each operation of torch does to expressions."""
+    same = (aten.detach.default, aten.alias.default, aten.clone.default, aten.contiguous.default)
+    views = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
+    return {
+        **dict.fromkeys(same, lambda x, **_: x),
+        **dict.fromkeys(views, lambda x, dims: Reshaped.to(x, dims)),
+        aten._to_copy.default: lambda x, dtype=None, **_: x if dtype is None else _cast(x, dtype_of(dtype)),
+        aten.t.default: lambda x: _swapped(x, 0, 1) if len(x.shape) == 2 else x,
+        aten.transpose.int: _swapped,
+        aten.permute.default: lambda x, order: Transposed(x, tuple(axis % len(x.shape) for axis in order)),
+        aten.unsqueeze.default: _unsqueezed,
+        aten.squeeze.dim: lambda x, axis: _selected(x, axis, 0) if x.shape[axis] == 1 else x,
+        aten.slice.Tensor: _sliced,
+        aten.select.int: _selected,
+        aten.split.Tensor: _split,
+        aten.split_with_sizes.default: _split_with_sizes,
+        aten.unbind.int: lambda x, axis=0: [_selected(x, axis, index) for index in range(x.shape[axis])],
+        aten.cat.default: lambda xs, axis=0: Joined(tuple(xs), axis % len(xs[0].shape)),
+        aten.stack.default: lambda xs, axis=0: stacked(xs, axis % (len(xs[0].shape) + 1)),
+        aten.equal.default: lambda x, y: x.shape == y.shape and x.digest == y.digest,
+    }
+
+
+def _cast(x: Expression, to: ir.DataType) -> Expression:
+    if x.dtype == to:
+        return x
+    if not (x.dtype.is_floating_point() and to.is_floating_point()):
+        raise NotLazyError(f"a cast from {x.dtype.name} to {to.name}")
+    return Cast(x, to)
+
+
+def _swapped(x: Expression, first: int, second: int) -> Expression:
+    order = list(range(len(x.shape)))
+    order[first], order[second] = order[second], order[first]
+    return Transposed(x, tuple(order))
+
+
+def _unsqueezed(x: Expression, axis: int) -> Expression:
+    place = axis % (len(x.shape) + 1)
+    return Reshaped.to(x, (*x.shape[:place], 1, *x.shape[place:]))
+
+
+def _sliced(x: Expression, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Expression:
+    return Sliced.cut(x, {axis % len(x.shape): slice(start, end, step)})
+
+
+def _selected(x: Expression, axis: int, index: int) -> Expression:
+    place = axis % len(x.shape)
+    row = index % x.shape[place]
+    return Reshaped.to(_sliced(x, place, row, row + 1), (*x.shape[:place], *x.shape[place + 1 :]))
+
+
+def _split(x: Expression, size: int, axis: int = 0) -> list[Expression]:
+    return [_sliced(x, axis, start, start + size) for start in range(0, x.shape[axis], size)]
+
+
+def _split_with_sizes(x: Expression, sizes: tuple[int, ...], axis: int = 0) -> list[Expression]:
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    return [_sliced(x, axis, start, start + size) for start, size in zip(starts, sizes, strict=True)]

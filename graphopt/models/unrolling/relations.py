@@ -1,0 +1,174 @@
+"""How each constant of an exported graph is made of the parameters of the model: found in a skeleton, and checked.
+
+The exporter computes with constants: it transposes a matrix, adds 1 to a gain. In a skeleton every parameter has a
+place in memory of its own, so a tensor that lies there is a view of that parameter, and its strides say which:
+
+    strides (1, 576) within model.layers.0.mlp.up_proj.weight [1536, 576]  ->  transposed(parameter, (1, 0))
+
+A tensor that was computed is found by its numbers, which in a skeleton are random, from the parameter that the
+exporter says it was folded from. What is not found is an error.
+"""
+
+from __future__ import annotations
+
+import ast
+import bisect
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.models.lazy_tensors import dtype_of
+from graphopt.models.unrolling.skeleton import stored_tensors
+from graphopt.models.unrolling.understood import FOLDED, NotUnderstoodError
+from graphopt.weights import Added, Array, Expression, Inline, Region, Reshaped, Scaled, Shape, Sliced, Transposed
+from graphopt.weights.expression import everything
+
+# Where onnxscript's constant folding says which values a constant was computed from.
+_FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parameter(Expression):
+    """A parameter of the model, whose numbers are not bound yet.
+
+    Attributes:
+        name: its dotted name in the model.
+        kind: its type.
+        dims: its dimensions.
+    """
+
+    name: str
+    kind: ir.DataType
+    dims: Shape
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The parameter's."""
+        return self.kind
+
+    @property
+    def shape(self) -> Shape:
+        """The parameter's."""
+        return self.dims
+
+    def evaluate(self, region: Region) -> Array:
+        """Refuse: there are no numbers."""
+        raise ValueError(f"the graph was exported without weights, so {self.name} has no numbers")
+
+
+class Relations:
+    """What the constants of a graph that was exported from a skeleton are made of.
+
+    Args:
+        skeleton: the model, see :func:`graphopt.models.unrolling.skeleton.make_skeleton`.
+    """
+
+    def __init__(self, skeleton: Any) -> None:
+        self._arrays: dict[str, Array] = {}
+        self._leaves: dict[str, Parameter] = {}
+        places = []
+        seen: set[int] = set()
+        for name, tensor in stored_tensors(skeleton):
+            self._arrays[name] = tensor.detach().numpy()
+            self._leaves[name] = Parameter(name, dtype_of(tensor.dtype), tuple(tensor.shape))
+            if tensor.data_ptr() not in seen and tensor.numel():
+                seen.add(tensor.data_ptr())
+                places.append((tensor.data_ptr(), name))
+        self._places = sorted(places)
+
+    def of(self, value: ir.Value) -> Expression:
+        """Return what an initializer is: an expression over :class:`Parameter`, or the constant that it is.
+
+        Raises:
+            NotUnderstoodError: it was computed from parameters in a way that is not known here.
+        """
+        tensor = value.const_value
+        assert tensor is not None
+        if tensor.dtype == ir.DataType.STRING or tensor.size == 0:
+            return Inline(tensor.numpy(), tensor.dtype)
+        array = tensor.numpy()
+        name = self._owner(array)
+        if name is not None:
+            return self._view(value, array, name)
+        folded = value.metadata_props.get(_FOLDED_FROM)
+        parents = [name for name in (ast.literal_eval(folded) if folded else ()) if name in self._arrays]
+        if not parents:
+            return Inline(array, tensor.dtype)
+        return self._computed(value, array, parents)
+
+    def _owner(self, array: Array) -> str | None:
+        """Return the parameter that an array lies in."""
+        address = _address(array)
+        number = bisect.bisect_right(self._places, (address, "\U0010ffff")) - 1
+        if number < 0:
+            return None
+        start, name = self._places[number]
+        return name if address < start + self._arrays[name].nbytes else None
+
+    def _view(self, value: ir.Value, array: Array, name: str) -> Expression:
+        for found in _views(self._leaves[name], array, _address(array) - _address(self._arrays[name])):
+            seen = found.replacing({self._leaves[name]: Inline(self._arrays[name], self._leaves[name].kind)})
+            got = seen.evaluate(everything(found.shape))
+            if _address(got) == _address(array) and got.shape == array.shape and _steps(got) == _steps(array):
+                return found
+        raise NotUnderstoodError(FOLDED(weight=value.name, parameters=[name]))
+
+    def _computed(self, value: ir.Value, array: Array, parents: list[str]) -> Expression:
+        """Return ``parameter + c`` or ``parameter * c`` that gives exactly these numbers."""
+        for name in parents:
+            parameter, leaf = self._arrays[name], self._leaves[name]
+            if len(parents) > 1 or parameter.shape != array.shape or parameter.dtype != array.dtype:
+                continue
+            # Random numbers between 1 and 2: the median leaves out what rounding does to a few.
+            wide = parameter.astype(np.float64)
+            for constant in _near(float(np.median(array - wide))):
+                offset = np.full(array.shape, constant, array.dtype)
+                if np.array_equal(parameter + offset, array):
+                    return Added(leaf, Inline(offset, leaf.kind))
+            for constant in _near(float(np.median(array / wide))) if array.ndim else ():
+                factors = np.full(array.shape[:1], constant, array.dtype)
+                if np.array_equal(parameter * array.dtype.type(constant), array):
+                    return Scaled(leaf, Inline(factors, leaf.kind), 0)
+        raise NotUnderstoodError(FOLDED(weight=value.name, parameters=list(parents)))
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _steps(array: Array) -> list[int]:
+    """Return the strides of the axes that have more than one coordinate: others say nothing."""
+    return [step for step, size in zip(array.strides, array.shape, strict=True) if size > 1]
+
+
+def _near(number: float) -> list[float]:
+    """Return a number and the short decimals near it, from which rounding may have moved it."""
+    return [round(number, digits) for digits in (0, 1, 2, 3, 4, 5, 6)] + [number]
+
+
+def _views(leaf: Parameter, array: Array, offset: int) -> Iterator[Expression]:
+    """Yield the views of a parameter that might have the shape and the strides of ``array``."""
+    size = leaf.kind.bitwidth // 8
+    strides = [size * int(np.prod(leaf.dims[axis + 1 :])) for axis in range(len(leaf.dims))]
+    if array.size == np.prod(leaf.dims):
+        if array.shape == leaf.dims:
+            yield leaf
+        yield Reshaped(leaf, array.shape)
+    # Which axis of the parameter each axis of the view runs along, axes of one coordinate aside.
+    wide = [axis for axis, many in enumerate(array.shape) if many > 1]
+    order = [strides.index(array.strides[axis]) for axis in wide if array.strides[axis] in strides]
+    if len(order) != len(wide) or len(set(order)) != len(order):
+        return
+    starts = [offset // step % many for step, many in zip(strides, leaf.dims, strict=True)]
+    counts = dict(zip(order, (array.shape[axis] for axis in wide), strict=True))
+    pieces = {axis: slice(start, start + counts.get(axis, 1)) for axis, start in enumerate(starts)}
+    found: Expression = leaf
+    if any(counts.get(axis, 1) != many for axis, many in enumerate(leaf.dims)):
+        found = Sliced.cut(found, pieces)
+    order += [axis for axis in range(len(leaf.dims)) if axis not in order]
+    if order != sorted(order):
+        found = Transposed(found, tuple(order))
+    yield found if found.shape == array.shape else Reshaped.to(found, array.shape)
