@@ -103,6 +103,7 @@ def write(
     executor: Executor | None = None,
     within: Path | None = None,
     examine: Callable[[Path], Check | None] | None = None,
+    weights: bool = True,
 ) -> Manifest:
     """Write ``artifact`` to the folder ``output``, whole or not at all, and return its final manifest.
 
@@ -115,13 +116,14 @@ def write(
         within: where the temporary folder lies; beside ``output`` by default, or where this is on another disk.
         examine: called with the complete folder before it takes its name; the check that it returns is written down,
             and an error that it raises leaves nothing behind.
+        weights: whether to write the weights; without them the artifact holds the graph, and cannot be opened.
 
     Raises:
         InputError: ``output`` exists and ``overwrite`` is false, it is not an artifact that may be replaced, or the
             disk is too small.
     """
     with new_folder(Path(output), overwrite=overwrite, within=within) as folder:
-        save_model(artifact.model, folder / MODEL, DATA, executor=executor, on_tensor=on_tensor)
+        save_model(artifact.model, folder / MODEL, DATA, executor=executor, on_tensor=on_tensor, weights=weights)
         with writing(folder):
             notes = write_companions(artifact, folder)
             files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}

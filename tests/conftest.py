@@ -35,7 +35,10 @@ END_OF_TEXT = "<|endoftext|>"
 FOLDERS = ("tests/families.py", "tests/conftest.py", "graphopt/stdlib_text.py")
 EXPORTS = (
     *FOLDERS,
-    *(f"graphopt/{name}.py" for name in ("artifact", "facts", "genai", "manifest", "models/*", "tasks/*")),
+    *(
+        f"graphopt/{name}.py"
+        for name in ("artifact", "facts", "genai", "manifest", "models/*", "models/unrolling/*", "tasks/*")
+    ),
 )
 
 # The families whose exports are tested in detail: each has a feature that the others here lack.

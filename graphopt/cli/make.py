@@ -70,13 +70,17 @@ def export(
     ],
     output: Output,
     overwrite: Overwrite = False,
+    no_run: NoRun = False,
+    no_weights: Annotated[
+        bool, typer.Option("--no-weights", help="the graph alone, of a config.json: to look at, not to run")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Bring a model in as ONNX: one graph for prefill and decode, with its tokenizer."""
     from graphopt.models.export import export as run_export
 
     with progress() as say:
-        manifest = run_export(model, output, overwrite=overwrite, on_stage=say)
+        manifest = run_export(model, output, overwrite=overwrite, run=not no_run, weights=not no_weights, on_stage=say)
     report_artifact(output, manifest, as_json)
 
 

@@ -90,15 +90,14 @@ def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | Non
         NotLazyError: transformers loads this checkpoint by more than moving and widening numbers.
     """
     torch, transformers = import_export_packages()
-    auto = transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
+    auto = class_of(config) if tensors is not None else _auto_class(config)
     more: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
     place: str | None = source
+    if tensors is not None:
+        place = None
+    else:
+        more["trust_remote_code"] = False
     with quiet():
-        if tensors is not None:
-            factory = importlib.import_module("transformers.models.auto.auto_factory")
-            auto, place = factory._get_model_class(config, auto._model_mapping), None
-        else:
-            more["trust_remote_code"] = False
         try:
             model, loading = auto.from_pretrained(place, **more, **_states(tensors))
             if {name.partition(".")[0] for name in loading["missing_keys"]} == {_POOLER}:
@@ -118,7 +117,21 @@ def load_model(config: Any, source: str, tensors: Mapping[str, Expression] | Non
             tensor=missing[0],
             remedy="transformers would fill them with random numbers; give a complete checkpoint",
         )
+    if tensors is not None and model.can_generate():
+        with quiet(), contextlib.suppress(OSError):
+            model.generation_config = transformers.GenerationConfig.from_pretrained(source)
     return model.eval()
+
+
+def class_of(config: Any) -> Any:
+    """Return the class of transformers that a model with this configuration is of."""
+    factory = importlib.import_module("transformers.models.auto.auto_factory")
+    return factory._get_model_class(config, _auto_class(config)._model_mapping)
+
+
+def _auto_class(config: Any) -> Any:
+    _, transformers = import_export_packages()
+    return transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
 
 
 def _states(tensors: Mapping[str, Expression] | None) -> dict[str, Any]:

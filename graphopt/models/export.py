@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.resources
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from graphopt import artifact
 from graphopt.analysis.cost import weight_totals
@@ -20,9 +21,21 @@ from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN
 from graphopt.progress import Progress, silent
 from graphopt.tasks import task_of
 
+if TYPE_CHECKING:
+    from graphopt.models.loading import Loaded
+
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers
 # would make up an empty tokenizer.
 _VOCABULARIES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "tekken.json")
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What the caller of :func:`export` asked for."""
+
+    run: bool
+    weights: bool
+    say: Progress
 
 
 def shipped_models() -> dict[str, Path]:
@@ -36,6 +49,8 @@ def export(
     output: str | Path,
     *,
     overwrite: bool = False,
+    run: bool = True,
+    weights: bool = True,
     on_stage: Progress = silent,
 ) -> Manifest:
     """Write the model as an artifact: one float32 graph, with its tokenizer and configuration.
@@ -46,6 +61,9 @@ def export(
             ``owner/name:file.gguf`` for one on the hub.
         output: the artifact's folder, which appears whole or not at all.
         overwrite: whether an artifact that is already there may be replaced.
+        run: whether to run the graph against transformers, which loads the whole model.
+        weights: whether to read and write weights. Without them a ``config.json`` is enough, and the artifact holds
+            the graph alone: it can be looked at, and not run.
         on_stage: called with a line about what is being done, and with each note that the manifest will hold.
 
     Returns:
@@ -59,19 +77,21 @@ def export(
         VerificationError: the graph does not compute what transformers does.
     """
     artifact.check_output(Path(output), overwrite=overwrite)
+    if not weights and (_is_onnx(Path(model)) or str(model).endswith(".gguf")):
+        raise InputError("only a Hugging Face model is exported without weights", file=model)
     source = shipped_models().get(str(model), model)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         if _is_onnx(Path(source)):
             opened = imported(_from_onnx(Path(source), str(model)), on_stage)
         elif str(source).endswith(".gguf"):
-            opened = _from_gguf(str(source), Path(temporary), on_stage)
+            opened = _from_gguf(str(source), Path(temporary), _Options(run, weights, on_stage))
         else:
             _check_exists(source)
-            opened = _from_transformers(str(source), str(model), Path(temporary), on_stage)
+            opened = _from_transformers(str(source), str(model), Path(temporary), _Options(run, weights, on_stage))
         for note in opened.manifest.notes:
             on_stage(str(note))
         on_stage("writing the artifact")
-        return artifact.write(opened, output, overwrite=overwrite)
+        return artifact.write(opened, output, overwrite=overwrite, weights=weights)
 
 
 def _is_onnx(path: Path) -> bool:
@@ -119,45 +139,50 @@ def _from_onnx(path: Path, name: str) -> Artifact:
     return opened
 
 
-def _from_transformers(source: str, name: str, temporary: Path, say: Progress) -> Artifact:
+def _from_transformers(source: str, name: str, temporary: Path, options: _Options) -> Artifact:
     # Imported here, since torch and transformers behind it are optional and slow to load.
-    from graphopt.models.checkpoint import load_model
+    from graphopt.models.loading import load, outline
 
-    say("loading the model" if Path(source).is_dir() else "asking the Hugging Face hub for the model")
-    torch_model = load_model(source)
-    companions, notes = _companions(source, torch_model, temporary)
+    options.say("loading the model" if Path(source).is_dir() else "asking the Hugging Face hub for the model")
+    loaded = load(source) if options.weights else outline(source)
+    companions, notes = _companions(source, loaded.model, temporary)
     facts_from = Path(source) if Path(source).is_dir() else temporary
-    origin = Source(kind="transformers", name=name)
-    return _traced(torch_model, origin, facts_from, companions, notes, say)
+    return _traced(loaded, Source(kind="transformers", name=name), facts_from, companions, notes, options)
 
 
-def _from_gguf(source: str, temporary: Path, say: Progress) -> Artifact:
+def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:
     from graphopt.models.checkpoint import save_companions
     from graphopt.models.gguf.checkpoint import find_gguf, load_gguf
+    from graphopt.models.loading import Loaded, weights_of
 
     path = find_gguf(source)
     assert path is not None
-    say("loading the model")
-    torch_model, _ = load_gguf(path)
+    options.say("loading the model")
+    torch_model, weights = load_gguf(path)
     notes = save_companions(str(path.parent), torch_model, temporary, gguf_file=path.name)
     companions = {name: temporary / name for name in COMPANIONS if (temporary / name).is_file()}
-    return _traced(torch_model, Source(kind="gguf", name=source), temporary, companions, notes, say)
+    loaded = Loaded(torch_model, weights_of(torch_model, weights), lambda: load_gguf(path)[0], [])
+    return _traced(loaded, Source(kind="gguf", name=source), temporary, companions, notes, options)
 
 
 def _traced(
-    torch_model: Any, origin: Source, facts_from: Path, companions: dict[str, Path], notes: list[Fact], say: Progress
+    loaded: Loaded, origin: Source, facts_from: Path, companions: dict[str, Path], notes: list[Fact], options: _Options
 ) -> Artifact:
-    from graphopt.models.agreement import check_agreement
-    from graphopt.models.trace import trace
+    from graphopt.models.agreement import SKIPPED, check_agreement, not_covered
+    from graphopt.models.unrolling import trace_loaded
 
-    say("tracing it into one ONNX graph")
-    program = trace(torch_model, origin.name)
-    say("running it against transformers")
-    check = check_agreement(torch_model, program)
-    task, loaded = task_of(program.graph), type(torch_model).__name__
+    options.say("tracing it into one ONNX graph")
+    program, more = trace_loaded(loaded, origin.name)
+    notes += [*loaded.notes, *more]
+    if options.run and options.weights:
+        options.say("running it against transformers")
+        check = check_agreement(loaded.runnable, program)
+    else:
+        check = not_covered(SKIPPED())
+    task, made = task_of(program.graph), type(loaded.model).__name__
     facts = facts_of(facts_from, task.name)
-    if task.name == "encoder" and facts.architecture not in (None, loaded):
-        notes.append(NO_HEAD(architecture=facts.architecture, model=loaded))
+    if task.name == "encoder" and facts.architecture not in (None, made):
+        notes.append(NO_HEAD(architecture=facts.architecture, model=made))
     manifest = Manifest(
         source=origin,
         task=task.name,

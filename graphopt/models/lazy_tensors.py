@@ -150,7 +150,9 @@ def _unsqueezed(x: Expression, axis: int) -> Expression:
     return Reshaped.to(x, (*x.shape[:place], 1, *x.shape[place:]))
 
 
-def _sliced(x: Expression, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Expression:
+def _sliced(
+    x: Expression, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Expression:
     return Sliced.cut(x, {axis % len(x.shape): slice(start, end, step)})
 
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -64,7 +65,7 @@ def tensors_of_file(file: Path) -> Iterator[tuple[str, Expression]]:
             continue
         try:
             kind, dims = _TYPES[entry["dtype"]], tuple(int(size) for size in entry["shape"])
-            first, last = entry["data_offsets"]
+            first, last = (int(place) for place in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
             raise _damaged(file, f"its header says {entry} of this tensor", name) from error
         if last - first != math.prod(dims) * kind.bitwidth // 8 or first < 0:
@@ -74,7 +75,7 @@ def tensors_of_file(file: Path) -> Iterator[tuple[str, Expression]]:
         yield name, Stored(str(file.absolute()), start + first, kind, dims)
 
 
-def _header(file: Path) -> tuple[Mapping[str, dict[str, object]], int]:
+def _header(file: Path) -> tuple[Mapping[str, Any], int]:
     """Return what the header of a file says, and where its tensors begin."""
     if not file.is_file():
         raise InputError("a file of the checkpoint is missing", file=file, remedy="download or copy it again")

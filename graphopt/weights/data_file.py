@@ -24,7 +24,13 @@ _Task = tuple[Path, list[tuple[Expression, int | None]]]
 
 
 def save_model(
-    model: ir.Model, file: Path, data: str, *, executor: Executor | None = None, on_tensor: OnTensor | None = None
+    model: ir.Model,
+    file: Path,
+    data: str,
+    *,
+    executor: Executor | None = None,
+    on_tensor: OnTensor | None = None,
+    weights: bool = True,
 ) -> None:
     """Write a model to ``file`` and its weights, in the order of the graph and without gaps, to ``data`` beside it.
 
@@ -36,6 +42,8 @@ def save_model(
         data: the name of the file of weights.
         executor: what evaluates weights and copies what is stored; ``None`` for this process.
         on_tensor: called with how many tensors are written, of how many.
+        weights: whether to write the weights. Without them only constants that are in memory are written; the model
+            says of every other one where in ``data`` it would be.
 
     Raises:
         InputError: the disk is too small.
@@ -43,11 +51,14 @@ def save_model(
     found = [value for graph in model.graphs() for value in graph.initializers.values()]
     before = {value: value.const_value for value in found if value.const_value is not None}
     large = [value for value, tensor in before.items() if tensor.nbytes > INLINE and tensor.dtype != ir.DataType.STRING]
+    if not weights:
+        large = [value for value, tensor in before.items() if isinstance(tensor, WeightTensor)]
     ends = list(itertools.accumulate((before[value].nbytes for value in large), initial=0))
     places = dict(zip(large, ends, strict=False))
-    reserve(file.parent / data, ends[-1])
+    if weights:
+        reserve(file.parent / data, ends[-1])
     try:
-        small = _write_tensors(before, places, file.parent / data, executor, on_tensor)
+        small = _write_tensors(before, places, file.parent / data, executor, on_tensor) if weights else {}
         for value, array in small.items():
             value.const_value = ir.Tensor(array, dtype=before[value].dtype, name=before[value].name)
         for value, offset in places.items():

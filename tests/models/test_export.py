@@ -341,19 +341,19 @@ def test_checkpoint_that_lacks_a_weight(llama_folder: Path, clean: Path, tmp_pat
 def test_truncated_checkpoint(llama_folder: Path, clean: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(llama_folder, tmp_path / "model")
     os.truncate(folder / "model.safetensors", 20_000)
-    assert "the weights cannot be loaded" in refusal(folder, clean)
+    assert "the file is truncated or damaged: it ends at byte 20000, within this tensor" in refusal(folder, clean)
 
 
 def test_wrongly_exported_graph_is_refused(
     llama_folder: Path, llama_artifact: Path, clean: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong(model: Any, source: str) -> ir.Model:
+    def wrong(loaded: Any, source: str) -> tuple[ir.Model, list[Any]]:
         program = ir.load(llama_artifact / MODEL)
         gain = program.graph.initializers["model.layers.0.input_layernorm.weight"]
         gain.const_value = ir.tensor(gain.const_value.numpy() * np.float32(1.01))
-        return program
+        return program, []
 
-    monkeypatch.setattr("graphopt.models.trace.trace", wrong)
+    monkeypatch.setattr("graphopt.models.unrolling.trace_loaded", wrong)
     with pytest.raises(VerificationError, match="does not compute what transformers does"):
         export(llama_folder, clean)
 

@@ -21,16 +21,41 @@ import onnx_ir as ir
 
 from graphopt.facts import Fact, Rule
 from graphopt.models.checkpoint import quiet
+from graphopt.models.loading import Loaded
 from graphopt.models.ports import name_ports
-from graphopt.models.trace import export_graph, finish, sample_of
+from graphopt.models.stored import Parameter
+from graphopt.models.trace import export_graph, finish, sample_of, trace
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import plan, shortened
-from graphopt.models.unrolling.relations import Parameter, Relations
+from graphopt.models.unrolling.relations import Relations
 from graphopt.models.unrolling.skeleton import make_skeleton
-from graphopt.models.unrolling.understood import NotUnderstoodError
-from graphopt.weights import Expression, WeightTensor, expression_of, nodes_below
+from graphopt.models.unrolling.understood import FEW_LAYERS, NotUnderstoodError
+from graphopt.weights import Expression, Node, WeightTensor, expression_of, nodes_below
 
 ALL_TRACED = Rule("unroll.all-traced", "every layer was traced: {why}")
+WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all weights in memory: {why}")
+
+
+def trace_loaded(loaded: Loaded, source: str) -> tuple[ir.Model, list[Fact]]:
+    """Trace a model by two of its layers of each kind, and bind its weights; where that does not serve, all of it.
+
+    Args:
+        loaded: the model and its weights by name; the model's parameters are replaced.
+        source: where it came from, for messages.
+
+    Returns:
+        A graph of opset 23 with the inputs and outputs of its task, and which short ways were not taken, with reasons.
+
+    Raises:
+        InputError: the exporter fails on it, or a causal language model has no key-value cache.
+        MissingDependencyError: a package that the exporter needs is missing or too old.
+    """
+    try:
+        program, why = trace_skeleton(loaded.model, source)
+    except NotUnderstoodError as error:
+        return trace(loaded.runnable(), source), [WITH_WEIGHTS(why=error.reason)]
+    bind(program, loaded.weights)
+    return program, [] if why is None else [ALL_TRACED(why=why)]
 
 
 def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
@@ -42,7 +67,7 @@ def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
 
     Returns:
         A graph as :func:`graphopt.models.trace.trace` makes it, whose constants are expressions over
-        :class:`graphopt.models.unrolling.relations.Parameter`; and why all layers were traced, if they were.
+        :class:`graphopt.models.stored.Parameter`; and why all layers were traced, unless they were few.
 
     Raises:
         InputError: the exporter fails on it, or a causal language model has no key-value cache.
@@ -58,7 +83,7 @@ def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
         why = None
     except NotUnderstoodError as error:
         program = _exported(model, source)
-        why = ALL_TRACED(why=error.reason)
+        why = None if error.reason.code == FEW_LAYERS.code else error.reason
     finish(program, model, source)
     return program, why
 
@@ -75,13 +100,16 @@ def bind(program: ir.Model, weights: Mapping[str, Expression]) -> None:
     """
     for value in program.graph.initializers.values():
         expression = expression_of(value.const_value)
-        leaves = {node: weights[node.name] for node in nodes_below(expression) if isinstance(node, Parameter)}
-        for leaf, weight in leaves.items():
+        below = nodes_below(expression)
+        leaves = [node for node in below if isinstance(node, Parameter)]
+        if not leaves:
+            continue
+        bound: dict[Node, Node] = {}
+        for leaf in leaves:
+            weight = bound[leaf] = weights[leaf.name]
             if (leaf.shape, leaf.dtype) != (weight.shape, weight.dtype):
-                raise ValueError(f"{leaf.name} is {weight.dtype}{weight.shape}, expected {leaf.dtype}{leaf.shape}")
-        if leaves:
-            bound = leaves[expression] if isinstance(expression, Parameter) else expression.replacing(dict(leaves))
-            value.const_value = WeightTensor(bound, value.name)
+                raise ValueError(f"{leaf.name} is {weight.dtype}{weight.shape}, not {leaf.dtype}{leaf.shape}")
+        value.const_value = WeightTensor(expression.replacing(bound), value.name)
 
 
 def _exported(model: Any, source: str) -> ir.Model:

@@ -32,7 +32,7 @@ def unroll(model: ir.Model, plan: Plan) -> None:
 
     Args:
         model: a graph of the chosen layers, with ports as :mod:`graphopt.models.ports` names them, and constants that
-            are expressions over :class:`graphopt.models.unrolling.relations.Parameter`.
+            are expressions over :class:`graphopt.models.stored.Parameter`.
         plan: which layers it holds, and which it shall.
 
     Raises:
@@ -119,11 +119,11 @@ class _Unrolled:
         ends = [*plan.chosen[1:], len(plan.kinds)]
         for place, start in enumerate(plan.chosen):
             # What layers share stays between the nodes where it is.
-            for before, after in zip(traced[place], self._layer(start, place), strict=True):
+            made = self._layer(start, place)
+            for before, after in zip(traced[place], made, strict=True):
                 graph.insert_after(before, after)
-                end = after
-            made = [node for n in range(start + 1, ends[place]) for node in self._layer(n, like[plan.kinds[n]])]
-            graph.insert_after(end, made)
+            more = [node for n in range(start + 1, ends[place]) for node in self._layer(n, like[plan.kinds[n]])]
+            graph.insert_after(made[-1], more)
         last = places.passed.get(places.count - 1)
         for node in shared:
             for index, value in enumerate(node.inputs):
@@ -132,7 +132,9 @@ class _Unrolled:
             self._move_scope(node, node)
         self._replace_ports(parts)
         graph.remove([node for nodes in traced for node in nodes], safe=True)
-        for name in [name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()]:
+        for name in [
+            name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()
+        ]:
             del graph.initializers[name]
 
     def _layer(self, n: int, place: int) -> list[ir.Node]:
@@ -140,8 +142,17 @@ class _Unrolled:
         made: dict[ir.Value, ir.Value] = {}
         nodes = []
         for node in self._places.nodes(place):
-            inputs = [None if value is None else made.get(value) or self._read(value, n, place) for value in node.inputs]
-            copy = ir.Node(node.domain, node.op_type, inputs, list(node.attributes.values()), num_outputs=len(node.outputs), version=node.version)
+            inputs = [
+                None if value is None else made.get(value) or self._read(value, n, place) for value in node.inputs
+            ]
+            copy = ir.Node(
+                node.domain,
+                node.op_type,
+                inputs,
+                list(node.attributes.values()),
+                num_outputs=len(node.outputs),
+                version=node.version,
+            )
             self._move_scope(node, copy, n)
             for before, after in zip(node.outputs, copy.outputs, strict=True):
                 made[before] = after

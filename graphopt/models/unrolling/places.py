@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from graphopt.analysis.ports import past_port, present_port
+from graphopt.models.stored import Parameter
 from graphopt.models.unrolling.kinds import Plan
-from graphopt.models.unrolling.relations import Parameter
 from graphopt.models.unrolling.understood import CROSSING, SUBGRAPHS, NotUnderstoodError
 from graphopt.provenance import SCOPE
 from graphopt.weights import Expression, Node, expression_of, nodes_below
@@ -47,10 +47,13 @@ class Places:
         self._place: dict[ir.Node, int] = {}
         self._leaves = {value: _leaves(value) for value in graph.initializers.values()}
         for node in graph:
-            if any(attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for attribute in node.attributes.values()):
+            if any(
+                attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+                for attribute in node.attributes.values()
+            ):
                 raise NotUnderstoodError(SUBGRAPHS(node=node.name))
             self._place[node] = self._scope(node)
-        self._settle(graph)
+        self._settle()
 
     def of(self, node: ir.Node) -> int:
         """Return the number of a node's layer in the graph, or :data:`SHARED`."""
@@ -77,9 +80,7 @@ class Places:
         leaves: Mapping[Node, Node] = {
             leaf: Parameter(name + leaf.name.removeprefix(own), leaf.kind, leaf.dims) for leaf in self._leaves[weight]
         }
-        expression = expression_of(weight.const_value)
-        replaced = leaves.get(expression, None)
-        return replaced if isinstance(replaced, Parameter) else expression.replacing(leaves)
+        return expression_of(weight.const_value).replacing(leaves)
 
     def scope_in(self, module: str, n: int | None) -> str:
         """Return the name of a module of the traced model in the whole one.
@@ -103,12 +104,13 @@ class Places:
         layers = [self._layer_of(str(scope)) for scope in (ast.literal_eval(scopes) if scopes else ())]
         return max(layers, default=SHARED)
 
-    def _settle(self, graph: ir.Graph) -> None:
+    def _settle(self) -> None:
         """Find what layers pass on, and take out of them what they share."""
         varying: set[ir.Value] = set()
-        for node, place in self._place.items():
+        for node in self._place:
             if any(self._varies(value, varying) for value in node.inputs) and node.op_type not in _SIZES:
                 varying.update(node.outputs)
+        self._adopt(varying)
         for node, place in list(self._place.items()):
             if place == SHARED:
                 continue
@@ -124,6 +126,17 @@ class Places:
                     self.passed[place] = value
                 else:
                     raise NotUnderstoodError(CROSSING(layer=place + 1))
+
+    def _adopt(self, varying: set[ir.Value]) -> None:
+        """Give nodes between those of a layer to that layer, where the exporter wrote none into them."""
+        leads: dict[ir.Node, int] = {}
+        for node, place in reversed(self._place.items()):
+            behind = [leads[reader] for value in node.outputs for reader in value.consumers()]
+            leads[node] = place if place != SHARED else min(behind, default=self.count)
+        for node, place in list(self._place.items()):
+            if place == SHARED and leads[node] < self.count and any(value in varying for value in node.outputs):
+                before = [self._place[producer] for value in node.inputs if value and (producer := value.producer())]
+                self._place[node] = max([place for place in before if place != SHARED], default=leads[node])
 
     def _varies(self, value: ir.Value | None, varying: set[ir.Value]) -> bool:
         if value is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,7 +56,10 @@ def record(model: Any, prefix: str, inputs: Mapping[str, Any]) -> Recording:
     for number, layer in enumerate(layers):
         hooks.append(layer.register_forward_pre_hook(recorder.entering(number), with_kwargs=True))
         hooks.append(layer.register_forward_hook(recorder.leaving(), with_kwargs=True))
+    logged = logging.root.manager.disable
     try:
+        # torch logs what it raises.
+        logging.disable(logging.CRITICAL)
         # Models ask whether they are traced where they would look at numbers otherwise.
         with exporting(), fakes.FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.no_grad(), recorder:
             model(**{name: mode.from_tensor(tensor) for name, tensor in inputs.items()})
@@ -64,6 +68,7 @@ def record(model: Any, prefix: str, inputs: Mapping[str, Any]) -> Recording:
     except Exception as error:
         raise NotUnderstoodError(NOT_RECORDED(error=f"{type(error).__name__}: {error}".splitlines()[0])) from error
     finally:
+        logging.disable(logged)
         for hook in hooks:
             hook.remove()
     return _finished(recorder.lines, recorder.arguments, len(layers))

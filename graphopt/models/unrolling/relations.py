@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ast
 import bisect
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,42 +20,13 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.models.lazy_tensors import dtype_of
-from graphopt.models.unrolling.skeleton import stored_tensors
+from graphopt.models.stored import Parameter, stored_tensors
 from graphopt.models.unrolling.understood import FOLDED, NotUnderstoodError
-from graphopt.weights import Added, Array, Expression, Inline, Region, Reshaped, Scaled, Shape, Sliced, Transposed
+from graphopt.weights import Added, Array, Expression, Inline, Reshaped, Scaled, Sliced, Transposed
 from graphopt.weights.expression import everything
 
 # Where onnxscript's constant folding says which values a constant was computed from.
 _FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Parameter(Expression):
-    """A parameter of the model, whose numbers are not bound yet.
-
-    Attributes:
-        name: its dotted name in the model.
-        kind: its type.
-        dims: its dimensions.
-    """
-
-    name: str
-    kind: ir.DataType
-    dims: Shape
-
-    @property
-    def dtype(self) -> ir.DataType:
-        """The parameter's."""
-        return self.kind
-
-    @property
-    def shape(self) -> Shape:
-        """The parameter's."""
-        return self.dims
-
-    def evaluate(self, region: Region) -> Array:
-        """Refuse: there are no numbers."""
-        raise ValueError(f"the graph was exported without weights, so {self.name} has no numbers")
 
 
 class Relations:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import importlib
 import mmap
-from collections.abc import Iterator
 from typing import Any
+
+from graphopt.models.stored import stored_tensors
 
 # Parameters of up to so many bytes are random numbers. Exporters compare and compute with constants of up to 8192
 # numbers (`onnxscript.optimizer`), so all of these must be among them.
@@ -39,16 +40,6 @@ def make_skeleton(model: Any) -> None:
             made[id(tensor)] = (placeholder, tensor)
         module, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(module), attribute, made[id(tensor)][0])
-
-
-def stored_tensors(model: Any) -> Iterator[tuple[str, Any]]:
-    """Yield name and tensor of what checkpoints of ``model`` hold: tied ones under each name; integers left out."""
-    yield from model.named_parameters(remove_duplicate=False)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        module, _, attribute = name.rpartition(".")
-        persistent = attribute not in model.get_submodule(module)._non_persistent_buffers_set
-        if persistent and buffer.is_floating_point():
-            yield name, buffer
 
 
 def _bytes(tensor: Any) -> int:

@@ -1,0 +1,144 @@
+"""A model with its weights by name: read lazily where its checkpoint allows it, else loaded by transformers.
+
+Whatever a checkpoint is, what leaves here is the same: the module tree of transformers, and for each of its parameters
+an expression. Nothing behind it asks what kind of file the weights lie in.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import InputError
+from graphopt.facts import Fact, Rule
+from graphopt.models.checkpoint import class_of, import_export_packages, load_config, load_model, quiet, reason_of
+from graphopt.models.lazy_tensors import dtype_of, expression_of_tensor
+from graphopt.models.safetensors_files import INDEX, SINGLE, tensors_of_files, tensors_of_folder
+from graphopt.models.stored import Parameter, stored_tensors
+from graphopt.weights import Expression, Inline
+
+IN_MEMORY = Rule("export.in-memory", "the whole model was loaded into memory: {why}")
+OTHER_FILES = Rule("export.other-files", "its weights are not in safetensors files alone")
+NOT_LAZY = Rule("export.not-lazy", "transformers does more to its weights than to move and widen them ({error})")
+
+NO_WEIGHTS = Rule("export.no-weights", "this is the graph alone: its weights were not asked for")
+
+_ADAPTER = "adapter_config.json"
+
+
+@dataclass
+class Loaded:
+    """A model of transformers and its weights.
+
+    Attributes:
+        model: the module tree; its parameters may hold no numbers.
+        weights: what each parameter is, by its name; tied ones under each of theirs.
+        runnable: returns a model that holds its weights and can run.
+        notes: what a reader should know of how it was loaded.
+    """
+
+    model: Any
+    weights: Mapping[str, Expression]
+    runnable: Callable[[], Any]
+    notes: list[Fact]
+
+
+def load(source: str) -> Loaded:
+    """Load a causal language model or an encoder of transformers, without reading its weights where that can be.
+
+    Args:
+        source: a folder, or the id of a model on the Hugging Face hub.
+
+    Raises:
+        InputError: there is no such model, it is neither of the two, or weights are missing or damaged.
+        MissingDependencyError: torch or transformers is not installed.
+    """
+    config = load_config(source)
+    tensors = _tensors_of(config, source)
+    why = OTHER_FILES()
+    if tensors is not None:
+        try:
+            model = load_model(load_config(source), source, tensors)
+            return Loaded(model, weights_of(model), lambda: load_model(load_config(source), source), [])
+        except InputError as error:
+            # What is wrong with the checkpoint itself is said below.
+            why = NOT_LAZY(error=reason_of(error))
+    model = load_model(config, source)
+    return Loaded(model, weights_of(model), lambda: load_model(load_config(source), source), [IN_MEMORY(why=why)])
+
+
+def outline(source: str) -> Loaded:
+    """Return a model whose weights are names: nothing but its configuration is read.
+
+    Args:
+        source: a folder with a ``config.json``, or the id of a model on the Hugging Face hub.
+
+    Raises:
+        InputError: there is no such model, or it is neither a causal language model nor an encoder.
+        MissingDependencyError: torch or transformers is not installed.
+    """
+    torch, _ = import_export_packages()
+    config = load_config(source)
+    with quiet(), torch.device("meta"):
+        empty = class_of(config)._from_config(load_config(source), dtype=torch.float32)
+    tensors = {
+        name: Parameter(name, dtype_of(tensor.dtype), tuple(tensor.shape)) for name, tensor in stored_tensors(empty)
+    }
+    model = load_model(config, source, tensors)
+
+    def refuse() -> Any:
+        raise InputError("there are no weights", file=source)
+
+    return Loaded(model, weights_of(model), refuse, [NO_WEIGHTS()])
+
+
+def weights_of(model: Any, known: Mapping[str, Expression] | None = None) -> dict[str, Expression]:
+    """Return what each parameter of ``model`` is, by name, tied ones under each of their names.
+
+    Args:
+        model: a model; parameters that are neither lazy nor known are read from its memory, and not copied.
+        known: expressions of parameters, by name.
+    """
+    found: dict[int, Expression] = {}
+    tensors = dict(stored_tensors(model))
+    for name, tensor in tensors.items():
+        expression = (known or {}).get(name) or expression_of_tensor(tensor)
+        if expression is not None:
+            found[id(tensor)] = expression
+    for tensor in tensors.values():
+        if id(tensor) not in found:
+            found[id(tensor)] = Inline.of(np.asarray(tensor.detach().contiguous().numpy()))
+    return {name: found[id(tensor)] for name, tensor in tensors.items()}
+
+
+def _tensors_of(config: Any, source: str) -> dict[str, Expression] | None:
+    """Return the tensors of a checkpoint, or ``None`` if transformers would read more than its safetensors files."""
+    if getattr(config, "transformers_weights", None) or getattr(type(config), "extra_files", None):
+        return None
+    if Path(source).is_dir():
+        return None if (Path(source) / _ADAPTER).is_file() else tensors_of_folder(Path(source))
+    _, transformers = import_export_packages()
+    hub = importlib.import_module("transformers.utils.hub")
+
+    def cached(name: str) -> str | None:
+        found: str | None = transformers.utils.cached_file(
+            source, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
+        )
+        return found
+
+    with quiet():
+        if cached(_ADAPTER) is not None:
+            return None
+        single = cached(SINGLE)
+        if single is not None:
+            return tensors_of_files([Path(single)])
+        index = cached(INDEX)
+        if index is None:
+            return None
+        files, _ = hub.get_checkpoint_shard_files(source, index)
+    return tensors_of_files([Path(file) for file in files])

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+
+from graphopt.models.stored import Parameter
+from graphopt.models.unrolling.relations import Relations
+from graphopt.models.unrolling.skeleton import make_skeleton
+from graphopt.models.unrolling.understood import NotUnderstoodError
+from graphopt.weights import Expression, Inline, nodes_below
+
+FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        # Larger than what is random in a skeleton, and smaller.
+        self.matrix = torch.nn.Parameter(torch.zeros(200, 300))
+        self.experts = torch.nn.Parameter(torch.zeros(4, 100, 60))
+        self.gain = torch.nn.Parameter(torch.zeros(64))
+        self.other = torch.nn.Parameter(torch.zeros(64))
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    made = Model()
+    make_skeleton(made)
+    return made
+
+
+def relation(model: Any, array: Any, *folded_from: str) -> Expression:
+    value = ir.val("constant", const_value=ir.tensor(array))
+    if folded_from:
+        value.metadata_props[FOLDED_FROM] = repr(sorted(folded_from))
+    return Relations(model).of(value)
+
+
+VIEWS = {
+    "itself": ("matrix", lambda x: x),
+    "transposed": ("matrix", lambda x: x.T),
+    "one expert": ("experts", lambda x: x[2]),
+    "half of the rows": ("matrix", lambda x: x[100:]),
+    "half of the columns, transposed": ("matrix", lambda x: x[:, 150:].T),
+    "experts transposed": ("experts", lambda x: x.transpose(0, 2, 1)),
+    "reshaped": ("matrix", lambda x: x.reshape(100, 600)),
+    "a new axis": ("gain", lambda x: x[None, :, None]),
+    "a piece of a gain": ("gain", lambda x: x[3:7]),
+}
+
+
+@pytest.mark.parametrize(("name", "view"), VIEWS.values(), ids=VIEWS)
+def test_a_view_is_found_and_holds_for_other_numbers(model: Any, name: str, view: Any) -> None:
+    found = relation(model, view(getattr(model, name).detach().numpy()))
+    (leaf,) = [node for node in nodes_below(found) if isinstance(node, Parameter)]
+    assert leaf.name == name
+    numbers = np.random.default_rng(0).standard_normal(leaf.shape).astype(np.float32)
+    assert np.array_equal(found.replacing({leaf: Inline.of(numbers)}).numpy(), view(numbers))
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [lambda x: 1 + x, lambda x: x - np.float32(0.5), lambda x: np.float32(8) * x, lambda x: x / np.float32(4)],
+)
+def test_a_computed_gain_is_found(model: Any, compute: Any) -> None:
+    found = relation(model, compute(model.gain.detach().numpy()), "gain", "one")
+    (leaf,) = [node for node in nodes_below(found) if isinstance(node, Parameter)]
+    numbers = np.random.default_rng(0).standard_normal(64).astype(np.float32)
+    assert np.array_equal(found.replacing({leaf: Inline.of(numbers)}).numpy(), compute(numbers))
+
+
+def test_a_constant_of_its_own_stays_a_constant(model: Any) -> None:
+    array = np.arange(6, dtype=np.float32)
+    found = relation(model, array, "val_3")
+    assert not any(isinstance(node, Parameter) for node in nodes_below(found))
+    assert np.array_equal(found.numpy(), array)
+
+
+@pytest.mark.parametrize(
+    ("compute", "names"),
+    [
+        (lambda m: np.exp(m.gain.detach().numpy()), ("gain",)),
+        (lambda m: (m.gain * m.other).detach().numpy(), ("gain", "other")),
+        (lambda m: np.repeat(m.gain.detach().numpy(), 2), ("gain",)),
+        (lambda m: np.lib.stride_tricks.as_strided(m.gain.detach().numpy(), (60, 3), (4, 4)), ()),
+    ],
+)
+def test_what_is_not_known_is_refused(model: Any, compute: Any, names: tuple[str, ...]) -> None:
+    with pytest.raises(NotUnderstoodError, match="the exporter computes constant of"):
+        relation(model, compute(model), *names)
+
+
+def test_a_parameter_without_numbers_says_so() -> None:
+    with pytest.raises(ValueError, match=r"exported without weights, so model\.gain has no numbers"):
+        Parameter("model.gain", ir.DataType.FLOAT, (3,)).numpy()

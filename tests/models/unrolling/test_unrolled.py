@@ -1,0 +1,144 @@
+"""A graph that was unrolled is the graph that a trace of all layers gives, node for node."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+import transformers
+
+from graphopt.checks.up_to_names import without_names
+from graphopt.models import unrolling
+from graphopt.models.loading import Loaded, weights_of
+from graphopt.models.stored import Parameter
+from graphopt.models.trace import trace
+from graphopt.models.unrolling import trace_loaded, trace_skeleton
+from graphopt.models.unrolling.graph import unroll
+from graphopt.models.unrolling.kinds import Plan
+from graphopt.models.unrolling.places import Places
+from graphopt.models.unrolling.understood import NO_LAYERS, NotUnderstoodError
+from graphopt.provenance import SCOPE
+from graphopt.weights import WeightTensor, expression_of
+from tests.families import FAMILIES, randomize
+from tests.once import once
+
+
+def make_model(layers: int) -> Any:
+    name, settings = FAMILIES["llama"]
+    model = transformers.LlamaForCausalLM(getattr(transformers, name)(**{**settings, "num_hidden_layers": layers}))
+    randomize(model)
+    return model.eval()
+
+
+def loaded(model: Any) -> Loaded:
+    return Loaded(model, weights_of(model), lambda: model, [])
+
+
+def described(program: ir.Model) -> tuple[bytes, list[str | None], set[str | None]]:
+    """Return the graph with its weights and without names, the names of nodes in order, and those of weights."""
+    for value in program.graph.initializers.values():
+        expression = expression_of(value.const_value)
+        value.const_value = ir.Tensor(np.ascontiguousarray(expression.numpy()), dtype=expression.dtype)
+    bare = without_names(ir.to_proto(program)).SerializeToString(deterministic=True)
+    return bare, [node.name for node in program.graph], set(program.graph.initializers)
+
+
+def test_a_llama_of_four_layers() -> None:
+    torch.manual_seed(0)
+    model = make_model(4)
+
+    def traced(folder: Path) -> None:
+        folder.mkdir()
+        ir.save(trace(model, "llama"), folder / "model.onnx")
+
+    sources = ("graphopt/models/*.py", "tests/families.py", "tests/models/unrolling/test_unrolled.py")
+    whole = ir.load(once("llama-of-four-layers", sources, traced) / "model.onnx")
+    program, notes = trace_loaded(loaded(model), "llama")
+    assert notes == []
+    assert described(program) == described(whole)
+
+
+def toy_graph(layers: int, **more: Any) -> ir.Model:
+    """Return x -> layers of x + gelu(x w) -> y, as an exporter would write it, with modules in the metadata."""
+    x = ir.val("x", ir.DataType.FLOAT, [2, 4])
+    nodes, weights, passed = [], [], x
+
+    def node(op: str, inputs: list[Any], module: str | None) -> ir.Value:
+        made = ir.node(op, inputs)
+        made.outputs[0].name = f"v{len(nodes)}"
+        if module is not None:
+            made.metadata_props[SCOPE] = repr(["", module, op])
+        nodes.append(made)
+        return made.outputs[0]
+
+    for n in range(layers):
+        leaf = Parameter(f"layers.{n}.w", ir.DataType.FLOAT, (4, 4))
+        w = ir.val(f"layers.{n}.w", ir.DataType.FLOAT, [4, 4], const_value=WeightTensor(leaf))
+        weights.append(w)
+        product = node("MatMul", [passed, w], f"layers.{n}")
+        # Some nodes come without their module.
+        active = node("Tanh" if n == more.get("other") else "Gelu", [product], None)
+        passed = node("Add", [passed, active], f"layers.{n}")
+        if n == more.get("shared"):
+            first = passed
+    y = node("Relu", [passed], "norm")
+    if "shared" in more:
+        y = node("Add", [y, first], "norm")
+    y.name = "y"
+    graph = ir.Graph([x], [y], nodes=nodes, initializers=weights, opset_imports={"": 23})
+    return ir.Model(graph, ir_version=10)
+
+
+def unrolled(model: ir.Model, layers: int) -> ir.Model:
+    count = len(model.graph.initializers)
+    unroll(model, Plan("layers", (0,) * layers, tuple(range(count))))
+    return model
+
+
+def test_a_toy_of_two_layers_becomes_that_of_five() -> None:
+    made, expected = unrolled(toy_graph(2), 5), toy_graph(5)
+    assert [str(expression_of(value.const_value)) for value in made.graph.initializers.values()] == [
+        str(expression_of(value.const_value)) for value in expected.graph.initializers.values()
+    ]
+    assert [node.op_type for node in made.graph] == [node.op_type for node in expected.graph]
+    assert [node.metadata_props.get(SCOPE) for node in made.graph] == [
+        node.metadata_props.get(SCOPE) for node in expected.graph
+    ]
+    names = {value: number for number, value in enumerate(v for node in made.graph for v in node.outputs)}
+    others = {value: number for number, value in enumerate(v for node in expected.graph for v in node.outputs)}
+    for one, two in zip(made.graph, expected.graph, strict=True):
+        assert [names.get(value) for value in one.inputs] == [others.get(value) for value in two.inputs]
+    assert made.graph.outputs[0].name == "y"
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_layers_that_came_out_differently_are_refused(place: int) -> None:
+    with pytest.raises(NotUnderstoodError, match="layers 0 and 1 are of one kind and came out as different graphs"):
+        unrolled(toy_graph(2, other=place), 5)
+
+
+def test_a_layer_that_is_read_behind_the_last_is_refused() -> None:
+    with pytest.raises(NotUnderstoodError, match="reads more than what the layer before passes on"):
+        unrolled(toy_graph(3, shared=0), 5)
+
+
+def test_places_of_nodes_without_a_module() -> None:
+    model = toy_graph(2)
+    places = Places(model.graph, Plan("layers", (0, 0, 0), (0, 1)))
+    assert [places.of(node) for node in model.graph] == [0, 0, 0, 1, 1, 1, -1]
+
+
+def test_a_model_that_cannot_be_shortened_is_traced_whole_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: Any, inputs: Any) -> Plan:
+        raise NotUnderstoodError(NO_LAYERS())
+
+    monkeypatch.setattr(unrolling, "plan", refuse)
+    monkeypatch.setattr(unrolling, "_exported", lambda model, source: toy_graph(3))
+    monkeypatch.setattr(unrolling, "finish", lambda program, model, source: None)
+    program, why = trace_skeleton(make_model(1), "toy")
+    assert str(why) == "its modules hold no list of layers"
+    assert len(program.graph) == 10
