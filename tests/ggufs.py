@@ -167,7 +167,7 @@ def decoded_by_transformers(stored: np.ndarray, kind: str) -> np.ndarray:
     if kind == "BF16":
         bits = np.ascontiguousarray(stored).view(np.uint16).astype(np.uint32) << 16
         return bits.view(np.float32)
-    flat = torch.from_numpy(np.ascontiguousarray(stored).reshape(-1))
+    flat = torch.from_numpy(np.array(stored).reshape(-1))
     return dequantize(flat, int(gguf.GGMLQuantizationType[kind])).numpy().reshape(*stored.shape[:-1], -1)
 
 
