@@ -28,7 +28,7 @@ RECIPES = (
     "w4a4",
     "rotate-w4a4",
 )
-METHODS = ("nearest", "weighted", "gptq", "{method: gptq, order: activation}", "{method: gptq, sweeps: 2}")
+METHODS = ("nearest", "weighted", "gptq", "{method: gptq, order: natural}", "{method: gptq, sweeps: 2}")
 
 
 def chosen(recipe: str, method: str, calibration: CalibrationOptions) -> Recipe:
@@ -39,7 +39,7 @@ def chosen(recipe: str, method: str, calibration: CalibrationOptions) -> Recipe:
 
 
 def title(method: str) -> str:
-    """Return a method as the table's head names it: ``gptq, order: activation``."""
+    """Return a method as the table's head names it: ``gptq, order: natural``."""
     content = yaml.safe_load(method)
     if isinstance(content, str):
         return content

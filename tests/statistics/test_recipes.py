@@ -66,7 +66,7 @@ def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: 
 
 def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
     collect(llama_artifact, recipe(text, "int4"), tmp_path)
-    for name, rounding in (("fp6", "gptq"), ("nf4", "weighted"), ("w4a4", "{method: gptq, order: activation}")):
+    for name, rounding in (("fp6", "gptq"), ("nf4", "weighted"), ("w4a4", "{method: gptq, order: natural}")):
         made = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
         assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
     assert len(list(tmp_path.iterdir())) == 1

@@ -13,10 +13,10 @@ def test_a_row_has_the_divergence_of_each_method(
 ) -> None:
     text = tmp_path / "text.txt"
     text.write_text("def add(a, b):\n    return a + b\n" * 60)
-    methods = ["nearest", "{method: gptq, order: activation}"]
+    methods = ["nearest", "{method: gptq, order: natural}"]
     main(llama_artifact, ["int4,quantize_weights.linear.format=int3"], methods, None, 128, 4, text, 1)
     head, rule, row = capsys.readouterr().out.splitlines()
-    assert head == "| recipe | MB | nearest | gptq, order: activation |"
+    assert head == "| recipe | MB | nearest | gptq, order: natural |"
     assert rule == "| --- | --- | --- | --- |"
     name, size, *cells = (cell.strip() for cell in row.strip("|").split("|"))
     assert name == "int4 int3"

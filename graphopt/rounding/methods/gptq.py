@@ -33,10 +33,10 @@ class GPTQ(RoundingMethod):
 
     Attributes:
         damping: what is added to the diagonal of H, as a share of its mean.
-        order: "natural", or "activation": rows with the largest inputs first, so that they err least and all others
-            make up for them. Codes lie where they did, so it costs nothing at run time; scales are static then.
-        scales: when the scale of a group is chosen: "reached", for its rows as corrected so far, or "static", for the
-            weights as they were.
+        order: "activation": rows with the largest inputs first, so that all others make up for their errors; codes lie
+            where they did, so it costs nothing at run time. Or "natural". Which is better: docs/rounding.md.
+        scales: when the scale of a group is chosen: "static", for the weights as they were, or, in the natural order
+            only, "reached": for its rows as corrected so far.
         importance: what the error of a row counts when its scale is chosen: "uniform", all the same; "inputs", the
             mean square of its input, H_kk; or "feedback", D_k, what is left of it when all later rows make up for it.
         search: which scales are tried.
@@ -46,15 +46,15 @@ class GPTQ(RoundingMethod):
 
     method: Literal["gptq"] = "gptq"
     damping: Annotated[float, Field(gt=0, le=1)] = 0.01
-    order: Literal["natural", "activation"] = "natural"
-    scales: Literal["reached", "static"] = "reached"
+    order: Literal["natural", "activation"] = "activation"
+    scales: Literal["reached", "static"] = "static"
     importance: Literal["uniform", "inputs", "feedback"] = "feedback"
     search: Search = Search()
     sweeps: Annotated[int, Field(ge=0, le=100)] = 0
 
     @model_validator(mode="after")
     def _static_in_other_orders(self) -> GPTQ:
-        if self.order != "natural" and "scales" in self.model_fields_set and self.scales != "static":
+        if self.order != "natural" and self.scales != "static":
             raise ValueError("in the order of activations the rows of a group are far apart: scales must be static")
         return self
 
@@ -86,7 +86,7 @@ class GPTQ(RoundingMethod):
                 importance[order] = left
             elif self.importance == "inputs" and diagonal.any():
                 importance = diagonal + self.damping * diagonal.mean()
-            static = self.scales == "static" or not natural
+            static = self.scales == "static"
             rule = Rule(table, group, scale, np.dtype(scale_type), importance, self.search, static)
             made = round_with_feedback(matrix, upper, order, rule)
             return polished(made, matrix, statistics, self.damping, self.sweeps) if self.sweeps else made

@@ -19,7 +19,7 @@ from graphopt.rounding.one_thread import one_thread
 from tests.rounding.problems import correlated, loss, textbook_gptq, weights
 
 NAMES = st.sampled_from(["int4", "int3", "uint4", "uint3", "nf4", "fp6-e2m3", "fp4", "ternary", "int8"])
-WAYS: list[dict[str, Any]] = [{}, {"scales": "static"}, {"order": "activation"}]
+WAYS: list[dict[str, Any]] = [{}, {"order": "natural"}, {"order": "natural", "scales": "reached"}]
 
 
 def gptq(matrix: np.ndarray, hessian: np.ndarray, table: TableFormat, group: int, **options: Any) -> Quantized:
@@ -36,7 +36,7 @@ def gptq(matrix: np.ndarray, hessian: np.ndarray, table: TableFormat, group: int
 @settings(max_examples=25)
 def test_it_is_the_textbook_algorithm_code_by_code(name: str, seed: int, rows: int, group: int) -> None:
     X, W, table = correlated(rows, 2 * rows + 3, seed), weights(rows, 6, seed), FORMATS[name]
-    made = gptq(W, X.T @ X, table, group, scales="static")
+    made = gptq(W, X.T @ X, table, group, order="natural")
     expected = textbook_gptq(W, X.T @ X, table, made.scales.astype(np.float64), group, 0.01)
     # Two orders of the same sums: a number within rounding of halfway between two codes may go either way, and rows
     # behind it may differ. None did in 2000 examples.
