@@ -32,9 +32,10 @@ def polished(
         damping: added to its diagonal, as a share of the diagonal's mean.
         sweeps: how often all codes, then all scales, are gone through.
     """
-    H = np.asarray(hessian, np.float64)
-    mean = float(np.diagonal(H).mean())
-    H = H / (mean or 1.0) + np.diag(np.full(len(H), damping if mean else 1.0))
+    mean = float(np.diagonal(hessian).mean(dtype=np.float64))
+    H = hessian.astype(np.float64)
+    H /= mean or 1.0
+    H.reshape(-1)[:: len(H) + 1] += damping if mean else 1.0
     codes, scales = made.codes.copy(), made.scales.astype(np.float64)
     points = np.zeros(scales.shape, np.uint8) if made.zero_points is None else made.zero_points
     for start in range(0, matrix.shape[1], _COLUMNS):

@@ -38,23 +38,35 @@ def factored(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.in
             remedy="the model computes such numbers on this text: calibrate on another, or round to nearest",
         )
     mean = float(diagonal.mean())
-    # Reversed, the lower factor that LAPACK gives becomes an upper one.
-    turned = np.asarray(hessian, np.float64)[np.ix_(order[::-1], order[::-1])]
+    # Reversed, the lower factor that LAPACK gives becomes an upper one. Large: as few copies as can be.
+    turned = hessian[np.ix_(order[::-1], order[::-1])].astype(np.float64)
     turned /= mean or 1.0
-    upper = _cholesky(turned, damping if mean else 1.0)[::-1, ::-1]
+    lower = _cholesky(turned, damping if mean else 1.0)
+    del turned
+    # In memory by columns: that is how rows are corrected.
+    upper = np.ascontiguousarray(lower[::-1, ::-1].T).T
+    del lower
     roots = np.diagonal(upper).copy()
-    return upper / roots, roots**2
+    upper /= roots
+    return upper, roots**2
 
 
 def _cholesky(hessian: Doubles, damping: float) -> Doubles:
-    """Return the lower factor of ``hessian`` with ``damping``, or as much more as it takes, on its diagonal."""
-    try:
-        return np.asarray(np.linalg.cholesky(hessian + np.diag(np.full(len(hessian), damping))))
-    except np.linalg.LinAlgError as error:
-        if np.isfinite(hessian).all() and damping < _MOST_DAMPING:
-            return _cholesky(hessian, min(10 * damping, _MOST_DAMPING))
-        raise InputError(
-            f"the statistics of a weight's inputs cannot be factored, with a damping of {damping:g}",
-            shape=hessian.shape,
-            remedy="they are not those of any inputs: remove the folder that holds them and calibrate again",
-        ) from error
+    """Return the lower factor of ``hessian`` with ``damping``, or as much more as it takes, on its diagonal.
+
+    The Hessian itself is changed.
+    """
+    diagonal, added = hessian.reshape(-1)[:: len(hessian) + 1], 0.0
+    while True:
+        diagonal += damping - added
+        added = damping
+        try:
+            return np.asarray(np.linalg.cholesky(hessian))
+        except np.linalg.LinAlgError as error:
+            if not np.isfinite(hessian).all() or damping >= _MOST_DAMPING:
+                raise InputError(
+                    f"the statistics of a weight's inputs cannot be factored, with a damping of {damping:g}",
+                    shape=hessian.shape,
+                    remedy="they are not those of any inputs: remove the folder that holds them and calibrate again",
+                ) from error
+            damping = min(10 * damping, _MOST_DAMPING)
