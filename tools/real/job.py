@@ -123,21 +123,23 @@ def _measured(row: Row, folder: Path) -> Row:
 
 
 def _chat(row: Row, folder: Path) -> Row:
-    session = graphopt.load(folder)
-    began = time.perf_counter()
-    reply, tokens = answer(session, QUESTION)
-    return replace(row, reply=reply, tokens_per_second=tokens / (time.perf_counter() - began))
+    reply, speed = answer(graphopt.load(folder), QUESTION)
+    return replace(row, reply=reply, tokens_per_second=speed)
 
 
-def answer(session: Session, question: str) -> tuple[str, int]:
-    """Return what a chat model says to a question, greedily, and in how many tokens; its template is the folder's."""
+def answer(session: Session, question: str) -> tuple[str, float]:
+    """Return what a chat model says to a question, greedily, and tokens of the reply in a second, prompt included.
+
+    The chat template is that of the folder.
+    """
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(session.file.parent))
     turns = [{"role": "user", "content": question}]
     prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    began = time.perf_counter()
     (completion,) = graphopt.generate(session, str(prompt), max_new_tokens=REPLY_TOKENS)
-    return completion.text or "", len(completion.tokens)
+    return completion.text or "", len(completion.tokens) / (time.perf_counter() - began)
 
 
 def _encoder(row: Row, folder: Path) -> Row:

@@ -42,6 +42,6 @@ def test_a_reply_is_made_by_the_template_of_the_folder(llama_folder: Path, monke
         return real(session, prompt, max_new_tokens=2)
 
     monkeypatch.setattr(graphopt, "generate", generate)
-    _, tokens = job.answer(session, "why?")
+    _, speed = job.answer(session, "why?")
     assert asked == ["<user>why?"]
-    assert tokens <= 2
+    assert speed > 0
