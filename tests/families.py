@@ -96,12 +96,21 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(family: str) -> Any:
-    """Return the random-weight transformers model of a family in :data:`FAMILIES` or :data:`ENCODERS`."""
+def make_model(family: str, layers: int | None = None) -> Any:
+    """Return the random-weight transformers model of a family in :data:`FAMILIES` or :data:`ENCODERS`.
+
+    Args:
+        family: its name.
+        layers: how many layers it has; by default two. The types of two layers are repeated.
+    """
     import torch
     import transformers
 
     config_class, settings = (FAMILIES | ENCODERS)[family]
+    if layers is not None:
+        counts = {name: layers for name in ("num_hidden_layers", "n_layer", "n_layers") if name in settings}
+        types = {"layer_types": (settings["layer_types"] * layers)[:layers]} if "layer_types" in settings else {}
+        settings = {**settings, **counts, **types}
     torch.manual_seed(0)
     auto = transformers.AutoModel if family in ENCODERS else transformers.AutoModelForCausalLM
     model = auto.from_config(getattr(transformers, config_class)(**settings))

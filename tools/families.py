@@ -1,6 +1,7 @@
 """Rotate a small random-weight model of every family, check it, and print which rotations each family takes.
 
 python tools/families.py --markdown docs/families.md
+python tools/families.py --unrolled 4
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -27,6 +29,11 @@ from graphopt.checks.equivalence import Verifier
 from graphopt.errors import GraphoptError
 from graphopt.facts import PassReport
 from graphopt.models.checkpoint import quiet
+from graphopt.models.loading import Loaded, weights_of
+from graphopt.models.trace import sample_of, trace
+from graphopt.models.unrolling import trace_loaded
+from graphopt.models.unrolling.kinds import plan
+from graphopt.models.unrolling.understood import NotUnderstoodError
 from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
 from graphopt.passes.algebra.rotate.work import FUSED
@@ -35,7 +42,8 @@ from graphopt.view.sentences import sentence
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.families import FAMILIES, make_model
+from tests.families import ENCODERS, FAMILIES, make_model
+from tests.isomorphic import description
 
 EVERYTHING = RotateOptions(online_residual=True, query_key="hadamard", weight_inputs="hadamard")
 COLUMNS = {
@@ -151,11 +159,39 @@ def examine(family: str, path: Path, options: RotateOptions = EVERYTHING) -> Row
     return Row(family, found, certificate.status, change)
 
 
+def compare_unrolled(layers: int) -> None:
+    """Print of every family whether the graph that is unrolled to ``layers`` is that of a trace of all of them."""
+    table = Table("family", "traced layers", "the same graph", "seconds", "of a trace of all")
+    for family in track([*FAMILIES, *ENCODERS], "families"):
+        with quiet():
+            model, other = (make_model(family, layers).eval() for _ in range(2))
+        start = time.process_time()
+        loaded = Loaded(model, weights_of(model), lambda: None, [])
+        try:
+            with quiet():
+                chosen = plan(other, sample_of(other)).chosen
+            traced = ", ".join(map(str, chosen))
+        except NotUnderstoodError as error:
+            traced = sentence(error.reason)
+        start = time.process_time()
+        program, _ = trace_loaded(loaded, family)
+        middle = time.process_time()
+        same = description(program) == description(trace(other, family))
+        seconds = (middle - start, time.process_time() - middle)
+        table.add_row(family, traced, "yes" if same else "NO", *(f"{each:.0f}" for each in seconds))
+    Console().print(table)
+
+
 def main(
+    unrolled: Annotated[
+        int | None, typer.Option(help="instead, compare graphs unrolled to so many layers with traces of all of them")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
     markdown: Annotated[Path | None, typer.Option(help="write the table here too, with what it means")] = None,
 ) -> None:
     """Make, export, rotate and check every family."""
+    if unrolled is not None:
+        return compare_unrolled(unrolled)
     rows = []
     with tempfile.TemporaryDirectory() as temporary:
         for family in track(FAMILIES, "families"):

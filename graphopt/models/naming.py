@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from graphopt.models.ports import values_of
 from graphopt.provenance import SCOPE
+from graphopt.weights import WeightTensor
 
 
 def name_parts(model: ir.Model, parameters: Mapping[str, tuple[int, ...]]) -> None:
@@ -37,11 +38,13 @@ def _name_weights(graph: ir.Graph, parameters: Mapping[str, tuple[int, ...]]) ->
     module came last, and small constants have none.
     """
     values = list(graph.initializers.values())
+    order = {node: number for number, node in enumerate(graph.all_nodes())}
     taken: Counter[str] = Counter()
     names: dict[ir.Value, str] = {}
     own = {value for value in values if value.name in parameters}
     for value in sorted(values, key=lambda value: value not in own):
-        names[value] = _unique(_weight_name(value, parameters, set(names.values())), taken)
+        first = min(value.consumers(), key=lambda node: order[node], default=None)
+        names[value] = _unique(_weight_name(value, first, parameters, set(names.values())), taken)
     # In two steps, since one may take the name that another still has.
     for number, value in enumerate(values):
         value.name = f"__{number}"
@@ -49,11 +52,12 @@ def _name_weights(graph: ir.Graph, parameters: Mapping[str, tuple[int, ...]]) ->
         value.name = names[value]
 
 
-def _weight_name(value: ir.Value, parameters: Mapping[str, tuple[int, ...]], taken: set[str]) -> str:
+def _weight_name(
+    value: ir.Value, first: ir.Node | None, parameters: Mapping[str, tuple[int, ...]], taken: set[str]
+) -> str:
     tensor = value.const_value
     assert tensor is not None and value.name is not None
-    readers = value.consumers()
-    module = module_of(readers[0]) if readers else ""
+    module = "" if first is None else module_of(first)
     # A parameter of the module that reads it first, of the same number of elements, and not yet found elsewhere.
     candidates = [
         name
@@ -64,7 +68,7 @@ def _weight_name(value: ir.Value, parameters: Mapping[str, tuple[int, ...]], tak
         return candidates[0]
     if value.name in parameters or "." in value.name:
         return value.name
-    if tensor.size <= 4:
+    if tensor.size <= 4 and not isinstance(tensor, WeightTensor):
         # constant.int64[0,1], and constant.int64.0 for a scalar
         numbers = ",".join(map(str, tensor.numpy().reshape(-1)))
         return f"constant.{tensor.dtype.name.lower()}" + (f"[{numbers}]" if tensor.shape.rank() else f".{numbers}")

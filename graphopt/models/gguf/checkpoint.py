@@ -64,13 +64,24 @@ def load_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:
         MissingDependencyError: torch, transformers or gguf is not installed.
     """
     torch, _ = import_export_packages()
-    file = open_gguf(path)
-    model = empty_model(file)
-    weights = expressions_of(file, model)
+    model, weights = outline_gguf(path)
     with torch.no_grad():
         state = model.state_dict()
         for name, expression in weights.items():
             state[name].copy_(torch.from_numpy(np.require(expression.numpy(), requirements="W")))
+    return model, weights
+
+
+def outline_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:
+    """Return the model of a GGUF file, whose parameters hold nothing, and the expression of each of its weights.
+
+    Raises:
+        InputError: as :func:`load_gguf`.
+        MissingDependencyError: torch, transformers or gguf is not installed.
+    """
+    file = open_gguf(path)
+    model = empty_model(file)
+    weights = expressions_of(file, model)
     if FREQUENCIES in file.tensors:
         apply_frequencies(model, file)
     return model.eval(), weights

@@ -132,10 +132,13 @@ class _Unrolled:
             self._move_scope(node, node)
         self._replace_ports(parts)
         graph.remove([node for nodes in traced for node in nodes], safe=True)
-        for name in [
-            name for name, value in graph.initializers.items() if not value.uses() and not value.is_graph_output()
-        ]:
-            del graph.initializers[name]
+        for name, value in list(graph.initializers.items()):
+            if not value.uses() and not value.is_graph_output():
+                del graph.initializers[name]
+        for (n, value), own in self._weights.items():
+            moved = places.scope_in(value.name or "", n)
+            # What has no name of a parameter gets one of its module later; until then it only differs from others.
+            own.name = moved if moved != value.name else f"{value.name}_{n}"
 
     def _layer(self, n: int, place: int) -> list[ir.Node]:
         """Return the nodes of layer ``n``, made like those of the traced layer at ``place``."""

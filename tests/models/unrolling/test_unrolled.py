@@ -5,13 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx_ir as ir
 import pytest
-import torch
-import transformers
 
-from graphopt.checks.up_to_names import without_names
 from graphopt.models import unrolling
 from graphopt.models.loading import Loaded, weights_of
 from graphopt.models.stored import Parameter
@@ -23,33 +19,13 @@ from graphopt.models.unrolling.places import Places
 from graphopt.models.unrolling.understood import NO_LAYERS, NotUnderstoodError
 from graphopt.provenance import SCOPE
 from graphopt.weights import WeightTensor, expression_of
-from tests.families import FAMILIES, randomize
+from tests.families import make_model
+from tests.isomorphic import description
 from tests.once import once
 
 
-def make_model(layers: int) -> Any:
-    name, settings = FAMILIES["llama"]
-    model = transformers.LlamaForCausalLM(getattr(transformers, name)(**{**settings, "num_hidden_layers": layers}))
-    randomize(model)
-    return model.eval()
-
-
-def loaded(model: Any) -> Loaded:
-    return Loaded(model, weights_of(model), lambda: model, [])
-
-
-def described(program: ir.Model) -> tuple[bytes, list[str | None], set[str | None]]:
-    """Return the graph with its weights and without names, the names of nodes in order, and those of weights."""
-    for value in program.graph.initializers.values():
-        expression = expression_of(value.const_value)
-        value.const_value = ir.Tensor(np.ascontiguousarray(expression.numpy()), dtype=expression.dtype)
-    bare = without_names(ir.to_proto(program)).SerializeToString(deterministic=True)
-    return bare, [node.name for node in program.graph], set(program.graph.initializers)
-
-
 def test_a_llama_of_four_layers() -> None:
-    torch.manual_seed(0)
-    model = make_model(4)
+    model = make_model("llama", 4).eval()
 
     def traced(folder: Path) -> None:
         folder.mkdir()
@@ -57,9 +33,10 @@ def test_a_llama_of_four_layers() -> None:
 
     sources = ("graphopt/models/*.py", "tests/families.py", "tests/models/unrolling/test_unrolled.py")
     whole = ir.load(once("llama-of-four-layers", sources, traced) / "model.onnx")
-    program, notes = trace_loaded(loaded(model), "llama")
+    loaded = Loaded(model, weights_of(model), lambda: model, [])
+    program, notes = trace_loaded(loaded, "llama")
     assert notes == []
-    assert described(program) == described(whole)
+    assert description(program) == description(whole)
 
 
 def toy_graph(layers: int, **more: Any) -> ir.Model:
@@ -113,6 +90,7 @@ def test_a_toy_of_two_layers_becomes_that_of_five() -> None:
     for one, two in zip(made.graph, expected.graph, strict=True):
         assert [names.get(value) for value in one.inputs] == [others.get(value) for value in two.inputs]
     assert made.graph.outputs[0].name == "y"
+    assert list(made.graph.initializers) == list(expected.graph.initializers)
 
 
 @pytest.mark.parametrize("place", [0, 1])
@@ -139,6 +117,6 @@ def test_a_model_that_cannot_be_shortened_is_traced_whole_and_says_so(monkeypatc
     monkeypatch.setattr(unrolling, "plan", refuse)
     monkeypatch.setattr(unrolling, "_exported", lambda model, source: toy_graph(3))
     monkeypatch.setattr(unrolling, "finish", lambda program, model, source: None)
-    program, why = trace_skeleton(make_model(1), "toy")
+    program, why = trace_skeleton(make_model("llama", 1), "toy")
     assert str(why) == "its modules hold no list of layers"
     assert len(program.graph) == 10
