@@ -93,6 +93,10 @@ def optimize(
     if output is None:
         if work is not None:
             raise InputError("a work folder is for an artifact that is written", file=work, remedy="name an output too")
+        if required is not None:
+            raise InputError(
+                f"--require {required.text} is for an artifact that is written", remedy="name an output too"
+            )
         folder = tempfile.TemporaryDirectory(prefix="graphopt-")
         with workers(jobs) as executor:
             made = _compile(model, chosen, Path(folder.name), executor, statistics, run=run, on_stage=on_stage)

@@ -8,7 +8,7 @@ import pytest
 
 import graphopt
 from graphopt.checks.replay import verify
-from graphopt.errors import VerificationError
+from graphopt.errors import InputError, VerificationError
 from graphopt.manifest import read_manifest
 from graphopt.pipeline import IN_MEMORY
 from graphopt.quality.judge import confirm, judge, sentences_of
@@ -72,6 +72,11 @@ def test_what_is_required_decides_whether_anything_is_written(llama_artifact: Pa
     with pytest.raises(VerificationError, match="cannot be confirmed"):
         graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1", run=False)
     graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1", quality_tokens=20)
+
+
+def test_a_requirement_needs_an_output(llama_artifact: Path) -> None:
+    with pytest.raises(InputError, match="kl<1 is for an artifact that is written"):
+        graphopt.optimize(llama_artifact, "int4", require="kl<1")
 
 
 def test_a_broken_model_is_refused_unless_forced(llama_artifact: Path, tmp_path: Path) -> None:
