@@ -128,7 +128,8 @@ def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     quantized = ["fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8"]
     caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
     rotated = [*(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"]
-    assert list(presets()) == sorted([*quantized, *rotated, *caches, "float16"])
+    fitted = ["gptq-int4", "gptq-int3", "gptq-nf4", "gptq-fp6"]
+    assert list(presets()) == sorted([*quantized, *rotated, *caches, *fitted, "float16"])
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description

@@ -155,6 +155,7 @@ def test_two_layers_of_each_family_are_found_with_names_shuffled(
 
 @pytest.mark.parametrize("preset", presets())
 def test_layers_are_found_behind_every_preset(llama_artifact: Path, preset: str) -> None:
-    folded = fold(optimize(llama_artifact, preset, run=False).model.graph)
+    # GPTQ runs the model to see the inputs of products.
+    folded = fold(optimize(llama_artifact, preset, run=preset.startswith("gptq-")).model.graph)
     assert len(folded.layers()) == 2
     assert [part.count for part in folded.parts if isinstance(part, Repeat)] == [2]
