@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from graphopt.errors import InputError
+from graphopt.models.export import export
+from graphopt.models.loading import Loaded, load, outline
+from graphopt.models.stored import Parameter
+from graphopt.onnx_file import load as load_onnx
+from graphopt.weights import Cast, Inline, WeightTensor
+from graphopt.weights.data_file import save_model
+
+
+def notes_of(loaded: Loaded) -> str:
+    return " ".join(map(str, loaded.notes))
+
+
+def test_safetensors_are_not_read(llama_folder: Path) -> None:
+    loaded = load(str(llama_folder))
+    assert loaded.notes == []
+    assert all(isinstance(weight, Cast) for weight in loaded.weights.values())
+    stored = load_file(llama_folder / "model.safetensors")
+    for name in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
+        expected = stored.get(name, stored["model.embed_tokens.weight"]).float().numpy()
+        assert np.array_equal(loaded.weights[name].numpy(), expected)
+
+
+def test_other_files_are_loaded_into_memory_and_it_says_so(llama_folder: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    state = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    torch.save(state, folder / "pytorch_model.bin")
+    loaded = load(str(folder))
+    assert "the whole model was loaded into memory: its weights are not in safetensors files alone" in notes_of(loaded)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert isinstance(loaded.weights[name], Inline)
+    assert np.array_equal(loaded.weights[name].numpy(), state[name].float().numpy())
+    assert loaded.weights["lm_head.weight"] is loaded.weights["model.embed_tokens.weight"]
+
+
+def test_weights_that_transformers_computes_with_are_loaded_into_memory(
+    llama_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import core_model_loading
+
+    def halved(tensor: torch.Tensor, device: object = None, dtype: object = None) -> torch.Tensor:
+        return torch.mul(tensor[...].to(torch.float32), 0.5)
+
+    monkeypatch.setattr(core_model_loading, "_materialize_copy", halved)
+    loaded = load(str(llama_folder))
+    assert "transformers does more to its weights than to move and widen them" in notes_of(loaded)
+    stored = load_file(llama_folder / "model.safetensors")["model.norm.weight"].float().numpy()
+    assert np.array_equal(loaded.weights["model.norm.weight"].numpy(), stored / 2)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "bert"])
+def test_an_outline_needs_a_configuration_only(family: str, make_folder: Callable[[str], Path], tmp_path: Path) -> None:
+    shutil.copy(make_folder(family) / "config.json", tmp_path)
+    loaded, whole = outline(str(tmp_path)), load(str(make_folder(family)))
+    assert "its weights were not asked for" in notes_of(loaded)
+    assert {name: (weight.shape, weight.dtype) for name, weight in loaded.weights.items()} == {
+        name: (weight.shape, weight.dtype) for name, weight in whole.weights.items()
+    }
+    assert all(isinstance(weight, Parameter) for weight in loaded.weights.values())
+    with pytest.raises(InputError, match="there are no weights"):
+        loaded.runnable()
+
+
+def test_only_a_configuration_is_exported_without_weights(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="only a Hugging Face model is exported without weights"):
+        export(tmp_path / "model.gguf", tmp_path / "out", weights=False)
+
+
+def test_a_model_without_weights_is_written_and_not_opened(tmp_path: Path) -> None:
+    w = ir.val("w", const_value=WeightTensor(Parameter("w", ir.DataType.FLOAT, (3, 2))))
+    one = ir.val("one", const_value=ir.tensor(np.float32(1)))
+    x = ir.val("x", ir.DataType.FLOAT, [1, 3])
+    nodes = [ir.node("MatMul", [x, w])]
+    nodes.append(ir.node("Add", [nodes[0].outputs[0], one]))
+    nodes[1].outputs[0].name = "y"
+    graph = ir.Graph([x], nodes[1].outputs, nodes=nodes, initializers=[w, one], opset_imports={"": 23})
+    save_model(ir.Model(graph, ir_version=10), tmp_path / "model.onnx", "model.onnx.data", weights=False)
+    assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
+    written = ir.load(tmp_path / "model.onnx").graph.initializers
+    assert written["one"].const_value.numpy() == 1
+    assert (written["w"].const_value.nbytes, written["w"].const_value.location) == (24, "model.onnx.data")
+    with pytest.raises(InputError, match=r"external data is missing.*tensor=w"):
+        load_onnx(tmp_path / "model.onnx")
+
+
+def test_a_checkpoint_with_an_adapter_is_loaded_by_transformers(llama_folder: Path, tmp_path: Path) -> None:
+    from graphopt.models.checkpoint import load_config
+    from graphopt.models.loading import _tensors_of
+
+    folder = shutil.copytree(llama_folder, tmp_path / "model")
+    assert _tensors_of(load_config(str(folder)), str(folder)) is not None
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    assert _tensors_of(load_config(str(folder)), str(folder)) is None
