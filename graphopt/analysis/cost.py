@@ -43,37 +43,43 @@ def weight_totals(model: ir.Model) -> WeightTotals:
             tensor = value.const_value
             if tensor is None:
                 continue
-            if _is_weight(value, tensor):
-                codes = _reader(value, _CODES)
-                parameters += tensor.size if codes is None else _numbers(codes, tensor)
-            elif _reader(value, DECODING) is None:
+            if is_weight(value, tensor):
+                parameters += parameters_in(value, tensor)
+            elif reader_of(value, DECODING) is None:
                 continue
             size += tensor.nbytes
     bits = 8 * size / parameters if parameters else 0.0
     return WeightTotals(parameters=parameters, bytes=size, bits_per_weight=bits)
 
 
-def _is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
-    if _reader(value, _CODES) is not None:
+def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    """Return whether an initializer holds numbers of the model, as floats or as codes; scales and shapes are none."""
+    if reader_of(value, _CODES) is not None:
         return True
     if tensor.size == 0:
         return False  # the placeholder of an absent input
     if any((read := port_at(*use)) is not None and read.placeholder == tensor.size for use in value.uses()):
         return False
-    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and _reader(value, DECODING) is None
+    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and reader_of(value, DECODING) is None
 
 
-def _reader(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
+def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
     """Return the node that reads ``value``, or rows looked up in it, as an input with one of the roles."""
     for use in value.uses():
         read = port_at(*use)
         if read is not None and read.role in roles:
             return use.node
         if use.node.op_type == "Gather" and use.idx == 0:
-            found = _reader(use.node.outputs[0], roles)
+            found = reader_of(use.node.outputs[0], roles)
             if found is not None:
                 return found
     return None
+
+
+def parameters_in(value: ir.Value, tensor: ir.TensorProtocol) -> int:
+    """Return how many numbers of the model a weight stands for."""
+    codes = reader_of(value, _CODES)
+    return tensor.size if codes is None else _numbers(codes, tensor)
 
 
 def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
@@ -98,15 +104,29 @@ def storage_formats(model: ir.Model) -> dict[str, int]:
     found: dict[str, int] = {}
     for value in model.graph.initializers.values():
         tensor = value.const_value
-        if tensor is None or not _is_weight(value, tensor):
+        if tensor is None or not is_weight(value, tensor):
             continue
-        codes = _reader(value, _CODES)
-        if codes is not None and is_packed(codes):
-            name = packed_format(codes)
-        else:
-            name = _NAMES.get(tensor.dtype, tensor.dtype.name.lower())
+        codes = reader_of(value, _CODES)
+        name = packed_format(codes) if codes is not None and is_packed(codes) else type_name(tensor.dtype)
         found[name] = found.get(name, 0) + 1
     return found
+
+
+def format_of(value: ir.Value, tensor: ir.TensorProtocol) -> str:
+    """Return the format that a weight is stored in, such as ``int4`` or ``fp6-e2m3``, whatever reads its codes."""
+    codes = reader_of(value, _CODES)
+    signature = None if codes is None else signature_of(codes)
+    if codes is None or signature is None:
+        return type_name(tensor.dtype)
+    if "table" in signature.input_names:
+        return packed_format(codes)
+    bits = _packed_bits(codes, tensor)
+    return type_name(tensor.dtype) if bits is None else f"uint{bits}"
+
+
+def type_name(dtype: ir.DataType) -> str:
+    """Return what a type is called in reports."""
+    return _NAMES.get(dtype, dtype.name.lower())
 
 
 def packed_format(node: ir.Node) -> str:
@@ -116,7 +136,7 @@ def packed_format(node: ir.Node) -> str:
         return "codes"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
     for known in FORMATS.values():
-        if known.bits == bits and np.array_equal(known.values.astype(np.float32), values):
+        if bits in (None, known.bits) and np.array_equal(known.values.astype(np.float32), values):
             return known.name
     return f"a table of {values.size} values"
 

@@ -1,4 +1,4 @@
-"""Commands that change nothing and run nothing: ``bases``, ``passes``, ``recipes``."""
+"""Commands that change nothing and run nothing: ``bases``, ``inspect``, ``passes``, ``recipes``."""
 
 from __future__ import annotations
 
@@ -34,6 +34,33 @@ def bases(
         return print_json(found)
     for line in lines(found):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+    return None
+
+
+@command("inspect")
+def inspect_model(
+    model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    query: Annotated[
+        list[str] | None, typer.Argument(help="which nodes: op:MatMul role:down_proj format:int4 layer:0-3 pass:rotate")
+    ] = None,
+    context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
+    as_json: Json = False,
+) -> None:
+    """Show what a model consists of and what the compiler did to it: by role, layers of one structure as one row."""
+    from graphopt.view.inspecting import coverage_table, heading, left_table, roles_table
+    from graphopt.view.query import narrowed, selector
+    from graphopt.view.tracing import trace
+
+    found = trace(model, context)
+    words = " ".join(query or ())
+    if as_json:
+        return print_json(narrowed(found, words))
+    selected = selector(found, words)
+    for line in heading(found):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
+    for table in (roles_table(found, selected), coverage_table(found, selected), left_table(found, selected)):
+        if table is not None:
+            out.print(table)
     return None
 
 

@@ -216,6 +216,20 @@ def test_bases_says_what_can_be_rotated(run, llama_artifact: Path) -> None:
     assert embedding["reason"]["code"] == "basis.gain"
 
 
+def test_inspect_folds_layers_and_takes_a_query(run, llama_artifact: Path) -> None:
+    code, out, _ = run("inspect", llama_artifact)
+    assert code == 0
+    assert "2 layers: (A) x 2" in out
+    code, out, _ = run("inspect", llama_artifact, "role:down_proj", "layer:1", "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert found["format"] == "graphopt.trace/1"
+    assert [(node["role"], node["layer"]) for node in found["nodes"]] == [("down_proj", 1)]
+    code, _, err = run("inspect", llama_artifact, "colour:red")
+    assert code == 2
+    assert "known are op, role" in err
+
+
 def test_verify_proves_again_and_names_what_is_wrong(run, llama_artifact: Path, tmp_path: Path) -> None:
     assert run("optimize", llama_artifact, "-r", "rotate", "-o", tmp_path / "out", "--no-run")[0] == 0
     code, out, _ = run("verify", llama_artifact, tmp_path / "out")

@@ -113,9 +113,9 @@ def _sink(graph: ir.Graph, nodes: list[ir.Node]) -> ir.Node | None:
     """Return what makes the output that is farthest from the inputs."""
     depth: dict[ir.Node, int] = {}
     for node in nodes:
-        made = (value.producer() for value in inputs_of(node))
-        depth[node] = 1 + max((depth[each] for each in made if each is not None and each in depth), default=0)
-    makers = [node for value in graph.outputs if (node := value.producer()) is not None and node in depth]
+        sources = (value.producer() for value in inputs_of(node))
+        depth[node] = 1 + max((depth[each] for each in sources if each is not None and each in depth), default=0)
+    makers = [made for value in graph.outputs if (made := value.producer()) is not None and made in depth]
     return max(makers, key=depth.__getitem__, default=None)
 
 

@@ -1,0 +1,44 @@
+"""Text of others shown as text: names of nodes, tensors and files may hold anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import count
+
+WIDTH = 60
+"""Characters of a name that are shown."""
+
+
+def plain(text: str, width: int = WIDTH) -> str:
+    """Return a name on one line, with control characters escaped, and its middle left out where it is long."""
+    head = text if len(text) <= 4 * width else text[: 2 * width] + text[-2 * width :]
+    line = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in head)
+    if len(line) <= width:
+        return line
+    half = (width - 1) // 2
+    return f"{line[:half]}…{line[-half:]}"
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ranges: ``0-4, 6, 8-9``."""
+    found: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if found and found[-1][-1] == number - 1:
+            found[-1].append(number)
+        else:
+            found.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+
+
+def letters() -> Iterable[str]:
+    """Yield A, B, ..., Z, A1, B1, ..."""
+    for number in count():
+        for code in range(26):
+            yield chr(ord("A") + code) + (str(number) if number else "")
+
+
+def counted(found: dict[str, int]) -> str:
+    """Return what there is how often, most first: ``30 x int4, 2 x int8``; without numbers where all are alike."""
+    if len(found) == 1:
+        return next(iter(found))
+    return ", ".join(f"{times} x {name}" for name, times in sorted(found.items(), key=lambda each: (-each[1], each[0])))
