@@ -75,6 +75,7 @@ def history(item: ir.Node | ir.Value) -> tuple[list[str], list[str]]:
     made: set[str] = set()
     origins: dict[str, None] = {}
     for step in found:
-        origins.update(dict.fromkeys(name for name in step.sources if name not in made))
+        # Without sources it was edited in place.
+        origins.update(dict.fromkeys(name for name in step.sources or (step.made,) if name not in made))
         made.add(step.made)
     return list(dict.fromkeys(step.pass_name for step in found)), list(origins)

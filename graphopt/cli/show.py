@@ -1,4 +1,4 @@
-"""Commands that change nothing and run nothing: ``bases``, ``inspect``, ``passes``, ``recipes``."""
+"""Commands that change nothing and run nothing: ``bases``, ``explain``, ``inspect``, ``passes``, ``recipes``."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bases(
     found = [describe(basis) for basis in find_bases(graph.graph)]
     if as_json:
         return print_json(found)
-    for line in lines(found):
+    for line in lines(found, graph.graph):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
 
@@ -61,6 +61,24 @@ def inspect_model(
     for table in (roles_table(found, selected), coverage_table(found, selected), left_table(found, selected)):
         if table is not None:
             out.print(table)
+    return None
+
+
+@command("explain")
+def explain(
+    model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    node: Annotated[str, typer.Argument(help="a node; a weight stands for what reads it, a value for what makes it")],
+    as_json: Json = False,
+) -> None:
+    """Show where a node came from: the passes that made it of which nodes, what each did, and what was checked."""
+    from graphopt.view.explaining import explain as explain_node
+    from graphopt.view.explaining import told
+
+    found = explain_node(model, node)
+    if as_json:
+        return print_json(found)
+    for line in told(found):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
 
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphopt.errors import InputError
 from graphopt.facts import Effect, PassReport
-from graphopt.passes.context import Context, Ledger, Removals, Statistics, Surroundings
+from graphopt.passes.context import Context, Ledger, Nodes, Statistics, Surroundings
 from graphopt.passes.phases import CANONICAL_OPSETS, PHASES, Phase
 from graphopt.runtime_ops import declare
 from graphopt.tasks import task_of
@@ -149,12 +149,13 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     def call(self, model: ir.Model) -> PassResult:
         """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""
         report = PassReport(name=self.name, effect=self.effect)
-        there = Removals(model.graph)
+        there = Nodes(model.graph)
         started = time.perf_counter()
         self.rewrite(model, Context(Ledger(report), self._surroundings or Surroundings(task_of(model.graph))))
         declare(model)
         report.seconds = time.perf_counter() - started
-        report.removed = there.found(model.graph, self.name)
+        there.record_added(model.graph, self.name)
+        report.removed = there.removed(model.graph, self.name)
         if not report.changes:  # what a lossy pass left as it was must compute what it computed
             report.effect = "exact"
         return PassResult(model, modified=bool(report.changes), report=report)

@@ -39,8 +39,8 @@ class Ledger:
         self.report.skips.append(Skip(where=where, reason=reason, node=node))
 
 
-class Removals:
-    """Finds which nodes of a graph a pass takes away: compares the graph of before, made note of here, with the later.
+class Nodes:
+    """Finds which nodes a pass adds and takes away: compares the graph of before, made note of here, with the later.
 
     Args:
         graph: the graph before the pass.
@@ -48,8 +48,28 @@ class Removals:
 
     def __init__(self, graph: ir.Graph) -> None:
         self._before = {node: [name for name in (node.name, *_outputs(node)) if name] for node in graph}
+        self._constants = set(graph.initializers.values())
 
-    def found(self, graph: ir.Graph, pass_name: str) -> list[Removal]:
+    def record_added(self, graph: ir.Graph, pass_name: str) -> None:
+        """Give each new node that the pass left without a record one, so that every node leads back to the model.
+
+        It was made of the node whose output it makes now; else of what it took over the record of; else of what it
+        reads.
+        """
+        makers = {name: names[0] for names in self._before.values() for name in names[1:]}
+        for node in graph:
+            steps = provenance.steps(node)
+            if node in self._before or any(step.pass_name == pass_name for step in steps):
+                continue
+            replaced = [makers[name] for name in _outputs(node) if name in makers] or [each.made for each in steps[-1:]]
+            read = (value.producer() or value for value in node.inputs if value is not None)
+            old = (each for each in read if not isinstance(each, ir.Value) or self._is_old(each))
+            provenance.record(node, pass_name, replaced or old)
+
+    def _is_old(self, value: ir.Value) -> bool:
+        return value.is_graph_input() or value in self._constants
+
+    def removed(self, graph: ir.Graph, pass_name: str) -> list[Removal]:
         """Return the nodes that are gone, each with what was made from it by the pass, or is in its outputs' place."""
         kept = set(graph)
         known = {(node.name, node.domain, node.op_type) for node in kept}

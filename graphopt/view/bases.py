@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
+import onnx_ir as ir
 from pydantic import BaseModel
 
 from graphopt.analysis.axes import Basis, Role, WeightAxis
+from graphopt.analysis.folding import fold
 from graphopt.facts import Fact
+from graphopt.view.plain import plain, ranges
 from graphopt.view.sentences import sentence
 
 
@@ -55,17 +58,48 @@ def describe(basis: Basis) -> BasisReport:
     )
 
 
-def lines(reports: Sequence[BasisReport]) -> list[str]:
-    """Say of each basis, in a line or two, what is around it and what keeps it from being rotated."""
+def lines(reports: Sequence[BasisReport], graph: ir.Graph | None = None) -> list[str]:
+    """Say of each basis, in a line or two, what is around it and what keeps it from being rotated.
+
+    Args:
+        reports: the bases.
+        graph: where they are: bases at one place in layers of one structure, of which the same is to be said, are said
+            once, by the first.
+    """
     verdicts = {"free": "for free", "at run time": "at run time", "pinned": "not to be rotated"}
+    places = {} if graph is None else _places(graph)
+    alike: dict[Hashable, list[int]] = {}
+    first: dict[Hashable, BasisReport] = {}
+    for number, report in enumerate(reports):
+        place, layer = places.get(report.name, (("alone", number), None))
+        reason = report.reason and sentence(report.reason)
+        counts = len(report.writers), len(report.readers)
+        key = (place, report.role, report.width, report.verdict, reason, counts)
+        first.setdefault(key, report)
+        alike.setdefault(key, []).extend([] if layer is None else [layer])
     said = []
-    for report in reports:
-        counts = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
-        said.append(
-            f"{report.name} [{report.width or '?'}]  {report.role}, {counts}: {verdicts[report.verdict]}"
-            + ("" if report.node is None else f"\n    {report.node}: {report.reason and sentence(report.reason)}")
+    for key, report in first.items():
+        counted = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
+        many = f"  (x {len(alike[key])}, layers {ranges(alike[key])})" if len(alike[key]) > 1 else ""
+        why = f"\n    {plain(report.node or '')}: {report.reason and sentence(report.reason)}"
+        head = (
+            f"{plain(report.name)} [{report.width or '?'}]  {report.role}, {counted}: {verdicts[report.verdict]}{many}"
         )
+        said.append(head if report.node is None else head + why)
     return said
+
+
+def _places(graph: ir.Graph) -> dict[str, tuple[Hashable, int]]:
+    """Return of each tensor that a layer makes: the fold of the layer and the place in it, and the layer."""
+    folded = fold(graph)
+    found: dict[str, tuple[Hashable, int]] = {}
+    for number, layer in enumerate(folded.layers()):
+        kind = tuple(folded.structures[segment] for segment in layer)
+        nodes = [node for segment in layer for node in folded.order[segment]]
+        for place, node in enumerate(nodes):
+            for value in node.outputs:
+                found[value.name or ""] = ((kind, place, value.index()), number)
+    return found
 
 
 def _name(site: WeightAxis) -> str:

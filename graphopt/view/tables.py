@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from rich.table import Column, Table
+from rich.text import Text
 
 from graphopt.facts import Check, PassReport, Skip
 from graphopt.manifest import Manifest
@@ -12,6 +13,7 @@ from graphopt.passes.algebra.rotate import STAYS
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.quality.verdict import verdict_of
 from graphopt.tasks import TASKS
+from graphopt.view.plain import plain
 from graphopt.view.sentences import sentence
 
 
@@ -48,7 +50,7 @@ def checks_table(checks: Sequence[Check]) -> Table:
         figure = change(check)
         reason = sentence(check.reason)
         evidence = f"{reason}; largest change {figure}" if figure else reason
-        table.add_row(check.name, check.after, check.status, evidence)
+        table.add_row(check.name, check.after, check.status, Text(evidence))
     return table
 
 
@@ -61,15 +63,20 @@ def skips_table(reports: Sequence[PassReport]) -> Table | None:
             places.setdefault(sentence(skip.reason), []).append(_place(skip))
         for reason, found in places.items():
             more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            table.add_row(report.name, found[0] + more, reason)
+            table.add_row(report.name, Text(found[0] + more), Text(plain(reason, _REASON)))
     return table if table.row_count else None
 
 
 def _place(skip: Skip) -> str:
     """Name what was left alone: a node or value, or a basis with its width, and the node that is the reason."""
     width = skip.reason.figures.get("width")
-    what = skip.where if skip.reason.code != STAYS.code else f"basis {skip.where} [{width or '?'}]"
-    return what if skip.node in (None, skip.where) else f"{what} at {skip.node}"
+    where = plain(skip.where)
+    what = where if skip.reason.code != STAYS.code else f"basis {where} [{width or '?'}]"
+    return what if skip.node is None or skip.node == skip.where else f"{what} at {plain(skip.node)}"
+
+
+_REASON = 400
+"""Characters of a reason that are shown; names in it may be long."""
 
 
 def summary(manifest: Manifest) -> list[str]:

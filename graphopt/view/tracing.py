@@ -43,11 +43,20 @@ def trace(path: Path, context: int = 1024) -> Trace:
     Raises:
         InputError: there is no model, or it cannot be read.
     """
+    return trace_of(*opened(path), str(path), context)
+
+
+def opened(path: Path) -> tuple[ir.Model, Manifest | None]:
+    """Open a model, and read its manifest where there is one.
+
+    Raises:
+        InputError: there is no model, or it cannot be read.
+    """
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         raise InputError("there is no ONNX model here", file=path, remedy=f"give a folder with {MODEL}, or a file")
     manifest = read_manifest(path) if path.is_dir() and (path / MANIFEST).is_file() else None
-    return trace_of(load(file), manifest, str(path), context)
+    return load(file), manifest
 
 
 def trace_of(model: ir.Model, manifest: Manifest | None, name: str, context: int = 1024) -> Trace:

@@ -107,3 +107,15 @@ def test_storage_and_compute_precision_are_told_apart() -> None:
     assert "stored: 2 int4, 1 float32 tensor(s)" in text
     assert "computed: activations int8; rounded by the kernel" in text
     assert "note: there is no tokenizer" in text
+
+
+def test_names_and_reasons_of_others_are_text() -> None:
+    reason = TEXT(text="[red]pinned[/] by [/nothing]")
+    report = PassReport(
+        name="rotate", effect="exact", skips=[Skip(where="[/]", reason=reason, node="two\nlines" + "x" * 10_000)]
+    )
+    text = shown(skips_table([report]))
+    assert "[/] at" in text
+    assert "two\\nlines" in text
+    assert "[red]pinned[/] by [/nothing]" in text
+    assert len(text.splitlines()) < 12
