@@ -74,13 +74,13 @@ def lines(reports: Sequence[BasisReport], graph: ir.Graph | None = None) -> list
         place, layer = places.get(report.name, (("alone", number), None))
         reason = report.reason and sentence(report.reason)
         counts = len(report.writers), len(report.readers)
-        key = (place, report.role, report.width, report.verdict, reason, counts)
+        key: Hashable = (place, report.role, report.width, report.verdict, reason, counts)
         first.setdefault(key, report)
         alike.setdefault(key, []).extend([] if layer is None else [layer])
     said = []
-    for key, report in first.items():
+    for same, report in first.items():
         counted = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
-        many = f"  (x {len(alike[key])}, layers {ranges(alike[key])})" if len(alike[key]) > 1 else ""
+        many = f"  (x {len(alike[same])}, layers {ranges(alike[same])})" if len(alike[same]) > 1 else ""
         why = f"\n    {plain(report.node or '')}: {report.reason and sentence(report.reason)}"
         head = (
             f"{plain(report.name)} [{report.width or '?'}]  {report.role}, {counted}: {verdicts[report.verdict]}{many}"
