@@ -59,7 +59,7 @@ class Nodes:
         makers = {name: names[0] for names in self._before.values() for name in names[1:]}
         for node in graph:
             steps = provenance.steps(node)
-            if node in self._before or any(step.pass_name == pass_name for step in steps):
+            if node in self._before or any((step.pass_name, step.made) == (pass_name, node.name) for step in steps):
                 continue
             replaced = [makers[name] for name in _outputs(node) if name in makers] or [each.made for each in steps[-1:]]
             read = (value.producer() or value for value in node.inputs if value is not None)

@@ -61,9 +61,9 @@ def test_a_merged_product_leads_back_to_three(rotated: Path) -> None:
     assert [name for name in dict.fromkeys(stages) if name in wanted] == wanted
     for letter in "qkv":
         assert any(f"layers.1.self_attn.{letter}_proj" in origin for origin in told.origins)
-    (merged,) = [edge for edge in told.edges if edge.stage == "merge_products"]
-    assert len(merged.sources) >= 3
-    assert merged.effect == "exact"
+    merged = [edge for edge in told.edges if edge.stage == "merge_products"]
+    assert max(len(edge.sources) for edge in merged) >= 3
+    assert {edge.effect for edge in merged} == {"exact"}
     assert not told.as_it_came_in
 
 

@@ -60,8 +60,8 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     if reason is not None:
         ledger.skipped(_POSITIONS, BOUND(why=reason))
         return
-    for node in exact_angles(graph):
-        ledger.changed(node, WIDE_ANGLES())
+    for node, product in exact_angles(graph).items():
+        ledger.changed(node, WIDE_ANGLES(), [product])
     capped: dict[int, CappedQueries] = {}
     for node, query in queries.items():
         cap = layers[node].reach - 1
@@ -94,9 +94,13 @@ def bound(graph: ir.Graph, queries: Mapping[ir.Node, ir.Value]) -> Fact | None:
     return None
 
 
-def exact_angles(graph: ir.Graph) -> list[ir.Node]:
-    """Compute all products of positions with frequencies in float64, modulo 2 pi; return the nodes that now do."""
-    made = []
+def exact_angles(graph: ir.Graph) -> dict[ir.Node, str]:
+    """Compute all products of positions with frequencies in float64, modulo 2 pi.
+
+    Returns:
+        The nodes that now make the angles, each with the name of the product that did.
+    """
+    made: dict[ir.Node, str] = {}
     for node in [node for node in _readers(graph_input(graph, _POSITIONS)) if node.op_type in ("Mul", "MatMul")]:
         if node.outputs[0].dtype not in (ir.DataType.FLOAT, None):
             continue
@@ -112,7 +116,7 @@ def exact_angles(graph: ir.Graph) -> list[ir.Node]:
         for each, dtype in ((product, ir.DataType.DOUBLE), (rest, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
             name_output(each, node.outputs[0], dtype=dtype)
         replace(node, [product, rest, back])
-        made.append(back)
+        made[back] = name or "?"
     return made
 
 
