@@ -136,9 +136,10 @@ class _Unrolled:
             if not value.uses() and not value.is_graph_output():
                 del graph.initializers[name]
         for (n, value), own in self._weights.items():
-            moved = places.scope_in(value.name or "", n)
+            name = value.name or ""
             # What has no name of a parameter gets one of its module later; until then it only differs from others.
-            own.name = moved if moved != value.name else f"{value.name}_{n}"
+            named = name.startswith(f"{plan.prefix}.")
+            own.name = places.scope_in(name, n) if named else f"{name}_{n}"
 
     def _layer(self, n: int, place: int) -> list[ir.Node]:
         """Return the nodes of layer ``n``, made like those of the traced layer at ``place``."""
