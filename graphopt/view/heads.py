@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.table import Table
 
-from graphopt.analysis.heads import Calibration
+from graphopt.analysis.heads import Calibration, HeadFigures
+from graphopt.view.plain import ranges
+
+NOTABLE = 0.1
+"""Share of attention from which on an echo or induction score has a row of its own."""
 
 
 def heads_table(found: Calibration) -> Table:
-    """Show each KV head: its echo and induction scores, the largest of its query heads, and what policies keep."""
-    table = Table("layer", "KV head", "induction", "echo", *(f"kept by {name}" for name in found.policies))
+    """Show KV heads: their echo and induction scores, the largest of their query heads, and what policies keep.
+
+    A head with a score of :data:`NOTABLE` or more has a row. The others of a layer are one row, and so are layers one
+    behind the other that have no such head: with the largest scores among them, and the mean of what policies keep.
+    """
+    policies = list(found.policies)
+    table = Table("layers", "KV heads", "induction", "echo", *(f"kept by {name}" for name in policies))
+    layers: list[int] = []
+    rest: list[HeadFigures] = []
+
+    def close() -> None:
+        if rest:
+            table.add_row(ranges(layers), f"{len(rest)} others", *_cells(rest, policies))
+        layers.clear()
+        rest.clear()
+
     for layer in found.layers:
-        for number, head in enumerate(layer.heads):
-            kept = (f"{_mean(head.kept[name]):.3f}" for name in found.policies)
-            table.add_row(
-                str(layer.number),
-                str(number),
-                f"{max(head.induction):.3f}",
-                f"{max(head.echo):.3f}",
-                *kept,
-            )
+        notable = [number for number, head in enumerate(layer.heads) if max(*head.induction, *head.echo) >= NOTABLE]
+        if notable:
+            close()
+        for number in notable:
+            table.add_row(str(layer.number), str(number), *_cells([layer.heads[number]], policies))
+        layers.append(layer.number)
+        rest += [head for number, head in enumerate(layer.heads) if number not in notable]
+        if notable:
+            close()
+    close()
     return table
+
+
+def _cells(heads: Sequence[HeadFigures], policies: Iterable[str]) -> list[str]:
+    scores = [max(max(head.induction) for head in heads), max(max(head.echo) for head in heads)]
+    kept = [_mean(share for head in heads for share in head.kept[name]) for name in policies]
+    return [f"{figure:.3f}" for figure in (*scores, *kept)]
 
 
 def policies_table(found: Calibration) -> Table:

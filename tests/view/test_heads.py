@@ -28,3 +28,32 @@ def test_the_tables_show_every_head_and_policy() -> None:
     # the largest of the scores of its query heads, and the mean of what they keep
     for shown in ("3", "0.750", "0.250", "0.562", "sinks 4", "25.0%", "56.2%"):
         assert shown in text
+
+
+def head(score: float) -> HeadFigures:
+    return HeadFigures(induction=(score, 0.0), echo=(0.01, 0.0), kept={"streaming": (0.5, 1.0)})
+
+
+def test_layers_without_a_retrieval_head_are_one_row() -> None:
+    layers = [LayerFigures(number=number, heads=(head(0.02), head(0.03))) for number in range(32)]
+    layers[20] = LayerFigures(number=20, heads=(head(0.05), head(0.9)))
+    policies = {"streaming": ReadPolicy(attributes={}, read=0.25, kept=0.5)}
+    found = Calibration(
+        origin="a",
+        model="m",
+        tokens=1,
+        window=1,
+        queries=1,
+        block=1,
+        repeats=4,
+        policies=policies,
+        layers=tuple(layers),
+    )
+    table = heads_table(found)
+    rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
+    assert rows == [
+        ("0-19", "40 others", "0.030", "0.010", "0.750"),
+        ("20", "1", "0.900", "0.010", "0.750"),
+        ("20", "1 others", "0.050", "0.010", "0.750"),
+        ("21-31", "22 others", "0.030", "0.010", "0.750"),
+    ]
