@@ -35,7 +35,7 @@ class _Finder:
         self.constant = constant_nodes(nodes)
         self.readers = readers_of(nodes)
         self.products = [node for node in nodes if self._is_weighted(node)]
-        self._weighted = set(self.products)
+        self.weighted = set(self.products)
         self.mixers = mixers(nodes)
         self._mixing = {mixer.node for mixer in self.mixers}
         self.roles: dict[ir.Node, str] = {mixer.node: "attention" for mixer in self.mixers}
@@ -58,7 +58,7 @@ class _Finder:
             if node in seen or node is None or self.of.get(node) != segment:
                 continue
             seen.add(node)
-            if node in self._weighted or node in self._mixing:
+            if node in self.weighted or node in self._mixing:
                 ends.add(node)
             else:
                 between.append(node)
@@ -100,10 +100,10 @@ class _Finder:
         for mixer in self.mixers:
             for letter, value in zip("qkv", (mixer.query, mixer.key, mixer.value), strict=True):
                 ends, between = self.behind(value, self.of.get(mixer.node))
-                for node in ends & self._weighted:
+                for node in ends & self.weighted:
                     letters.setdefault(node, set()).add(letter)
                 for node in between:
-                    if "Normalization" in node.op_type and not ends & self._weighted - self._before(node):
+                    if "Normalization" in node.op_type and not ends & self.weighted - self._before(node):
                         self.roles.setdefault(node, f"{letter}_norm")
         for node, found in letters.items():
             self.roles[node] = "".join(letter for letter in "qkv" if letter in found) + "_proj"
@@ -116,7 +116,7 @@ class _Finder:
             value = node.inputs[0] if node.op_type == "TopK" else None
             if value is not None and value.dtype is not None and value.dtype.is_floating_point():
                 ends, _ = self.behind(value, self.of.get(node))
-                self.roles.update({each: "router" for each in ends & self._weighted if each not in self.roles})
+                self.roles.update({each: "router" for each in ends & self.weighted if each not in self.roles})
 
     def _upward(self, node: ir.Node) -> str:
         """Tell gate from up, and a product of the residual stream in no MLP from both."""
@@ -137,7 +137,7 @@ class _Finder:
         waiting, seen = [start], set[ir.Node]()
         while waiting:
             each = waiting.pop()
-            if each in seen or each in self._weighted or self.of.get(each) != self.of.get(node):
+            if each in seen or each in self.weighted or self.of.get(each) != self.of.get(node):
                 continue
             seen.add(each)
             if each.op_type == "Mul":
@@ -158,7 +158,7 @@ def roles_of(graph: ir.Graph, folded: Folding) -> dict[ir.Node, str]:
         matrix = matrix_of(node, finder.constant)
         if node.op_type in ("Conv", "ConvTranspose"):
             roles[node] = "conv"
-        elif node in finder.products and node not in layers:
+        elif node in finder.weighted and node not in layers:
             roles[node] = "lm_head" if matrix is not None and matrix[1] in tables else "head"
         elif _looks_up(node, finder) and node in folded.cuts.of and node not in layers:
             roles[node] = "embedding"

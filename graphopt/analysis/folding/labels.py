@@ -81,6 +81,11 @@ def constant_of(value: ir.Value) -> Hashable:
     tensor = value.const_value
     if tensor is None:
         return "weight", dims(value)
+    return numbers_of(tensor)
+
+
+def numbers_of(tensor: ir.TensorProtocol) -> Hashable:
+    """Return what of a tensor is structure; see :func:`constant_of`. Nothing but small integers is read."""
     shape = tuple(tensor.shape.numpy())
     if not tensor.dtype.is_floating_point() and tensor.size <= _SMALL:
         return "numbers", shape, tuple(tensor.numpy().reshape(-1).tolist())
@@ -107,10 +112,11 @@ def parameters_of(node: ir.Node) -> Hashable:
 
 
 def _plain(attribute: ir.Attr) -> Hashable:
-    if attribute.type == ir.AttributeType.GRAPH:
-        return tuple((node.domain, node.op_type) for node in attribute.value)
+    if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
+        graphs = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else attribute.value
+        return tuple(tuple((node.domain, node.op_type) for node in graph) for graph in graphs)
     if attribute.type == ir.AttributeType.TENSOR:
-        return str(attribute.value.dtype), _hashable(attribute.value.numpy().tolist())
+        return numbers_of(attribute.value)
     return _hashable(attribute.value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import onnx_ir as ir
 import pytest
 
@@ -120,6 +121,27 @@ def test_layers_of_mixed_precision_fold_by_structure() -> None:
     stored = [folded.parameters[layer.stop - 1] for layer in folded.layers()]
     assert [number for number, each in enumerate(stored) if each != stored[0]] == [1, 4, 5]
     assert stored[1] == stored[4] != stored[5]
+
+
+def test_weights_in_nodes_and_branches_are_compared_by_shape() -> None:
+    """As other exporters write them: a ``Constant`` for a weight, an ``If`` for a choice."""
+    model = decoder(4)
+    for number, node in enumerate([node for node in model.graph if node.op_type == "Sigmoid"]):
+        value = np.random.default_rng(number).standard_normal((1, 48)).astype(np.float32)
+        constant = ir.node("Constant", [], {"value": ir.tensor(value)}, name=f"c{number}")
+        added = ir.node("Add", [node.inputs[0], constant.outputs[0]], name=f"add{number}")
+        always = ir.node("Constant", [], {"value": ir.tensor(np.array(True))}, name=f"true{number}")
+        inner = [ir.node(kind, [added.outputs[0]], name=f"{kind}{number}") for kind in ("Neg", "Abs")]
+        branches = [ir.Graph([], each.outputs, nodes=[each], name=f"branch.{each.name}") for each in inner]
+        chosen = ir.node(
+            "If",
+            [always.outputs[0]],
+            {"then_branch": branches[0], "else_branch": branches[1]},
+            name=f"if{number}",
+        )
+        model.graph.insert_before(node, [constant, added, always, chosen])
+        node.replace_input_with(0, chosen.outputs[0])
+    assert shape_of(fold(model.graph).parts) == [None, ([None, None], 4), None, None]
 
 
 def test_a_graph_without_attention_has_layers_too() -> None:
