@@ -105,13 +105,14 @@ class Recipe(BaseModel):
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> Recipe:
-        """Read the recipe of a manifest. One of an older graphopt may lack ``lower``, and has another order in it.
+        """Read the recipe of a manifest. An older one may lack ``lower`` or options, and has another order.
 
         Raises:
             ValidationError: it is no recipe.
         """
         steps = sorted(data["steps"], key=lambda step: list(PASSES).index(step["step"]))
-        return cls.model_validate({**data, "steps": steps}).lowered()
+        stated = [{**PASSES[step["step"]].options_type.unstated, **step} for step in steps]
+        return cls.model_validate({**data, "steps": stated}).lowered()
 
     def adding(self, name: str) -> Recipe:
         """Return the recipe with the step ``name`` and its defaults at its place, unless it has one.

@@ -117,6 +117,15 @@ def test_the_lm_head_may_still_be_called_head(tmp_path: Path) -> None:
     assert Recipe.recorded({"name": "older", "steps": steps}).steps[0] == weights
 
 
+def test_a_manifest_from_before_an_option_means_what_was_done_then() -> None:
+    older = QuantizeWeightsOptions().model_dump()
+    assert older.pop("tied") is True
+    (weights, _) = Recipe.recorded({"name": "older", "steps": [older]}).steps
+    assert weights == QuantizeWeightsOptions(tied=False)
+    (weights, _) = Recipe.recorded({"name": "newer", "steps": [{**older, "tied": True}]}).steps
+    assert weights == QuantizeWeightsOptions()
+
+
 def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "both.yaml"
     file.write_text("name: both\nsteps: [{step: quantize_weights, head: null, lm_head: null}]\n")

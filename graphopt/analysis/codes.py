@@ -4,6 +4,8 @@
     y = MatMul(x, ai.graphopt::Dequantize(codes, scales, table, zero points))       anywhere else
     y = MatMul(ai.graphopt::RoundActivations(x), ...)                               where x is rounded to few bits
 
+    e = Gather(Transpose(W), ids)                 where W, one of these matrices, is a tied token embedding too
+
 Codes lie as [K, N], scales and zero points as [groups, N].
 """
 
@@ -85,10 +87,32 @@ def dequantize_of(node: ir.Node) -> ir.Node | None:
     """Return the node that turns codes into the right side of the ``MatMul`` ``node``, if there is one."""
     right = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
     producer = None if right is None else right.producer()
-    return producer if producer is not None and _dequantizes(producer) else None
+    return producer if producer is not None and is_dequantize(producer) else None
 
 
-def _dequantizes(node: ir.Node) -> bool:
+def column_lookups(reader: ir.Node) -> list[ir.Node]:
+    """Return every ``Gather`` of columns of the matrix that ``reader`` makes of codes: of rows of its transpose."""
+    turned = [use.node for use in reader.outputs[0].uses() if feeds_lookups(use.node)]
+    return [use.node for node in turned for use in node.outputs[0].uses()]
+
+
+def feeds_lookups(node: ir.Node) -> bool:
+    """Return whether ``node`` transposes a matrix, and nothing but lookups of rows read what it makes."""
+    made = node.outputs[0]
+    return (
+        (node.domain, node.op_type) == ("", "Transpose")
+        and tuple(node.attributes.get_ints("perm", (1, 0))) == (1, 0)
+        and not made.is_graph_output()
+        and all(
+            (use.node.domain, use.node.op_type, use.idx) == ("", "Gather", 0)
+            and use.node.attributes.get_int("axis", 0) == 0
+            for use in made.uses()
+        )
+    )
+
+
+def is_dequantize(node: ir.Node) -> bool:
+    """Return whether ``node`` makes numbers of codes."""
     return (node.domain, node.op_type) in (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Hashable, Iterator, Set
 
 import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel
 
-from graphopt.analysis.structure import is_packed
+from graphopt.analysis.structure import reads_packed
 from graphopt.formats import FORMATS
 from graphopt.runtime_ops import DECODING, Role, port, port_at, signature_of
 from graphopt.runtime_ops.schema import attributes_of
+from graphopt.weights import source_of
 
 _CODES = frozenset({Role.CODES})
 
@@ -35,14 +36,12 @@ def weight_totals(model: ir.Model) -> WeightTotals:
 
     A weight is an initializer of floating point with at least one axis, or the codes that a dequantizing operator
     reads. Scales and zero points add bytes but no parameters. Scalars and integer constants (shapes, axes) are not
-    weights. An initializer that several nodes read, such as a tied embedding, counts once: it is stored once.
+    weights. An initializer that several nodes read counts once, and so do two that are the same bytes, such as the
+    codes of a tied embedding: they are stored once.
     """
     parameters = size = 0
     for graph in model.graphs():
-        for value in graph.initializers.values():
-            tensor = value.const_value
-            if tensor is None:
-                continue
+        for value, tensor in _stored(graph):
             if is_weight(value, tensor):
                 parameters += parameters_in(value, tensor)
             elif reader_of(value, DECODING) is None:
@@ -50,6 +49,16 @@ def weight_totals(model: ir.Model) -> WeightTotals:
             size += tensor.nbytes
     bits = 8 * size / parameters if parameters else 0.0
     return WeightTotals(parameters=parameters, bytes=size, bits_per_weight=bits)
+
+
+def _stored(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """Yield initializers that have a tensor; of those that are the same bytes, the first."""
+    seen: set[Hashable] = set()
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and (source := source_of(tensor)) not in seen:
+            seen.add(source)
+            yield value, tensor
 
 
 def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
@@ -84,7 +93,7 @@ def parameters_in(value: ir.Value, tensor: ir.TensorProtocol) -> int:
 
 def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
     """Return how many numbers the codes in ``tensor``, which ``node`` reads, stand for."""
-    if is_packed(node):  # whose codes are padded
+    if reads_packed(node):  # whose codes are padded
         return node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
     bits = _packed_bits(node, tensor)
     return tensor.size if bits is None else tensor.size * 8 // bits
@@ -102,12 +111,11 @@ def _packed_bits(node: ir.Node, tensor: ir.TensorProtocol) -> int | None:
 def storage_formats(model: ir.Model) -> dict[str, int]:
     """Return how many weight tensors are stored in each format, such as ``{"fp6-e2m3": 42, "float32": 13}``."""
     found: dict[str, int] = {}
-    for value in model.graph.initializers.values():
-        tensor = value.const_value
-        if tensor is None or not is_weight(value, tensor):
+    for value, tensor in _stored(model.graph):
+        if not is_weight(value, tensor):
             continue
         codes = reader_of(value, _CODES)
-        name = packed_format(codes) if codes is not None and is_packed(codes) else type_name(tensor.dtype)
+        name = packed_format(codes) if codes is not None and reads_packed(codes) else type_name(tensor.dtype)
         found[name] = found.get(name, 0) + 1
     return found
 
@@ -130,7 +138,7 @@ def type_name(dtype: ir.DataType) -> str:
 
 
 def packed_format(node: ir.Node) -> str:
-    """Return the name of the format of one of our products, by its table; of an unnamed table, its size."""
+    """Return the format of the packed codes that a node reads, by its table; of an unnamed table, its size."""
     codes, table = port(node, "codes"), port(node, "table")
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"

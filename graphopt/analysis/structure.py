@@ -23,7 +23,13 @@ def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
 
 def is_packed(node: ir.Node) -> bool:
     """Return whether ``node`` multiplies by a matrix of codes in the layout of our operators."""
-    return node.domain == DOMAIN and (signature := signature_of(node)) is not None and signature.is_product
+    return reads_packed(node) and (signature := signature_of(node)) is not None and signature.is_product
+
+
+def reads_packed(node: ir.Node) -> bool:
+    """Return whether ``node`` reads codes in the layout of our operators: multiplies by them, or looks columns up."""
+    signature = signature_of(node) if node.domain == DOMAIN else None
+    return signature is not None and any(port.bits is not None for port in signature.inputs)
 
 
 def packed_nodes(graph: ir.Graph) -> list[ir.Node]:

@@ -196,18 +196,21 @@ def _content(tensor: ir.TensorProtocol) -> bytes | list[bytes]:
 
 
 def _check_layout(tensors: list[onnx.TensorProto], data: Path) -> None:
-    """Confirm that tensors fill the external data: none overlaps another, zeros lie between them, nothing follows."""
+    """Confirm that tensors fill the external data: none overlaps another, zeros lie between them, nothing follows.
+
+    Two tensors may be the same bytes, as the codes of a tied embedding are; each is compared with what is made for it.
+    """
     places = [{entry.key: entry.value for entry in tensor.external_data} for tensor in tensors]
-    regions = sorted(
-        (int(place["offset"]), int(place["length"]), tensor.name)
+    regions = {
+        (int(place["offset"]), int(place["length"])): tensor.name
         for tensor, place in zip(tensors, places, strict=True)
         if place
-    )
+    }
     if not data.is_file():
         return
     end = 0
     with data.open("rb") as stream:
-        for begin, length, name in regions:
+        for (begin, length), name in sorted(regions.items()):
             if begin < end:
                 raise VerificationError("its external data overlaps that of another tensor", file=data, tensor=name)
             stream.seek(end)

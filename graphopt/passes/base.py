@@ -31,10 +31,12 @@ class StepOptions(Options):
 
     Attributes:
         renamed: names that options had in older recipes and manifests, with those that they have now. Both are read.
+        unstated: options that older manifests lack, with the values that the graphopt which wrote them went by.
         step: the name of the pass.
     """
 
     renamed: ClassVar[dict[str, str]] = {}
+    unstated: ClassVar[dict[str, object]] = {}
 
     step: str
 

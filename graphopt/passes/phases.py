@@ -13,8 +13,8 @@ from typing import Literal, get_args
 import onnx
 import onnx_ir as ir
 
-from graphopt.analysis.codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of
-from graphopt.analysis.structure import is_packed
+from graphopt.analysis.codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of, feeds_lookups
+from graphopt.analysis.structure import reads_packed
 from graphopt.errors import VerificationError
 from graphopt.runtime import NEWEST_OPSET
 from graphopt.runtime_ops import DOMAIN
@@ -143,7 +143,7 @@ def _foreign(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def _packed(model: ir.Model) -> Iterator[ir.Node]:
-    return (node for node in model.graph.all_nodes() if is_packed(node))
+    return (node for node in model.graph.all_nodes() if reads_packed(node))
 
 
 def _codes_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
@@ -151,8 +151,8 @@ def _codes_elsewhere(model: ir.Model) -> Iterator[ir.Node]:
     for node in model.graph.all_nodes():
         if (node.domain, node.op_type) in kinds and not _is_looked_up(node):
             made = node.outputs[0]
-            if made.is_graph_output() or any(
-                use.idx != 1 or dequantize_of(use.node) is not node for use in made.uses()
+            if made.is_graph_output() or not all(
+                feeds_lookups(use.node) or (use.idx == 1 and dequantize_of(use.node) is node) for use in made.uses()
             ):
                 yield node
 
@@ -197,11 +197,11 @@ INVARIANTS = (
         BEFORE_LOWER,
         _foreign,
     ),
-    Invariant("no packed products", "codes are packed in the phase lower only", BEFORE_LOWER, _packed),
+    Invariant("no packed codes", "codes are packed in the phase lower only", BEFORE_LOWER, _packed),
     Invariant(
         "codes are logical",
-        "before the phase lower, Dequantize and DequantizeLinear make the right side of a MatMul or rows that Gather "
-        "looked up",
+        "before the phase lower, Dequantize and DequantizeLinear make the right side of a MatMul, a matrix whose "
+        "columns Gather looks up, or rows that Gather looked up",
         BEFORE_LOWER,
         _codes_elsewhere,
     ),

@@ -34,7 +34,7 @@ from graphopt.weights.graph import new_weight, own, rewrite, weight_of
 from graphopt.weights.layout import Joined, Reshaped, Sliced, Transposed, stacked
 from graphopt.weights.leaves import Inline, MappedTensor, Stored
 from graphopt.weights.like import Like
-from graphopt.weights.tensor import WeightTensor, expression_of, map_on_demand
+from graphopt.weights.tensor import WeightTensor, expression_of, map_on_demand, source_of
 
 __all__ = [
     "DOUBLE",
@@ -68,6 +68,7 @@ __all__ = [
     "nodes_below",
     "own",
     "rewrite",
+    "source_of",
     "stacked",
     "weight_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Hashable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from graphopt.weights.evaluate import OnTensor, grouped, run_tasks
 from graphopt.weights.expression import Array, Expression
 from graphopt.weights.leaves import write_array
 from graphopt.weights.store import with_parts_in_memory
-from graphopt.weights.tensor import WeightTensor, expression_of
+from graphopt.weights.tensor import WeightTensor, expression_of, source_of
 
 INLINE = 256
 """Tensors of at most so many bytes stand in the model file itself: onnxruntime wants constants of shapes there."""
@@ -33,6 +34,8 @@ def save_model(
     weights: bool = True,
 ) -> None:
     """Write a model to ``file`` and its weights, in the order of the graph and without gaps, to ``data`` beside it.
+
+    What two initializers share, a tensor or a place in a file, is written once: both then name the same bytes.
 
     The model stays as it is. Weights are evaluated one by one in each worker, so each holds its largest, not their sum.
 
@@ -53,16 +56,20 @@ def save_model(
     large = [value for value, tensor in before.items() if tensor.nbytes > INLINE and tensor.dtype != ir.DataType.STRING]
     if not weights:
         large = [value for value, tensor in before.items() if isinstance(tensor, WeightTensor)]
-    ends = list(itertools.accumulate((before[value].nbytes for value in large), initial=0))
-    places = dict(zip(large, ends, strict=False))
+    first: dict[Hashable, ir.Value] = {}
+    same = {value: first.setdefault(source_of(before[value]), value) for value in large}
+    written = [value for value in large if same[value] is value]
+    ends = list(itertools.accumulate((before[value].nbytes for value in written), initial=0))
+    places = dict(zip(written, ends, strict=False))
     if weights:
         reserve(file.parent / data, ends[-1])
     try:
-        small = _write_tensors(before, places, file.parent / data, executor, on_tensor) if weights else {}
+        once = {value: tensor for value, tensor in before.items() if same.get(value, value) is value}
+        small = _write_tensors(once, places, file.parent / data, executor, on_tensor) if weights else {}
         for value, array in small.items():
             value.const_value = ir.Tensor(array, dtype=before[value].dtype, name=before[value].name)
-        for value, offset in places.items():
-            tensor = before[value]
+        for value in large:
+            tensor, offset = before[value], places[same[value]]
             shape, name = ir.Shape(tensor.shape.numpy()), tensor.name or ""
             value.const_value = ir.ExternalTensor(
                 data, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=file.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,21 @@ def expression_of(tensor: ir.TensorProtocol | None) -> Expression:
     if isinstance(tensor, ir.ExternalTensor):
         return Stored(str(Path(tensor.path).absolute()), tensor.offset or 0, tensor.dtype, tuple(tensor.shape.numpy()))
     return Inline(tensor.numpy(), tensor.dtype)
+
+
+def source_of(tensor: ir.TensorProtocol) -> Hashable:
+    """Return a key that two tensors share only if they are the same bytes: of one place in a file, or one expression.
+
+    Nothing is read for it, so equal bytes that were made apart have different keys.
+    """
+    if isinstance(tensor, WeightTensor):
+        expression = tensor.expression
+        if not isinstance(expression, Stored):
+            return expression
+        return (expression.path, expression.offset, expression.nbytes)
+    if isinstance(tensor, ir.ExternalTensor):
+        return (str(Path(tensor.path).absolute()), tensor.offset or 0, tensor.nbytes)
+    return id(tensor)
 
 
 def map_on_demand(model: ir.Model) -> None:

@@ -192,7 +192,8 @@ def check(case: Case, folder: Path) -> np.ndarray | None:
     arguments = [tensor.said() for tensor in case.inputs.values()]
     with np.errstate(all="ignore"):
         expected = OPERATORS[case.operator].reference(*arguments, **case.attributes)
-    assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
+    data = OPERATORS[case.operator].schema.data
+    assert (y.shape, y.dtype) == (expected.shape, np.float32 if data is None else arguments[0].dtype)
     as_given = all(tensor.offset is None for tensor in case.inputs.values())
     if as_given and all(np.isfinite(a).all() and np.abs(a).max(initial=0) < 1e4 for a in arguments):
         # Other tests check the error. Here it is enough that it was computed from these numbers and no others.
@@ -202,6 +203,8 @@ def check(case: Case, folder: Path) -> np.ndarray | None:
 
 def largest(case: Case) -> float:
     """A bound on what rounding to few bits moves a result by."""
+    if case.operator == "GatherTable":
+        return 0  # two operations of float32 that are defined
     x, *others = (tensor.values.astype(np.float64) for tensor in case.inputs.values())
     size = np.abs(x).max(initial=0)
     if case.operator == "Hadamard":

@@ -1,4 +1,4 @@
-"""The logical form of stored codes that ONNX has no type for: one node in front of the product."""
+"""The logical form of stored codes: one node in front of the product, and of the lookups that share its codes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.codes import DEQUANTIZE
-from graphopt.editing import shared
+from graphopt.editing import name_output, shared
 
 
 def dequantize(
@@ -42,3 +42,15 @@ def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: S
     """Give a new value its name, type and shape."""
     value.name, value.shape = name, ir.Shape(shape)
     value.type = None if dtype is None else ir.TensorType(dtype)
+
+
+def columns_of(graph: ir.Graph, reader: ir.Node, lookup: ir.Node) -> ir.Value:
+    """Return the matrix that ``reader`` makes, transposed in front of ``lookup``, which is to read its rows."""
+    nodes, matrix = list(graph), reader.outputs[0]
+    assert matrix.shape is not None
+    if nodes.index(reader) > nodes.index(lookup):
+        graph.remove(reader)
+        graph.insert_before(lookup, reader)
+    turned = ir.node("Transpose", [matrix], {"perm": [1, 0]}, name=f"{lookup.name}.columns")
+    graph.insert_before(lookup, turned)
+    return name_output(turned, matrix, dims=list(reversed(matrix.shape)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, fused_group
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.logical import dequantize, typed
+from graphopt.passes.codes.tied import look_up_columns, tied_lookups
 from graphopt.passes.context import Context, Ledger
 from graphopt.rounding import RoundingMethod
 from graphopt.rounding.lazy import quantized
@@ -28,6 +29,9 @@ from graphopt.statistics import InputStatistics
 from graphopt.weights import new_weight, weight_of
 
 __all__ = ["MEASURED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
+
+# Of the types that onnxruntime fuses, those that it has no operator for that looks codes up in the layout of a product.
+_NOT_LOOKED_UP = (ir.DataType.INT2, ir.DataType.UINT2)
 
 STORED = Rule(
     "quantize_weights.stored",
@@ -48,6 +52,9 @@ LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
 ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
 LEFT = Rule("quantize_weights.left", "the recipe leaves it in floating point")
 NOT_TOKENS = Rule("quantize_weights.not-tokens", "a table that is not looked up by input_ids")
+NO_LOOKUP = Rule(
+    "quantize_weights.no-lookup", "it is tied to the lm_head, but onnxruntime looks nothing up in codes of {format}"
+)
 NO_MATRIX = Rule("quantize_weights.no-matrix", "{op_type} with a weight of shape [{shape}], not a matrix")
 NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequantize makes float")
 ODD_WIDTH = Rule(
@@ -63,8 +70,10 @@ class QuantizeWeightsOptions(StepOptions):
 
     Attributes:
         linear: format of matrices.
-        embedding: format of the token embedding.
+        embedding: format of the token embedding, where it is stored apart from the lm_head.
         lm_head: format of the matrix that makes the logits.
+        tied: whether a token embedding that is the transposed lm_head is looked up in the codes of the lm_head, so that
+            both are stored once. ``embedding`` must not be ``None``; its format is then that of the lm_head.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
         rounding: how codes of matrices and lm_head are chosen: a method of :mod:`graphopt.rounding.methods`, by its
             name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
@@ -76,11 +85,13 @@ class QuantizeWeightsOptions(StepOptions):
     """
 
     renamed: ClassVar[dict[str, str]] = {"head": "lm_head"}
+    unstated: ClassVar[dict[str, object]] = {"tied": False}
 
     step: Literal["quantize_weights"] = "quantize_weights"
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()
     lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
+    tied: bool = True
     scale: Scale = "least_squares"
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
     fewest_tokens: Annotated[int, Field(ge=0)] = 256
@@ -109,6 +120,13 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     that read x. Scales of matrices are rounded to float16 where all of a matrix are normal numbers there, and codes are
     chosen for what is stored. A product that chooses experts is left as it is.
 
+    A token embedding that is tied to the lm_head, E = W^T, is stored once, in the format of the lm_head::
+
+        y = MatMul(x, W)                                   e = Gather(Transpose(W), ids)
+
+    with one W = DequantizeLinear(...) or Dequantize(...) for both. The step ``lower`` makes a lookup of it that reads
+    the columns of the tokens alone.
+
     ``rounding`` names how codes are chosen: ``nearest`` looks at the weight alone; others ask for X^T X of the inputs.
     That is collected by running the graph as it is when this step begins, so after rotations, on the text that the
     recipe names under ``calibration``.
@@ -124,6 +142,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         ledger = context.ledger
         graph = model.graph
         lm_heads, routers, tokens = lm_head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
+        tied = tied_lookups(graph) if self.options.tied and self.options.embedding is not None else {}
         products: dict[ir.Node, LinearFormat] = {}
         for node in linear_nodes(graph):
             wanted = self.options.lm_head if node in lm_heads else self.options.linear
@@ -138,7 +157,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             measured = context.statistics.inputs(model, products)
             ledger.report_change("statistics", _measured(measured.values()))
         for node, wanted in products.items():
-            self._quantize_matrix(graph, node, wanted, measured.get(node), ledger)
+            self._quantize_matrix(graph, node, wanted, measured.get(node), ledger, tied.get(node, ()))
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
@@ -167,6 +186,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         wanted: LinearFormat,
         measured: InputStatistics | None,
         ledger: Ledger,
+        tied: Sequence[ir.Node],
     ) -> None:
         weight, table = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
@@ -208,6 +228,11 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             tokens=None if measured is None else measured.tokens,
         )
         ledger.changed(reader, stored, [weight])
+        for lookup in tied:
+            if standard and table.onnx_type in _NOT_LOOKED_UP:
+                ledger.skipped(lookup, NO_LOOKUP(format=table.name))
+            else:
+                look_up_columns(graph, lookup, reader, weight, ledger)
         drop(graph, weight)
         activations = self.options.activations or "int8"
         if not standard and activations != "float32":

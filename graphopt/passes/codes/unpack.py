@@ -6,18 +6,21 @@ from typing import Any, ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure import packed_nodes
+from graphopt.analysis.codes import dequantize_of
+from graphopt.analysis.structure import is_packed, packed_nodes, reads_packed
 from graphopt.editing import name_output, replace
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
-from graphopt.passes.codes.logical import dequantize
-from graphopt.passes.context import Context
+from graphopt.passes.codes.logical import columns_of, dequantize
+from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.layout import Unpacked, Untiled
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
 from graphopt.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 
 UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
+UNPACKED_LOOKUP = Rule("unpack.unpacked-lookup", "{op_type} as a Gather of the columns that {product} multiplies by")
+ALONE = Rule("unpack.alone", "no product that is unpacked reads its codes")
 NOT_CONSTANT = Rule("unpack.not-constant", "its codes, scales, table or zero points are no constants")
 NOT_FLOAT = Rule("unpack.not-float", "it computes in {type}, and dequantized codes are float")
 BIASED = Rule("unpack.biased", "it has a bias, which the logical form has not")
@@ -36,11 +39,13 @@ class Unpack(Pass[UnpackOptions]):
 
         y1 = ai.graphopt::MatMulTable(x, packed codes, scales, table, zero points, 0; group, activations)
         y2 = ai.graphopt::MatMulDynamic(x, packed codes, scales, ..., 0, left, right; group, bits, clip)
+        e  = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)     of the codes of one of them
 
     after::
 
         y1 = MatMul(RoundActivations(x; activations, group), Dequantize(codes, scales, table, zero points; group))
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), Dequantize(...))
+        e  = Gather(Transpose(Dequantize(...)), ids)
 
     Codes, scales and zero points are the same numbers in another layout, and the step ``lower`` makes the same product
     of them again, to the last bit. graphopt adds this step itself where a packed model is optimized once more by a
@@ -64,11 +69,16 @@ class Unpack(Pass[UnpackOptions]):
             if reason is not None:
                 ledger.skipped(node, reason)
                 continue
-            rounding, new = _rounding(node), _logical(graph, node)
+            rounding, lookups, new = _rounding(node), _lookups(node), _logical(graph, node)
+            for lookup in lookups:
+                _unpack_lookup(graph, lookup, new, ledger)
             replace(node, new)
             ledger.changed(new, UNPACKED(op_type=node.op_type), [node])
             if rounding is not None:
                 round_input(graph, new, rounding, ledger)
+        for node in graph:
+            if _is_lookup(node):
+                ledger.skipped(node, ALONE())
 
 
 def _constants(node: ir.Node) -> dict[str, ir.Value]:
@@ -116,6 +126,34 @@ def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
     return ir.node("MatMul", [_rotated(graph, node), weight], name=node.name)
 
 
+def _lookups(node: ir.Node) -> list[ir.Node]:
+    """Return the lookups of columns of the matrix that a packed product multiplies by."""
+    codes = port(node, "codes")
+    assert codes is not None
+    return [use.node for use in codes.uses() if _is_lookup(use.node) and _reads_as(use.node, node)]
+
+
+def _is_lookup(node: ir.Node) -> bool:
+    return reads_packed(node) and not is_packed(node)
+
+
+def _reads_as(lookup: ir.Node, node: ir.Node) -> bool:
+    names = [name for name in schema_of(lookup).input_names if name in schema_of(node).input_names]
+    sizes = ("rows", "columns", "group")
+    return all(port(lookup, name) is port(node, name) for name in names) and all(
+        lookup.attributes.get_int(name, 0) == node.attributes.get_int(name, 0) for name in sizes
+    )
+
+
+def _unpack_lookup(graph: ir.Graph, lookup: ir.Node, product: ir.Node, ledger: Ledger) -> None:
+    """Let ``lookup`` become a Gather of the columns of the matrix that ``product`` multiplies by."""
+    reader = dequantize_of(product)
+    assert reader is not None
+    new = ir.node("Gather", [columns_of(graph, reader, lookup), port(lookup, "ids")], {"axis": 0}, name=lookup.name)
+    replace(lookup, new)
+    ledger.changed(new, UNPACKED_LOOKUP(op_type=lookup.op_type, product=product.name), [lookup])
+
+
 def _data(node: ir.Node) -> ir.Value:
     (x,) = ports_of(node, Role.DATA)
     return x
@@ -124,7 +162,7 @@ def _data(node: ir.Node) -> ir.Value:
 def _unpacked(graph: ir.Graph, packed: ir.Value, expression: Expression) -> ir.Value:
     """Register what ``packed`` was made of, under its name where nothing else reads it."""
     name = packed.name or "codes"
-    if len(packed.uses()) == 1:
+    if sum(not _is_lookup(use.node) for use in packed.uses()) == 1:
         del graph.initializers[name]
     return new_weight(graph, name, WeightTensor(expression))
 

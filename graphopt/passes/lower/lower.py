@@ -7,7 +7,15 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import LOGICAL, StoredCodes, coded_nodes, rounding_of, stored_codes
+from graphopt.analysis.codes import (
+    LOGICAL,
+    StoredCodes,
+    coded_nodes,
+    column_lookups,
+    is_dequantize,
+    rounding_of,
+    stored_codes,
+)
 from graphopt.editing import drop, replace, shared
 from graphopt.errors import InputError
 from graphopt.facts import Effect, Fact, Rule
@@ -15,7 +23,8 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
-from graphopt.passes.lower.packing import packed
+from graphopt.passes.lower.lookups import gather_packed, gather_standard
+from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.targets import Target
 
@@ -64,12 +73,14 @@ class Lower(Pass[LowerOptions]):
         y1 = MatMul(RoundActivations(x; activations, group), Dequantize(codes, scales, table, zero points; group))
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), ...)
         y3 = MatMul(x, DequantizeLinear(codes, scales; axis=0, block_size=group))
+        e = Gather(Transpose(W), ids)                   W, the matrix of one of these products
 
     after::
 
         y1 = ai.graphopt::MatMulTable(x, packed codes, scales, table, zero points, 0; group, activations)
         y2 = ai.graphopt::MatMulDynamic(x, packed codes, ..., 0, left, right; group, bits, clip)
         y3 = MatMul(x, DequantizeLinear(...))  or  ai.graphopt::MatMulTable(x, ...; activations)
+        e = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)  or  standard operators of codes
 
     Codes, scales and zero points are the same numbers in another layout, so W stays bit for bit. A rounding that the
     graph states becomes a part of the product, and so does a rotation that only this product reads. Where the graph
@@ -105,6 +116,8 @@ class Lower(Pass[LowerOptions]):
                 _replace(model.graph, node, stored, "float32", ledger)
             else:
                 self._choose(model.graph, node, stored, ledger)
+            if not isinstance(stored, Fact) and column_lookups(stored.reader):
+                gather_standard(model.graph, stored, ledger, node.name or "?")
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that nothing logical is left, which has no kernel."""
@@ -155,7 +168,8 @@ class Lower(Pass[LowerOptions]):
 
 def lowered(model: ir.Model) -> ir.Model:
     """Return what runs of ``model``: itself where nothing in it is logical, else a copy that is lowered, portable."""
-    if not any(node.domain == DOMAIN and node.op_type in LOGICAL for node in model.graph):
+    logical = (node.domain == DOMAIN and node.op_type in LOGICAL for node in model.graph)
+    if not any(logical) and not any(column_lookups(node) for node in model.graph if is_dequantize(node)):
         return model
     copy = model.clone()
     Lower(LowerOptions())(copy)
@@ -181,7 +195,7 @@ def _replace(
     x, sources = (rounding or node).inputs[0], [each for each in (stored.reader, rounding, node) if each is not None]
     assert x is not None
     attributes = {"activations": activations}
-    matrix = packed(graph, stored)
+    matrix = _packed(graph, node, stored, ledger)
     new = matrix.node(OPERATORS["MatMulTable"], x, (), attributes, node.name or "")
     if activations == "float32":
         what = PACKED_EXACT(reason=reason, wide=matrix.wide)
@@ -189,6 +203,13 @@ def _replace(
         what = PACKED(activations=activations, group=stored.group, reason=reason, wide=matrix.wide)
     replace(node, new)
     ledger.changed(new, what, sources)
+
+
+def _packed(graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> PackedMatrix:
+    """Return the matrix of ``node`` in our layout; lookups of its columns read it too."""
+    matrix = packed(graph, stored)
+    gather_packed(graph, column_lookups(stored.reader), matrix, ledger, node.name or "?")
+    return matrix
 
 
 def _replace_dynamic(
@@ -202,7 +223,7 @@ def _replace_dynamic(
         x, left, right = (value for value in rotation.inputs if value is not None)
         matrices, sources = (left, right), [*sources, rotation]
     attributes = {"bits": bits, "clip": rounding.attributes.get_float("clip", 1.0)}
-    matrix = packed(graph, stored)
+    matrix = _packed(graph, node, stored, ledger)
     new = matrix.node(OPERATORS["MatMulDynamic"], x, matrices, attributes, node.name or "")
     what = PACKED_DYNAMIC(bits=bits, rotation=None if rotation is None else rotation.name, wide=matrix.wide)
     replace(node, new)

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import StoredCodes
+from graphopt.analysis.codes import StoredCodes, feeds_lookups
 from graphopt.editing import shared
 from graphopt.formats import TableFormat
 from graphopt.passes.lower.layout import Packed, Tiled
 from graphopt.rounding.expressions import CodeIndices
 from graphopt.runtime_ops import Operator
 from graphopt.weights import Expression, WeightTensor, expression_of, new_weight
+
+_PORTS = ("codes", "scales", "table", "zero_points", "bias")
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,11 @@ class PackedMatrix:
     rows: int
     columns: int
     group: int
+
+    @property
+    def named(self) -> dict[str, ir.Value]:
+        """The inputs by the names of their ports."""
+        return dict(zip(_PORTS, self.inputs, strict=True))
 
     @property
     def wide(self) -> bool:
@@ -57,8 +64,9 @@ def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
     tensors = packed_tensors(stored, ir.DataType.FLOAT16 if half else ir.DataType.FLOAT)
     values = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
     names = {part: _name(value, part, stored) for part, value in values.items() if value is not None}
+    products = sum(not feeds_lookups(use.node) for use in stored.reader.outputs[0].uses())
     for value in values.values():
-        if value is not None and len(value.uses()) == 1 and len(stored.reader.outputs[0].uses()) == 1:
+        if value is not None and len(value.uses()) == 1 and products == 1:
             del graph.initializers[value.name or ""]
     parts = {part: new_weight(graph, names[part], tensor) for part, tensor in tensors.items()}
     scales = parts["scales"]

@@ -10,7 +10,7 @@ constexpr int64_t kLargestSize = int64_t{1} << 31;
 
 }  // namespace
 
-OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
+OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
   Weights& weights = *to;
   int64_t rows = 0, columns = 0, group = 0;
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "rows", &rows));
@@ -27,7 +27,7 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
   weights.rows = static_cast<size_t>(rows);
   weights.columns = static_cast<size_t>(columns);
   weights.group = static_cast<size_t>(group);
-  Tensor codes, scales, zero_points, bias;
+  Tensor codes, scales, zero_points;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
   bool constant = true;
   for (MatMulInput index : {kScales, kZeroPoints}) {
@@ -41,7 +41,6 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
     GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kScales, "scales", &scales));
     GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kZeroPoints, "zero_points", &zero_points));
   }
-  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kBias, "bias", &bias));
   const auto tiles = static_cast<int64_t>(weights.tiles()), units = static_cast<int64_t>(weights.units());
   const int64_t unit = codes.rank == 3 ? codes.shape[2] : 0;
   if (codes.rank != 3 || codes.shape[0] != tiles || codes.shape[1] != units || unit % 32 || unit < 32 || unit > 256) {
@@ -51,12 +50,19 @@ OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to
   }
   weights.bits = static_cast<int>(unit / 32);
   weights.codes = static_cast<const uint8_t*>(codes.data);
-  if (reads_scales) GRAPHOPT_RETURN_IF_ERROR(set_scales(node, scales, zero_points, to));
+  return reads_scales ? set_scales(node, scales, zero_points, to) : nullptr;
+}
+
+OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* to, bool* computed) {
+  GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, info, to, computed));
+  const auto columns = static_cast<int64_t>(to->columns);
+  Tensor bias;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kBias, "bias", &bias));
   const bool no_bias = bias.rank == 1 && bias.shape[0] == 1 && *static_cast<const float*>(bias.data) == 0;
   if (!no_bias && (bias.rank != 1 || bias.shape[0] != columns)) {
     return node.error("bias must be [0], or have %lld numbers, one for each column", static_cast<long long>(columns));
   }
-  if (!no_bias) weights.bias = static_cast<const float*>(bias.data);
+  if (!no_bias) to->bias = static_cast<const float*>(bias.data);
   return nullptr;
 }
 

@@ -7,7 +7,7 @@
 
 namespace graphopt {
 
-// Positions of the inputs that both operators have.
+// Positions of the inputs that both products have. Those from codes to zero points are a lookup's too.
 enum MatMulInput : size_t { kX, kCodes, kScales, kTable, kZeroPoints, kBias, kMatMulInputs };
 
 // The types of a product's tensors, from those of x and of scales; matrices that follow the weights hold signs.
@@ -24,8 +24,10 @@ struct ProductTypes {
   static int output_type(size_t, int types) { return x_of(types); }
 };
 
-// Sizes, and every input but x and the table. Where scales or zero points are no constants, a call has to read them:
+// Sizes, codes, scales and zero points. Where scales or zero points are no constants, a call has to read them:
 // `computed` is set, or, where it is null, that is an error.
+OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed);
+// The same and the bias: every input but x and the table.
 OrtStatus* read_weights(const Node& node, const OrtKernelInfo* info, Weights* weights, bool* computed = nullptr);
 OrtStatus* set_scales(const Node& node, const Tensor& scales, const Tensor& zero_points, Weights* weights);
 

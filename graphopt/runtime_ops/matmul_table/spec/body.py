@@ -39,13 +39,9 @@ def function(opset: int) -> ir.Function:
 
 def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
     """Return the codes as uint8 [K, N]."""
-    bits = tape.op("Div", [tape.op("Shape", [codes], {"start": 2}), ints(tape, 32)])
-    positions = _plane(tape, codes, bits, WIDTHS[0])
-    for width in WIDTHS[1:]:
-        positions = tape.op("BitwiseOr", [positions, _plane(tape, codes, bits, width)])
     in_order = tape.op(
         "Transpose",
-        [tape.op("Reshape", [positions, ints(tape, 0, 0, 4, 16, 4)])],  # t, u, j, r, i
+        [tape.op("Reshape", [positions_of(tape, codes), ints(tape, 0, 0, 4, 16, 4)])],  # t, u, j, r, i
         {"perm": [1, 2, 4, 0, 3]},
     )
     padded_columns = tape.op("Mul", [tape.op("Shape", [codes], {"start": 0, "end": 1}), ints(tape, TILE)])
@@ -54,7 +50,22 @@ def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.V
     return tape.op("Slice", [padded, ints(tape, 0, 0), ends])
 
 
-def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int) -> ir.Value:
+def positions_of(tape: ir.tape.Tape, codes: ir.Value, *, maybe_none: bool = False) -> ir.Value:
+    """Return packed codes, uint8 [T, U, 32 bits], as a byte for each of a unit's positions: uint8 [T, U, 256].
+
+    Args:
+        tape: where the nodes are written.
+        codes: the packed codes.
+        maybe_none: whether T may be 0.
+    """
+    bits = tape.op("Div", [tape.op("Shape", [codes], {"start": 2}), ints(tape, 32)])
+    positions = _plane(tape, codes, bits, WIDTHS[0], maybe_none)
+    for width in WIDTHS[1:]:
+        positions = tape.op("BitwiseOr", [positions, _plane(tape, codes, bits, width, maybe_none)])
+    return positions
+
+
+def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int, maybe_none: bool) -> ir.Value:
     """Return what the plane of ``width`` bits adds to each code, uint8 [T, U, 256]; zeros where there is no such plane.
 
     A plane that is absent is a slice of no bytes, padded to a plane of zeros.
@@ -67,7 +78,9 @@ def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int) -> i
     missing = tape.op("Sub", [ints(tape, 32 * width), tape.op("Sub", [behind, first])])
     pads = tape.op("Concat", [ints(tape, 0), missing], {"axis": 0})
     plane = tape.op("Pad", [part, pads, _bytes(tape, 0), ints(tape, 2)])
-    lines = tape.op("Reshape", [plane, ints(tape, 0, 0, -1, 1, line_bytes(width))])
+    # no axis of an empty tensor can be left to Reshape; bodies in files have the -1
+    count = 32 * width // line_bytes(width) if maybe_none else -1
+    lines = tape.op("Reshape", [plane, ints(tape, 0, 0, count, 1, line_bytes(width))])
     shifts = tape.op("Reshape", [_bytes(tape, *range(0, 8, width)), ints(tape, -1, 1)])
     shifted = tape.op("BitShift", [lines, shifts], {"direction": "RIGHT"})
     digits = tape.op("BitwiseAnd", [shifted, _bytes(tape, 2**width - 1)])

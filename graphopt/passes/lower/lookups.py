@@ -1,0 +1,98 @@
+"""Lookups of columns of a matrix of codes: a tied token embedding, beside the product that makes the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphopt.analysis.codes import StoredCodes, column_lookups
+from graphopt.analysis.contrib import MICROSOFT
+from graphopt.editing import Inserter, name_output, replace
+from graphopt.facts import Rule
+from graphopt.passes.context import Ledger
+from graphopt.passes.lower.packing import PackedMatrix
+from graphopt.runtime_ops import OPERATORS
+from graphopt.weights import new_weight
+
+GATHERED = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
+BESIDE = Rule(
+    "lower.gathered-beside",
+    "{operator} of the codes of {product}, under a second name, as onnxruntime fuses no product that shares its codes",
+)
+
+# The types of codes that ONNX's own Gather takes in onnxruntime.
+_BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
+
+
+def gather_packed(graph: ir.Graph, lookups: Sequence[ir.Node], matrix: PackedMatrix, ledger: Ledger, name: str) -> None:
+    """Let each of ``lookups`` read columns of the packed ``matrix``, which the product called ``name`` multiplies by.
+
+    ::
+
+        e = Gather(Transpose(Dequantize(codes, ...)), ids)   ->   e = GatherTable(ids, packed codes, scales, table, ...)
+    """
+    operator = OPERATORS["GatherTable"]
+    for node in lookups:
+        insert, ids = Inserter(graph, node, node.name or "lookup"), node.inputs[1]
+        assert ids is not None
+        if ids.dtype != ir.DataType.INT64:
+            ids = insert.op("Cast", [ids], ids.shape, ir.DataType.INT64, "ids", to=ir.DataType.INT64)
+        sizes = {"rows": matrix.rows, "columns": matrix.columns, "group": matrix.group}
+        inputs = {"ids": ids, **matrix.named}
+        new = operator.node({key: inputs[key] for key in operator.schema.input_names}, sizes, name=node.name)
+        replace(node, new)
+        ledger.changed(new, GATHERED(product=name), [node])
+
+
+def gather_standard(graph: ir.Graph, stored: StoredCodes, ledger: Ledger, name: str) -> None:
+    """Let lookups of a matrix in standard form read codes of the columns they want, and dequantize those.
+
+    ::
+
+        e = Gather(Transpose(DequantizeLinear(codes, scales; axis=0)), ids)
+        -> e = Transpose(DequantizeLinear(Gather(codes', ids; axis=1), Gather(scales', ids; axis=1); axis=0))
+        or e = Transpose(GatherBlockQuantized(codes', ids, scales'; gather_axis=1, quantize_axis=0))
+
+    The first for codes of 8 bits, the second for those of 4. codes' and scales' are the tensors of the product, to the
+    byte, under other names: the file holds them once.
+    """
+    lookups = column_lookups(stored.reader)
+    parts = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
+    made = {
+        part: new_weight(graph, f"{value.name}.looked_up", value.const_value)
+        for part, value in parts.items()
+        if lookups and value is not None
+    }
+    for node in lookups:
+        insert, ids = Inserter(graph, node, node.name or "lookup"), node.inputs[1]
+        assert ids is not None and ids.shape is not None
+        rank, rows, dtype = len(ids.shape), stored.shape[0], node.outputs[0].dtype
+        dims = [rows, *ids.shape]
+        if stored.codes.dtype in _BYTES:
+            operator = "DequantizeLinear"
+            picked = [
+                insert.op("Gather", [value, ids], [_rows(value), *ids.shape], value.dtype, part, axis=1)
+                for part, value in made.items()
+            ]
+            columns = insert.op(operator, picked, dims, dtype, "dequantize", axis=0, block_size=stored.group)
+        else:
+            operator = "GatherBlockQuantized"
+            graph.opset_imports.setdefault(MICROSOFT, 1)
+            read = [made["codes"], ids, made["scales"], *([made["zero_points"]] if "zero_points" in made else [])]
+            axes = {"gather_axis": 1, "quantize_axis": 0, "block_size": stored.group}
+            made_by = ir.node(operator, read, axes, domain=MICROSOFT, name=f"{node.name}.columns")
+            columns = name_output(made_by, node.outputs[0], dims, dtype)
+            graph.insert_before(node, made_by)
+            insert.nodes.append(made_by)
+        new = ir.node("Transpose", [columns], {"perm": [*range(1, rank + 1), 0]}, name=node.name)
+        replace(node, new)
+        what = BESIDE(operator=operator, product=name)
+        for each in (*insert.nodes, new):
+            ledger.changed(each, what, [node])
+
+
+def _rows(value: ir.Value) -> int:
+    assert value.const_value is not None
+    rows: int = value.const_value.shape.numpy()[0]
+    return rows

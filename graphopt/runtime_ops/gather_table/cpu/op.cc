@@ -1,0 +1,187 @@
+// ai.graphopt::GatherTable as onnxruntime sees it: one operator per type of scales. A column is a few hundred bytes from
+// all over a tile, so a call waits for memory, and plain code is fast enough for every set of instructions.
+#include <atomic>
+
+#include "abi/convert.h"
+#include "abi/custom_op.h"
+#include "abi/register.h"
+#include "matmul_table/shared/inputs.h"
+
+namespace graphopt {
+namespace {
+
+constexpr size_t kIds = 0;
+static_assert(kX == kIds, "the inputs behind ids are those behind a product's x");
+
+// The least numbers of y that are worth a task of their own.
+constexpr size_t kTaskNumbers = 16384;
+
+// Where the codes of one column lie in a unit: one plane of bits of each.
+struct Plane {
+  size_t begin;  // of the plane in a unit, in bytes
+  int width, place;
+};
+
+struct Planes {
+  Plane planes[4];
+  int count = 0;
+
+  explicit Planes(int bits) {
+    for (int width = 8; width >= 1; width /= 2) {
+      const int place = bits / (2 * width) * 2 * width;
+      if (place + width <= bits) planes[count++] = {32 * static_cast<size_t>(place), width, place};
+    }
+  }
+
+  // The code in row 4 j + i and column `lane` of a unit.
+  int code(const uint8_t* unit, size_t lane, size_t j, size_t i) const {
+    const size_t position = 64 * j + 4 * lane + i;
+    int code = 0;
+    for (int k = 0; k < count; ++k) {
+      const Plane& plane = planes[k];
+      const size_t line = plane.width > 1 ? 64 : 32, per_line = line * 8 / static_cast<size_t>(plane.width);
+      const size_t inside = position % per_line;
+      const uint8_t byte = unit[plane.begin + position / per_line * line + inside % line];
+      const size_t shift = inside / line * static_cast<size_t>(plane.width);
+      code |= (byte >> shift & ((1 << plane.width) - 1)) << plane.place;
+    }
+    return code;
+  }
+};
+
+template <typename Scale>
+struct Column {
+  const Scale *scales, *zero_points;  // of the tile and lane, 16 apart; no zero points: null
+  const uint8_t* codes;               // of the tile
+  size_t lane;
+
+  // Returns the largest code that has no entry in the table, 0 where all have one.
+  int write(const Weights& weights, const TableInput& table, const Planes& planes, float* y) const {
+    int beyond = 0;
+    for (size_t row = 0; row < weights.rows; ++row) {
+      const int code = planes.code(codes + row / 16 * weights.unit_bytes(), lane, row % 16 / 4, row % 4);
+      if (static_cast<size_t>(code) >= table.entries) {
+        beyond = code > beyond ? code : beyond;
+        continue;
+      }
+      const size_t group = row / weights.group;
+      const float zero = zero_points ? number<float>(zero_points[16 * group]) : 0;
+      y[row] = (table.values[code] - zero) * number<float>(scales[16 * group]);
+    }
+    return beyond;
+  }
+};
+
+struct Kernel {
+  static constexpr const char* kName = "GatherTable";
+  static constexpr size_t kInputs = kBias, kOutputs = 1;
+  static int input_type(size_t index, int scales) {
+    return index == kIds ? kInt64 : ProductTypes::input_type(index, ProductTypes::of(kFloat, scales));
+  }
+  static int output_type(size_t, int) { return kFloat; }
+
+  Node node;
+  Weights weights;
+  TableInput table = {};
+  bool computed = false;  // scales and zero points are given by each call
+
+  OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
+    GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
+    GRAPHOPT_RETURN_IF_ERROR(read_matrix(node, info, &weights, &computed));
+    return read_table(node, info, weights, &table);
+  }
+
+  OrtStatus* compute(OrtKernelContext* context) const;
+};
+
+// One call, cut into tasks of `each` columns; tasks share nothing that they write but the flags, so their number changes
+// no bit.
+struct Call {
+  const Kernel* kernel;
+  const Weights& weights;
+  const char* ids;  // of int64 at any address
+  float* y;
+  size_t count, each;
+  Planes planes;
+  std::atomic<int> beyond{0};
+  std::atomic<bool> out_of_range{false};
+  std::atomic<int64_t> odd{0};
+
+  static void task(void* call, size_t index) {
+    Call& self = *static_cast<Call*>(call);
+    const size_t first = index * self.each, end = first + self.each < self.count ? first + self.each : self.count;
+    for (size_t at = first; at < end; ++at) self.take(at);
+  }
+
+  void take(size_t at) {
+    int64_t id = 0;
+    std::memcpy(&id, ids + at * sizeof id, sizeof id);
+    const auto columns = static_cast<int64_t>(weights.columns);
+    if (id < -columns || id >= columns) {
+      odd = id;
+      out_of_range = true;
+      return;
+    }
+    const auto column = static_cast<size_t>(id < 0 ? id + columns : id);
+    float* const to = y + at * weights.rows;
+    const int code = weights.scales ? take(column, weights.scales, weights.zero_points, to)
+                                    : take(column, weights.half_scales, weights.half_zero_points, to);
+    if (code) beyond = code;
+  }
+
+  template <typename Scale>
+  int take(size_t column, const Scale* scales, const Scale* zero_points, float* to) const {
+    const size_t tile = column / 16, lane = column % 16, offset = 16 * tile * weights.groups() + lane;
+    const uint8_t* const codes = weights.codes + tile * weights.tile_bytes();
+    const Column<Scale> found{scales + offset, zero_points ? zero_points + offset : nullptr, codes, lane};
+    return found.write(weights, kernel->table, planes, to);
+  }
+};
+
+OrtStatus* Kernel::compute(OrtKernelContext* context) const {
+  const OrtApi* api = node.api;
+  const OrtValue* value = nullptr;
+  Weights of_call = weights;
+  if (computed) {  // where neighbours compute in float32, onnxruntime may cast scales in the graph
+    Tensor scales, zero_points;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, kScales, &value));
+    GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(value, "scales", &scales));
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, kZeroPoints, &value));
+    GRAPHOPT_RETURN_IF_ERROR(node.read_numbers(value, "zero_points", &zero_points));
+    GRAPHOPT_RETURN_IF_ERROR(set_scales(node, scales, zero_points, &of_call));
+  }
+  Tensor ids;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(api, context, kIds, &value));
+  GRAPHOPT_RETURN_IF_ERROR(ids.read(api, value));
+  size_t count = 1;
+  for (size_t axis = 0; axis < ids.rank; ++axis) count *= static_cast<size_t>(ids.shape[axis]);
+  std::unique_ptr<int64_t[]> shape(new (std::nothrow) int64_t[ids.rank + 1]);
+  if (!shape) return node.error("no memory for a shape");
+  for (size_t axis = 0; axis < ids.rank; ++axis) shape[axis] = ids.shape[axis];
+  shape[ids.rank] = static_cast<int64_t>(weights.rows);
+  OrtValue* output = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(KernelContextGetOutput::call(api, context, 0, shape.get(), ids.rank + 1, &output));
+  if (!count) return nullptr;
+  void* y = nullptr;
+  GRAPHOPT_RETURN_IF_ERROR(GetTensorMutableData::call(api, output, &y));
+  const size_t each = (kTaskNumbers + weights.rows - 1) / weights.rows, tasks = (count + each - 1) / each;
+  Call call{this,  of_call, static_cast<const char*>(ids.data), static_cast<float*>(y), count, each,
+            Planes(weights.bits)};
+  if (tasks == 1) {
+    Call::task(&call, 0);
+  } else {
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextParallelFor::call(api, context, Call::task, tasks, 0, &call));
+  }
+  if (call.out_of_range) {
+    return node.error("ids must be from -%zu to %zu, one is %lld", weights.columns, weights.columns - 1,
+                      static_cast<long long>(call.odd.load()));
+  }
+  return check_codes(node, table, call.beyond);
+}
+
+const OrtCustomOp kOps[2] = {custom_op<Kernel, kFloat>(), custom_op<Kernel, kFloat16>()};
+
+const Operators kRegistered(kOps);
+
+}  // namespace
+}  // namespace graphopt

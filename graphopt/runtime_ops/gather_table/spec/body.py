@@ -1,0 +1,66 @@
+"""The body of ``ai.graphopt::GatherTable``: standard ONNX operators, the same for all bits, groups and shapes.
+
+Only the tiles of the columns that are asked for are read and unpacked, so nothing of the size of the matrix is made.
+"""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
+from graphopt.runtime_ops.matmul_table.spec.body import positions_of
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE
+from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops.tape import ints, number_of
+
+
+def function(opset: int) -> ir.Function:
+    """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
+    ids, codes, scales, table, zero_points = inputs
+    tape = ir.tape.Tape()
+    rows, columns, group = (number_of(tape, name) for name in ("rows", "columns", "group"))
+    # a lookup in 0, 1, 2, ...: it counts negative columns from the end, and refuses those that the last tile pads
+    wanted = tape.op("Gather", [_count(tape, columns), tape.op("Reshape", [ids, ints(tape, -1)])], {"axis": 0})
+    tile, lane = (tape.op(op_type, [wanted, ints(tape, TILE)]) for op_type in ("Div", "Mod"))
+    lane = tape.op("Unsqueeze", [lane, ints(tape, 1)])
+
+    def of_lane(whole: ir.Value, perm: list[int]) -> ir.Value:
+        """Return the lane of each column, from its tile with the axis of lanes moved to the front."""
+        return tape.op("GatherND", [tape.op("Transpose", [whole], {"perm": perm}), lane], {"batch_dims": 1})
+
+    units = tape.op(
+        "Reshape", [positions_of(tape, _tiles(tape, codes, tile), maybe_none=True), ints(tape, 0, 0, 4, TILE, 4)]
+    )
+    in_order = of_lane(units, [0, 3, 1, 2, 4])  # n, u, j, r, i -> n, r, u, j, i
+    padded_rows = tape.op("Mul", [tape.op("Shape", [codes], {"start": 1, "end": 2}), ints(tape, TILE)])
+    count = tape.op("Shape", [wanted])
+    padded = tape.op("Reshape", [in_order, tape.op("Concat", [count, padded_rows], {"axis": 0})], {"allowzero": 1})
+    indices = tape.op("Cast", [tape.op("Slice", [padded, ints(tape, 0), rows, ints(tape, 1)])], {"to": _INDEX})
+    values = tape.op("Gather", [table, indices], {"axis": 0})
+    of_row = tape.op("Div", [_count(tape, rows), group])
+
+    def for_each_row(tiled: ir.Value) -> ir.Value:
+        """Return scales or zero points [T, G, 16] of each column and row, float [n, K]."""
+        per_group = of_lane(_tiles(tape, tiled, tile), [0, 2, 1])
+        return tape.op("Gather", [tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT}), of_row], {"axis": 1})
+
+    full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
+    weight = tape.op("Mul", [tape.op("Sub", [values, for_each_row(full_zeros)]), for_each_row(scales)])
+    shape = tape.op("Concat", [tape.op("Shape", [ids]), rows], {"axis": 0})
+    y = tape.op("Reshape", [weight, shape], {"allowzero": 1})
+    y.name = "y"
+    graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
+    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
+
+
+_INDEX = ir.DataType.INT32
+
+
+def _count(tape: ir.tape.Tape, end: ir.Value) -> ir.Value:
+    """Return 0, 1, 2, ... below ``end``."""
+    return tape.op("Range", [tape.op("Squeeze", [bound]) for bound in (ints(tape, 0), end, ints(tape, 1))])
+
+
+def _tiles(tape: ir.tape.Tape, tiled: ir.Value, tile: ir.Value) -> ir.Value:
+    return tape.op("Gather", [tiled, tile], {"axis": 0})

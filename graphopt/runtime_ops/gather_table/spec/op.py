@@ -1,0 +1,67 @@
+"""``ai.graphopt::GatherTable``, version 1: columns of a matrix of codes that is packed for ``MatMulTable``.
+
+Inputs, all of them required:
+    ids: int64, of any shape: columns, from -columns to columns - 1; a negative one counts from the end, as in ONNX's
+        ``Gather``. Any other is an error.
+    codes: uint8 [T, U, 32 bits], T = ceil(N / 16), U = ceil(K / 16), bits = 1 to 8: as ``MatMulTable`` reads them.
+    scales: float or float16 [T, G, 16], G = ceil(K / group); finite.
+    table: float [entries], 1 <= entries <= 2^bits, finite. A code that is looked up and not below entries is an error.
+    zero_points: the type of scales, [T, G, 16] or [1, 1, 1]: values, in units of the table. [[[0]]] is neutral.
+
+Attributes:
+    rows, columns: int, K and N.
+    group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
+
+Output:
+    y: float [..., K], the shape of ids with an axis of rows behind it, in float32 arithmetic. Column n = ids[...] is
+        lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
+
+        y[..., k] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
+
+This is bit for bit column n of the matrix that ``Dequantize`` makes of the same codes, and that ``MatMulTable``
+multiplies by. So a token embedding that is tied to the lm_head is stored once, as the product reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.gather_table.spec.body import function
+from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
+from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
+from graphopt.runtime_ops.operator import Operator
+
+Floats = npt.NDArray[np.floating[Any]]
+
+
+def reference(
+    ids: npt.NDArray[np.int64],
+    codes: npt.NDArray[np.uint8],
+    scales: Floats,
+    table: Floats,
+    zero_points: Floats,
+    rows: int,
+    columns: int,
+    group: int,
+) -> npt.NDArray[np.float32]:
+    """Return what the operator means, float32 [..., K].
+
+    Raises:
+        ValueError: the shapes do not fit one another.
+        IndexError: a column is out of range, or a code that is looked up has no entry in the table.
+    """
+    if scales.shape[1] != -(-rows // group):
+        raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {scales.shape[1]}")
+    of_row = np.arange(rows) // group
+    full_zeros = np.broadcast_to(zero_points, scales.shape)
+    scales_GN, zeros_GN = (untile(each.astype(np.float32), columns) for each in (scales, full_zeros))
+    codes_of_ids = unpack(codes, rows, columns).T[ids]
+    values = table.astype(np.float32)[codes_of_ids]
+    made: npt.NDArray[np.float32] = (values - zeros_GN.T[ids][..., of_row]) * scales_GN.T[ids][..., of_row]
+    return made
+
+
+GATHER_TABLE = Operator(SCHEMA, function, reference)

@@ -1,0 +1,37 @@
+"""The schema of ``ai.graphopt::GatherTable``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.matmul_table.spec.packing import UNIT, bits_of
+from graphopt.runtime_ops.matmul_table.spec.schema import PORTS, SIZES
+from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+_SHARED = ("codes", "scales", "table", "zero_points")
+
+
+def cost(shapes: Sequence[Sequence[int]]) -> Cost:
+    """Return what a call takes, with float scales: only the columns that are asked for are read."""
+    ids, codes, scales, table, _ = shapes
+    rows = UNIT * codes[1]
+    read = rows * bits_of(codes) // 8 + 8 * scales[1]
+    return Cost(operations=3 * prod(ids) * rows, bytes=prod(ids) * (8 + read + 4 * rows) + 4 * prod(table))
+
+
+SCHEMA = Schema(
+    name="GatherTable",
+    version=1,
+    inputs=(
+        Port("ids", Role.INDICES, (ir.DataType.INT64,)),
+        *(port for port in PORTS if port.name in _SHARED),
+    ),
+    outputs=(Port("y", Role.DATA, (ir.DataType.FLOAT,)),),
+    attributes=SIZES,
+    shapes=lambda shapes, attributes: ((*shapes["ids"], attributes["rows"]),),
+    cost=cost,
+    coordinates=Coordinates.DECODES,
+)
