@@ -17,6 +17,7 @@ from graphopt.errors import InputError
 from graphopt.facts import Fact
 from graphopt.manifest import Manifest, Source, installed_versions
 from graphopt.model_facts import facts_of
+from graphopt.models.agreement import SKIPPED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.progress import Progress, silent
 from graphopt.tasks import task_of
@@ -168,7 +169,6 @@ def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:
 def _traced(
     loaded: Loaded, origin: Source, facts_from: Path, companions: dict[str, Path], notes: list[Fact], options: _Options
 ) -> Artifact:
-    from graphopt.models.agreement import SKIPPED, check_agreement, not_covered
     from graphopt.models.unrolling import trace_loaded
 
     options.say("tracing it into one ONNX graph")

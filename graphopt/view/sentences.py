@@ -7,9 +7,25 @@ from graphopt.analysis import bases, contrib
 from graphopt.checks import kernels, notes, replay
 from graphopt.checks.certificate import checker
 from graphopt.facts import Fact
-from graphopt.models import agreement, export
+from graphopt.models import agreement, export, loading
+from graphopt.models.unrolling import understood
 
-DECLARE_RULES = (agreement, artifact, bases, checker, contrib, export, genai, kernels, notes, passes, pipeline, replay)
+DECLARE_RULES = (
+    agreement,
+    artifact,
+    bases,
+    checker,
+    contrib,
+    export,
+    genai,
+    kernels,
+    loading,
+    notes,
+    passes,
+    pipeline,
+    replay,
+    understood,
+)
 """Imported for the rules that they and what they import declare, so that facts read from a file have their words."""
 
 
