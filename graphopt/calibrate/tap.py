@@ -128,7 +128,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     tapped = [port(node, name) for node in nodes for name in ("query", "key")]
     values = {value.name: value for value in tapped if value is not None}
     for value in values.values():
-        value.dtype = ir.DataType.FLOAT
+        value.type = ir.TensorType(ir.DataType.FLOAT)
     model.graph.outputs.clear()
     model.graph.outputs.extend(values.values())
     RemoveUnusedNodesPass()(model)

@@ -213,7 +213,7 @@ class Schema(Signature):
             like = values.get(port.like or "")
             dtype = port.types[0] if port.like is None and len(port.types) == 1 else like.dtype if like else None
             if dtype is not None:
-                output.dtype = dtype
+                output.type = ir.TensorType(dtype)  # copies of a graph share types: none is edited
         known = {name: tuple(value.shape) for name, value in values.items() if value is not None and value.shape}
         if len(known) == len(self.inputs):
             shapes = self.shapes(known, attributes_of(node))

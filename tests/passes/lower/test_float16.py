@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.checks.replay import verify
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
 from graphopt.passes.lower.float16 import Float16, Float16Options
@@ -291,3 +292,14 @@ def test_graphs_within_nodes_and_unknown_types_are_refused() -> None:
     made = build.op("If", [condition], 8, "either", then_branch=branch, else_branch=branch.clone())
     with pytest.raises(InputError, match="If has graphs of its own.*take the branch"):
         narrow(graph_of(build, [x], [made]))
+
+
+def test_the_model_before_keeps_its_types(llama_artifact: Path, tmp_path: Path) -> None:
+    model = canonical(llama_artifact)
+    copy = model.clone()
+    types = [value.dtype for node in model.graph for value in node.outputs]
+    narrow(copy)
+    assert [value.dtype for node in model.graph for value in node.outputs] == types
+    optimize(llama_artifact, "float16", tmp_path / "made", quality_tokens=0)
+    found = verify(llama_artifact, tmp_path / "made").checks
+    assert [(check.name, check.status) for check in found] == [("replay", "proved"), ("logits", "measured")]

@@ -75,7 +75,8 @@ class Float16(Pass[Float16Options]):
         convert_weights(graph, wide, ledger)
         narrow = narrow_values(graph, wide)
         for value in narrow:
-            value.dtype = NARROW
+            # Not its dtype: copies of the graph share the type.
+            value.type = ir.TensorType(NARROW)
         for node in graph:
             if any(each in narrow for each in node.outputs):
                 retype(node)

@@ -50,7 +50,7 @@ def convert_weights(graph: ir.Graph, wide: dict[ir.Node, Fact], ledger: Ledger) 
             copy = new_weight(graph, f"{value.name}.float16", tensor)
             for node, index in followers:
                 node.replace_input_with(index, copy)
-        copy.const_value, copy.dtype = _halved(tensor, copy.name), NARROW
+        copy.const_value, copy.type = _halved(tensor, copy.name), ir.TensorType(NARROW)
         if reach > LARGEST:
             ledger.changed(copy, CUT_OFF(reach=reach, largest=LARGEST), [value])
 
