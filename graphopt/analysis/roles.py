@@ -19,6 +19,7 @@ import onnx_ir as ir
 from graphopt.analysis.folding import Folding, mixers
 from graphopt.analysis.folding.labels import matrix_of, rounds
 from graphopt.analysis.folding.trunk import constant_nodes, is_product, readers_of
+from graphopt.runtime_ops import signature_of
 
 OTHER, SHARED = "other", "shared"
 
@@ -177,10 +178,15 @@ def roles_of(graph: ir.Graph, folded: Folding) -> dict[ir.Node, str]:
 
 def _looks_up(node: ir.Node, finder: _Finder) -> bool:
     table = node.inputs[0] if node.op_type.startswith("Gather") and node.inputs else None
+    if node.op_type.startswith("Gather") and signature_of(node) is not None:
+        return True  # our lookup of packed codes
     return table is not None and (table.is_initializer() or table.producer() in finder.constant)
 
 
 def _rows(node: ir.Node) -> int | None:
-    table = node.inputs[0]
-    size = table.shape[0] if table is not None and table.shape else None
+    """Return how many rows the table of a lookup has."""
+    if signature_of(node) is not None:
+        return node.attributes.get_int("columns", 0)
+    table, axis = node.inputs[0], node.attributes.get_int("gather_axis", node.attributes.get_int("axis", 0))
+    size = table.shape[axis] if table is not None and table.shape and axis < len(table.shape) else None
     return size if isinstance(size, int) else None

@@ -119,6 +119,7 @@ def test_passes_and_recipes_are_listed(run) -> None:
     assert "rotate-int4" in run("recipes")[1]
     formats = {"int4", "fp6", "fp6-e3m2", "nf4", "w4a8", "w4a4", "kv4"}
     others = {"rotate", "rotate-online", "streaming", "retrieval", "float16"}
+    others |= {"gptq-int4", "gptq-int3", "gptq-nf4", "gptq-fp6"}
     names = [r["name"] for r in json.loads(run("recipes", "--json")[1])]
     assert names == sorted({*formats, *(f"rotate-{name}" for name in formats), *others})
 

@@ -149,10 +149,12 @@ def _data(graph: ir.Graph, nodes: list[ir.Node], fixed: set[ir.Node]) -> set[ir.
 
 
 def _looks_up(node: ir.Node, fixed: set[ir.Node]) -> bool:
-    table = node.inputs[0] if node.inputs else None
-    if table is None or not node.op_type.startswith("Gather") or len(table.shape or ()) < 2:
+    if not node.op_type.startswith("Gather") or not node.inputs:
         return False
-    return table.is_initializer() or table.producer() in fixed
+    # Gather has its table in front, our lookup of packed codes the tokens.
+    tables = node.inputs if signature_of(node) is not None else node.inputs[:1]
+    held = [each for each in tables if each is not None and (each.is_initializer() or each.producer() in fixed)]
+    return any(len(table.shape or ()) >= 2 for table in held)
 
 
 def _crossed(nodes: list[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> set[ir.Node]:
