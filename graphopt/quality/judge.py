@@ -21,6 +21,7 @@ CHECK = "quality"
 TEXT = Rule(
     "quality.text", "{verdict}: divergence {kl:.4f} nats, same first choice {same:.1%}, {tokens} tokens of text"
 )
+NOT_FINITE = Rule("quality.not-finite", "{verdict}: its logits are NaN or infinite somewhere in {tokens} tokens")
 EMBEDDINGS = Rule("quality.embeddings", "{verdict}: cosine of embeddings {cosine:.5f} on {texts} sentences")
 NOT_JUDGED = Rule("quality.not-judged", "{why}")
 
@@ -59,8 +60,10 @@ def judge(
     if task == "encoder":
         said = EMBEDDINGS(verdict=verdict, cosine=figures["cosine_mean"], texts=int(figures["texts"]))
     else:
-        kl, same = figures.get("kl_mean", math.inf), figures["same_first_choice"]
-        said = TEXT(verdict=verdict, kl=kl, same=same, tokens=int(figures["tokens"]))
+        tokens, same = int(figures["tokens"]), figures["same_first_choice"]
+        said = NOT_FINITE(verdict=verdict, tokens=tokens)
+        if "kl_mean" in figures:
+            said = TEXT(verdict=verdict, kl=figures["kl_mean"], same=same, tokens=tokens)
     return Check(name=CHECK, after="the recipe", status="measured", reason=said, figures=figures)
 
 

@@ -9,6 +9,7 @@ import pytest
 import graphopt
 from graphopt.checks.replay import verify
 from graphopt.errors import InputError, VerificationError
+from graphopt.facts import Check
 from graphopt.manifest import read_manifest
 from graphopt.pipeline import IN_MEMORY
 from graphopt.quality.judge import confirm, judge, sentences_of
@@ -93,6 +94,19 @@ def test_a_broken_model_is_refused_unless_forced(llama_artifact: Path, tmp_path:
     confirm(check, None, force=True)
     with pytest.raises(VerificationError, match="kl is"):
         confirm(check, Requirement.parse("kl<0.1"), force=True)
+
+
+def test_a_model_that_says_nan_is_broken_in_words_that_json_keeps(llama_artifact: Path, tmp_path: Path) -> None:
+    source = graphopt.read(llama_artifact)
+    gain = source.model.graph.initializers["model.norm.weight"]
+    assert gain.const_value is not None
+    gain.const_value = ir.tensor(np.full(gain.const_value.shape.numpy(), np.nan, np.float32), name=gain.name)
+    graphopt.artifact.write(source, tmp_path / "nan")
+    check = judge(llama_artifact, tmp_path / "nan", "causal_lm", tokens=20)
+    assert check.reason.figures["verdict"] == "broken"
+    assert "NaN or infinite" in str(Check.model_validate_json(check.model_dump_json()).reason)
+    with pytest.raises(VerificationError, match="NaN or infinite"):
+        confirm(check, None, force=False)
 
 
 def test_encoders_are_judged_by_cosines(bert_artifact: Path, tmp_path: Path) -> None:
