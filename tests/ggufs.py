@@ -12,25 +12,12 @@ import numpy as np
 
 from tests.families import POSITIONS, VOCABULARY, randomize
 from tests.once import once
+from tools.bench.gguf_file import NAMES
 
 # Rows of 256 numbers, the super-blocks of Q6_K; 64 per head.
 WIDTH, HEADS, CACHES, LAYERS = 256, 4, 2, 2
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
 MIXED = {
     "token_embd": "Q8_0",
     "attn_q": "Q4_0",
@@ -103,7 +90,7 @@ def write_llama(
             if module.startswith("model.layers."):
                 _, _, number, short = module.split(".", 3)
                 layer = f"blk.{number}."
-            short = _NAMES[short]
+            short = NAMES[short]
             heads = {"attn_q": HEADS, "attn_k": CACHES}.get(short)
             array = parameter.numpy()
             stored, decoded = encoded(array if heads is None else _paired(array, heads), kinds.get(short, "F32"))

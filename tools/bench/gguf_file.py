@@ -9,7 +9,7 @@ from typing import Any
 
 from tools.bench.engine import optional
 
-_NAMES = {
+NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
@@ -23,6 +23,7 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+"""Parts of a Llama in transformers, and what llama.cpp calls them."""
 
 
 def write_gguf(checkpoint: Path, file: Path) -> None:
@@ -64,5 +65,5 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
 def _name(name: str) -> str:
     layered = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
     if layered is not None:
-        return f"blk.{layered[1]}.{_NAMES[layered[2]]}.weight"
-    return f"{_NAMES[name.removesuffix('.weight')]}.weight"
+        return f"blk.{layered[1]}.{NAMES[layered[2]]}.weight"
+    return f"{NAMES[name.removesuffix('.weight')]}.weight"
