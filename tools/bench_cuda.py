@@ -7,8 +7,9 @@ Needs an NVIDIA GPU from sm_80 on, torch with CUDA, and graphopt installed where
 missing and exits 2.
 
 How it is measured: a case has as many copies of its tensors as twice the L2 cache holds, and calls go through them in
-turn. Ours and the others' run in the same rounds, in an order drawn anew for each; a time is the median of the rounds
-by CUDA events, and a ratio is the median of the rounds' own ratios. Bandwidth is compared with that of a large copy in
+turn. A CUDA graph replays them, as starting a kernel from Python takes longer than some kernels run. Ours and the
+others' run in the same rounds, in an order drawn anew for each; a time is the median of the rounds by CUDA events, and
+a ratio is the median of the rounds' own ratios. Bandwidth is compared with that of a large copy in
 the same run. Before a call is timed its output is poisoned with NaN, computed, and compared with float64: where it is
 farther off than rounding explains, the case counts as wrong, is not timed, and the exit code is 1.
 """
@@ -39,6 +40,9 @@ MODULES = ("cuda_hadamard", "cuda_kv_attention", "cuda_matmul")
 
 COPY_BYTES = 1 << 30
 
+LEAST_CALLS = 16
+"""Of one replay, so that starting it is a small part of its time."""
+
 
 def missing() -> str | None:
     """Return what this machine lacks, or ``None``."""
@@ -55,21 +59,36 @@ def missing() -> str | None:
     return None
 
 
-def time_of(torch: Any, call: Callable[[int], object], copies: int, first: int) -> float:
-    """Return the microseconds of a call, over one turn through all copies that begins at ``first``."""
+def recorded(torch: Any, call: Callable[[int], object], copies: int) -> tuple[Callable[[], None], int]:
+    """Return a CUDA graph's replay of whole turns through all copies, and how many calls are in it; both are warm."""
+    for index in range(copies):
+        call(index)
+    torch.cuda.synchronize()
+    turns = -(-LEAST_CALLS // copies)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(turns):
+            for index in range(copies):
+                call(index)
+    graph.replay()
+    return graph.replay, turns * copies
+
+
+def time_of(torch: Any, replay: Callable[[], None], calls: int) -> float:
+    """Return the microseconds of a call, of the ``calls`` that a replay makes."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
-    for index in range(copies):
-        call((first + index) % copies)
+    replay()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / copies
+    return float(start.elapsed_time(end)) * 1e3 / calls
 
 
 def copy_bandwidth(torch: Any) -> float:
     """Return bytes per second, read and written, of a copy that no cache holds."""
     a, b = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    times = [time_of(torch, lambda _: b.copy_(a), 4, 0) for _ in range(10)]
+    replay, calls = recorded(torch, lambda _: b.copy_(a), 1)
+    times = [time_of(torch, replay, calls) for _ in range(10)]
     return 2 * COPY_BYTES / statistics.median(times) * 1e6
 
 
@@ -86,12 +105,11 @@ def measure(torch: Any, case: Case, rounds: int) -> dict[str, Any]:
     if not worst <= case.allowed:
         return row | {"wrong": True}
     calls: dict[str, Callable[[int], object]] = {"graphopt": case.run, **case.rivals}
+    replays = {name: recorded(torch, call, case.copies) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():  # warm
-        time_of(torch, call, case.copies, 0)
-    for turn in range(rounds):
+    for _ in range(rounds):
         for name in random.sample(list(calls), len(calls)):
-            times[name].append(time_of(torch, calls[name], case.copies, turn))
+            times[name].append(time_of(torch, *replays[name]))
     row["us"] = {name: statistics.median(each) for name, each in times.items()}
     ours = times["graphopt"]
     row["times_as_fast_as"] = {
@@ -133,10 +151,11 @@ def main(
     print(f"{device}, torch {torch.__version__}; a copy moves {copy / 1e12:.2f} TB/s")
     rows = []
     for module in MODULES:
-        for case in import_module(f"tools.bench.{module}").cases(library, torch):
-            if fnmatch(case.name, only):
-                rows.append(measure(torch, case, rounds))
-                print(show(rows[-1], copy), flush=True)
+        for case in import_module(f"tools.bench.{module}").cases(
+            library, torch, wanted=lambda name: fnmatch(name, only)
+        ):
+            rows.append(measure(torch, case, rounds))
+            print(show(rows[-1], copy), flush=True)
     if output is not None:
         figures = {"device": device, "torch": torch.__version__, "copy_bandwidth": copy, "rows": rows}
         output.write_text(json.dumps(figures, indent=1) + "\n")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,7 +45,19 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         def elapsed_time(self, other: Event) -> float:
             return other.at - self.at
 
-    state.cuda = SimpleNamespace(Event=Event, synchronize=lambda: None)
+    class CUDAGraph:
+        """Replays by running what was recorded again: the clock stands still while it is recorded."""
+
+        def replay(self) -> None:
+            state.now += self.took
+
+    @contextmanager
+    def graph(made: CUDAGraph) -> Iterator[None]:
+        begun = state.now
+        yield
+        made.took, state.now = state.now - begun, begun
+
+    state.cuda = SimpleNamespace(Event=Event, synchronize=lambda: None, CUDAGraph=CUDAGraph, graph=graph)
     return state
 
 

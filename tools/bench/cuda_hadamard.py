@@ -12,7 +12,7 @@ import numpy as np
 from graphopt.rotations import factors, hadamard
 from graphopt.rotations.hadamard import halves
 from tests.runtime_ops.cuda import interface
-from tools.bench.cuda_case import Case, copies_past_l2, stream_of
+from tools.bench.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 
 WIDTHS = (4096, 8192, 14336, 18944, 28672)
 ROWS = (1, 16, 4096)
@@ -25,11 +25,17 @@ def cases(
     *,
     widths: Sequence[int] = WIDTHS,
     rows: Sequence[int] = ROWS,
+    wanted: Wanted = every,
 ) -> Iterator[Case]:
     """Yield a case for each width and number of rows, float16."""
     for width in widths:
         for count in rows:
-            yield _case(library, torch, device, count, width)
+            if wanted(_title(count, width)):
+                yield _case(library, torch, device, count, width)
+
+
+def _title(rows: int, width: int) -> str:
+    return f"Hadamard {rows} x {width}"
 
 
 def _case(library: ctypes.CDLL, torch: Any, device: str, rows: int, width: int) -> Case:
@@ -58,7 +64,7 @@ def _case(library: ctypes.CDLL, torch: Any, device: str, rows: int, width: int) 
     if whole is not None:
         rivals["torch matmul"] = lambda copy: torch.matmul(x[copy], whole, out=y[copy])
     # Half a unit in the last place, and numbers cut to 16 bits before a core.
-    return Case(f"Hadamard {rows} x {width}", bytes_of_one, copies, poison, run, error, 2**-11 + 2**-14, rivals)
+    return Case(_title(rows, width), bytes_of_one, copies, poison, run, error, 2**-11 + 2**-14, rivals)
 
 
 def _product(orders: tuple[int, ...]) -> Any:

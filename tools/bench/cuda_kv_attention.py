@@ -11,7 +11,7 @@ import numpy as np
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda.kv_attention import Call
-from tools.bench.cuda_case import Case, copies_past_l2, stream_of
+from tools.bench.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 
 SIZES = ((1, 8192), (1, 131072), (8, 131072))
 """Rows, and tokens that each has with the one of the step."""
@@ -26,11 +26,17 @@ def cases(
     storages: Sequence[str] = ("float16", "int8", "int4"),
     heads: tuple[int, int] = (32, 8),
     size: int = 128,
+    wanted: Wanted = every,
 ) -> Iterator[Case]:
     """Yield a case for each size and storage: dense, float16 queries; tokens are a multiple of the page, 64."""
     for rows, tokens in sizes:
         for storage in storages:
-            yield _case(library, torch, device, rows, tokens, storage, heads, size)
+            if wanted(_title(storage, rows, tokens)):
+                yield _case(library, torch, device, rows, tokens, storage, heads, size)
+
+
+def _title(storage: str, rows: int, tokens: int) -> str:
+    return f"KVAttention {storage} {rows} x {tokens}"
 
 
 def _case(
@@ -98,7 +104,7 @@ def _case(
         attention = torch.nn.functional.scaled_dot_product_attention
         rivals["torch attention, float16"] = lambda copy: attention(q, other[copy][0], other[copy][1], enable_gqa=True)
     # half a unit in the last place of y, and what float32 sums of so many tokens may lose
-    return Case(f"KVAttention {storage} {rows} x {tokens}", moved, copies, poison, run, error, 2**-10, rivals)
+    return Case(_title(storage, rows, tokens), moved, copies, poison, run, error, 2**-10, rivals)
 
 
 def _tokens(torch: Any, state: dict[str, Any], storage: str, size: int) -> tuple[Any, Any]:

@@ -5,43 +5,7 @@
 // is dynamic. Whatever has "all lanes" in its comment must be reached by the 32 lanes of a warp together.
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-
-#if defined(__CUDACC__)
-#include <cuda_runtime.h>
-#define GRAPHOPT_DEVICE __device__ __forceinline__
-#define GRAPHOPT_BOTH __host__ __device__ __forceinline__
-#define GRAPHOPT_KERNEL(threads, blocks_per_sm) __global__ __launch_bounds__(threads, blocks_per_sm)
-#define GRAPHOPT_UNROLL _Pragma("unroll")
-#define GRAPHOPT_NO_UNROLL _Pragma("unroll 1")
-#else
-#include <cmath>
-
-#define GRAPHOPT_DEVICE inline
-#define GRAPHOPT_BOTH inline
-#define GRAPHOPT_KERNEL(threads, blocks_per_sm)
-#define GRAPHOPT_UNROLL
-#define GRAPHOPT_NO_UNROLL
-#endif
-
-namespace graphopt {
-
-constexpr int kWarp = 32;
-
-struct Index3 {
-  unsigned x = 1, y = 1, z = 1;
-};
-
-// 8 and 16 bytes that are loaded or stored at once.
-struct alignas(8) Word2 {
-  uint32_t words[2];
-};
-struct alignas(16) Word4 {
-  uint32_t words[4];
-};
-
-}  // namespace graphopt
+#include "cuda/platform.h"
 
 #if !defined(__CUDACC__)
 #include "interpreter/host.h"
@@ -184,3 +148,4 @@ GRAPHOPT_DEVICE void fence() {
 
 #include "cuda/memory.h"
 #include "cuda/numbers.h"
+#include "cuda/pairs.h"

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "cuda/device.h"
+#include "cuda/platform.h"
 
 namespace graphopt {
 

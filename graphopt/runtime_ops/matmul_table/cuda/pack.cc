@@ -3,6 +3,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "cuda/numbers.h"
+
 namespace graphopt {
 namespace {
 
