@@ -137,6 +137,20 @@ GRAPHOPT_DEVICE uint32_t atomic_add(uint32_t* at, uint32_t value) {
 #endif
 }
 
+// In a kernel that launch_early() starts, this returns when the kernel before it on the stream is done: what that one
+// writes must not be read earlier, and what it reads not written. All threads, once.
+GRAPHOPT_DEVICE void wait_for_previous() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+// The next kernel, if launch_early() starts it, may begin once all blocks have come here or have ended.
+GRAPHOPT_DEVICE void let_next_begin() {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // A thread of the grid that sees a write of this thread after the fence also sees those before it.
 GRAPHOPT_DEVICE void fence() {
 #if defined(__CUDACC__)

@@ -28,11 +28,20 @@ inline const char* refusal(Index3 grid, unsigned threads, size_t shared_bytes) {
   return shared_bytes > kSharedBytes ? "a block must have at most 163 KiB of shared memory" : nullptr;
 }
 
-// Starts kernel(arguments) on the stream; returns null or an error. A stream is a cudaStream_t, null for the default
-// one; the interpreter has none, and has finished when it returns.
+#if defined(__CUDACC__)
+// Whether the current device runs code for sm_90a, in which alone wait_for_previous() waits.
+inline bool waits_for_previous() {
+  int device = 0, major = 0, minor = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return false;
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  return major == 9 && minor == 0;
+}
+#endif
+
 template <typename Arguments>
 const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
-                   Arguments arguments) {
+                   Arguments arguments, bool early) {
   if (const char* failure = refusal(grid, threads, shared_bytes)) return failure;
 #if defined(__CUDACC__)
   constexpr size_t kWithoutAsking = 48 * 1024;
@@ -43,13 +52,22 @@ const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, siz
     status = cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
   if (status == cudaSuccess) {
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(grid.x, grid.y, grid.z);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = early && waits_for_previous() ? 1 : 0;
     void* values[] = {&arguments};
-    status = cudaLaunchKernel(function, dim3(grid.x, grid.y, grid.z), dim3(threads), values, shared_bytes,
-                              static_cast<cudaStream_t>(stream));
+    status = cudaLaunchKernelExC(&config, function, values);
   }
   return said(status);
 #else
-  (void)stream;
+  (void)stream, (void)early;
   struct Call {
     void (*kernel)(Arguments);
     const Arguments& arguments;
@@ -60,6 +78,20 @@ const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, siz
   };
   return host::run(body, &call, grid, threads, shared_bytes);
 #endif
+}
+
+// Starts kernel(arguments) on the stream; returns null or an error. A stream is a cudaStream_t, null for the default
+// one; the interpreter has none, and has finished when it returns.
+template <typename Arguments>
+const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
+                   Arguments arguments) {
+  return launch(kernel, grid, threads, shared_bytes, stream, arguments, false);
+}
+// The same for a kernel that calls wait_for_previous(): it may begin before the kernel before it has ended.
+template <typename Arguments>
+const char* launch_early(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
+                         Arguments arguments) {
+  return launch(kernel, grid, threads, shared_bytes, stream, arguments, true);
 }
 
 }  // namespace graphopt

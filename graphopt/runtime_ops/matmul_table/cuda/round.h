@@ -137,6 +137,7 @@ struct Addition {
 
 GRAPHOPT_KERNEL(kRoundThreads, 4)
 void add_splits(Addition a) {
+  wait_for_previous();
   const size_t i = size_t{block_index().x} * kRoundThreads + thread_index().x;
   if (i >= a.count) return;
   float sum = 0;

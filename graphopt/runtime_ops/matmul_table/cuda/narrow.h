@@ -1,0 +1,205 @@
+// Up to 16 rows of the operand, and codes that arithmetic decodes: every weight is read once, straight into registers.
+// A block of threads has 128 columns: its rows of the operand stand in shared memory, a chunk of K ahead, so that they
+// are read from the caches once for 128 columns and no load of them is waited for.
+#pragma once
+
+#include "matmul_table/cuda/multiply.h"
+#include "matmul_table/cuda/shapes.h"
+
+namespace graphopt {
+
+// Blocks of K whose operand is copied at a time; a warp has every second one, and as many are loaded ahead.
+constexpr unsigned kChunkBlocks = 8;
+constexpr unsigned kNarrowColumns = kNarrowTiles * kTileColumns;
+
+template <typename Kind>
+constexpr unsigned kNarrowPitch = kChunkBlocks * kBytesOfBlock<Kind> + 32;  // 8 bytes each of 4 rows: all banks once
+template <typename Kind, int RowTiles>
+constexpr unsigned kNarrowStage = 8 * RowTiles * kNarrowPitch<Kind>;
+template <typename Kind, int RowTiles>
+constexpr size_t kNarrowShared = 2 * kNarrowStage<Kind, RowTiles>;
+
+// What a warp has of two tiles of columns.
+template <typename Kind, typename Decode, int RowTiles>
+struct Narrow {
+  static constexpr unsigned kDepth = Decode::kWords > 3 ? 1 : 2;  // blocks ahead, as registers allow
+
+  float totals[2][RowTiles][4] = {};
+  uint32_t words[kDepth][2][4][Decode::kWords];
+  float scales[kDepth][2][2];
+  unsigned first_tile;
+
+  GRAPHOPT_DEVICE void load(const Product& p, unsigned slot, unsigned block) {
+    const size_t of_block = block_bytes(Decode::kBits);
+    const unsigned group = p.group_units == kBlockUnits ? block : block / ((p.group_units + 7) / kBlockUnits);
+    GRAPHOPT_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      // a tile that is not there is the last one, whose sums are not used
+      const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1;
+      Decode::load_block(p, p.codes + (size_t{tile} * p.blocks + block) * of_block + lane() * 16, words[slot][n]);
+      const size_t at = (size_t{tile} * p.groups + group) * kTileColumns + static_cast<unsigned>(lane()) / 4;
+      if (p.half_scales) {
+        const Half* const from = static_cast<const Half*>(p.scales) + at;
+        scales[slot][n][0] = to_float(from[0]), scales[slot][n][1] = to_float(from[8]);
+      } else {
+        const float* const from = static_cast<const float*>(p.scales) + at;
+        scales[slot][n][0] = from[0], scales[slot][n][1] = from[8];
+      }
+    }
+  }
+
+  // Adds the products of a block with the operand: `x` is where the lane's bytes begin.
+  GRAPHOPT_DEVICE void multiply(const Product& p, unsigned slot, unsigned block, const char* x) {
+    typename Kind::Sum sums[2][RowTiles][4] = {};
+    GRAPHOPT_UNROLL
+    for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
+      if constexpr (Kind::kBytes) {
+        uint32_t a[2][4];
+        GRAPHOPT_UNROLL
+        for (int n = 0; n < 2; ++n) {
+          uint32_t of_unit[2][2];
+          Decode::template decode<0>(p, nullptr, words[slot][n][pair], of_unit[0]);
+          Decode::template decode<1>(p, nullptr, words[slot][n][pair], of_unit[1]);
+          GRAPHOPT_UNROLL
+          for (int i = 0; i < 4; ++i) a[n][i] = of_unit[i / 2][i % 2];
+        }
+        multiply_step(sums, a, x + 32 * pair);
+      } else {
+        uint32_t a[2][4];
+        GRAPHOPT_UNROLL
+        for (int n = 0; n < 2; ++n) Decode::template decode<0>(p, nullptr, words[slot][n][pair], a[n]);
+        multiply_step(sums, a, x + 32 * (2 * pair));
+        GRAPHOPT_UNROLL
+        for (int n = 0; n < 2; ++n) Decode::template decode<1>(p, nullptr, words[slot][n][pair], a[n]);
+        multiply_step(sums, a, x + 32 * (2 * pair + 1));
+      }
+    }
+    GRAPHOPT_UNROLL
+    for (int m = 0; m < RowTiles; ++m) {
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float scale = p.step;
+        if constexpr (Kind::kBytes) scale = x_scale(p, block, 8 * m + 2 * (static_cast<unsigned>(lane()) % 4) + i % 2);
+        GRAPHOPT_UNROLL
+        for (int n = 0; n < 2; ++n) {
+          const float value = static_cast<float>(sums[n][m][i]) * scale;
+          totals[n][m][i] = multiply_add(value, scales[slot][n][i / 2], totals[n][m][i]);
+        }
+      }
+    }
+  }
+
+  GRAPHOPT_DEVICE static void multiply_step(typename Kind::Sum (&sums)[2][RowTiles][4], const uint32_t (&a)[2][4],
+                                            const char* x) {
+    GRAPHOPT_UNROLL
+    for (int m = 0; m < RowTiles; ++m) {
+      const Word2 word = load8(x + m * 8 * kNarrowPitch<Kind>);
+      const uint32_t b[2] = {word.words[0], word.words[1]};
+      GRAPHOPT_UNROLL
+      for (int n = 0; n < 2; ++n) Kind::multiply(sums[n][m], a[n], b);
+    }
+  }
+
+  GRAPHOPT_DEVICE static float x_scale(const Product& p, unsigned block, unsigned row) {
+    return p.x_scales[segment_of(p, block * kBlockUnits).index * size_t{p.x_scale_pitch} + row];
+  }
+};
+
+// Starts copies of the operand's rows of the blocks from `first` on; what is missing becomes 0.
+template <typename Kind, int RowTiles>
+GRAPHOPT_DEVICE void copy_chunk(const Product& p, char* stage, unsigned first, unsigned end) {
+  constexpr unsigned kPieces = kChunkBlocks * kBytesOfBlock<Kind> / 16;
+  const unsigned last = end * kBytesOfBlock<Kind> < p.x_bytes ? end * kBytesOfBlock<Kind> : p.x_bytes;
+  GRAPHOPT_UNROLL
+  for (unsigned i = 0; i < 8 * RowTiles * kPieces / kNarrowThreads; ++i) {
+    const unsigned index = i * kNarrowThreads + thread_index().x, row = index / kPieces, piece = index % kPieces;
+    const unsigned at = first * kBytesOfBlock<Kind> + 16 * piece;
+    const bool valid = row < p.rows && at < last;
+    copy_async16(stage + row * kNarrowPitch<Kind> + 16 * piece, valid ? p.x + row * p.x_pitch + at : p.x, valid);
+  }
+}
+
+// The sum over the block's warps, which had a part of K each, in their order.
+template <int RowTiles>
+GRAPHOPT_DEVICE float sum_of_parts(const float* parts, unsigned column, unsigned row) {
+  float sum = 0;
+  GRAPHOPT_UNROLL
+  for (unsigned i = 0; i < kNarrowParts; ++i) sum += parts[(i * kNarrowColumns + column) * (8 * RowTiles + 1) + row];
+  return sum;
+}
+
+// Grid: [128 columns, splits of K].
+template <typename Kind, typename Decode, int RowTiles>
+GRAPHOPT_KERNEL(kNarrowThreads, 2)
+void multiply_narrow(Product p) {
+  constexpr unsigned kStage = kNarrowStage<Kind, RowTiles>;
+  const unsigned of_columns = static_cast<unsigned>(warp()) / kNarrowParts;
+  const unsigned part = static_cast<unsigned>(warp()) % kNarrowParts;
+  const unsigned first = static_cast<unsigned>(uint64_t{block_index().y} * p.blocks / p.splits);
+  const unsigned end = static_cast<unsigned>((uint64_t{block_index().y} + 1) * p.blocks / p.splits);
+  const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
+  using Warp = Narrow<Kind, Decode, RowTiles>;
+  Warp of_warp;
+  of_warp.first_tile = block_index().x * kNarrowTiles + 2 * of_columns;
+  GRAPHOPT_UNROLL
+  for (unsigned slot = 0; slot < Warp::kDepth; ++slot) {
+    const unsigned block = first + part + slot * kNarrowParts;
+    if (block < end) of_warp.load(p, slot, block);
+  }
+  // Weights do not change; all else may be what the kernel before writes or reads.
+  wait_for_previous();
+  char* const stages = shared_memory();
+  copy_chunk<Kind, RowTiles>(p, stages, first, end);
+  commit_copies();
+  unsigned block = first + part;
+  GRAPHOPT_NO_UNROLL
+  for (unsigned begin = first, stage = 0; begin < end; begin += kChunkBlocks, stage ^= 1) {
+    const unsigned next = begin + kChunkBlocks;
+    if (next < end) copy_chunk<Kind, RowTiles>(p, stages + (stage ^ 1) * kStage, next, end);
+    commit_copies();
+    wait_copies<1>();
+    sync_block();
+    const unsigned last = next < end ? next : end;
+    const char* const x = stages + stage * kStage + g * kNarrowPitch<Kind> + 8 * t;
+    GRAPHOPT_NO_UNROLL
+    while (block < last) {
+      GRAPHOPT_UNROLL
+      for (unsigned slot = 0; slot < Warp::kDepth; ++slot) {
+        if (block >= last) continue;
+        of_warp.multiply(p, slot, block, x + (block - begin) * kBytesOfBlock<Kind>);
+        const unsigned ahead = block + Warp::kDepth * kNarrowParts;
+        if (ahead < end) of_warp.load(p, slot, ahead);
+        block += kNarrowParts;
+      }
+    }
+    sync_block();  // the next copies overwrite this stage
+  }
+  let_next_begin();
+  float* const parts = reinterpret_cast<float*>(shared_memory());
+  GRAPHOPT_UNROLL
+  for (int n = 0; n < 2; ++n) {
+    GRAPHOPT_UNROLL
+    for (int m = 0; m < RowTiles; ++m) {
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 4; ++i) {
+        const unsigned column = (2 * of_columns + n) * kTileColumns + g + 8 * (i / 2), row = 8 * m + 2 * t + i % 2;
+        parts[(part * kNarrowColumns + column) * (8 * RowTiles + 1) + row] = of_warp.totals[n][m][i];
+      }
+    }
+  }
+  sync_block();
+  const unsigned first_column = block_index().x * kNarrowColumns;
+  for (unsigned i = thread_index().x; i < kNarrowColumns * 8 * RowTiles; i += kNarrowThreads) {
+    const unsigned column = i % kNarrowColumns, row = i / kNarrowColumns;
+    if (first_column + column >= p.columns || row >= p.rows) continue;
+    float sum = sum_of_parts<RowTiles>(parts, column, row);
+    if (!p.two) {
+      put_sum(p, block_index().y, row, first_column + column, sum);
+    } else if (row % 2 == 0) {
+      sum += sum_of_parts<RowTiles>(parts, column, row + 1);
+      put_sum(p, block_index().y, row / 2, first_column + column, sum);
+    }
+  }
+}
+
+}  // namespace graphopt
