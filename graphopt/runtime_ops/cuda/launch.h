@@ -28,16 +28,18 @@ inline const char* refusal(Index3 grid, unsigned threads, size_t shared_bytes) {
   return shared_bytes > kSharedBytes ? "a block must have at most 163 KiB of shared memory" : nullptr;
 }
 
-#if defined(__CUDACC__)
 // Whether the current device runs code for sm_90a, in which alone wait_for_previous() waits.
-inline bool waits_for_previous() {
+inline bool runs_sm90a() {
+#if defined(__CUDACC__)
   int device = 0, major = 0, minor = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return false;
   cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
   cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
   return major == 9 && minor == 0;
-}
+#else
+  return false;
 #endif
+}
 
 template <typename Arguments>
 const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, size_t shared_bytes, void* stream,
@@ -61,7 +63,7 @@ const char* launch(void (*kernel)(Arguments), Index3 grid, unsigned threads, siz
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
     config.attrs = &attribute;
-    config.numAttrs = early && waits_for_previous() ? 1 : 0;
+    config.numAttrs = early && runs_sm90a() ? 1 : 0;
     void* values[] = {&arguments};
     status = cudaLaunchKernelExC(&config, function, values);
   }

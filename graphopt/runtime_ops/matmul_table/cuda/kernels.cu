@@ -28,7 +28,7 @@ struct Plan {
   Product product = {};
   Operands operands;
   Decoder decoder;
-  bool rounds, converts, narrow, tiles;  // x to bytes; x to another type, or to rows that 16-byte loads may read
+  bool rounds, converts, narrow, wide, tiles;  // x to bytes; x to another type, or to rows that 16-byte loads may read
   size_t operand_at = 0, scales_at = 0, partials_at = 0, bytes = 0;
   size_t segments = 0;
 
@@ -91,16 +91,19 @@ Plan::Plan(const GraphoptMatMul& call) {
   }
 
   narrow = has_narrow(p, operands, decoder);
-  tiles = p.rows > kFewRows && has_tiles(p, operands, decoder);
+  wide = p.rows > kFewRows && has_wide(p, operands, decoder);
+  tiles = !wide && p.rows > kFewRows && has_tiles(p, operands, decoder);
   const auto parts = [](size_t number, size_t of_part) { return round_up(number, of_part) / of_part; };
   const bool floats = operands == Operands::kFloat32;
-  const size_t in_grid = tiles    ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
+  const size_t in_grid = wide     ? parts(p.tiles, kNarrowTiles) * parts(p.rows, kWideRows)
+                         : tiles  ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
                          : narrow ? parts(p.tiles, kNarrowTiles)
                          : floats ? size_t{p.tiles} * parts(p.rows, kFloatRows)
                                   : parts(p.tiles, kFewTiles) * parts(p.rows, kFewRows);
   // the smallest part of K per warp that is worth its sums
-  const size_t most = p.blocks / (kLeastBlocks * (tiles || narrow ? 1 : floats ? kFloatWarps : kFewWarps));
-  const size_t enough = tiles ? kBlocksWanted / 2 : kBlocksWanted;
+  const size_t most = p.blocks / (kLeastBlocks * (tiles || wide || narrow ? 1 : floats ? kFloatWarps : kFewWarps));
+  // a second turn of blocks that are alone on a processor would double the time
+  const size_t enough = wide ? kBlocksWanted / 4 + 1 : tiles ? kBlocksWanted / 2 : kBlocksWanted;
   p.splits = 1;
   while (in_grid * p.splits < enough && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
@@ -171,7 +174,7 @@ const char* run(const GraphoptMatMul& call, void* stream, const void* turned = n
   if (failure) return failure;
   if (plan.rounds || plan.converts) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
   if (p.splits > 1) p.partials = reinterpret_cast<float*>(scratch + plan.partials_at);
-  const auto start = plan.tiles ? start_tiles : plan.narrow ? start_narrow : start_few;
+  const auto start = plan.wide ? start_wide : plan.tiles ? start_tiles : plan.narrow ? start_narrow : start_few;
   failure = start(p, plan.operands, plan.decoder, stream);
   if (failure || p.splits == 1) return failure;
   const size_t count = call.m * call.columns;

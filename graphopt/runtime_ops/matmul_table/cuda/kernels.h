@@ -10,10 +10,12 @@ namespace graphopt {
 // Starts the product's kernel: few rows of an operand in two ways, or tiles of rows. Returns null or an error.
 const char* start_few(const Product& product, Operands operands, Decoder decoder, void* stream);
 const char* start_narrow(const Product& product, Operands operands, Decoder decoder, void* stream);
+const char* start_wide(const Product& product, Operands operands, Decoder decoder, void* stream);
 const char* start_tiles(const Product& product, Operands operands, Decoder decoder, void* stream);
 
-// Whether there is a kernel for up to 16 rows at once, or for tiles: others take few rows at a time.
+// Whether there is a kernel for up to 16 rows at once, for tiles on this GPU, or for tiles: others take few rows at a time.
 bool has_narrow(const Product& product, Operands operands, Decoder decoder);
+bool has_wide(const Product& product, Operands operands, Decoder decoder);
 bool has_tiles(const Product& product, Operands operands, Decoder decoder);
 
 }  // namespace graphopt

@@ -27,25 +27,42 @@ struct Narrow {
   float totals[2][RowTiles][4] = {};
   uint32_t words[kDepth][2][4][Decode::kWords];
   float scales[kDepth][2][2];
-  unsigned first_tile;
+  const uint8_t* codes[2];        // the lane's, of the block that is loaded next
+  const uint8_t* of_scales[2];    // the lane's columns, of the first group
 
-  GRAPHOPT_DEVICE void load(const Product& p, unsigned slot, unsigned block) {
-    const size_t of_block = block_bytes(Decode::kBits);
-    const unsigned group = p.group_units == kBlockUnits ? block : block / ((p.group_units + 7) / kBlockUnits);
+  GRAPHOPT_DEVICE Narrow(const Product& p, unsigned first_tile, unsigned block) {
     GRAPHOPT_UNROLL
     for (int n = 0; n < 2; ++n) {
       // a tile that is not there is the last one, whose sums are not used
-      const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1;
-      Decode::load_block(p, p.codes + (size_t{tile} * p.blocks + block) * of_block + lane() * 16, words[slot][n]);
-      const size_t at = (size_t{tile} * p.groups + group) * kTileColumns + static_cast<unsigned>(lane()) / 4;
-      if (p.half_scales) {
-        const Half* const from = static_cast<const Half*>(p.scales) + at;
-        scales[slot][n][0] = to_float(from[0]), scales[slot][n][1] = to_float(from[8]);
-      } else {
-        const float* const from = static_cast<const float*>(p.scales) + at;
-        scales[slot][n][0] = from[0], scales[slot][n][1] = from[8];
-      }
+      const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1, column = lane() / 4;
+      codes[n] = p.codes + (size_t{tile} * p.blocks + block) * block_bytes(Decode::kBits) + lane() * 16;
+      of_scales[n] = static_cast<const uint8_t*>(p.scales) +
+                     (size_t{tile} * p.groups * kTileColumns + column) * (p.half_scales ? 2 : 4);
     }
+  }
+
+  GRAPHOPT_DEVICE void load(const Product& p, unsigned slot, unsigned block) {
+    unsigned group = block;
+    if (p.group_units != kBlockUnits) group = block / ((p.group_units + kBlockUnits - 1) / kBlockUnits);
+    const size_t at = size_t{group} * kTileColumns * (p.half_scales ? 2 : 4);
+    GRAPHOPT_UNROLL
+    for (int n = 0; n < 2; ++n) {
+      Decode::load_block(p, codes[n], words[slot][n]);
+      codes[n] += kNarrowParts * block_bytes(Decode::kBits);
+    }
+    if (p.half_scales) {
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) scales[slot][i / 2][i % 2] = scale_at<Half>(p, of_scales[i / 2] + at, i % 2);
+    } else {
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) scales[slot][i / 2][i % 2] = scale_at<float>(p, of_scales[i / 2] + at, i % 2);
+    }
+  }
+  // The table's step is a power of two: it changes no bit.
+  template <typename T>
+  GRAPHOPT_DEVICE static float scale_at(const Product& p, const uint8_t* from, int half) {
+    const float scale = to_float(reinterpret_cast<const T*>(from)[8 * half]);
+    return Kind::kBytes ? scale : scale * p.step;
   }
 
   // Adds the products of a block with the operand: `x` is where the lane's bytes begin.
@@ -78,11 +95,11 @@ struct Narrow {
     for (int m = 0; m < RowTiles; ++m) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float scale = p.step;
+        float scale = 1;
         if constexpr (Kind::kBytes) scale = x_scale(p, block, 8 * m + 2 * (static_cast<unsigned>(lane()) % 4) + i % 2);
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) {
-          const float value = static_cast<float>(sums[n][m][i]) * scale;
+          const float value = Kind::kBytes ? static_cast<float>(sums[n][m][i]) * scale : sums[n][m][i];
           totals[n][m][i] = multiply_add(value, scales[slot][n][i / 2], totals[n][m][i]);
         }
       }
@@ -139,8 +156,7 @@ void multiply_narrow(Product p) {
   const unsigned end = static_cast<unsigned>((uint64_t{block_index().y} + 1) * p.blocks / p.splits);
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
   using Warp = Narrow<Kind, Decode, RowTiles>;
-  Warp of_warp;
-  of_warp.first_tile = block_index().x * kNarrowTiles + 2 * of_columns;
+  Warp of_warp(p, block_index().x * kNarrowTiles + 2 * of_columns, first + part);
   GRAPHOPT_UNROLL
   for (unsigned slot = 0; slot < Warp::kDepth; ++slot) {
     const unsigned block = first + part + slot * kNarrowParts;

@@ -13,6 +13,9 @@ constexpr unsigned kNarrowThreads = 256, kNarrowTiles = 8, kNarrowParts = 2;
 constexpr unsigned kTileWarps = 8, kTilesOfWarp = 2, kTileRows = 64;
 constexpr unsigned kTileWidth = kTileWarps * kTilesOfWarp;
 
+// Tiles on sm_90a: 128 rows and 128 columns; as many row tiles as this go through all columns together.
+constexpr unsigned kWideRows = 128, kWideGroup = 8;
+
 // Floats: a tile of columns.
 constexpr unsigned kFloatWarps = 8, kFloatRows = 8;
 
