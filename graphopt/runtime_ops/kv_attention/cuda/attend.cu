@@ -7,48 +7,13 @@
 #include "kv_attention/cuda/codes.h"
 #include "kv_attention/cuda/halves.h"
 #include "kv_attention/cuda/merge.h"
+#include "kv_attention/cuda/place.h"
 
 namespace graphopt {
 namespace {
 
-constexpr unsigned kAttendThreads = 128, kMergeThreads = kQueries * kWarp;
+constexpr unsigned kAttendThreads = 128;
 static_assert(kQueries == kTileQueries, "a warp reads for a tile of queries");
-
-// A tile of queries of one head, and for a unit which part of its pages.
-struct Place {
-  const Segment& segment;
-  int row, head, tile, part;
-  int of_policy;  // which of the heads with its policy
-  Policy policy;
-
-  GRAPHOPT_DEVICE Place(const CudaPlan& plan, const Segment& segment, int32_t of_segment)
-      : segment(segment), row(segment.row), tile(of_segment / segment.parts % segment.tiles),
-        part(of_segment % segment.parts), of_policy(of_segment / segment.parts / segment.tiles),
-        policy(static_cast<Policy>(segment.policy)) {
-    head = plan.heads[plan.first_head[segment.policy] + of_policy];
-  }
-};
-
-// The queries of a warp: each lane has its own, and the range that all of them read.
-struct TileQueries {
-  int64_t position, first, last;  // of this lane's query, and of all
-  size_t at;                      // of its first number, where it is used
-  int token, head;
-  bool used;
-
-  GRAPHOPT_DEVICE TileQueries(const AttendRun& run, const Place& place, int index) {
-    const Layout& layout = run.call.layout;
-    const int32_t tokens = run.plan.tokens(run.call, place.row);
-    const int64_t base = run.call.past[place.row] + run.plan.first;
-    const QueryPlace own(layout, place.policy, tokens, place.tile, index);
-    token = own.token, head = own.head, used = own.used;
-    first = base + QueryPlace(layout, place.policy, tokens, place.tile, 0).token;
-    const int end = QueryPlace(layout, place.policy, tokens, place.tile, kQueries - 1).token;
-    last = place.policy == Policy::kRetrieval ? first : base + (end < tokens ? end : tokens - 1);
-    position = used ? base + token : last;
-    at = run.call.queries_at(place.row, place.head, position) + static_cast<size_t>(used ? head : 0) * layout.size;
-  }
-};
 
 template <typename Pages>
 GRAPHOPT_DEVICE void take_queries(const CudaCall& call, const TileQueries& queries, const void* from, float* to) {
@@ -94,16 +59,6 @@ GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Desk& 
     pages.score(desk, tile, sinks, sinks && limit < tile.tokens ? limit : kTileTokens);
   }
 }
-
-// [query][size] and then the largest score and the sum of each query.
-struct PartialResult {
-  float *values, *largest, *sums;
-
-  GRAPHOPT_DEVICE PartialResult(float* partials, const Layout& layout, size_t index) {
-    values = partials + index * CudaPlan::partial_floats(layout);
-    largest = values + kQueries * layout.size, sums = largest + kQueries;
-  }
-};
 
 template <typename Pages, int Spans>
 GRAPHOPT_DEVICE void write_results(const AttendRun& run, const Desk& desk, const Softmax& softmax, const Pages& pages,
@@ -216,40 +171,6 @@ void attend(AttendRun run) {
   write_results<Pages, Spans>(run, desk, softmax, pages, sums);
 }
 
-// Merges the parts of 8 queries, each warp those of one.
-GRAPHOPT_KERNEL(kMergeThreads, 4)
-void merge(AttendRun run) {
-  const CudaCall& call = run.call;
-  const int32_t tile = static_cast<int32_t>(block_index().x);
-  const Segment& segment = run.plan.segment[run.plan.segment_of(&Segment::first_tile, tile)];
-  const Place place(run.plan, segment, (tile - segment.first_tile) * segment.parts);
-  const int index = warp(), size = static_cast<int>(call.layout.size);
-  const TileQueries query(run, place, index);
-  if (!query.used) return;
-  const size_t first = static_cast<size_t>(segment.first_partial) +
-                       static_cast<size_t>(tile - segment.first_tile) * static_cast<size_t>(segment.parts);
-  float largest = kNothing;
-  for (int part = lane(); part < segment.parts; part += kWarp) {
-    const float of_part = PartialResult(run.partials, call.layout, first + part).largest[index];
-    largest = of_part > largest ? of_part : largest;
-  }
-  largest = reduce_max(largest);
-  float sum = 0, values[kLaneChannels] = {};
-  for (int part = 0; part < segment.parts; ++part) {
-    const PartialResult result(run.partials, call.layout, first + part);
-    const float of_part = result.sums[index];
-    if (of_part == 0) continue;  // it has read nothing
-    const float weight = result.largest[index] == largest ? 1.0f : exponential(result.largest[index] - largest);
-    sum = multiply_add(of_part, weight, sum);
-    GRAPHOPT_UNROLL
-    for (int k = 0; k < kLaneChannels; ++k) {
-      const int c = lane() + k * kWarp;
-      if (c < size) values[k] = multiply_add(result.values[index * size + c], weight, values[k]);
-    }
-  }
-  write_row(call, place.row, place.head, query.position, query.head, largest, sum, values);
-}
-
 // How pages of a storage are read.
 template <typename Holds>
 struct PagesOf;
@@ -292,8 +213,7 @@ const char* start_attend(const AttendRun& run, void* stream) {
 const char* attend_and_merge(const AttendRun& run, void* stream) {
   if (!run.plan.units) return nullptr;
   if (const char* failure = start_attend(run, stream)) return failure;
-  if (!run.plan.tiles) return nullptr;
-  return launch(merge, {static_cast<unsigned>(run.plan.tiles), 1, 1}, kMergeThreads, 0, stream, run);
+  return merge_parts(run, stream);
 }
 
 }  // namespace graphopt
