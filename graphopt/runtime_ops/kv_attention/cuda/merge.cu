@@ -2,6 +2,7 @@
 #include "cuda/launch.h"
 #include "kv_attention/cuda/merge.h"
 #include "kv_attention/cuda/place.h"
+#include "kv_attention/cuda/reader.h"
 
 namespace graphopt {
 namespace {
@@ -53,8 +54,7 @@ void merge(AttendRun run) {
   for (int part = thread; part < segment.parts; part += threads) {
     const PartialResult result(run.partials, call.layout, first + static_cast<size_t>(part));
     const float of_part = desk.weights[part], added = result.sums[index];
-    const float apart = of_part == largest ? 1.0f : exponential(of_part - largest);
-    const float weight = added == 0 ? 0.0f : apart;  // 0 where it has read nothing
+    const float weight = of_part == largest ? 1.0f : exp2_of(of_part - largest);
     sum = multiply_add(added, weight, sum);
     desk.weights[part] = weight;
   }
@@ -81,7 +81,7 @@ void merge(AttendRun run) {
         GRAPHOPT_UNROLL
         for (int k = 0; k < 4; ++k) {
           const float added = multiply_add(values[i].number[k], weights[i], total.number[k]);
-          total.number[k] = weights[i] == 0 ? total.number[k] : added;
+          total.number[k] = part + i * static_cast<int>(kMergeWarps) < segment.parts ? added : total.number[k];
         }
       }
     }
@@ -100,7 +100,7 @@ void merge(AttendRun run) {
       if (c < size) values[k] += desk.values[static_cast<int>(i) * size + c];
     }
   }
-  write_row(call, place.row, place.head, query.position, query.head, largest, sum, values);
+  write_row(call, place.row, place.head, query.position, query.head, largest * kLn2, sum, values);
 }
 
 }  // namespace
