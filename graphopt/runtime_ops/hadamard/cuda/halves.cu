@@ -25,44 +25,27 @@ GRAPHOPT_DEVICE void add_and_subtract(float& a, float& b) {
   a = sum;
 }
 
-// Bit by bit, whether an odd number of them are set.
-GRAPHOPT_DEVICE uint32_t parity(unsigned bits) {
-  bits ^= bits >> 4;
-  bits ^= bits >> 2;
-  return (bits ^ bits >> 1) & 1;
-}
-
-// A lane's signs of 16 rows of Sylvester's matrix, packed as Core::pack does.
+// A lane's signs of 16 rows of Sylvester's matrix, packed as Core::pack does: an entry is negative where row and column
+// have an odd number of ones in common.
 GRAPHOPT_DEVICE uint32_t sylvester_signs(unsigned tile) {
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
-  uint32_t signs = 0;
-  GRAPHOPT_UNROLL
-  for (unsigned r = 0; r < 4; ++r) {
-    GRAPHOPT_UNROLL
-    for (unsigned half = 0; half < 2; ++half) {
-      signs |= parity((g + 8 * (r % 2)) & (2 * t + 8 * (r / 2) + half)) << (r + 16 * half);
-    }
-  }
-  uint32_t word = 0;
-  GRAPHOPT_UNROLL
-  for (unsigned k = 0; k < 4; ++k) word |= (signs ^ (parity(tile & k) ? 0x000f000fu : 0)) << 4 * k;
-  return word;
+  constexpr uint32_t kAll = 0x000f000f, kUpperRowAndColumn = 0x00080008, kOdd = 0x000f0000;
+  uint32_t signs = kUpperRowAndColumn ^ (g & 1 ? kOdd : 0) ^ ((g / 2 & t) % 3 ? kAll : 0);
+  signs |= (signs ^ (tile & 1 ? kAll : 0)) << 4;
+  const uint32_t upper = tile & 2 ? 0x00ff00ff : 0;
+  return signs | (signs ^ upper) << 8;
 }
 
-// What a block has in shared memory: X, and in its place the sums, once every warp has its own in registers.
+// The part of the call that a block does. In shared memory it has X, and later in its place the sums.
 struct Block {
-  unsigned first_row;  // of y, of runs x order rows, that the block writes
-  unsigned rows;       // it has sums of, for all of its runs
-  unsigned runs;
+  unsigned first_run, runs;
+  unsigned first_out, rows;  // of each run
 };
-GRAPHOPT_DEVICE Block block_of(const HadamardHalves& call, unsigned* first_run, unsigned* first_out) {
-  const unsigned index = block_index().x;
-  *first_run = index / call.splits * call.block_runs;
-  *first_out = index % call.splits * call.split_rows;
-  const unsigned runs_left = call.runs - *first_run, rows_left = call.order - *first_out;
-  const unsigned runs = runs_left < call.block_runs ? runs_left : call.block_runs;
-  const unsigned rows = rows_left < call.split_rows ? rows_left : call.split_rows;
-  return {*first_run * call.order + *first_out, runs * rows, runs};
+GRAPHOPT_DEVICE Block block_of(const HadamardHalves& call) {
+  const unsigned first_run = block_index().x * call.block_runs, first_out = block_index().y * call.split_rows;
+  const unsigned runs = call.runs - first_run, rows = call.order - first_out;
+  return {first_run, runs < call.block_runs ? runs : call.block_runs, first_out,
+          rows < call.split_rows ? rows : call.split_rows};
 }
 
 // Sums are in banks in which neither the lanes that write pairs of them collide nor those that read 8 in a row.
@@ -74,7 +57,10 @@ GRAPHOPT_DEVICE void finish(const HadamardHalves& call, const Block& block, cons
   constexpr unsigned kParts = 1u << Log;
   const unsigned pitch = (1u << call.log_columns) + kHalvesPad;
   const int log_chunks = call.log_columns - 3 - Log;
-  for (unsigned item = thread_index().x; item < block.rows << log_chunks; item += thread_count()) {
+  // Either all rows of some runs follow each other in y, or there is one run.
+  T* const y = static_cast<T*>(call.y) +
+               (static_cast<size_t>(block.first_run * call.order + block.first_out) << call.log_columns);
+  for (unsigned item = thread_index().x; item < block.runs * block.rows << log_chunks; item += thread_count()) {
     const unsigned row = item >> log_chunks, column = (item - (row << log_chunks)) * 8;
     const float* const from = sums + row * pitch + column;
     float v[kParts][8];
@@ -96,21 +82,22 @@ GRAPHOPT_DEVICE void finish(const HadamardHalves& call, const Block& block, cons
         for (unsigned i = 0; i < 8; ++i) add_and_subtract(v[p][i], v[p + half][i]);
       }
     }
-    auto* const to = static_cast<T*>(call.y) + (static_cast<size_t>(block.first_row + row) << call.log_columns) + column;
+    T* const to = y + (row << call.log_columns) + column;
     GRAPHOPT_UNROLL
     for (unsigned p = 0; p < kParts; ++p) {
       GRAPHOPT_UNROLL
-      for (unsigned half = 2; half < 8; half *= 2) {
-        GRAPHOPT_UNROLL
-        for (unsigned i = 0; i < 8; ++i) {
-          if (!(i & half)) add_and_subtract(v[p][i], v[p][i + half]);
-        }
+      for (unsigned i = 0; i < 8; ++i) {
+        if (!(i & 2)) add_and_subtract(v[p][i], v[p][i + 2]);
+      }
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 4; ++i) {
+        const float second = v[p][i + 4] * call.scale;
+        v[p][i + 4] = multiply_add(v[p][i], call.scale, -second);
+        v[p][i] = multiply_add(v[p][i], call.scale, second);
       }
       Word4 words;
       GRAPHOPT_UNROLL
-      for (unsigned i = 0; i < 8; i += 2) {
-        words.words[i / 2] = pair_from<T>(v[p][i] * call.scale, v[p][i + 1] * call.scale);
-      }
+      for (unsigned i = 0; i < 8; i += 2) words.words[i / 2] = pair_from<T>(v[p][i], v[p][i + 1]);
       store16(to + (p << (call.log_columns - Log)), words);
     }
   }
@@ -123,23 +110,26 @@ void hadamard_halves(HadamardHalves call) {
   auto* const input = reinterpret_cast<T*>(shared_memory());
   auto* const sums = reinterpret_cast<float*>(shared_memory());
   const unsigned columns = 1u << call.log_columns, pitch = columns + kHalvesPad;
-  unsigned first_run, first_out;
-  const Block block = block_of(call, &first_run, &first_out);
+  const Block block = block_of(call);
 
-  const auto* const x = static_cast<const T*>(call.x) + (static_cast<size_t>(first_run * call.order) << call.log_columns);
+  const auto* const x =
+      static_cast<const T*>(call.x) + (static_cast<size_t>(block.first_run * call.order) << call.log_columns);
   T* const zeros = input + call.block_runs * call.order * pitch;
-  for (unsigned i = thread_index().x * 8; i < block.runs * call.order << call.log_columns; i += thread_count() * 8) {
+  const unsigned numbers = block.runs * call.order << call.log_columns;
+  GRAPHOPT_UNROLL
+  for (unsigned i = thread_index().x * 8; i < numbers; i += thread_count() * 8) {
     copy_async16(input + i + (i >> call.log_columns) * kHalvesPad, x + i, true);
   }
   commit_copies();
   if (thread_index().x < kHalvesZeros / 8) store16(zeros + thread_index().x * 8, Word4{});
 
   // The warp's tiles: its run, rows of C^T X and columns.
-  const unsigned column_groups = columns / (8 * Columns);
-  const unsigned first_column = static_cast<unsigned>(warp()) % column_groups * (8 * Columns);
-  const unsigned row_groups = (call.split_rows + 16 * Rows - 1) / (16 * Rows);
-  const unsigned group = static_cast<unsigned>(warp()) / column_groups, run = group / row_groups;
-  const unsigned first_tile = first_out / 16 + group % row_groups * Rows;
+  const int log_parts = call.log_columns - (Columns > 8 ? 7 : 6);
+  const unsigned first_column = (static_cast<unsigned>(warp()) % (1u << log_parts)) * (8 * Columns);
+  const unsigned groups = (call.split_rows + 16 * Rows - 1) / (16 * Rows);
+  unsigned group = static_cast<unsigned>(warp()) >> log_parts, run = 0;
+  for (; group >= groups; group -= groups) ++run;
+  const unsigned first_tile = block.first_out / 16 + group * Rows;
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
   const unsigned row_tiles = (call.order + 15) / 16;
   Word4 signs[Rows];
@@ -203,12 +193,11 @@ void hadamard_halves(HadamardHalves call) {
   }
   sync_block();
   if (run < block.runs) {
-    const unsigned rows = block.rows / block.runs;  // of a run
     GRAPHOPT_UNROLL
     for (unsigned i = 0; i < 2 * Rows; ++i) {
-      const unsigned row = 16 * first_tile + 8 * i + g - first_out;
-      if (row >= rows) continue;
-      float* const to = sums + (run * rows + row) * pitch + first_column;
+      const unsigned row = 16 * first_tile + 8 * i + g - block.first_out;
+      if (row >= block.rows) continue;
+      float* const to = sums + (run * block.rows + row) * pitch + first_column;
       GRAPHOPT_UNROLL
       for (unsigned j = 0; j < Columns; ++j) {
         const float (&pair)[4] = sum[i / 2][j];
@@ -218,10 +207,9 @@ void hadamard_halves(HadamardHalves call) {
     }
   }
   sync_block();
-  const unsigned parts = column_groups;
-  if (parts == 1) finish<T, 0>(call, block, sums);
-  else if (parts == 2) finish<T, 1>(call, block, sums);
-  else if (parts == 4) finish<T, 2>(call, block, sums);
+  if (log_parts == 0) finish<T, 0>(call, block, sums);
+  else if (log_parts == 1) finish<T, 1>(call, block, sums);
+  else if (log_parts == 2) finish<T, 2>(call, block, sums);
   else finish<T, 3>(call, block, sums);
 }
 
@@ -234,7 +222,7 @@ auto kernel_of(const HadamardHalves& call) {
 }  // namespace
 
 const char* HadamardHalves::start(void* stream) const {
-  const Index3 grid{(runs + block_runs - 1) / block_runs * splits, 1, 1};
+  const Index3 grid{(runs + block_runs - 1) / block_runs, splits, 1};
   const auto kernel = type == GRAPHOPT_FLOAT16 ? kernel_of<Half>(*this) : kernel_of<BFloat16>(*this);
   return launch(kernel, grid, warps * kWarp, shared_bytes(), stream, *this);
 }

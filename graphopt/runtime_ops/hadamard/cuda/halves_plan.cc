@@ -39,7 +39,8 @@ void HadamardHalves::lay_out(bool may_split) {
   column_tiles = 8;
   warps = 0;
   const unsigned rows = 16 * std::max(1u, kManyWarps * 8 / eights);
-  if (may_split && up(order, rows) * runs <= kFewBlocks) {
+  // Where a block has 16 warps of many columns, two of half as many share a processor.
+  if (may_split && (up(order, rows) * runs <= kFewBlocks || (eights > 64 && tiles > 1))) {
     splits = up(order, rows);
     split_rows = std::min(rows, 16 * tiles);
     if (eights > 64) column_tiles = 16;
