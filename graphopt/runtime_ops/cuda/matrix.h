@@ -46,6 +46,17 @@ GRAPHOPT_DEVICE void multiply_s8(int32_t (&d)[4], const uint32_t (&a)[4], const 
 #endif
 }
 
+// The same where bytes of a have no sign.
+GRAPHOPT_DEVICE void multiply_u8s8(int32_t (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(__CUDACC__)
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+  host::multiply_u8s8(d, a, b);
+#endif
+}
+
 // Count (1, 2 or 4) matrices [8, 8] of 16-bit numbers from shared memory: lanes 8 i to 8 i + 7 say where the rows of
 // matrix i are, 16 bytes each at multiples of 16. r[i] is the pair [g][2 t, 2 t + 1] of matrix i, or [2 t, 2 t + 1][g]
 // of it where transposed. Each lane must give an address that can be read, used or not.

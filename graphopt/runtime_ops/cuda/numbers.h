@@ -96,6 +96,17 @@ GRAPHOPT_DEVICE float multiply_add(float a, float b, float c) {
 #endif
 }
 
+// The larger one, or NaN if one of them is.
+GRAPHOPT_DEVICE float max_or_nan(float a, float b) {
+#if defined(__CUDACC__)
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a != a || b != b ? __builtin_nanf("") : a > b ? a : b;
+#endif
+}
+
 // Rounds to the nearest integer, ties to even; saturates to int32, and NaN becomes 0.
 GRAPHOPT_DEVICE int32_t round_to_int(float value) {
 #if defined(__CUDACC__)

@@ -117,10 +117,15 @@ def hadamard(
     right: np.ndarray[Any, Any],
     *,
     shift: int = 0,
+    in_place: bool = False,
 ) -> np.ndarray[Any, Any]:
-    """Return x [..., n] transformed by the kernel; x lies ``shift`` numbers on, and y and scratch are NaN before."""
+    """Return x [..., n] transformed by the kernel; x lies ``shift`` numbers on, and y and scratch are NaN before.
+
+    With ``in_place`` y is where x is.
+    """
     factors, kept = zip(*(factor(library, matrix) for matrix in (left, right)), strict=True)
-    given, y = Buffer(library, x, shift=shift), Buffer(library, np.full(x.shape, np.nan, x.dtype), shift=shift)
+    given = Buffer(library, x, shift=shift)
+    y = given if in_place else Buffer(library, np.full(x.shape, np.nan, x.dtype), shift=shift)
     runs = x.size // (len(left) * len(right))
     call = Hadamard(given.pointer, y.pointer, runs, TYPES[x.dtype], *factors)
     size = library.graphopt_cuda_hadamard_scratch(ctypes.byref(call))

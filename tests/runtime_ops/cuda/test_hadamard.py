@@ -21,6 +21,11 @@ TOLERANCE = {np.float32: 1e-6, np.float16: 2**-11 + 2**-14, ml_dtypes.bfloat16: 
 PAIRS = [(64, 64), (8, 1024), (12, 8), (1, 12), (12, 1), (12, 20), (28, 512), (88, 64), (148, 128), (1, 1), (2, 1)]
 
 
+# float16 and bfloat16 runs whose product comes first: no core, with each number of columns; a core in one row of tiles,
+# in one that is not full, and in many; as many columns as a block can have.
+HALVES = [(4, 256), (64, 64), (32, 1024), (12, 64), (28, 512), (44, 128), (172, 64), (12, 1024), (148, 256)]
+
+
 def check(library: ctypes.CDLL, x: np.ndarray, left: np.ndarray, right: np.ndarray) -> np.ndarray:
     y = interface.hadamard(library, x, left, right)
     runs = x.astype(np.float64).reshape(-1, len(left), len(right))
@@ -42,6 +47,41 @@ def test_it_is_what_the_operator_means(kernels: ctypes.CDLL, dtype: type, pair: 
     x = normal(order, (3 if order > 4096 else 5 + 8192 // order, order), dtype)
     x[1] = 0
     check(kernels, x, hadamard(pair[0]), hadamard(pair[1]))
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("pair", HALVES)
+def test_runs_whose_product_comes_first(kernels: ctypes.CDLL, dtype: type, pair: tuple[int, int]) -> None:
+    """As few runs as this are cut into rows for several blocks, unless y is x; no cut changes a bit."""
+    left, right = (hadamard(n) for n in pair)
+    x = normal(pair[0], (2, pair[0] * pair[1]), dtype)
+    y = check(kernels, x, left, right)
+    if not kernels.on_gpu:
+        kernels.graphopt_interpreter_seed(1)
+    assert np.array_equal(interface.hadamard(kernels, x, left, right, in_place=True), y)
+    assert np.array_equal(interface.hadamard(kernels, x[1:], left, right), y[1:])
+
+
+@pytest.mark.parametrize("pair", [(4, 256), (12, 64), (20, 64)])
+def test_many_small_runs_share_blocks(kernels: ctypes.CDLL, pair: tuple[int, int]) -> None:
+    left, right = (hadamard(n) for n in pair)
+    x = normal(0, (163, pair[0] * pair[1]), np.float16)
+    x[5, 100], x[161, 7] = np.inf, np.nan
+    y = interface.hadamard(kernels, x, left, right)
+    assert not np.isfinite(y[[5, 161]]).any()
+    x[[5, 161]] = 1
+    expected = check(kernels, x, left, right)
+    y[[5, 161]] = expected[[5, 161]]
+    assert np.array_equal(y, expected)
+    assert np.array_equal(interface.hadamard(kernels, x[160:], left, right), expected[160:])
+
+
+@given(st.integers(1, 256), st.integers(6, 8), st.integers(0, 2**32 - 1))
+@settings(max_examples=8, deadline=None)
+def test_any_core_comes_first(kernels: ctypes.CDLL, order: int, log: int, seed: int) -> None:
+    log = min(log, (40448 // order).bit_length() - 1)
+    core = np.random.default_rng(seed).choice(np.array([-1, 1], np.int8), (order, order))
+    check(kernels, normal(seed, (1, order << log), np.float16), core, hadamard(1 << log))
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(0, 2**32 - 1))
@@ -103,13 +143,14 @@ def test_what_is_not_finite_stays_in_its_run(kernels: ctypes.CDLL, bad: float, p
     assert np.array_equal(y, expected)
 
 
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("size", [3e38, 1e-30])
 @pytest.mark.parametrize("pair", [(64, 64), (28, 64)])
 def test_large_numbers_do_not_overflow_and_small_ones_do_not_vanish(
-    kernels: ctypes.CDLL, size: float, pair: tuple[int, int]
+    kernels: ctypes.CDLL, size: float, pair: tuple[int, int], dtype: type
 ) -> None:
     order = pair[0] * pair[1]
-    x = np.zeros((2, order), np.float32)
+    x = np.zeros((2, order), dtype)
     x[0, :9] = size
     x[1] = np.random.default_rng(0).uniform(-1, 1, order) * size / 2**6
     check(kernels, x, *(hadamard(n) for n in pair))

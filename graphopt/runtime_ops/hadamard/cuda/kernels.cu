@@ -5,6 +5,8 @@
 // below the precision of float16 and bfloat16 results are left out.
 #include "hadamard/cuda/kernels.h"
 
+#include "hadamard/cuda/halves.h"
+
 #include "cuda/device.h"
 #include "cuda/launch.h"
 #include "cuda/matrix.h"
@@ -226,6 +228,7 @@ const char* graphopt_cuda_hadamard(const GraphoptHadamard* call, void* stream) {
   using namespace graphopt;
   HadamardPlan plan;
   if (const char* failure = plan.make(*call)) return failure;
+  if (HadamardHalves halves; halves.make(*call)) return halves.start(stream);
   for (int i = 0; i < plan.passes && call->runs; ++i) {
     const HadamardPass& pass = plan.pass[i];
     const auto kernel = plan.largest_part > 160  ? hadamard<16>

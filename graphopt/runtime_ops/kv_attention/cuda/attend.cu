@@ -1,67 +1,27 @@
-// Each warp reads pages for 8 queries by itself, with an online softmax, without waiting for other warps: so loads of
-// one warp overlap with the arithmetic of others. Partial results of the same queries are merged by another kernel,
-// in their order.
-#include "kv_attention/cuda/attend.h"
-
+// A block reads a part of the pages for 4 queries, each of its warps every fourth page by itself, with an online softmax,
+// without waiting for other warps: so loads of one warp overlap with the arithmetic of others. Then the warps' results
+// are merged; those of a query whose pages are cut into parts are merged by another kernel.
 #include "cuda/launch.h"
+#include "kv_attention/cuda/attend.h"
 #include "kv_attention/cuda/codes.h"
 #include "kv_attention/cuda/halves.h"
 #include "kv_attention/cuda/merge.h"
+#include "kv_attention/cuda/place.h"
 
 namespace graphopt {
 namespace {
 
-constexpr unsigned kAttendThreads = 128, kMergeThreads = kQueries * kWarp;
-static_assert(kQueries == kTileQueries, "a warp reads for a tile of queries");
+constexpr unsigned kAttendThreads = kAttendWarps * kWarp;
+static_assert(kAttendWarps == kQueries, "when it is done each warp writes one query");
 
-// A tile of queries of one head, and for a unit which part of its pages.
-struct Place {
-  const Segment& segment;
-  int row, head, tile, part;
-  int of_policy;  // which of the heads with its policy
-  Policy policy;
-
-  GRAPHOPT_DEVICE Place(const CudaPlan& plan, const Segment& segment, int32_t of_segment)
-      : segment(segment), row(segment.row), tile(of_segment / segment.parts % segment.tiles),
-        part(of_segment % segment.parts), of_policy(of_segment / segment.parts / segment.tiles),
-        policy(static_cast<Policy>(segment.policy)) {
-    head = plan.heads[plan.first_head[segment.policy] + of_policy];
-  }
-};
-
-// The queries of a warp: each lane has its own, and the range that all of them read.
-struct TileQueries {
-  int64_t position, first, last;  // of this lane's query, and of all
-  size_t at;                      // of its first number, where it is used
-  int token, head;
-  bool used;
-
-  GRAPHOPT_DEVICE TileQueries(const AttendRun& run, const Place& place, int index) {
-    const Layout& layout = run.call.layout;
-    const int32_t tokens = run.plan.tokens(run.call, place.row);
-    const int64_t base = run.call.past[place.row] + run.plan.first;
-    const QueryPlace own(layout, place.policy, tokens, place.tile, index);
-    token = own.token, head = own.head, used = own.used;
-    first = base + QueryPlace(layout, place.policy, tokens, place.tile, 0).token;
-    const int end = QueryPlace(layout, place.policy, tokens, place.tile, kQueries - 1).token;
-    last = place.policy == Policy::kRetrieval ? first : base + (end < tokens ? end : tokens - 1);
-    position = used ? base + token : last;
-    at = run.call.queries_at(place.row, place.head, position) + static_cast<size_t>(used ? head : 0) * layout.size;
-  }
-};
-
-template <typename Pages>
-GRAPHOPT_DEVICE void take_queries(const CudaCall& call, const TileQueries& queries, const void* from, float* to) {
-  const int q = lane() % 4, size = static_cast<int>(call.layout.size);
-  for (int step = 0; step < Pages::steps(call.layout); ++step) {
-    Four four;
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const int c = Pages::channel(step, q, i);
-      const bool there = queries.used && c < size;
-      four.number[i] = there ? load_number(from, call.type, queries.at + c) * call.layout.scale : 0.0f;
-    }
-    store_four(to + (step * kWarp + lane()) * 4, four);
+// A query times the scale, and times what makes scores logarithms to base 2.
+GRAPHOPT_DEVICE void take_query(const CudaCall& call, const TileQueries& query, const void* from, float* to) {
+  const Layout& layout = call.layout;
+  const int size = static_cast<int>(layout.size), stride = SharedQueries::stride_of(layout);
+  const float factor = layout.softcap != 0 ? layout.scale : layout.scale * kLog2E;
+  for (int c = lane(); c < stride; c += kWarp) {
+    const bool there = query.used && c < size;
+    to[c] = there ? load_number(from, call.type, query.at + static_cast<size_t>(c)) * factor : 0.0f;
   }
 }
 
@@ -80,220 +40,183 @@ GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const Place& place, con
     list = run.lists.entries + list_of(run, place, queries) * static_cast<size_t>(run.lists.longest);
   }
   return {PageRange(call.layout, place.policy, queries.first, queries.last), list, queries.first, queries.last,
-          call.newest_page(place.row), static_cast<uint32_t>(head), 0, 0, 0, -1, false};
+          call.newest_page(place.row), static_cast<uint32_t>(head), place.policy == Policy::kDense};
 }
 
 // The scores of tokens below `sinks` come from queries of their own, where there are any.
 template <typename Pages>
-GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Desk& desk, const Tile& tile) {
+GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Tile& tile, float (&scores)[kLaneTokens]) {
   const int64_t base = tile.page * static_cast<int64_t>(call.layout.page) + tile.offset;
   const int64_t left = call.sink_query ? call.layout.sinks - base : 0;
-  const int limit = left > kTileTokens ? kTileTokens : left > 0 ? static_cast<int>(left) : 0;
+  const int limit = left > tile.tokens ? tile.tokens : left > 0 ? static_cast<int>(left) : 0;
+  const bool both = limit > 0 && limit < tile.tokens;
+  float* const parked = pages.parking() + lane() * 4;
   GRAPHOPT_NO_UNROLL
-  for (int sinks = limit < tile.tokens ? 0 : 1; sinks < (limit > 0 ? 2 : 1); ++sinks) {
-    pages.score(desk, tile, sinks, sinks && limit < tile.tokens ? limit : kTileTokens);
+  for (int left = both ? 1 : 0;; --left) {
+    pages.score(tile, left > 0 || limit == tile.tokens, both && !left, scores);
+    if (!left) break;
+    sync_warp();  // all lanes have read what was there
+    store_four(parked, {{scores[0], scores[1], scores[2], scores[3]}});
+    store_four(parked + 4 * kWarp, {{scores[4], scores[5], scores[6], scores[7]}});
   }
+  if (!both) return;
+  GRAPHOPT_UNROLL
+  for (int i = 0; i < kLaneTokens; ++i) {
+    if (Pages::token(i) < limit) scores[i] = parked[i / 4 * (4 * kWarp) + i % 4];
+  }
+  sync_warp();
 }
 
-// [query][size] and then the largest score and the sum of each query.
-struct PartialResult {
-  float *values, *largest, *sums;
+// Reads this warp's pages, and leaves the result of each query on its desk.
+template <typename Pages>
+GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const Desk& desk, Walk walk, const TileQueries& queries) {
+  const Layout& layout = call.layout;
+  const Reading& reading = *desk.reading;
+  Pages pages(layout, call.state, desk, call.sink_query != nullptr);
+  Softmax softmax;
+  float sums[Pages::kSums] = {};
+  const int behind = queries.used ? static_cast<int>(queries.last - queries.position) : -1;
+  Tile tile = walk.take(layout, reading);
+  pages.begin(tile);
+  GRAPHOPT_NO_UNROLL
+  while (tile.there) {
+    const Tile next = walk.take(layout, reading);
+    pages.open(tile, next);
+    look_at(layout, reading, behind, tile);
+    float scores[kLaneTokens];
+    score_tile(pages, call, tile, scores);
+    pages.close_keys();
+    uint32_t read = 0;  // bits of this lane's tokens, of which always four are neighbours
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kLaneTokens; i += 4) {
+      read |= static_cast<uint32_t>(tile.seen >> Pages::token(i) & 15) << i;
+    }
+    const float factor = softmax.weigh(layout, read, Pages::kFinite, scores);
+    pages.add(tile, factor, scores, sums);
+    tile = next;
+  }
+  pages.finish();
+  const float sum = sum_of_query(softmax.sum);
+  sync_warp();  // all lanes are done with the memory where the results lie from now on
+  const int g = lane() / 4, t = lane() % 4;
+  GRAPHOPT_UNROLL
+  for (int i = 0; i < Pages::kResults; ++i) {
+    const int c = Pages::channel(i);
+    if (c < static_cast<int>(layout.size)) desk.values()[t * static_cast<int>(layout.size) + c] = pages.result(sums, i);
+  }
+  if (g == 0) desk.largest[t] = softmax.largest, desk.sums[t] = sum;
+}
 
-  GRAPHOPT_DEVICE PartialResult(float* partials, const Layout& layout, size_t index) {
-    values = partials + index * CudaPlan::partial_floats(layout);
-    largest = values + kQueries * layout.size, sums = largest + kQueries;
+// The shared memory of a block.
+template <typename Pages>
+struct Shared {
+  size_t of_queries, of_warp;
+
+  GRAPHOPT_BOTH explicit Shared(const CudaCall& call) {
+    const bool sinks = call.sink_query != nullptr;
+    of_queries = SharedQueries::bytes(call.layout, sinks);
+    of_warp = Desk::kBytes + Pages::bytes(call.layout, sinks);
+  }
+  GRAPHOPT_BOTH size_t bytes() const { return of_queries + kAttendWarps * of_warp; }
+  GRAPHOPT_DEVICE Desk desk(const SharedQueries& queries, int warp) const {
+    return Desk(queries, shared_memory() + of_queries + static_cast<size_t>(warp) * of_warp);
   }
 };
 
-template <typename Pages, int Spans>
-GRAPHOPT_DEVICE void write_results(const AttendRun& run, const Desk& desk, const Softmax& softmax, const Pages& pages,
-                                   const float (&sums)[8 * Spans][Pages::kSums]) {
-  const CudaCall& call = run.call;
-  const size_t size = call.layout.size;
-  const int g = lane() / 4, q = lane() % 4;
-  const float sum = sum_of_query(softmax.sum);
-  float* const values = desk.queries;
-  GRAPHOPT_UNROLL
-  for (int i = 0; i < 16 * Spans; ++i) {
-    const int c = Pages::summed(q, i / 2, i % 2);
-    if (c < static_cast<int>(size)) values[g * size + c] = pages.result(sums[i / 2], i % 2);
-  }
-  sync_warp();
-  const Segment& segment = run.plan.segment[desk.reading->segment];
-  const Place place(run.plan, segment, desk.reading->of_segment);
-  if (segment.parts > 1) {
-    const size_t partial = static_cast<size_t>(segment.first_partial + desk.reading->of_segment);
-    const PartialResult result(run.partials, call.layout, partial);
-    for (size_t i = static_cast<size_t>(lane()) * 4; i < kQueries * size; i += 4 * kWarp) {
-      store16(result.values + i, load16(values + i));
-    }
-    if (q == 0) result.largest[g] = softmax.largest, result.sums[g] = sum;
-    return;
-  }
-  GRAPHOPT_NO_UNROLL
-  for (int i = 0; i < kQueries; ++i) {
-    const TileQueries one(run, place, i);
-    const float largest = shuffle(softmax.largest, 4 * i), of_row = shuffle(sum, 4 * i);
-    if (!one.used) continue;
-    float numbers[kLaneChannels] = {};
-    GRAPHOPT_UNROLL
-    for (int k = 0; k < kLaneChannels; ++k) {
-      const size_t c = static_cast<size_t>(lane() + k * kWarp);
-      if (c < size) numbers[k] = values[static_cast<size_t>(i) * size + c];
-    }
-    write_row(call, place.row, place.head, one.position, one.head, largest, of_row, numbers);
-  }
-}
-
-template <typename Pages, int Spans>
-GRAPHOPT_KERNEL(kAttendThreads, Spans == 2 && !Pages::kCodes ? 3 : 2)
+template <typename Pages>
+GRAPHOPT_KERNEL(kAttendThreads, Pages::kBlocks)
 void attend(AttendRun run) {
   const CudaCall& call = run.call;
   const CudaPlan& plan = run.plan;
   const Layout& layout = call.layout;
-  const int32_t unit = static_cast<int32_t>(block_index().x * (kAttendThreads / kWarp)) + warp();
-  if (unit >= plan.units) return;
-  const int32_t which = plan.segment_of(&Segment::first_unit, unit);
-  const Segment& segment = plan.segment[which];
-  const Place place(plan, segment, unit - segment.first_unit);
-  const TileQueries queries(run, place, lane() / 4);
+  const int32_t unit = static_cast<int32_t>(block_index().x);
+  const Segment& segment = plan.segment[plan.segment_of(&Segment::first_unit, unit)];
+  // the last parts first, as the newest pages of storages of codes take longer
+  const int32_t tiles = segment.tiles * plan.heads_of(segment.policy), of_segment = unit - segment.first_unit;
+  const int32_t part = segment.parts - 1 - of_segment / tiles, which = of_segment % tiles * segment.parts + part;
+  const Place place(plan, segment, which);
+  const Shared<Pages> shared(call);
+  const SharedQueries all(shared_memory(), layout);
+  const int index = warp(), size = static_cast<int>(layout.size);
+  const TileQueries one(run, place, index);  // that this warp loads, and in the end writes
+  take_query(call, one, call.query, all.query(false, index));
+  if (call.sink_query) take_query(call, one, call.sink_query, all.query(true, index));
+  const TileQueries queries(run, place, lane() % kQueries);
+  const Desk desk = shared.desk(all, warp());
+  if (lane() == 0) *desk.reading = reading_of(run, place, queries);
+  sync_block();
+  const int64_t pages = place.policy == Policy::kRetrieval ? run.lists.counts[list_of(run, place, queries)]
+                                                           : static_cast<int64_t>(desk.reading->range.pages);
+  const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
+  Walk walk;
+  walk.index = part * plan.share + warp();
+  walk.end = static_cast<int32_t>(part + 1 == segment.parts || end > pages ? pages : end);
+  read_pages<Pages>(call, desk, walk, queries);
+  sync_block();
 
-  const bool sinks = call.sink_query != nullptr;
-  const int steps = Pages::steps(layout);
-  const size_t of_warp = Desk::bytes(steps, sinks, Pages::kMultiplies);
-  const Desk desk(shared_memory() + static_cast<size_t>(warp()) * of_warp, steps, sinks, Pages::kMultiplies);
-  take_queries<Pages>(call, queries, call.query, desk.queries);
-  if (sinks) take_queries<Pages>(call, queries, call.sink_query, desk.queries_of(true));
-  sync_warp();
-
-  if (lane() == 0) {
-    *desk.reading = reading_of(run, place, queries);
-    desk.reading->segment = which, desk.reading->of_segment = unit - segment.first_unit;
-    const int64_t pages = place.policy == Policy::kRetrieval ? run.lists.counts[list_of(run, place, queries)]
-                                                             : static_cast<int64_t>(desk.reading->range.pages);
-    const int64_t end = static_cast<int64_t>(place.part + 1) * plan.share;
-    desk.reading->end = static_cast<int32_t>(place.part + 1 == segment.parts || end > pages ? pages : end);
-    desk.reading->whole = place.policy == Policy::kDense;
+  // each warp merges what all of them have of a query
+  if (!one.used) return;
+  float weights[kAttendWarps], largest = kNothing, sum = 0, values[kLaneChannels] = {};
+  GRAPHOPT_UNROLL
+  for (int i = 0; i < kAttendWarps; ++i) {
+    weights[i] = shared.desk(all, i).largest[index];
+    largest = weights[i] > largest ? weights[i] : largest;
   }
-  sync_warp();
-  Pages pages(layout, call.state);
-  Softmax softmax;
-  float sums[8 * Spans][Pages::kSums] = {};
-  const int before_last = queries.used ? static_cast<int>(queries.last - queries.position) : -1;
-  GRAPHOPT_NO_UNROLL
-  for (int index = place.part * plan.share; index < desk.reading->end; ++index) {
-    const Reading& reading = *desk.reading;
-    Tile tile;
-    bool whole = reading.whole;
-    if (reading.list) tile.page = reading.list[index] >> 1, whole = reading.list[index] & 1;
-    else tile.page = reading.range.page(static_cast<size_t>(index));
-    const int tokens = static_cast<int>(layout.page);
-    tile.tokens = tokens < kTileTokens ? tokens : kTileTokens;
-    pages.open(reading.head, tile.page, reading.newest);
-    GRAPHOPT_NO_UNROLL
-    for (tile.offset = 0; tile.offset < tokens; tile.offset += kTileTokens) {
-      const auto seen_at = [&](int64_t position) {
-        return bits_of(visible(layout, position, tile.page, whole), tile.offset, tile.tokens);
-      };
-      const uint64_t every = ~uint64_t{0} >> (64 - tile.tokens);
-      tile.seen = seen_at(reading.last);
-      tile.alike = reading.first == reading.last;
-      tile.all = tile.seen == every;
-      if (!tile.alike) {
-        // if two queries read all of it, all queries between them do
-        tile.all = tile.alike = tile.all && seen_at(reading.first) == every;
-        tile.seen = seen_at(reading.last - before_last);
-      }
-      if (before_last < 0) tile.seen = 0;
-      score_tile(pages, call, desk, tile);
-      const float factor = softmax.weigh(layout, tile, [](int i) { return Pages::token(lane() % 4, i); }, desk);
-      sync_warp();
-      pages.add(desk, tile, factor, sums);
-      sync_warp();  // all lanes have read the weights
-    }
-  }
-  pages.finish();
-  write_results<Pages, Spans>(run, desk, softmax, pages, sums);
-}
-
-// Merges the parts of 8 queries, each warp those of one.
-GRAPHOPT_KERNEL(kMergeThreads, 4)
-void merge(AttendRun run) {
-  const CudaCall& call = run.call;
-  const int32_t tile = static_cast<int32_t>(block_index().x);
-  const Segment& segment = run.plan.segment[run.plan.segment_of(&Segment::first_tile, tile)];
-  const Place place(run.plan, segment, (tile - segment.first_tile) * segment.parts);
-  const int index = warp(), size = static_cast<int>(call.layout.size);
-  const TileQueries query(run, place, index);
-  if (!query.used) return;
-  const size_t first = static_cast<size_t>(segment.first_partial) +
-                       static_cast<size_t>(tile - segment.first_tile) * static_cast<size_t>(segment.parts);
-  float largest = kNothing;
-  for (int part = lane(); part < segment.parts; part += kWarp) {
-    const float of_part = PartialResult(run.partials, call.layout, first + part).largest[index];
-    largest = of_part > largest ? of_part : largest;
-  }
-  largest = reduce_max(largest);
-  float sum = 0, values[kLaneChannels] = {};
-  for (int part = 0; part < segment.parts; ++part) {
-    const PartialResult result(run.partials, call.layout, first + part);
-    const float of_part = result.sums[index];
-    if (of_part == 0) continue;  // it has read nothing
-    const float weight = result.largest[index] == largest ? 1.0f : exponential(result.largest[index] - largest);
-    sum = multiply_add(of_part, weight, sum);
+  GRAPHOPT_UNROLL
+  for (int i = 0; i < kAttendWarps; ++i) {
+    const Desk other = shared.desk(all, i);
+    const float weight = weights[i] == largest ? 1.0f : exp2_of(weights[i] - largest);
+    sum = multiply_add(other.sums[index], weight, sum);
     GRAPHOPT_UNROLL
     for (int k = 0; k < kLaneChannels; ++k) {
       const int c = lane() + k * kWarp;
-      if (c < size) values[k] = multiply_add(result.values[index * size + c], weight, values[k]);
+      if (c < size) values[k] = multiply_add(other.values()[index * size + c], weight, values[k]);
     }
   }
-  write_row(call, place.row, place.head, query.position, query.head, largest, sum, values);
+  if (segment.parts == 1) {
+    return write_row(call, place.row, place.head, one.position, one.head, largest * kLn2, sum, values);
+  }
+  const PartialResult result(run.partials, layout, static_cast<size_t>(segment.first_partial + which));
+  GRAPHOPT_UNROLL
+  for (int k = 0; k < kLaneChannels; ++k) {
+    const int c = lane() + k * kWarp;
+    if (c < size) result.values[index * size + c] = values[k];
+  }
+  if (lane() == 0) result.largest[index] = largest, result.sums[index] = sum;
 }
 
 // How pages of a storage are read.
-template <typename Holds>
+template <typename Holds, int Spans>
 struct PagesOf;
-template <typename T>
-struct PagesOf<Numbers<T>> {
-  using Pages = FloatPages<T>;
+template <typename T, int Spans>
+struct PagesOf<Numbers<T>, Spans> {
+  using Pages = FloatPages<T, Spans>;
 };
-template <>
-struct PagesOf<Numbers<Half>> {
-  using Pages = HalfPages;
+template <int Spans>
+struct PagesOf<Numbers<Half>, Spans> {
+  using Pages = HalfPages<Spans>;
 };
-template <unsigned Bits>
-struct PagesOf<Codes<Bits>> {
-  using Pages = CodePages<Bits>;
+template <unsigned Bits, int Spans>
+struct PagesOf<Codes<Bits>, Spans> {
+  using Pages = CodePages<Bits, Spans>;
 };
-
-template <typename Pages, int Spans>
-const char* start(const AttendRun& run, void* stream) {
-  const size_t of_warp = Desk::bytes(Pages::steps(run.call.layout), run.call.sink_query != nullptr, Pages::kMultiplies);
-  const unsigned warps = kAttendThreads / kWarp;
-  const unsigned blocks = (static_cast<unsigned>(run.plan.units) + warps - 1) / warps;
-  return launch(attend<Pages, Spans>, {blocks, 1, 1}, kAttendThreads, warps * of_warp, stream, run);
-}
 
 template <typename Pages>
 const char* start(const AttendRun& run, void* stream) {
-  // fewer sums leave registers for more loads; storages that are not optimized have one kernel for all sizes
-  if constexpr (!Pages::kMultiplies) return start<Pages, 4>(run, stream);
-  else return run.call.layout.size <= 128 ? start<Pages, 2>(run, stream) : start<Pages, 4>(run, stream);
-}
-
-const char* start_attend(const AttendRun& run, void* stream) {
-  return with_storage(run.call.layout.storage, [&](auto holds) {
-    return start<typename PagesOf<decltype(holds)>::Pages>(run, stream);
-  });
+  const unsigned blocks = static_cast<unsigned>(run.plan.units);
+  return launch(attend<Pages>, {blocks, 1, 1}, kAttendThreads, Shared<Pages>(run.call).bytes(), stream, run);
 }
 
 }  // namespace
 
 const char* attend_and_merge(const AttendRun& run, void* stream) {
   if (!run.plan.units) return nullptr;
-  if (const char* failure = start_attend(run, stream)) return failure;
-  if (!run.plan.tiles) return nullptr;
-  return launch(merge, {static_cast<unsigned>(run.plan.tiles), 1, 1}, kMergeThreads, 0, stream, run);
+  const char* const failure = with_storage(run.call.layout.storage, [&](auto holds) {
+    // fewer sums leave registers for more warps
+    return run.call.layout.size <= 128 ? start<typename PagesOf<decltype(holds), 2>::Pages>(run, stream)
+                                       : start<typename PagesOf<decltype(holds), 4>::Pages>(run, stream);
+  });
+  return failure ? failure : merge_parts(run, stream);
 }
 
 }  // namespace graphopt

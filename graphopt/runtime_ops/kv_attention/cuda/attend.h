@@ -22,7 +22,8 @@ struct AttendRun {
   float* partials = nullptr;
 };
 
-// Starts the kernels of a plan; returns null or an error.
+// Each starts kernels and returns null or an error: those of a plan, and of these the one that merges what is cut.
 const char* attend_and_merge(const AttendRun& run, void* stream);
+const char* merge_parts(const AttendRun& run, void* stream);
 
 }  // namespace graphopt

@@ -1,280 +1,323 @@
-// Pages of 8-bit or 4-bit codes, multiplied by tensor cores, and the newest pages in their slots, as floats.
+// Pages of 8-bit or 4-bit codes, multiplied by tensor cores as bytes, and the newest pages in their slots, as floats.
 //
 // key = low + step code, with a scale for each channel: q . key = sum q low + sum (q step) code. So for each page the
-// queries are multiplied with the steps, counted in a power of two, and split into two numbers of float16, in which
-// codes are exact. value = low + step code, with a scale for each token: the same with weights.
+// queries are multiplied with the steps and rounded to integers of 16 bits, of which the largest is about 2^15; high
+// and low bytes are columns of a product with codes. value = low + step code, with a scale for each token: the same
+// with weights. Sums of a page are exact, and added as floats.
+//
+// Keys of a page and its values, with their scales, are copied to shared memory asynchronously, as soon as the keys or
+// values there are done with. Codes are copied by the lane that multiplies them.
 #pragma once
 
-#include "kv_attention/cuda/reader.h"
+#include "kv_attention/cuda/slots.h"
 
 namespace graphopt {
 
-template <int Bits>
-struct CodePages {
-  static constexpr bool kCodes = true, kMultiplies = true, kNarrow = Bits == 4;
-  static constexpr int kSums = 4;
+// Four numbers as integers of 16 bits: their high bytes, rounded, and what is left, a byte with a sign too.
+struct Bytes {
+  uint32_t high, rest;
+
+  static constexpr float kMost = 32512;  // rounds to 127 in the high byte, and the inverse of its unit errs a little
+
+  GRAPHOPT_DEVICE Bytes(const float (&numbers)[4], float inverse) {
+    uint32_t bits[4];
+    // as a float from 2^23 on, a number ends with its integer; 128 rounds the high byte
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 4; ++i) bits[i] = bits_of_float(multiply_add(numbers[i], inverse, 0x1.8p23f + 128));
+    const uint32_t first = byte_permute(bits[0], bits[1], 0x5410), second = byte_permute(bits[2], bits[3], 0x5410);
+    high = byte_permute(first, second, 0x7531), rest = byte_permute(first, second, 0x6420) ^ 0x80808080u;
+  }
+  // What a number counts whose products were summed as both bytes.
+  static GRAPHOPT_DEVICE float sum_of(int32_t high, int32_t rest) { return static_cast<float>(high * 256 + rest); }
+};
+
+// What integers are counted in where the largest number is `most`; NaN unless that is finite.
+struct Unit {
+  float unit, inverse;
+
+  GRAPHOPT_DEVICE explicit Unit(float most) {
+    const float some = most < 0x1p-110f ? 0x1p-110f : most;  // a NaN stays itself
+    inverse = Bytes::kMost / some, unit = spoil(some * (1 / Bytes::kMost));
+  }
+};
+
+template <int Bits, int Spans>
+struct CodePages : CodePlaces {
+  static constexpr bool kFinite = true, kNarrow = Bits == 4;
+  static constexpr int kBlocks = Spans == 2 ? (kNarrow ? 4 : 3) : 2, kSums = 8 * Spans, kResults = 8 * Spans;
+  static constexpr int kSteps = 2 * Spans;            // of 32 channels
+  static constexpr int kLoads = kNarrow ? 1 : 2;      // of 16 bytes that a lane has of 32 x 32 codes
+  static constexpr int kColumn = kTileTokens / 4 + 4; // the 4 spread columns over banks
 
   const Layout& layout;
   const State& state;
-  size_t place = 0;           // of the page, among those of all heads; of its slot, where it is read from that
+  const Desk& desk;
+  Word4 *keys, *values;                    // [32 channels][32 tokens][load][lane]
+  float *key_scales, *value_scales;        // [low, step][size], [low, step][64]
+  uint32_t* columns;                       // of weights: [query][high, low][four tokens]
+  FloatWeights floats;                     // in the same place, for slots
+  float base = 0;                          // this lane's part of the sum of the values' lows
+  Tile next = {};                          // that is copied next
+  size_t place = 0;                        // of the slot that is read
   bool in_slot = false;
-  int folded = -1;            // whether the products are of the page and queries for sinks, 1, or others, 0
-  float power = 1, lows = 0;  // of this lane's query: what its products are counted in, and that with the keys' lows
-  float unit = 0, base = 0;   // what the sums of values are counted in, and the sum of their lows
-  int g = lane() / 4, q = lane() % 4;
+  int g = lane() / 4, t = lane() % 4;
 
-  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state) : layout(layout), state(state) {}
-
-  // Which four channels of a query a lane has in a step: those of a word of keys, or of its high halves.
-  static GRAPHOPT_BOTH int steps(const Layout& layout) {
-    return kNarrow ? static_cast<int>((layout.size + 31) / 32 * 2) : static_cast<int>(layout.size / 16);
-  }
-  static GRAPHOPT_DEVICE int channel(int step, int q, int i) {
-    return (kNarrow ? 4 * (2 * (4 * (step / 2) + q) + step % 2) : 4 * (4 * step + q)) + i;
-  }
-  static GRAPHOPT_DEVICE int token(int q, int i) { return i / 8 * 32 + 8 * q + i % 8; }
-  static GRAPHOPT_DEVICE int summed(int q, int i, int second) { return i / 4 * 32 + 8 * q + 4 * second + i % 4; }
-
-  GRAPHOPT_DEVICE void open(uint32_t head, int64_t page, int64_t newest) {
-    in_slot = layout.in_slot(page, newest);
-    folded = -1;
-    place = in_slot ? head * layout.slots() + layout.slot(page) : place_of(layout, head, page);
-  }
-  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
-    const float* const queries = desk.queries_of(sinks);
-    if (in_slot) return score_slot(desk, queries, tile, limit);
-    if (folded != sinks) fold(queries, desk.products), folded = sinks;
-    GRAPHOPT_NO_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      float sums[4][4] = {};
-      score_codes(desk.products + lane(), tile, half, sums);
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const int at = token(q, 8 * half + i);
-        desk.keep(at, limit, multiply_add(sums[i][0] + sums[i][2] * (1 / kRest), power, lows));
-        desk.keep(at + 4, limit, multiply_add(sums[i][1] + sums[i][3] * (1 / kRest), power, lows));
-      }
-    }
+  static GRAPHOPT_BOTH int steps(const Layout& layout) { return static_cast<int>((layout.size + 31) / 32); }
+  static GRAPHOPT_BOTH size_t bytes(const Layout& layout, bool) {
+    const size_t codes = static_cast<size_t>(steps(layout)) * 2 * kLoads * kWarp * sizeof(Word4);
+    return 2 * codes + (2 * layout.size + 2 * kTileTokens) * sizeof(float) + FloatWeights::kBytes;
   }
 
-  template <int Count>
-  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, float factor, float (&sums)[Count][kSums]) {
-    base *= factor;
-    if (in_slot) {
-      // weights are counted in the same unit, which must not be too small for them
-      const float now = unit < 0x1p-40f ? 1.0f : unit;
-      rescale(factor * (unit / now), sums);
-      unit = now;
-      return add_slot(desk, tile, sums);
-    }
-    float most = 0;
-    GRAPHOPT_NO_UNROLL
-    for (int four = 0; four < 4; ++four) {
-      const int at = token(q, 4 * four);
-      if (at >= tile.tokens) break;
-      const float* const of_values = scales() + 2 * layout.size + tile.offset + at;
-      const Four low = load_four(of_values), step = load_four(of_values + layout.page);
-      Four weight = load_four(desk.weights_from(at));
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        float& number = weight.number[i];
-        if (number == 0) continue;  // it is not read, and can have any scale
-        base = multiply_add(number, low.number[i], base);
-        number *= step.number[i];
-        most = magnitude_of(number) > most ? magnitude_of(number) : most;
-      }
-      store_four(desk.weights_from(at), weight);
-    }
-    most = most_of_query(most);
-    const float before = unit * factor;
-    const float now = power_below(before > most ? before : most), inverse = inverse_of_power(now);
-    rescale(before * inverse, sums);
-    unit = now;
-    GRAPHOPT_NO_UNROLL
-    for (int half = 0; 32 * half < tile.tokens; ++half) {
-      Word4 rows[2];
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < 2; ++i) {
-        const Four four = load_four(desk.weights_from(32 * half + 8 * q + 4 * i));
-        rows[i] = rows_of(four.number[0] * inverse, four.number[1] * inverse, four.number[2] * inverse,
-                          four.number[3] * inverse);
-      }
-      add_codes(rows, tile, half, sums);
-    }
+  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state, const Desk& desk, bool)
+      : layout(layout), state(state), desk(desk) {
+    keys = reinterpret_cast<Word4*>(desk.pages);
+    values = keys + steps(layout) * 2 * kLoads * kWarp;
+    key_scales = reinterpret_cast<float*>(values + steps(layout) * 2 * kLoads * kWarp);
+    value_scales = key_scales + 2 * layout.size;
+    floats.weights = value_scales + 2 * kTileTokens;
+    columns = reinterpret_cast<uint32_t*>(floats.weights);
+    static_assert(2 * kQueries * kColumn * sizeof(uint32_t) <= FloatWeights::kBytes, "one of them at a time");
   }
 
-  GRAPHOPT_DEVICE void finish() { base = sum_of_query(base); }
-  GRAPHOPT_DEVICE float result(const float (&sums)[kSums], int second) const {
-    return multiply_add(sums[second] + sums[2 + second] * (1 / kRest), unit, base);
-  }
-
- private:
-  GRAPHOPT_DEVICE const uint8_t* codes_at(const char* pages) const {
-    return reinterpret_cast<const uint8_t*>(pages + place * layout.page_bytes());
-  }
-  GRAPHOPT_DEVICE const float* scales() const { return state.scales + place * layout.scales(); }
-  GRAPHOPT_DEVICE const float* slot() const { return state.recent + place * layout.slot_floats(); }
-
-  template <int Count>
-  static GRAPHOPT_DEVICE void rescale(float factor, float (&sums)[Count][kSums]) {
-    if (factor == 1) return;
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < Count; ++i) {
-      GRAPHOPT_UNROLL
-      for (int j = 0; j < 4; ++j) sums[i][j] *= factor;
-    }
-  }
-
-  // Codes are taken out of a word as its bytes 0 and 2, and 1 and 3: so pairs of rows are made the same way.
-  static GRAPHOPT_DEVICE Word4 rows_of(float x0, float x1, float x2, float x3) {
-    const Split even(x0, x2), odd(x1, x3);
-    return {{even.high, even.low, odd.high, odd.low}};
-  }
-  // 1024 + code is a float16 whose low bits are those of the code.
-  static GRAPHOPT_DEVICE uint32_t minus_1024(uint32_t pair) { return half2_add(pair, 0xe400e400u); }
-  static GRAPHOPT_DEVICE void multiply(float (&sum)[4], const Word4& rows, uint32_t codes) {
-    const uint32_t(&a)[4] = rows.words;
-    if constexpr (kNarrow) {
-      const uint32_t b[2] = {minus_1024(lop3<0xea>(codes, 0x000f000fu, 0x64006400u)),
-                             minus_1024(lop3<0xea>(codes >> 8, 0x000f000fu, 0x64006400u))};
-      multiply_f16(sum, a, b);
-    } else {
-      const uint32_t b[2] = {minus_1024(byte_permute(codes, 0x64u, 0x4240)),
-                             minus_1024(byte_permute(codes, 0x64u, 0x4341))};
-      multiply_f16(sum, a, b);
-    }
-  }
-
-  // This lane's part of the queries times the steps of the page's keys.
-  GRAPHOPT_DEVICE void fold(const float* queries, Word4* products) {
-    float most = 0, sum = 0;
-    GRAPHOPT_NO_UNROLL
-    for (int step = 0; step < steps(layout); ++step) {
-      const int c = channel(step, q, 0), at = step * kWarp + lane();
-      Four product = {};
-      if (c < static_cast<int>(layout.size)) {
-        const float* const of_keys = scales() + c;
-        const Four low = load_four(of_keys), size = load_four(of_keys + layout.size);
-        const Four query = load_four(queries + 4 * at);
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          product.number[i] = query.number[i] * size.number[i];
-          sum = multiply_add(query.number[i], low.number[i], sum);
-          most = magnitude_of(product.number[i]) > most ? magnitude_of(product.number[i]) : most;
-        }
-      }
-      store_four(reinterpret_cast<float*>(products + at), product);
-    }
-    lows = sum_of_query(sum);
-    power = power_below(most_of_query(most));
-    const float inverse = inverse_of_power(power);
-    GRAPHOPT_NO_UNROLL
-    for (int step = 0; step < steps(layout); ++step) {
-      Word4* const at = products + step * kWarp + lane();
-      const Four product = load_four(reinterpret_cast<const float*>(at));
-      *at = rows_of(product.number[0] * inverse, product.number[1] * inverse, product.number[2] * inverse,
-                    product.number[3] * inverse);
-    }
+  GRAPHOPT_DEVICE bool copies(const Tile& tile) const {
+    return tile.there && !layout.in_slot(tile.page, desk.reading->newest);
   }
 
   // Keys [page / 16, size / 4 (or 8), 16, 4]: 16 bytes are four tokens, lane group g has 4 g to 4 g + 3 of 32.
-  GRAPHOPT_DEVICE void score_codes(const Word4* products, const Tile& tile, int half, float (&sums)[4][4]) const {
-    const int words = static_cast<int>(layout.size) / (kNarrow ? 8 : 4);
-    const bool there = 32 * half + 4 * g < tile.tokens;
-    const int block = (tile.offset + 32 * half) / 16 + g / 4;
-    const uint8_t* const line = codes_at(state.keys) + (block * words * 16 + 4 * (g % 4)) * 4;
-    GRAPHOPT_NO_UNROLL
-    for (int word = 0; word < words; word += 16) {
-      Word4 codes[4];
+  GRAPHOPT_DEVICE void copy_keys(const Tile& tile) {
+    if (copies(tile)) {
+      const size_t of_page = place_of(layout, desk.reading->head, tile.page);
+      const int words = static_cast<int>(layout.size) / (kNarrow ? 8 : 4);
+      const int line = ((tile.offset / 16 + g / 4) * words * 16 + 4 * (g % 4)) * 4;
+      const char* const from = state.keys + of_page * layout.page_bytes() + line;
+      Word4* const to = keys + lane();
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        codes[i] = {};
-        if (there && word + 4 * i + q < words) codes[i] = load16(line + (word + 4 * i + q) * 64);
-      }
-      GRAPHOPT_UNROLL
-      for (int next = 0; next < 4; ++next) {
-        if (word + 4 * next >= words) break;
-        const Word4* const row = products + (word / 4 + next) * (kNarrow ? 2 : 1) * kWarp;
+      for (int step = 0; step < kSteps; ++step) {
+        if (step >= steps(layout)) break;
         GRAPHOPT_UNROLL
-        for (int shift = 0; shift < (kNarrow ? 8 : 4); shift += 4) {
-          const Word4 rows = row[shift / 4 * kWarp];
-          GRAPHOPT_UNROLL
-          for (int i = 0; i < 4; ++i) multiply(sums[i], rows, codes[next].words[i] >> shift);
+        for (int i = 0; i < 2 * kLoads; ++i) {
+          const int half = i / kLoads, word = kNarrow ? 4 * step + t : 8 * step + 2 * t + i % kLoads;
+          const bool there = word < words && 32 * half + 4 * g < tile.tokens;
+          copy_async16(to + (step * 2 * kLoads + i) * kWarp, from + (half * 2 * words + word) * 64, there);
         }
       }
+      const float* const scales = state.scales + of_page * layout.scales();
+      for (int i = 4 * lane(); i < 2 * static_cast<int>(layout.size); i += 4 * kWarp) {
+        copy_async16(key_scales + i, scales + i, true);
+      }
     }
+    commit_copies();
   }
-
   // Values [size / 16, page / 4 (or 8), 16, 4]: 16 bytes are four channels, lane group g has 4 g to 4 g + 3 of 32.
-  template <int Count>
-  GRAPHOPT_DEVICE void add_codes(const Word4 (&rows)[2], const Tile& tile, int half,
-                                 float (&sums)[Count][kSums]) const {
-    const int words = static_cast<int>(layout.page) / (kNarrow ? 8 : 4);
-    const int word = tile.offset / (kNarrow ? 8 : 4) + (kNarrow ? 4 * half + q : 8 * half + 2 * q);
-    const bool there = 32 * half + 8 * q < tile.tokens;
-    const uint8_t* const line = codes_at(state.values) + (word * 16 + 4 * (g % 4)) * 4;
+  GRAPHOPT_DEVICE void copy_values(const Tile& tile) {
+    if (copies(tile)) {
+      const size_t of_page = place_of(layout, desk.reading->head, tile.page);
+      const int page = static_cast<int>(layout.page), size = static_cast<int>(layout.size);
+      const int words = page / (kNarrow ? 8 : 4), word = tile.offset / (kNarrow ? 8 : 4) + (kNarrow ? t : 2 * t);
+      const char* const from =
+          state.values + of_page * layout.page_bytes() + (g / 4 * words * 16 + word * 16 + 4 * (g % 4)) * 4;
+      Word4* const to = values + lane();
+      GRAPHOPT_UNROLL
+      for (int step = 0; step < kSteps; ++step) {
+        if (step >= steps(layout)) break;
+        GRAPHOPT_UNROLL
+        for (int i = 0; i < 2 * kLoads; ++i) {
+          const int half = i / kLoads, of_half = (kNarrow ? 4 : 8) * half + i % kLoads;
+          const bool there = 32 * step + 4 * g < size && 32 * half + 8 * t < tile.tokens;
+          copy_async16(to + (step * 2 * kLoads + i) * kWarp, from + (step * 2 * words + of_half) * 64, there);
+        }
+      }
+      const int which = lane() / 16, at = lane() % 16 * 4;
+      const float* const scales = state.scales + of_page * layout.scales() + 2 * size + which * page + tile.offset;
+      copy_async16(value_scales + 4 * lane(), scales + at, at < tile.tokens);
+    }
+    commit_copies();
+  }
+
+  GRAPHOPT_DEVICE void begin(const Tile& tile) { copy_keys(tile), copy_values(tile); }
+  GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& after) {
+    in_slot = layout.in_slot(tile.page, desk.reading->newest);
+    if (in_slot) place = desk.reading->head * layout.slots() + layout.slot(tile.page);
+    next = after;
+    wait_copies<1>();
+    sync_warp();
+  }
+  GRAPHOPT_DEVICE const float* slot(const Tile& tile) const {
+    return state.recent + place * layout.slot_floats() + static_cast<size_t>(tile.offset) * layout.size;
+  }
+
+  // Codes of two rows, of a lane's words, as an operand.
+  static GRAPHOPT_DEVICE void rows_of(const Word4 (&loaded)[kLoads], int row, uint32_t (&a)[4]) {
+    const uint32_t first = loaded[0].words[2 * row], second = loaded[0].words[2 * row + 1];
+    if constexpr (kNarrow) {
+      a[0] = first & 0x0f0f0f0fu, a[1] = second & 0x0f0f0f0fu;
+      a[2] = first >> 4 & 0x0f0f0f0fu, a[3] = second >> 4 & 0x0f0f0f0fu;
+    } else {
+      a[0] = first, a[1] = second;
+      a[2] = loaded[kLoads - 1].words[2 * row], a[3] = loaded[kLoads - 1].words[2 * row + 1];
+    }
+  }
+  static GRAPHOPT_DEVICE void load(const Word4* from, Word4 (&loaded)[kLoads]) {
     GRAPHOPT_UNROLL
-    for (int span = 0; span < Count / 4; ++span) {
-      if (32 * span >= static_cast<int>(layout.size)) break;
-      const bool loads = there && 32 * span + 4 * g < static_cast<int>(layout.size);
-      const uint8_t* const at = line + (2 * span + g / 4) * words * 64;
-      Word4 codes = {}, next = {};
-      if (loads) codes = load16(at);
-      if (loads && !kNarrow) next = load16(at + 64);
+    for (int i = 0; i < kLoads; ++i) loaded[i] = load16(from + i * kWarp);
+  }
+
+  // The queries times the steps of the keys, as columns: lanes 2 j and 2 j + 1 of g share query j, first each makes
+  // what is multiplied with every other four channels. Returns what products of this lane's query are counted in.
+  GRAPHOPT_DEVICE float fold(bool sinks, uint32_t (&column)[kSteps][2], float& lows) const {
+    const bool odd = g % 2;
+    const float* const query = desk.query(sinks, g / 2) + 8 * t + 4 * (g % 2);
+    const float* const scale = key_scales + 8 * t + 4 * (g % 2);
+    float products[kSteps][4], most = 0, sum = 0;
+    GRAPHOPT_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) products[step][i] = 0;
+      if (32 * step + 8 * t >= static_cast<int>(layout.size)) continue;
+      const Four of_query = load_four(query + 32 * step), low = load_four(scale + 32 * step);
+      const Four size = load_four(scale + layout.size + 32 * step);
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        multiply(sums[4 * span + i], rows[0], codes.words[i]);
-        multiply(sums[4 * span + i], rows[1], kNarrow ? codes.words[i] >> 4 : next.words[i]);
+        products[step][i] = of_query.number[i] * size.number[i];
+        sum = multiply_add(of_query.number[i], low.number[i], sum);
+        most = max_or_nan(most, magnitude_of(products[step][i]));
       }
     }
+    GRAPHOPT_UNROLL
+    for (int mask = 1; mask < 8; mask *= 2) {
+      most = max_or_nan(most, shuffle_xor(most, mask)), sum = sum + shuffle_xor(sum, mask);
+    }
+    const Unit unit(most);
+    GRAPHOPT_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      const Bytes bytes(products[step], unit.inverse);
+      const uint32_t other = shuffle_xor(odd ? bytes.high : bytes.rest, 4);
+      column[step][0] = odd ? other : bytes.high, column[step][1] = odd ? bytes.rest : other;
+    }
+    lows = spoil(shuffle(sum, 8 * t));
+    return shuffle(unit.unit, 8 * t);
   }
 
-  GRAPHOPT_DEVICE void score_slot(const Desk& desk, const float* queries, const Tile& tile, int limit) const {
+  GRAPHOPT_DEVICE void score(const Tile& tile, bool sinks, bool, float (&scores)[kLaneTokens]) {
     const int size = static_cast<int>(layout.size);
-    GRAPHOPT_NO_UNROLL
-    for (int four = 0; four < 4; ++four) {
-      const int first = token(q, 4 * four);
-      const float* const keys = slot() + static_cast<size_t>(tile.offset + first) * layout.size;
-      float sums[4] = {};
-      GRAPHOPT_NO_UNROLL
-      for (int at = 0; first < tile.tokens && at < 4 * steps(layout); ++at) {
-        const int c = channel(at / 4, at % 4, 0);
-        if (c >= size) continue;
-        const Four query = load_four(queries + (at / 4 * kWarp + 4 * g + at % 4) * 4);
+    if (in_slot) {
+      score_slot(slot(tile), desk, sinks, size, tile.tokens, scores);
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < kLaneTokens; ++i) scores[i] = spoil(scores[i]);
+      return;
+    }
+    uint32_t column[kSteps][2];
+    float lows;
+    const float unit = fold(sinks, column, lows);
+    int32_t sums[4][4] = {};
+    GRAPHOPT_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      if (32 * step >= size) break;
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        if (i % 2) continue;
+        Word4 loaded[kLoads];
+        load(keys + (2 * step + i / 2) * kLoads * kWarp + lane(), loaded);
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const Four key = load_four(keys + i * size + c);
-          GRAPHOPT_UNROLL
-          for (int k = 0; k < 4; ++k) sums[i] = multiply_add(query.number[k], key.number[k], sums[i]);
+        for (int row = 0; row < 2; ++row) {
+          uint32_t a[4];
+          rows_of(loaded, row, a);
+          multiply_u8s8(sums[i + row], a, column[step]);
+        }
+      }
+    }
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kLaneTokens; ++i) {
+      const int32_t(&sum)[4] = sums[i / 2];
+      scores[i] = multiply_add(Bytes::sum_of(sum[i % 2 * 2], sum[i % 2 * 2 + 1]), unit, lows);
+    }
+  }
+  GRAPHOPT_DEVICE float* parking() const { return floats.weights; }
+  // The keys of this tile are done with.
+  GRAPHOPT_DEVICE void close_keys() {
+    sync_warp();
+    copy_keys(next);
+    wait_copies<1>();
+    sync_warp();
+  }
+
+  GRAPHOPT_DEVICE void add(const Tile& tile, float factor, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+    if (factor != 1) {
+      base *= factor;
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < kSums; ++i) sums[i] *= factor;
+    }
+    if (in_slot) {
+      floats.keep(token(0), weights), floats.keep(token(4), weights + 4);
+      sync_warp();
+      const float* const from = slot(tile) + layout.page * layout.size;
+      add_slot(from, floats.own(), static_cast<int>(layout.size), tile.tokens, tile.seen, sums);
+    } else {
+      add_codes(tile, weights, sums);
+    }
+    sync_warp();
+    copy_values(next);
+  }
+
+  GRAPHOPT_DEVICE void add_codes(const Tile& tile, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+    float numbers[2][4], most = 0;
+    GRAPHOPT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int first = token(4 * half);
+      const Four low = load_four(value_scales + first), step = load_four(value_scales + kTileTokens + first);
+      const uint32_t read = static_cast<uint32_t>(tile.seen >> first);
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const bool is_read = read >> i & 1;  // others can have any scale
+        const float weight = weights[4 * half + i];
+        numbers[half][i] = is_read ? weight * step.number[i] : 0.0f;
+        base = multiply_add(weight, is_read ? low.number[i] : 0.0f, base);
+        most = max_or_nan(most, magnitude_of(numbers[half][i]));
+      }
+    }
+    const Unit unit(most_of_query(most));
+    uint32_t column[2][2];
+    GRAPHOPT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const Bytes bytes(numbers[half], unit.inverse);
+      columns[2 * t * kColumn + 8 * half + g] = bytes.high;
+      columns[(2 * t + 1) * kColumn + 8 * half + g] = bytes.rest;
+    }
+    sync_warp();
+    GRAPHOPT_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const Word2 own = load8(columns + g * kColumn + 8 * half + 2 * t);
+      column[half][0] = own.words[0], column[half][1] = own.words[1];
+    }
+    GRAPHOPT_UNROLL
+    for (int step = 0; step < kSteps; ++step) {
+      if (32 * step >= static_cast<int>(layout.size)) break;
+      int32_t products[2][4] = {};
+      GRAPHOPT_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        Word4 loaded[kLoads];
+        load(values + (2 * step + half) * kLoads * kWarp + lane(), loaded);
+        GRAPHOPT_UNROLL
+        for (int row = 0; row < 2; ++row) {
+          uint32_t a[4];
+          rows_of(loaded, row, a);
+          multiply_u8s8(products[row], a, column[half]);
         }
       }
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) desk.keep(first + i, limit, sums[i]);
+      for (int i = 0; i < 4; ++i) {
+        const int32_t(&product)[4] = products[i / 2];
+        float& sum = sums[4 * step + i];
+        sum = multiply_add(Bytes::sum_of(product[i % 2 * 2], product[i % 2 * 2 + 1]), unit.unit, sum);
+      }
     }
   }
 
-  template <int Count>
-  GRAPHOPT_DEVICE void add_slot(const Desk& desk, const Tile& tile, float (&sums)[Count][kSums]) const {
-    const float inverse = inverse_of_power(unit);
-    const float* const own = desk.weights_from(0);
-    GRAPHOPT_NO_UNROLL
-    for (int t = 0; t < tile.tokens; ++t) {
-      const float weight = own[t];
-      if (weight == 0) continue;  // it is not read, and can hold any value
-      const float* const value = slot() + (layout.page + static_cast<size_t>(tile.offset + t)) * layout.size;
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < Count / 2; ++i) {
-        const int c = summed(q, i / 2 * 4, i % 2);
-        if (c >= static_cast<int>(layout.size)) continue;
-        const Four number = load_four(value + c);
-        GRAPHOPT_UNROLL
-        for (int k = 0; k < 4; ++k) {
-          float& sum = sums[i / 2 * 4 + k][i % 2];
-          sum = multiply_add(weight * inverse, number.number[k], sum);
-        }
-      }
-    }
+  GRAPHOPT_DEVICE void finish() {
+    wait_copies<0>();
+    base = sum_of_query(base);
   }
+  GRAPHOPT_DEVICE float result(const float (&sums)[kSums], int i) const { return sums[i] + base; }
 };
 
 }  // namespace graphopt

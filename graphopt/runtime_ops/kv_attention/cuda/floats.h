@@ -38,91 +38,102 @@ GRAPHOPT_DEVICE void load_eight(const Stored* from, float (&numbers)[8]) {
   for (int i = 0; i < 8; ++i) numbers[i] = number_of(bits.stored[i]);
 }
 
-// Which channels a lane q has in its sums, and which tokens in its scores: of storages of floats.
-struct FloatPlaces {
-  static GRAPHOPT_BOTH int steps(const Layout& layout) { return static_cast<int>(layout.size / 16); }
-  static GRAPHOPT_DEVICE int channel(int step, int q, int i) { return 16 * step + 4 * i + q; }  // of a query
-  static GRAPHOPT_DEVICE int token(int q, int i) { return 16 * q + i; }
-  // of sum `i` of 8 a span of 64 channels, and of a pair its first or second
-  static GRAPHOPT_DEVICE int summed(int q, int i, int second) { return i / 8 * 64 + 16 * q + 8 * second + i % 8; }
+// Weights of the warp's queries as all lanes read them, [query][token].
+struct FloatWeights {
+  float* weights;
+
+  static constexpr int kStride = kTileTokens + 4;
+  static constexpr size_t kBytes = kQueries * kStride * sizeof(float);
+  static_assert(kBytes >= kLaneTokens * kWarp * sizeof(float), "scores are parked here");
+
+  GRAPHOPT_DEVICE const float* own() const { return weights + lane() % 4 * kStride; }
+  // Keeps those of four tokens of this lane's query.
+  GRAPHOPT_DEVICE void keep(int token, const float* four) const {
+    store_four(weights + lane() % 4 * kStride + token, {{four[0], four[1], four[2], four[3]}});
+  }
 };
 
-template <typename Stored>
+// Which tokens and channels a lane has, of storages of floats.
+struct FloatPlaces {
+  static GRAPHOPT_DEVICE int token(int i) { return lane() / 4 * 8 + i; }
+  static GRAPHOPT_DEVICE int channel(int i) { return i / 8 * 64 + lane() / 4 * 8 + i % 8; }
+};
+
+template <typename Stored, int Spans>
 struct FloatPages : FloatPlaces {
-  static constexpr bool kCodes = false, kMultiplies = false;
-  static constexpr int kSums = 2;
+  static constexpr bool kFinite = false;
+  static constexpr int kBlocks = 2, kSums = 8 * Spans, kResults = 8 * Spans;
 
   const Layout& layout;
   const State& state;
-  size_t place = 0;  // of the page, among those of all heads
-  int g = lane() / 4, q = lane() % 4;
+  const Desk& desk;
+  FloatWeights shared;
+  size_t from = 0;  // the first number of the tile, of keys and of values
 
-  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state) : layout(layout), state(state) {}
-  GRAPHOPT_DEVICE void open(uint32_t head, int64_t page, int64_t) { place = place_of(layout, head, page); }
-  GRAPHOPT_DEVICE const Stored* page_of(const char* pages) const {
-    return reinterpret_cast<const Stored*>(pages) + place * layout.page * layout.size;
+  static GRAPHOPT_BOTH size_t bytes(const Layout& layout, bool) {
+    const size_t values = kQueries * layout.size * sizeof(float);
+    return values < FloatWeights::kBytes ? FloatWeights::kBytes : values;
+  }
+  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state, const Desk& desk, bool)
+      : layout(layout), state(state), desk(desk), shared{reinterpret_cast<float*>(desk.pages)} {}
+
+  GRAPHOPT_DEVICE void begin(const Tile&) {}
+  GRAPHOPT_DEVICE void open(const Tile& tile, const Tile&) {
+    const size_t place = place_of(layout, desk.reading->head, tile.page);
+    from = (place * layout.page + static_cast<size_t>(tile.offset)) * layout.size;
   }
 
-  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
-    float scores[kLaneTokens] = {};
-    const float* const queries = desk.queries_of(sinks);
-    const Stored* const block = page_of(state.keys) + static_cast<size_t>(tile.offset + 16 * q) * layout.size;
+  GRAPHOPT_DEVICE void score(const Tile& tile, bool sinks, bool, float (&scores)[kLaneTokens]) {
+    const int g = lane() / 4, size = static_cast<int>(layout.size);
+    const float* const queries = desk.query(sinks, lane() % 4);
+    const size_t block = static_cast<size_t>(g / 2 * 16) * layout.size + static_cast<size_t>(g % 2 * 8);
+    const Stored* const keys = reinterpret_cast<const Stored*>(state.keys) + from + block;
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kLaneTokens; ++i) scores[i] = 0;
+    if (token(0) >= tile.tokens) return;
     GRAPHOPT_NO_UNROLL
-    for (int step = 0; 16 * q < tile.tokens && step < steps(layout); ++step) {
-      GRAPHOPT_NO_UNROLL
-      for (int from = 0; from < 4; ++from) {
-        const Four query = load_four(queries + (step * kWarp + 4 * g + from) * 4);
+    for (int c = 0; c < size; c += 4) {
+      const Four query = load_four(queries + c);
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        float key[8];
+        load_eight(keys + (c + i) * 16, key);
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) {
-          const Stored* const line = block + channel(step, from, i) * 16;
-          GRAPHOPT_UNROLL
-          for (int half = 0; half < 2; ++half) {
-            float key[8];
-            load_eight(line + 8 * half, key);
-            GRAPHOPT_UNROLL
-            for (int t = 0; t < 8; ++t) {
-              scores[8 * half + t] = multiply_add(query.number[i], key[t], scores[8 * half + t]);
-            }
-          }
-        }
+        for (int k = 0; k < 8; ++k) scores[k] = multiply_add(query.number[i], key[k], scores[k]);
       }
     }
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < kLaneTokens; ++i) desk.keep(token(q, i), limit, scores[i]);
   }
+  GRAPHOPT_DEVICE void close_keys() {}
+  GRAPHOPT_DEVICE float* parking() const { return shared.weights; }
 
-  template <int Count>
-  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, float factor, float (&sums)[Count][kSums]) {
+  GRAPHOPT_DEVICE void add(const Tile& tile, float factor, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+    sync_warp();  // all lanes have read those of the tile before
+    shared.keep(token(0), weights), shared.keep(token(4), weights + 4);
+    sync_warp();
     if (factor != 1) {
       GRAPHOPT_UNROLL
-      for (int i = 0; i < Count; ++i) sums[i][0] *= factor, sums[i][1] *= factor;
+      for (int i = 0; i < kSums; ++i) sums[i] *= factor;
     }
-    const float* const own = desk.weights_from(0);
+    const Stored* const values = reinterpret_cast<const Stored*>(state.values) + from;
     GRAPHOPT_NO_UNROLL
     for (int t = 0; t < tile.tokens; ++t) {
-      const float weight = own[t];
-      if (weight == 0) continue;  // it is not read, and can hold any value
-      const Stored* const value = page_of(state.values) + static_cast<size_t>(tile.offset + t) * layout.size;
+      if (!(tile.seen >> t & 1)) continue;  // it can hold any value
+      const float weight = shared.own()[t];
+      const Stored* const value = values + static_cast<size_t>(t) * layout.size;
       GRAPHOPT_UNROLL
-      for (int span = 0; span < Count / 8; ++span) {
+      for (int span = 0; span < Spans; ++span) {
+        const int at = channel(8 * span);
+        if (at >= static_cast<int>(layout.size)) continue;
+        float number[8];
+        load_eight(value + at, number);
         GRAPHOPT_UNROLL
-        for (int half = 0; half < 2; ++half) {
-          const int at = summed(q, 8 * span, half);
-          if (at >= static_cast<int>(layout.size)) continue;
-          float number[8];
-          load_eight(value + at, number);
-          GRAPHOPT_UNROLL
-          for (int i = 0; i < 8; ++i) {
-            float& sum = sums[8 * span + i][half];
-            sum = multiply_add(weight, number[i], sum);
-          }
-        }
+        for (int i = 0; i < 8; ++i) sums[8 * span + i] = multiply_add(weight, number[i], sums[8 * span + i]);
       }
     }
   }
 
-  GRAPHOPT_DEVICE float result(const float (&sums)[kSums], int second) const { return sums[second]; }
   GRAPHOPT_DEVICE void finish() {}
+  GRAPHOPT_DEVICE float result(const float (&sums)[kSums], int i) const { return sums[i]; }
 };
 
 }  // namespace graphopt

@@ -1,92 +1,177 @@
 // Pages of float16, multiplied by tensor cores: keys [page / 16, size, 16], values [page, size].
 //
-// A product has 16 rows: the high parts of 8 queries, or of their weights, and then the low ones, so that it has 22
-// bits of them. The 8 numbers of 16 bytes that a lane loads are of 8 tokens, or of 8 channels; each goes to a product
-// of its own, in which all lanes of a query hold neighbours in the direction that is summed over.
+// A query, or a weight, is two numbers of float16, 22 bits, in columns of their own. The 8 numbers of 16 bytes that a
+// lane loads are of 8 tokens, or of 8 channels: rows of four products. A pair of rows is made of two loads.
+//
+// Loads are asynchronous copies to shared memory, each lane's for itself, so that no lane waits for another. A step is
+// four of a lane, 2 KiB of a warp: of keys 16 channels of 64 tokens, of values 16 tokens of 64 channels. Steps run on
+// into the next tile.
 #pragma once
 
 #include "kv_attention/cuda/floats.h"
 
 namespace graphopt {
 
+template <int Spans>
 struct HalfPages : FloatPlaces {
-  static constexpr bool kCodes = false, kMultiplies = true;
-  static constexpr int kSums = 4;
+  static constexpr bool kFinite = false;
+  static constexpr int kBlocks = Spans == 2 ? 3 : 2, kSums = 16 * Spans, kResults = 8 * Spans;
+  static constexpr int kStages = 4, kColumn = kTileTokens / 2 + 4;  // the 4 spread columns over banks
+  static constexpr float kUnit = 0x1p15f;                           // of weights
+  static constexpr size_t kNone = ~size_t{0};
 
   const Layout& layout;
   const State& state;
-  size_t place = 0;  // of the page, among those of all heads
-  int g = lane() / 4, q = lane() % 4;
+  const Desk& desk;
+  Word4* ring;        // [stage][4][lane]
+  uint32_t* columns;  // of weights: [query][high, low][pair of tokens]
+  Word2* products;    // [sinks][step][lane], of queries
+  float power, power_of_sinks = 0;  // what products with this lane's query are counted in
+  int g = lane() / 4, t = lane() % 4;
+  int taken = 0;  // steps of this tile
+  unsigned stage = 0;
+  size_t now = kNone, then = kNone;  // the first number of a tile, of keys and of values
 
-  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state) : layout(layout), state(state) {}
+  static GRAPHOPT_BOTH int key_steps(const Layout& layout) { return static_cast<int>(layout.size / 16); }
+  static GRAPHOPT_BOTH size_t bytes(const Layout& layout, bool sinks) {
+    const size_t queries = static_cast<size_t>(key_steps(layout)) * kWarp * sizeof(Word2);
+    return kStages * 4 * kWarp * sizeof(Word4) + 2 * kQueries * kColumn * sizeof(uint32_t) + (sinks ? 2 : 1) * queries;
+  }
 
-  // Splits this lane's part of a query, which no other lane reads; returns the query's scale.
-  GRAPHOPT_DEVICE float prepare(const float* queries, Word4* products) const {
+  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state, const Desk& desk, bool sinks)
+      : layout(layout), state(state), desk(desk) {
+    ring = reinterpret_cast<Word4*>(desk.pages);
+    columns = reinterpret_cast<uint32_t*>(ring + kStages * 4 * kWarp);
+    products = reinterpret_cast<Word2*>(columns + 2 * kQueries * kColumn);
+    power = split(false);
+    if (sinks) power_of_sinks = split(true);
+  }
+
+  // Both parts of two numbers.
+  static GRAPHOPT_DEVICE uint32_t rest_of(float a, float b, uint32_t high) {
+    return half2_of(a - to_float(half_low(high)), b - to_float(half_high(high)));
+  }
+
+  // Splits the queries, each lane what it multiplies: a part of query g / 2.
+  GRAPHOPT_DEVICE float split(bool sinks) const {
+    const float* const query = desk.query(sinks, g / 2);
+    Word2* const to = products + (sinks ? key_steps(layout) * kWarp : 0) + lane();
     float most = 0;
-    for (int step = 0; step < steps(layout); ++step) {
-      const Four query = load_four(queries + (step * kWarp + lane()) * 4);
+    for (int c = t; c < static_cast<int>(layout.size); c += 4) {
+      most = magnitude_of(query[c]) > most ? magnitude_of(query[c]) : most;
+    }
+    const float unit = power_below(reduce_max<4>(most)), inverse = inverse_of_power(unit) * 0x1p14f;
+    for (int step = 0; step < key_steps(layout); ++step) {
+      Word2 pairs;
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) most = magnitude_of(query.number[i]) > most ? magnitude_of(query.number[i]) : most;
-    }
-    const float unit = power_below(most_of_query(most)), inverse = inverse_of_power(unit);
-    for (int step = 0; step < steps(layout); ++step) {
-      const Four query = load_four(queries + (step * kWarp + lane()) * 4);
-      const Split first(query.number[0] * inverse, query.number[1] * inverse);
-      const Split second(query.number[2] * inverse, query.number[3] * inverse);
-      products[step * kWarp + lane()] = {{first.high, first.low, second.high, second.low}};
-    }
-    return unit;
-  }
-
-  GRAPHOPT_DEVICE void open(uint32_t head, int64_t page, int64_t) { place = place_of(layout, head, page); }
-  GRAPHOPT_DEVICE const Half* page_of(const char* pages) const {
-    return reinterpret_cast<const Half*>(pages) + place * layout.page * layout.size;
-  }
-
-  GRAPHOPT_DEVICE void score(const Desk& desk, const Tile& tile, bool sinks, int limit) {
-    float sums[8][4] = {};
-    if (desk.reading->prepared != sinks) {
-      *desk.note() = prepare(desk.queries_of(sinks), desk.products);
-      sync_warp();
-      if (lane() == 0) desk.reading->prepared = sinks;
-      sync_warp();
-    }
-    const Word4* const products = desk.products + lane();
-    // lane group g has tokens 8 g to 8 g + 7
-    const bool there = 8 * g < tile.tokens;
-    const size_t first = static_cast<size_t>(tile.offset + 16 * (g / 2));
-    const Half* const block = page_of(state.keys) + first * layout.size + 8 * (g % 2);
-    GRAPHOPT_NO_UNROLL
-    for (int step = 0; step < steps(layout); ++step) {
-      Word4 key[4] = {};
-      if (there) {
-        GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) key[i] = load16(block + channel(step, q, i) * 16);
+      for (int i = 0; i < 2; ++i) {
+        const float a = query[16 * step + 8 * i + t] * inverse, b = query[16 * step + 8 * i + 4 + t] * inverse;
+        const uint32_t high = half2_of(a, b), rest = rest_of(a, b, high);
+        pairs.words[i] = g % 2 ? rest : high;
       }
-      const Word4 query = products[step * kWarp];
-      multiply(query, key, sums);
+      to[step * kWarp] = pairs;
     }
-    const float power = *desk.note();
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < 8; ++i) {
-      desk.keep(token(q, i), limit, (sums[i][0] + sums[i][2] * (1 / kRest)) * power);
-      desk.keep(token(q, 8 + i), limit, (sums[i][1] + sums[i][3] * (1 / kRest)) * power);
-    }
+    return shuffle(unit * 0x1p-14f, 8 * t);
   }
 
-  // Adds products with the 8 numbers of four loads; pairs are of neighbouring loads.
-  static GRAPHOPT_DEVICE void multiply(const Word4& rows, const Word4 (&loaded)[4], float (*sums)[4]) {
-    const uint32_t(&a)[4] = rows.words;
+  GRAPHOPT_DEVICE size_t first_of(const Tile& tile) const {
+    if (!tile.there) return kNone;
+    const size_t place = place_of(layout, desk.reading->head, tile.page);
+    return (place * layout.page + static_cast<size_t>(tile.offset)) * layout.size;
+  }
+  GRAPHOPT_DEVICE int tokens() const {
+    return layout.page < kTileTokens ? static_cast<int>(layout.page) : kTileTokens;
+  }
+  GRAPHOPT_DEVICE int spans() const { return (static_cast<int>(layout.size) + 63) / 64; }
+  // Of 16 tokens; a tile has at least as many steps as are copied ahead.
+  GRAPHOPT_DEVICE int fours() const { return tokens() < 32 ? 2 : tokens() / 16; }
+  static_assert(kStages == 4, "the smallest tile has a step of keys and two of values");
+  GRAPHOPT_DEVICE const Half* keys_at(size_t first, int step) const {
+    const size_t block = static_cast<size_t>(g / 2 * 16) * layout.size;
+    return reinterpret_cast<const Half*>(state.keys) + first + block + (256 * step + 16 * t + g % 2 * 8);
+  }
+
+  // Copies a step, which may be of the next tile.
+  GRAPHOPT_DEVICE void copy(int step) {
+    const int keys = key_steps(layout), all = keys + fours() * spans(), size = static_cast<int>(layout.size);
+    const size_t first = step < all ? now : then;
+    Word4* const to = ring + stage % kStages * (4 * kWarp) + lane();
+    ++stage;
+    if (first != kNone) {
+      step = step < all ? step : step - all;
+      const Half* from;
+      int apart;
+      bool there;
+      if (step < keys) {
+        from = keys_at(first, step), apart = 64, there = 8 * g < tokens();
+      } else {
+        const int four = Spans == 2 && spans() == 2 ? (step - keys) / 2 : (step - keys) / spans();
+        const int span = step - keys - four * spans(), c = 64 * span + 8 * g;
+        const size_t token = static_cast<size_t>(16 * four + 4 * t);
+        from = reinterpret_cast<const Half*>(state.values) + first + token * layout.size + c;
+        apart = size, there = c < size && static_cast<int>(token) < tokens();
+      }
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + i * apart, there);
+    }
+    commit_copies();
+  }
+  // The next step, once it is there.
+  GRAPHOPT_DEVICE void take(Word4 (&words)[4]) {
+    wait_copies<kStages - 2>();
+    const Word4* const from = ring + (stage + 1) % kStages * (4 * kWarp) + lane();
+    copy(taken + kStages - 1);  // to where the last one was taken from
+    ++taken;
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 4; ++i) words[i] = load16(from + i * kWarp);
+  }
+
+  GRAPHOPT_DEVICE void begin(const Tile& tile) {
+    now = first_of(tile);
+    GRAPHOPT_NO_UNROLL
+    for (int step = 0; step < kStages - 1; ++step) copy(step);
+  }
+  GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& next) {
+    now = first_of(tile), then = first_of(next);
+    taken = 0;
+  }
+
+  // The rows of four products: pairs of neighbouring loads.
+  static GRAPHOPT_DEVICE void multiply(const Word4 (&loaded)[4], const Word2& column, float (*sums)[4]) {
     GRAPHOPT_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const auto pairs = [&](uint32_t selector, float(&sum)[4]) {
-        const uint32_t b[2] = {byte_permute(loaded[0].words[i], loaded[1].words[i], selector),
-                               byte_permute(loaded[2].words[i], loaded[3].words[i], selector)};
-        multiply_f16(sum, a, b);
-      };
-      pairs(0x5410, sums[2 * i]), pairs(0x7632, sums[2 * i + 1]);
+      const uint32_t a[4] = {byte_permute(loaded[0].words[i], loaded[1].words[i], 0x5410),
+                             byte_permute(loaded[0].words[i], loaded[1].words[i], 0x7632),
+                             byte_permute(loaded[2].words[i], loaded[3].words[i], 0x5410),
+                             byte_permute(loaded[2].words[i], loaded[3].words[i], 0x7632)};
+      multiply_f16(sums[i], a, column.words);
     }
   }
+
+  // `again` where the keys were taken before.
+  GRAPHOPT_DEVICE void score(const Tile& tile, bool sinks, bool again, float (&scores)[kLaneTokens]) {
+    float sums[4][4] = {};
+    const Word2* const queries = products + (sinks ? key_steps(layout) * kWarp : 0) + lane();
+    GRAPHOPT_NO_UNROLL
+    for (int step = 0; step < key_steps(layout); ++step) {
+      Word4 key[4] = {};
+      if (!again) {
+        take(key);
+      } else if (8 * g < tile.tokens) {
+        GRAPHOPT_UNROLL
+        for (int i = 0; i < 4; ++i) key[i] = load16(keys_at(now, step) + 64 * i);
+      }
+      multiply(key, load8(queries + step * kWarp), sums);
+    }
+    const float unit = sinks ? power_of_sinks : power;
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < kLaneTokens; ++i) {
+      const float(&sum)[4] = sums[i / 2];
+      scores[i] = (sum[i % 2 * 2] + sum[i % 2 * 2 + 1]) * unit;
+    }
+  }
+  GRAPHOPT_DEVICE void close_keys() {}
+  GRAPHOPT_DEVICE float* parking() const { return reinterpret_cast<float*>(columns); }
 
   // Sets numbers to 0 that are not finite, and returns bits of which one is set if there were any.
   static GRAPHOPT_DEVICE uint32_t clear_bad(uint32_t& pair) {
@@ -95,40 +180,41 @@ struct HalfPages : FloatPlaces {
     return bad;
   }
 
-  template <int Count>
-  GRAPHOPT_DEVICE void add(const Desk& desk, const Tile& tile, float factor, float (&sums)[Count][kSums]) {
+  GRAPHOPT_DEVICE void keep(const float (&weights)[kLaneTokens]) const {
+    Word4 high, rest;
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float a = weights[2 * i] * kUnit, b = weights[2 * i + 1] * kUnit;
+      high.words[i] = half2_of(a, b), rest.words[i] = rest_of(a, b, high.words[i]);
+    }
+    sync_warp();  // all lanes have read those of the tile before
+    store16(columns + 2 * t * kColumn + 4 * g, high);
+    store16(columns + (2 * t + 1) * kColumn + 4 * g, rest);
+    sync_warp();
+  }
+
+  GRAPHOPT_DEVICE void add(const Tile& tile, float factor, const float (&weights)[kLaneTokens], float (&sums)[kSums]) {
+    float(*const products_of)[4] = reinterpret_cast<float(*)[4]>(sums);
+    keep(weights);
     if (factor != 1) {
       GRAPHOPT_UNROLL
-      for (int i = 0; i < Count; ++i) {
-        GRAPHOPT_UNROLL
-        for (int j = 0; j < 4; ++j) sums[i][j] *= factor;
-      }
+      for (int i = 0; i < kSums; ++i) sums[i] *= factor;
     }
     uint32_t bad = 0;
     GRAPHOPT_NO_UNROLL
-    for (int four = 0; four < 4; ++four) {
-      const int first = 16 * q + 4 * four;
-      const Four weight = load_four(desk.weights_from(first));
-      // which tokens any query reads; others can hold NaN or infinity, and 0 times those is not 0
-      uint32_t read = first < tile.tokens ? 15u : 0u;
-      if (!tile.all) {
-        const float(&number)[4] = weight.number;
-        read = (number[0] != 0 ? 1u : 0u) | (number[1] != 0 ? 2u : 0u) | (number[2] != 0 ? 4u : 0u) |
-               (number[3] != 0 ? 8u : 0u);
-        GRAPHOPT_UNROLL
-        for (int mask = 4; mask < kWarp; mask *= 2) read |= shuffle_xor(read, mask);
-      }
-      const Split even(weight.number[0], weight.number[1]), odd(weight.number[2], weight.number[3]);
-      const Word4 rows = {{even.high, even.low, odd.high, odd.low}};
-      const Half* const token = page_of(state.values) + static_cast<size_t>(tile.offset + first) * layout.size + 8 * g;
+    for (int four = 0; four < fours(); ++four) {
+      const Word2 column = load8(columns + g * kColumn + 8 * four + 2 * t);
       GRAPHOPT_UNROLL
-      for (int span = 0; span < Count / 8; ++span) {
+      for (int span = 0; span < Spans; ++span) {
         if (64 * span >= static_cast<int>(layout.size)) break;
-        Word4 value[4] = {};
-        if (64 * span + 8 * g < static_cast<int>(layout.size)) {
+        Word4 value[4];
+        take(value);
+        if (!tile.all) {
+          // others than those read can hold NaN or infinity, and 0 times those is not 0
+          const uint32_t read = static_cast<uint32_t>(tile.any >> (16 * four + 4 * t));
           GRAPHOPT_UNROLL
           for (int i = 0; i < 4; ++i) {
-            if (read >> i & 1) value[i] = load16(token + i * static_cast<int>(layout.size) + 64 * span);
+            if (!(read >> i & 1)) value[i] = {};
           }
         }
         if (!tile.alike) {
@@ -138,36 +224,36 @@ struct HalfPages : FloatPlaces {
             bad |= clear_bad(words[0]) | clear_bad(words[1]) | clear_bad(words[2]) | clear_bad(words[3]);
           }
         }
-        multiply(rows, value, sums + 8 * span);
+        multiply(value, column, products_of + 4 * span);
       }
     }
-    if (!tile.alike && ballot(bad != 0)) spoil_sums(desk, tile, sums);
+    if (!tile.alike && ballot(bad != 0)) spoil_sums(tile, sums);
   }
 
   // A value that is not finite reaches the results of the queries that read it, and of no others.
-  template <int Count>
-  GRAPHOPT_DEVICE void spoil_sums(const Desk& desk, const Tile& tile, float (&sums)[Count][kSums]) const {
-    uint64_t bad = 0;  // a bit for each sum
+  GRAPHOPT_DEVICE void spoil_sums(const Tile& tile, float (&sums)[kSums]) const {
+    uint32_t bad = 0;  // a bit for each result
     GRAPHOPT_NO_UNROLL
-    for (int t = 0; t < tile.tokens; ++t) {
-      if (*desk.weights_from(t) == 0) continue;
-      const Half* const value = page_of(state.values) + static_cast<size_t>(tile.offset + t) * layout.size;
+    for (int token = 0; token < tile.tokens; ++token) {
+      if (!(tile.seen >> token & 1)) continue;
+      const Half* const value =
+          reinterpret_cast<const Half*>(state.values) + now + static_cast<size_t>(token) * layout.size;
       GRAPHOPT_NO_UNROLL
-      for (int i = 0; i < 2 * Count; ++i) {
-        const int c = summed(q, i / 2, i % 2);
-        if (c < static_cast<int>(layout.size) && (value[c].bits & 0x7c00) == 0x7c00) bad |= uint64_t{1} << i;
+      for (int i = 0; i < kResults; ++i) {
+        const int c = channel(i);
+        if (c < static_cast<int>(layout.size) && (value[c].bits & 0x7c00) == 0x7c00) bad |= 1u << i;
       }
     }
     GRAPHOPT_UNROLL
-    for (int i = 0; i < 2 * Count; ++i) {
-      if (bad >> i & 1) sums[i / 2][i % 2] = __builtin_nanf("");
+    for (int i = 0; i < kResults; ++i) {
+      if (bad >> i & 1) sums[2 * i] = __builtin_nanf("");
     }
   }
 
-  GRAPHOPT_DEVICE float result(const float (&sums)[kSums], int second) const {
-    return sums[second] + sums[2 + second] * (1 / kRest);
+  GRAPHOPT_DEVICE void finish() { wait_copies<0>(); }
+  GRAPHOPT_DEVICE float result(const float (&sums)[kSums], int i) const {
+    return (sums[2 * i] + sums[2 * i + 1]) * (1 / kUnit);
   }
-  GRAPHOPT_DEVICE void finish() {}
 };
 
 }  // namespace graphopt

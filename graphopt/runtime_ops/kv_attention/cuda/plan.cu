@@ -5,7 +5,7 @@ namespace {
 
 // Units that keep a large GPU busy; with fewer tiles of queries than that their pages are shared out, but not in parts
 // of fewer tokens than are worth a merge.
-constexpr int64_t kUnits = 2048, kLeastTokens = 256;
+constexpr int64_t kUnits = 1024, kLeastTokens = 256;
 constexpr int64_t kMostUnits = int64_t{1} << 30;
 
 }  // namespace
@@ -49,7 +49,8 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
   if (tiles_in_all > kMostUnits) return "a call has too many queries for one launch: give it fewer tokens at a time";
   const int64_t least = (kLeastTokens + static_cast<int64_t>(layout.page) - 1) / static_cast<int64_t>(layout.page);
   const int64_t wanted = (pages_in_all + kUnits - 1) / kUnits;
-  share = static_cast<int32_t>(wanted < least ? least : wanted < INT32_MAX ? wanted : INT32_MAX);
+  const int64_t shared = wanted < least ? least : (wanted + kAttendWarps - 1) / kAttendWarps * kAttendWarps;
+  share = static_cast<int32_t>(shared < INT32_MAX ? shared : INT32_MAX);
   each([&](int row, int policy, int64_t queries, int64_t pages) {
     const int64_t parts = pages > share ? (pages + share - 1) / share : 1, all = queries * heads_of(policy);
     segment[segments++] = {units, partials, tiles, static_cast<int32_t>(queries), static_cast<int32_t>(parts),

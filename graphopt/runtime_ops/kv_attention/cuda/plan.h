@@ -1,16 +1,17 @@
-// How a call is cut for warps: by rows, heads, queries and pages, never by what GPU it is.
+// How a call is cut for blocks: by rows, heads, queries and pages, never by what GPU it is.
 #pragma once
 
 #include "kv_attention/cuda/call.h"
 
 namespace graphopt {
 
-constexpr int kTileQueries = 8;  // that a warp reads for
+constexpr int kTileQueries = 4;  // that a block reads for
+constexpr int kAttendWarps = 4;  // of a block, which share its pages
 constexpr int kPolicies = 3;
 constexpr int kMostSegments = kMostRows * kPolicies;
 
-// All heads of one policy in one row. Their queries are cut into tiles of 8, and the pages of a tile into parts; each
-// part is a unit, which one warp has.
+// All heads of one policy in one row. Their queries are cut into tiles of 4, and the pages of a tile into parts; each
+// part is a unit, which one block has.
 struct Segment {
   int32_t first_unit, first_partial, first_tile;  // how many there are before; the last two count where parts > 1
   int32_t tiles, parts;                           // of a head

@@ -43,6 +43,7 @@ uint16_t bfloat16_fma(uint32_t a, uint32_t b, uint32_t c);
 void multiply_f16(float* d, const uint32_t* a, const uint32_t* b);
 void multiply_bf16(float* d, const uint32_t* a, const uint32_t* b);
 void multiply_s8(int32_t* d, const uint32_t* a, const uint32_t* b);
+void multiply_u8s8(int32_t* d, const uint32_t* a, const uint32_t* b);
 void load_matrices(uint32_t* to, int count, const void* row, bool transposed);
 
 // Runs body(arguments) as every thread of the grid; returns null or an error.

@@ -79,13 +79,14 @@ void multiply_floats(void* const* lanes) {
   }
 }
 
+template <typename A>
 void multiply_bytes(void* const* lanes) {
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       int32_t& d = entry_of_d<int32_t>(lanes, row, column);
       uint32_t sum = static_cast<uint32_t>(d);
       for (int k = 0; k < 32; ++k) {
-        const int a = static_cast<int8_t>(entry_of_a<4, int32_t>(lanes, row, k));
+        const int a = static_cast<A>(entry_of_a<4, int32_t>(lanes, row, k));
         const int b = static_cast<int8_t>(entry_of_b<4, int32_t>(lanes, k, column));
         sum += static_cast<uint32_t>(a * b);
       }
@@ -141,7 +142,11 @@ void multiply_bf16(float* d, const uint32_t* a, const uint32_t* b) {
 }
 void multiply_s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
   Product<int32_t> mine{d, a, b};
-  meet("multiply_s8", multiply_bytes, &mine);
+  meet("multiply_s8", multiply_bytes<int8_t>, &mine);
+}
+void multiply_u8s8(int32_t* d, const uint32_t* a, const uint32_t* b) {
+  Product<int32_t> mine{d, a, b};
+  meet("multiply_u8s8", multiply_bytes<uint8_t>, &mine);
 }
 
 void load_matrices(uint32_t* to, int count, const void* row, bool transposed) {

@@ -1,0 +1,230 @@
+// The kernel of halves.h.
+#include "hadamard/cuda/halves.h"
+
+#include "cuda/device.h"
+#include "cuda/launch.h"
+#include "cuda/matrix.h"
+
+namespace graphopt {
+namespace {
+
+template <typename T>
+GRAPHOPT_DEVICE void multiply(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, Half>) multiply_f16(d, a, b);
+  else multiply_bf16(d, a, b);
+}
+template <typename T>
+GRAPHOPT_DEVICE uint32_t pair_from(float low, float high) {
+  if constexpr (std::is_same_v<T, Half>) return half2_of(low, high);
+  else return bfloat162_of(low, high);
+}
+
+GRAPHOPT_DEVICE void add_and_subtract(float& a, float& b) {
+  const float sum = a + b;
+  b = a - b;
+  a = sum;
+}
+
+// A lane's signs of 16 rows of Sylvester's matrix, packed as Core::pack does: an entry is negative where row and column
+// have an odd number of ones in common.
+GRAPHOPT_DEVICE uint32_t sylvester_signs(unsigned tile) {
+  const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
+  constexpr uint32_t kAll = 0x000f000f, kUpperRowAndColumn = 0x00080008, kOdd = 0x000f0000;
+  uint32_t signs = kUpperRowAndColumn ^ (g & 1 ? kOdd : 0) ^ ((g / 2 & t) % 3 ? kAll : 0);
+  signs |= (signs ^ (tile & 1 ? kAll : 0)) << 4;
+  const uint32_t upper = tile & 2 ? 0x00ff00ff : 0;
+  return signs | (signs ^ upper) << 8;
+}
+
+// The part of the call that a block does. In shared memory it has X, and later in its place the sums.
+struct Block {
+  unsigned first_run, runs;
+  unsigned first_out, rows;  // of each run
+};
+GRAPHOPT_DEVICE Block block_of(const HadamardHalves& call) {
+  const unsigned first_run = block_index().x * call.block_runs, first_out = block_index().y * call.split_rows;
+  const unsigned runs = call.runs - first_run, rows = call.order - first_out;
+  return {first_run, runs < call.block_runs ? runs : call.block_runs, first_out,
+          rows < call.split_rows ? rows : call.split_rows};
+}
+
+// Sums are in banks in which neither the lanes that write pairs of them collide nor those that read 8 in a row.
+GRAPHOPT_DEVICE unsigned bank_swap(unsigned column) { return column >> 3 & 4; }
+
+// Butterflies over what are left of a row's bits, the upper Log and 1 and 2, for 8 neighbours each; to y.
+template <typename T, int Log>
+GRAPHOPT_DEVICE void finish(const HadamardHalves& call, const Block& block, const float* sums) {
+  constexpr unsigned kParts = 1u << Log;
+  const unsigned pitch = (1u << call.log_columns) + kHalvesPad;
+  const int log_chunks = call.log_columns - 3 - Log;
+  // Either all rows of some runs follow each other in y, or there is one run.
+  T* const y = static_cast<T*>(call.y) +
+               (static_cast<size_t>(block.first_run * call.order + block.first_out) << call.log_columns);
+  for (unsigned item = thread_index().x; item < block.runs * block.rows << log_chunks; item += thread_count()) {
+    const unsigned row = item >> log_chunks, column = (item - (row << log_chunks)) * 8;
+    const float* const from = sums + row * pitch + column;
+    float v[kParts][8];
+    GRAPHOPT_UNROLL
+    for (unsigned p = 0; p < kParts; ++p) {
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 8; i += 4) {
+        const Word4 words = load16(from + (p << (call.log_columns - Log)) + (i ^ bank_swap(column)));
+        GRAPHOPT_UNROLL
+        for (unsigned j = 0; j < 4; ++j) v[p][i + j] = float_of_bits(words.words[j]);
+      }
+    }
+    GRAPHOPT_UNROLL
+    for (unsigned half = 1; half < kParts; half *= 2) {
+      GRAPHOPT_UNROLL
+      for (unsigned p = 0; p < kParts; ++p) {
+        if (p & half) continue;
+        GRAPHOPT_UNROLL
+        for (unsigned i = 0; i < 8; ++i) add_and_subtract(v[p][i], v[p + half][i]);
+      }
+    }
+    T* const to = y + (row << call.log_columns) + column;
+    GRAPHOPT_UNROLL
+    for (unsigned p = 0; p < kParts; ++p) {
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 8; ++i) {
+        if (!(i & 2)) add_and_subtract(v[p][i], v[p][i + 2]);
+      }
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 4; ++i) {
+        const float second = v[p][i + 4] * call.scale;
+        v[p][i + 4] = multiply_add(v[p][i], call.scale, -second);
+        v[p][i] = multiply_add(v[p][i], call.scale, second);
+      }
+      Word4 words;
+      GRAPHOPT_UNROLL
+      for (unsigned i = 0; i < 8; i += 2) words.words[i / 2] = pair_from<T>(v[p][i], v[p][i + 1]);
+      store16(to + (p << (call.log_columns - Log)), words);
+    }
+  }
+}
+
+// Rows and Columns: tiles of a warp.
+template <typename T, int Rows, int Columns>
+GRAPHOPT_KERNEL((Rows > 1 ? 640 : Columns > 8 ? 512 : 256), (Columns > 8 || Rows > 1 ? 1 : 2))
+void hadamard_halves(HadamardHalves call) {
+  auto* const input = reinterpret_cast<T*>(shared_memory());
+  auto* const sums = reinterpret_cast<float*>(shared_memory());
+  const unsigned columns = 1u << call.log_columns, pitch = columns + kHalvesPad;
+  const Block block = block_of(call);
+
+  const auto* const x =
+      static_cast<const T*>(call.x) + (static_cast<size_t>(block.first_run * call.order) << call.log_columns);
+  T* const zeros = input + call.block_runs * call.order * pitch;
+  const unsigned numbers = block.runs * call.order << call.log_columns;
+  GRAPHOPT_UNROLL
+  for (unsigned i = thread_index().x * 8; i < numbers; i += thread_count() * 8) {
+    copy_async16(input + i + (i >> call.log_columns) * kHalvesPad, x + i, true);
+  }
+  commit_copies();
+  if (thread_index().x < kHalvesZeros / 8) store16(zeros + thread_index().x * 8, Word4{});
+
+  // The warp's tiles: its run, rows of C^T X and columns.
+  const int log_parts = call.log_columns - (Columns > 8 ? 7 : 6);
+  const unsigned first_column = (static_cast<unsigned>(warp()) % (1u << log_parts)) * (8 * Columns);
+  const unsigned groups = (call.split_rows + 16 * Rows - 1) / (16 * Rows);
+  unsigned group = static_cast<unsigned>(warp()) >> log_parts, run = 0;
+  for (; group >= groups; group -= groups) ++run;
+  const unsigned first_tile = block.first_out / 16 + group * Rows;
+  const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
+  const unsigned row_tiles = (call.order + 15) / 16;
+  Word4 signs[Rows];
+  GRAPHOPT_UNROLL
+  for (unsigned i = 0; i < Rows; ++i) {
+    const unsigned tile = first_tile + i < row_tiles ? first_tile + i : row_tiles - 1;
+    if (call.signs) signs[i] = load16(call.signs + (tile * kWarp + static_cast<unsigned>(lane())) * 16);
+    else signs[i] = Word4{{sylvester_signs(tile), 0, 0, 0}};
+  }
+  wait_copies<0>();
+  sync_block();
+
+  float sum[Rows][Columns][4] = {};
+  if (run < block.runs) {
+    unsigned in = static_cast<unsigned>(lane()) % 16;
+    const unsigned offset = first_column + static_cast<unsigned>(lane()) / 16 * 8;
+    const T* from = input + (run * call.order + in) * pitch + offset;
+    GRAPHOPT_NO_UNROLL
+    for (unsigned k = 0; k < row_tiles; ++k) {
+      uint32_t a[Rows][4];
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < Rows; ++i) {
+        GRAPHOPT_UNROLL
+        for (int r = 0; r < 4; ++r) a[i][r] = lop3<0xf8>(call.one, signs[i].words[0] << (15 - r), 0x80008000u);
+        signs[i].words[0] >>= 4;
+        if (k % 4 == 3) signs[i] = {{signs[i].words[1], signs[i].words[2], signs[i].words[3], 0}};
+      }
+      const T* const row = in < call.order ? from : zeros;
+      GRAPHOPT_UNROLL
+      for (int j = 0; j < Columns; j += 2) {
+        uint32_t b[4];
+        load_matrices_transposed(b, row + 8 * j);
+        const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+        GRAPHOPT_UNROLL
+        for (int i = 0; i < Rows; ++i) {
+          multiply<T>(sum[i][j], a[i], first);
+          multiply<T>(sum[i][j + 1], a[i], second);
+        }
+      }
+      in += 16;
+      from += 16 * pitch;
+    }
+    // Bit 0 of a column, and from bit 3 on those of a column of tiles.
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < Rows; ++i) {
+      GRAPHOPT_UNROLL
+      for (int j = 0; j < Columns; ++j) {
+        add_and_subtract(sum[i][j][0], sum[i][j][1]);
+        add_and_subtract(sum[i][j][2], sum[i][j][3]);
+      }
+      GRAPHOPT_UNROLL
+      for (int half = 1; half < Columns; half *= 2) {
+        GRAPHOPT_UNROLL
+        for (int j = 0; j < Columns; ++j) {
+          if (j & half) continue;
+          GRAPHOPT_UNROLL
+          for (int r = 0; r < 4; ++r) add_and_subtract(sum[i][j][r], sum[i][j + half][r]);
+        }
+      }
+    }
+  }
+  sync_block();
+  if (run < block.runs) {
+    GRAPHOPT_UNROLL
+    for (unsigned i = 0; i < 2 * Rows; ++i) {
+      const unsigned row = 16 * first_tile + 8 * i + g - block.first_out;
+      if (row >= block.rows) continue;
+      float* const to = sums + (run * block.rows + row) * pitch + first_column;
+      GRAPHOPT_UNROLL
+      for (unsigned j = 0; j < Columns; ++j) {
+        const float (&pair)[4] = sum[i / 2][j];
+        store8(to + 8 * j + (2 * t ^ bank_swap(8 * j)),
+               Word2{{bits_of_float(pair[i % 2 * 2]), bits_of_float(pair[i % 2 * 2 + 1])}});
+      }
+    }
+  }
+  sync_block();
+  if (log_parts == 0) finish<T, 0>(call, block, sums);
+  else if (log_parts == 1) finish<T, 1>(call, block, sums);
+  else if (log_parts == 2) finish<T, 2>(call, block, sums);
+  else finish<T, 3>(call, block, sums);
+}
+
+template <typename T>
+auto kernel_of(const HadamardHalves& call) {
+  if (call.row_tiles == 2) return hadamard_halves<T, 2, 8>;
+  return call.column_tiles == 16 ? hadamard_halves<T, 1, 16> : hadamard_halves<T, 1, 8>;
+}
+
+}  // namespace
+
+const char* HadamardHalves::start(void* stream) const {
+  const Index3 grid{(runs + block_runs - 1) / block_runs, splits, 1};
+  const auto kernel = type == GRAPHOPT_FLOAT16 ? kernel_of<Half>(*this) : kernel_of<BFloat16>(*this);
+  return launch(kernel, grid, warps * kWarp, shared_bytes(), stream, *this);
+}
+
+}  // namespace graphopt
