@@ -66,6 +66,44 @@ GRAPHOPT_DEVICE void wait_products(float (&d)[64]) {
 #endif
 }
 
+// A barrier in shared memory that counts arrivals; phases follow one another, and a wait names the parity of one.
+GRAPHOPT_DEVICE void make_barrier(uint64_t* barrier, unsigned arrivals) {
+#if GRAPHOPT_WGMMA
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(at), "r"(arrivals) : "memory");
+#endif
+}
+GRAPHOPT_DEVICE void arrive(uint64_t* barrier) {
+#if GRAPHOPT_WGMMA
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(at) : "memory");
+#endif
+}
+GRAPHOPT_DEVICE void wait_barrier(uint64_t* barrier, unsigned parity) {
+#if GRAPHOPT_WGMMA
+  const unsigned at = static_cast<unsigned>(__cvta_generic_to_shared(barrier));
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again%=:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra end%=;\nbra again%=;\nend%=:\n}\n" ::"r"(at),
+      "r"(parity)
+      : "memory");
+#endif
+}
+// Registers of a thread from here on, for groups of four warps whose threads have 168 each when they start.
+template <int Count>
+GRAPHOPT_DEVICE void take_registers() {
+#if GRAPHOPT_WGMMA
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
+#endif
+}
+template <int Count>
+GRAPHOPT_DEVICE void give_registers() {
+#if GRAPHOPT_WGMMA
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Count));
+#endif
+}
+
 // D = A B, or D + A B where `adds`, of float16.
 GRAPHOPT_DEVICE void multiply_64x128(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool adds) {
 #if GRAPHOPT_WGMMA

@@ -1,6 +1,6 @@
-// Many rows of the operand on sm_90a: 128 of them by 128 columns for a block of threads. Its operand stands in shared
-// memory, a few blocks of K ahead; two groups of four warps decode the weights of a block of K into registers while the
-// products of the block before are under way.
+// Many rows of the operand on sm_90a: 128 of them by 128 columns for a block of threads. Four warps copy the operand to
+// shared memory, a few blocks of K ahead; two groups of four warps multiply it by weights that they have in registers,
+// and decode those of the next block of K meanwhile.
 #pragma once
 
 #include "matmul_table/cuda/multiply.h"
@@ -9,137 +9,190 @@
 
 namespace graphopt {
 
-constexpr unsigned kWideStages = 3, kWideThreads = 256;
+constexpr unsigned kWideStages = 4, kWideThreads = 384, kWideMultipliers = 256;
 constexpr unsigned kWidePart = kWideRows * 128, kWideStage = 2 * kWidePart;  // 64 numbers of K, and a block
-constexpr size_t kWideShared = 1024 + size_t{kWideStages} * kWideStage + 1024;
+// A table, barriers, and stages at a multiple of 1024 bytes.
+constexpr size_t kWideShared = 2048 + 1024 + size_t{kWideStages} * kWideStage;
 
 #if defined(__CUDACC__)
-// Copies of the operand. A warp copies 32 words of every eighth row; words of 32 bytes change places as the decoders have
-// the rows of a unit: 4 t and 4 t + 1, then 4 t + 2 and 4 t + 3, where the product counts 2 t and then 2 t + 8.
-struct WideCopies {
-  const uint8_t* from;  // the lane's word of the warp's first row
-  size_t step;          // to its next row
-  unsigned rows, at, to;
+struct WideMemory {
+  uint32_t* table;
+  uint64_t *full, *empty;  // of each stage: its copies are there, its products are done
+  char* stages;
 
-  GRAPHOPT_DEVICE WideCopies(const Product& p, unsigned first_row) {
-    const unsigned word = static_cast<unsigned>(lane()), of_warp = static_cast<unsigned>(warp());
-    const unsigned row = first_row + of_warp, in_eight = word % 8;
-    from = p.x + size_t{row < p.rows ? row : 0} * p.x_pitch + word * 4;
-    step = 8 * p.x_pitch;
-    rows = row < p.rows ? (p.rows - row + 7) / 8 : 0;
-    at = word * 4;
-    const unsigned place = word / 8 * 32 + (in_eight / 2 + in_eight % 2 * 4) * 4;
-    to = of_warp * 128 + ((place / 16 ^ of_warp) * 16 + place % 16);  // row % 8 is the warp
-  }
-  GRAPHOPT_DEVICE void start(const Product& p, char* stage, unsigned block) const {
-    GRAPHOPT_UNROLL
-    for (unsigned half = 0; half < 2; ++half) {
-      const unsigned before = block * kBytesOfBlock<Float16Kind> + half * 128;
-      const unsigned there = at + before < p.x_bytes ? rows : 0;
-      const uint8_t* next = there ? from + before : p.x;
-      GRAPHOPT_UNROLL
-      for (unsigned i = 0; i < kWideRows / 8; ++i) {
-        copy_async4(stage + half * kWidePart + i * 1024 + to, next, i < there);
-        if (i + 1 < there) next += step;
-      }
-    }
+  GRAPHOPT_DEVICE WideMemory() {
+    char* const memory = shared_memory();
+    table = reinterpret_cast<uint32_t*>(memory);
+    full = reinterpret_cast<uint64_t*>(memory + 1024);
+    empty = full + kWideStages;
+    const unsigned behind = static_cast<unsigned>(__cvta_generic_to_shared(memory)) + 1024 + 128;
+    stages = memory + 1024 + 128 + (1024 - behind % 1024) % 1024;
   }
 };
-#endif
 
-// Grid: [tiles, splits of K]; blocks that follow one another share rows of the operand and weights, see wide_place().
-template <typename Decode>
-GRAPHOPT_KERNEL(kWideThreads, 1)
-void multiply_wide(Product p) {
-#if defined(__CUDACC__)
-  using Sum = Sums<Float16Kind, Decode, 1, 1, false>;
-  const unsigned row_tiles = (p.rows + kWideRows - 1) / kWideRows, column_tiles = (p.tiles + 7) / 8;
-  const unsigned of_group = kWideGroup * column_tiles, group = block_index().x / of_group;
-  const unsigned rows_left = row_tiles - group * kWideGroup, together = rows_left < kWideGroup ? rows_left : kWideGroup;
-  const unsigned in_group = block_index().x - group * of_group;
-  const unsigned first_row = (group * kWideGroup + in_group % together) * kWideRows;
-  const unsigned tile = in_group / together * 8 + static_cast<unsigned>(warp());
-  const unsigned read_tile = tile < p.tiles ? tile : p.tiles - 1;
-  const unsigned first = static_cast<unsigned>(uint64_t{block_index().y} * p.blocks / p.splits);
-  const unsigned end = static_cast<unsigned>((uint64_t{block_index().y} + 1) * p.blocks / p.splits);
-  const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
-  uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());
-  char* const stages = shared_memory() + 1024 + (1024 - (__cvta_generic_to_shared(shared_memory()) & 1023)) % 1024;
+// What a block of threads computes: row tiles go through the columns in groups, so that a wave reads little.
+struct WidePlace {
+  unsigned first_row, first_tile, first, end;  // the latter two: blocks of K
 
-  if constexpr (Decode::kTable) {
-    load_table(p, table);
-    sync_block();
+  GRAPHOPT_DEVICE explicit WidePlace(const Product& p) {
+    const unsigned row_tiles = (p.rows + kWideRows - 1) / kWideRows, column_tiles = (p.tiles + 7) / 8;
+    const unsigned of_group = kWideGroup * column_tiles, group = block_index().x / of_group;
+    const unsigned left = row_tiles - group * kWideGroup, together = left < kWideGroup ? left : kWideGroup;
+    const unsigned in_group = block_index().x - group * of_group;
+    first_row = (group * kWideGroup + in_group % together) * kWideRows;
+    first_tile = in_group / together * 8;
+    first = static_cast<unsigned>(uint64_t{block_index().y} * p.blocks / p.splits);
+    end = static_cast<unsigned>((uint64_t{block_index().y} + 1) * p.blocks / p.splits);
   }
-  const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
-  const uint8_t* codes = p.codes + (size_t{read_tile} * p.blocks + first) * of_block + lane() * 16;
-  const unsigned group_blocks = (p.group_units + 7) / kBlockUnits;
-  const auto scale_of = [&](unsigned block, unsigned half) {
-    const unsigned of = p.group_units == kBlockUnits ? block : block / group_blocks;
-    return of_column(p, p.scales, read_tile, of, g + 8 * half) * p.step;
-  };
+};
+
+// Each of four warps fills a stage. A lane has a word of 32: those of 32 bytes change places as the decoders have the
+// rows of a unit: 4 t and 4 t + 1, then 4 t + 2 and 4 t + 3, where the product counts 2 t and then 2 t + 8.
+GRAPHOPT_DEVICE void copy_wide(const Product& p, const WidePlace& place, const WideMemory& memory) {
+  const unsigned stage = static_cast<unsigned>(warp()) - kWideMultipliers / kWarp;
+  const unsigned word = static_cast<unsigned>(lane()), in_eight = word % 8;
+  const unsigned to = word / 8 * 32 + (in_eight / 2 + in_eight % 2 * 4) * 4;
+  const unsigned rows = p.rows - place.first_row < kWideRows ? p.rows - place.first_row : kWideRows;
+  const uint8_t* const from = p.x + size_t{place.first_row} * p.x_pitch + word * 4;
+  unsigned parity = 1;
+  GRAPHOPT_NO_UNROLL
+  for (unsigned block = place.first + stage; block < place.end; block += kWideStages, parity ^= 1) {
+    wait_barrier(memory.empty + stage, parity);
+    GRAPHOPT_NO_UNROLL
+    for (unsigned half = 0; half < 2; ++half) {
+      char* const part = memory.stages + stage * kWideStage + half * kWidePart;
+      const unsigned at = block * kBytesOfBlock<Float16Kind> + half * 128;
+      const bool there = at + word * 4 < p.x_bytes;
+      const uint8_t* next = there ? from + at : p.x;
+      const size_t step = there ? p.x_pitch : 0;
+      GRAPHOPT_NO_UNROLL
+      for (unsigned row = 0; row < kWideRows; row += 8) {
+        GRAPHOPT_UNROLL
+        for (unsigned i = 0; i < 8; ++i) {
+          const bool valid = row + i < rows;
+          copy_async4(part + (row + i) * 128 + (to ^ i * 16), next, there && valid);
+          next += valid ? step : 0;
+        }
+      }
+    }
+    commit_copies();
+    wait_copies<0>();
+    show_shared_to_products();
+    arrive(memory.full + stage);
+  }
+}
+
+template <typename Decode>
+struct WideWarp {
+  const Product& p;
+  const WidePlace& place;
+  const WideMemory& memory;
+  unsigned tile, read_tile;
+  const uint8_t* codes;
+  size_t of_block;
   uint32_t words[4][Decode::kWords];
-  const auto decode = [&](uint32_t (&to)[kBlockUnits][4]) {
+  uint32_t even[kBlockUnits][4], odd[kBlockUnits][4];
+  float totals[64], sums[64], scales[2];
+
+  GRAPHOPT_DEVICE WideWarp(const Product& p, const WidePlace& place, const WideMemory& memory)
+      : p(p), place(place), memory(memory) {
+    tile = place.first_tile + static_cast<unsigned>(warp());
+    read_tile = tile < p.tiles ? tile : p.tiles - 1;
+    of_block = block_bytes(static_cast<unsigned>(p.bits));
+    codes = p.codes + (size_t{read_tile} * p.blocks + place.first) * of_block + lane() * 16;
+    Decode::load_block(p, codes, words);
+    load_scales(place.first);
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 64; ++i) totals[i] = sums[i] = 0;
+  }
+  // The table's step is a power of two: it changes no bit.
+  GRAPHOPT_DEVICE void load_scales(unsigned block) {
+    unsigned group = block;
+    if (p.group_units != kBlockUnits) group = block / ((p.group_units + kBlockUnits - 1) / kBlockUnits);
+    const unsigned column = static_cast<unsigned>(lane()) / 4;
+    GRAPHOPT_UNROLL
+    for (unsigned half = 0; half < 2; ++half) {
+      scales[half] = of_column(p, p.scales, read_tile, group, column + 8 * half) * p.step;
+    }
+  }
+  GRAPHOPT_DEVICE void decode(uint32_t (&to)[kBlockUnits][4]) {
     GRAPHOPT_UNROLL
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
-      Decode::template decode<0>(p, table, words[pair], to[2 * pair]);
-      Decode::template decode<1>(p, table, words[pair], to[2 * pair + 1]);
+      Decode::template decode<0>(p, memory.table, words[pair], to[2 * pair]);
+      Decode::template decode<1>(p, memory.table, words[pair], to[2 * pair + 1]);
     }
-  };
-  const auto load_next = [&](unsigned block) {
-    codes += of_block;
-    if (block < end) Decode::load_block(p, codes, words);
-  };
-  Decode::load_block(p, codes, words);
-  float scales[2] = {scale_of(first, 0), scale_of(first, 1)};
-  const WideCopies copies(p, first_row);
-  wait_for_previous();
-  GRAPHOPT_UNROLL
-  for (unsigned i = 0; i + 1 < kWideStages; ++i) {
-    if (first + i < end) copies.start(p, stages + i * kWideStage, first + i);
-    commit_copies();
   }
-  float totals[64], sums[64];
-  GRAPHOPT_UNROLL
-  for (int i = 0; i < 64; ++i) totals[i] = sums[i] = 0;
-  uint32_t even[kBlockUnits][4], odd[kBlockUnits][4];
-  decode(even);
-  load_next(first + 1);
-  unsigned stage = 0;
+  GRAPHOPT_DEVICE void load(unsigned block) {
+    codes += of_block;
+    if (block < place.end) Decode::load_block(p, codes, words);
+  }
   // Multiplies a block by what is decoded, and meanwhile decodes the next one.
-  const auto step = [&](unsigned block, uint32_t (&now)[kBlockUnits][4], uint32_t (&next)[kBlockUnits][4]) {
-    wait_copies<kWideStages - 2>();
-    show_shared_to_products();
-    sync_block();
-    const uint64_t b = matrix_at(stages + stage * kWideStage);
+  GRAPHOPT_DEVICE void step(unsigned block, unsigned stage, unsigned parity, uint32_t (&now)[kBlockUnits][4],
+                            uint32_t (&next)[kBlockUnits][4]) {
+    wait_barrier(memory.full + stage, parity);
+    const uint64_t b = matrix_at(memory.stages + stage * kWideStage);
     begin_products();
     GRAPHOPT_UNROLL
     for (unsigned unit = 0; unit < kBlockUnits; ++unit) {
       multiply_64x128(sums, now[unit], b + unit / 4 * (kWidePart >> 4) + unit % 4 * 2, unit > 0);
     }
     commit_products();
-    // the stage whose products are done
-    const unsigned to = stage ? stage - 1 : kWideStages - 1, ahead = block + kWideStages - 1;
-    if (ahead < end) copies.start(p, stages + to * kWideStage, ahead);
-    commit_copies();
-    stage = stage + 1 < kWideStages ? stage + 1 : 0;
     decode(next);
-    load_next(block + 2);
-    const float of_block_now[2] = {scales[0], scales[1]};
-    if (block + 1 < end) scales[0] = scale_of(block + 1, 0), scales[1] = scale_of(block + 1, 1);
+    load(block + 2);
+    const float of_now[2] = {scales[0], scales[1]};
+    if (block + 1 < place.end) load_scales(block + 1);
     wait_products(sums);
+    if (lane() == 0) arrive(memory.empty + stage);
     GRAPHOPT_UNROLL
-    for (int i = 0; i < 64; ++i) totals[i] = multiply_add(sums[i], of_block_now[i / 2 % 2], totals[i]);
-  };
-  GRAPHOPT_NO_UNROLL
-  for (unsigned block = first; block < end; block += 2) {
-    step(block, even, odd);
-    if (block + 1 < end) step(block + 1, odd, even);
+    for (int i = 0; i < 64; ++i) totals[i] = multiply_add(sums[i], of_now[i / 2 % 2], totals[i]);
   }
-  let_next_begin();
-  GRAPHOPT_UNROLL
-  for (int i = 0; i < 64; ++i) {
-    const unsigned column = tile * kTileColumns + g + 8 * (i / 2 % 2), row = first_row + 8 * (i / 4) + 2 * t + i % 2;
-    if (column < p.columns && row < p.rows) put_sum(p, block_index().y, row, column, totals[i]);
+  GRAPHOPT_DEVICE void run() {
+    decode(even);
+    load(place.first + 1);
+    unsigned stage = 0, parity = 0;
+    GRAPHOPT_NO_UNROLL
+    for (unsigned block = place.first; block < place.end; block += 2) {
+      step(block, stage, parity, even, odd);
+      if (block + 1 < place.end) step(block + 1, stage + 1, parity, odd, even);
+      stage += 2;
+      if (stage == kWideStages) stage = 0, parity ^= 1;
+    }
+  }
+  GRAPHOPT_DEVICE void write() const {
+    const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 64; ++i) {
+      const unsigned column = tile * kTileColumns + g + 8 * (i / 2 % 2), row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
+      if (column < p.columns && row < p.rows) put_sum(p, block_index().y, row, column, totals[i]);
+    }
+  }
+};
+#endif
+
+// Grid: [tiles, splits of K].
+template <typename Decode>
+GRAPHOPT_KERNEL(kWideThreads, 1)
+void multiply_wide(Product p) {
+#if defined(__CUDACC__)
+  static_assert(kWideStages == (kWideThreads - kWideMultipliers) / kWarp && kWideStages % 2 == 0, "a stage for a warp");
+  const WidePlace place(p);
+  const WideMemory memory;
+  if (thread_index().x < kWideStages) {
+    make_barrier(memory.full + thread_index().x, kWarp);
+    make_barrier(memory.empty + thread_index().x, kWideMultipliers / kWarp);
+  }
+  if constexpr (Decode::kTable) load_table(p, memory.table);
+  sync_block();
+  if (thread_index().x >= kWideMultipliers) {
+    give_registers<40>();
+    wait_for_previous();
+    copy_wide(p, place, memory);
+  } else {
+    take_registers<232>();
+    WideWarp<Decode> of_warp(p, place, memory);
+    wait_for_previous();
+    of_warp.run();
+    of_warp.write();
   }
 #else
   (void)p;
