@@ -45,6 +45,15 @@ GRAPHOPT_DEVICE Word4 load16_once(const void* from) {
 #endif
 }
 
+// Asks for 128 bytes of global memory to be brought to L2.
+GRAPHOPT_DEVICE void prefetch(const void* from) {
+#if defined(__CUDACC__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(from)));
+#else
+  host::check_global(from, 4);
+#endif
+}
+
 GRAPHOPT_DEVICE void store8(void* to, const Word2& word) {
 #if defined(__CUDACC__)
   *static_cast<Word2*>(to) = word;

@@ -38,6 +38,14 @@ GRAPHOPT_KERNEL(32, 1) void product_s8(Words x) {
   multiply_s8(d, a, b);
   for (int i = 0; i < 4; ++i) x.d[4 * lane() + i] = static_cast<uint32_t>(d[i]);
 }
+GRAPHOPT_KERNEL(32, 1) void product_u8s8(Words x) {
+  uint32_t a[4], b[2];
+  int32_t d[4];
+  for (int i = 0; i < 4; ++i) a[i] = x.a[4 * lane() + i], d[i] = static_cast<int32_t>(x.c[4 * lane() + i]);
+  for (int i = 0; i < 2; ++i) b[i] = x.b[2 * lane() + i];
+  multiply_u8s8(d, a, b);
+  for (int i = 0; i < 4; ++i) x.d[4 * lane() + i] = static_cast<uint32_t>(d[i]);
+}
 
 // Four matrices [8, 8] of 16-bit numbers, one behind the other, through shared memory.
 template <bool Transposed>
@@ -154,6 +162,7 @@ GRAPHOPT_KERNEL(32, 1) void nothing(Words) {}
 RUN(run_product_f16, product_f16, 1, 32)
 RUN(run_product_bf16, product_bf16, 1, 32)
 RUN(run_product_s8, product_s8, 1, 32)
+RUN(run_product_u8s8, product_u8s8, 1, 32)
 RUN(run_matrices, matrices<false>, 1, 32)
 RUN(run_matrices_transposed, matrices<true>, 1, 32)
 RUN(run_shuffles, shuffles, 1, 64)

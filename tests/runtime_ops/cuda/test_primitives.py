@@ -121,13 +121,15 @@ def test_products_cut_and_do_not_round(run: Run) -> None:
     assert np.isfinite(D[2:]).all()
 
 
-def test_products_of_bytes_are_exact_and_wrap(run: Run) -> None:
+@pytest.mark.parametrize("name", ["s8", "u8s8"])
+def test_products_of_bytes_are_exact_and_wrap(run: Run, name: str) -> None:
     random = np.random.default_rng(0)
     A, B = (random.integers(-128, 128, shape).astype(np.int8) for shape in ((16, 32), (32, 8)))
+    A = A.view(np.uint8) if name == "u8s8" else A
     C = random.integers(-(2**31), 2**31, (16, 8)).astype(np.int32)
     expected = (A.astype(np.int64) @ B.astype(np.int64) + C).astype(np.int32)
     for seed in range(3):
-        assert np.array_equal(product(run, "s8", A, B, C, seed), expected)
+        assert np.array_equal(product(run, name, A, B, C, seed), expected)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

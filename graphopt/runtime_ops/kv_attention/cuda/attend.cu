@@ -40,7 +40,15 @@ GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const Place& place, con
     list = run.lists.entries + list_of(run, place, queries) * static_cast<size_t>(run.lists.longest);
   }
   return {PageRange(call.layout, place.policy, queries.first, queries.last), list, queries.first, queries.last,
-          call.newest_page(place.row), static_cast<uint32_t>(head), place.policy == Policy::kDense};
+          call.newest_page(place.row), static_cast<uint32_t>(head), place.policy == Policy::kDense, false};
+}
+
+// Whether one of a block's pages may be in a slot: they are in order, but for those of a list.
+GRAPHOPT_DEVICE bool has_slots(const Layout& layout, const Reading& reading, const Walk& walk) {
+  const auto in_slot = [&](int index) {
+    return layout.in_slot(reading.range.page(static_cast<size_t>(index)), reading.newest);
+  };
+  return reading.list || in_slot(walk.begin) || in_slot(walk.end - 1);
 }
 
 // The scores of tokens below `sinks` come from queries of their own, where there are any.
@@ -67,20 +75,25 @@ GRAPHOPT_DEVICE void score_tile(Pages& pages, const CudaCall& call, const Tile& 
   sync_warp();
 }
 
-// Reads this warp's pages, and leaves the result of each query on its desk.
-template <typename Pages>
-GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const Desk& desk, Walk walk, const TileQueries& queries) {
+// Reads this warp's pages, and leaves the result of each query on its desk. Copies are under way while the block loads
+// its queries.
+template <typename Pages, typename Load>
+GRAPHOPT_DEVICE void read_pages(const CudaCall& call, const Desk& desk, Walk walk, const TileQueries& queries,
+                                const Load& load_queries) {
   const Layout& layout = call.layout;
   const Reading& reading = *desk.reading;
-  Pages pages(layout, call.state, desk, call.sink_query != nullptr);
+  Pages pages(layout, call.state, desk);
+  Tile tile = walk.take<Pages::kSlots>(layout, reading);
+  pages.begin(tile);
+  load_queries();
+  sync_block();
+  pages.prepare(call.sink_query != nullptr);
   Softmax softmax;
   float sums[Pages::kSums] = {};
   const int behind = queries.used ? static_cast<int>(queries.last - queries.position) : -1;
-  Tile tile = walk.take(layout, reading);
-  pages.begin(tile);
   GRAPHOPT_NO_UNROLL
   while (tile.there) {
-    const Tile next = walk.take(layout, reading);
+    const Tile next = walk.take<Pages::kSlots>(layout, reading);
     pages.open(tile, next);
     look_at(layout, reading, behind, tile);
     float scores[kLaneTokens];
@@ -139,19 +152,22 @@ void attend(AttendRun run) {
   const SharedQueries all(shared_memory(), layout);
   const int index = warp(), size = static_cast<int>(layout.size);
   const TileQueries one(run, place, index);  // that this warp loads, and in the end writes
-  take_query(call, one, call.query, all.query(false, index));
-  if (call.sink_query) take_query(call, one, call.sink_query, all.query(true, index));
   const TileQueries queries(run, place, lane() % kQueries);
   const Desk desk = shared.desk(all, warp());
   if (lane() == 0) *desk.reading = reading_of(run, place, queries);
-  sync_block();
+  sync_warp();
   const int64_t pages = place.policy == Policy::kRetrieval ? run.lists.counts[list_of(run, place, queries)]
                                                            : static_cast<int64_t>(desk.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
   Walk walk;
-  walk.index = part * plan.share + warp();
+  walk.begin = part * plan.share, walk.index = walk.begin + warp();
   walk.end = static_cast<int32_t>(part + 1 == segment.parts || end > pages ? pages : end);
-  read_pages<Pages>(call, desk, walk, queries);
+  if (Pages::kSlots && lane() == 0 && walk.begin < walk.end) desk.reading->slots = has_slots(layout, *desk.reading, walk);
+  sync_warp();
+  read_pages<Pages>(call, desk, walk, queries, [&] {
+    take_query(call, one, call.query, all.query(false, index));
+    if (call.sink_query) take_query(call, one, call.sink_query, all.query(true, index));
+  });
   sync_block();
 
   // each warp merges what all of them have of a query

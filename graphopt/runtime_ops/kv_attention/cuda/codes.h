@@ -43,7 +43,7 @@ struct Unit {
 
 template <int Bits, int Spans>
 struct CodePages : CodePlaces {
-  static constexpr bool kFinite = true, kNarrow = Bits == 4;
+  static constexpr bool kFinite = true, kSlots = true, kNarrow = Bits == 4;
   static constexpr int kBlocks = Spans == 2 ? (kNarrow ? 4 : 3) : 2, kSums = 8 * Spans, kResults = 8 * Spans;
   static constexpr int kSteps = 2 * Spans;            // of 32 channels
   static constexpr int kLoads = kNarrow ? 1 : 2;      // of 16 bytes that a lane has of 32 x 32 codes
@@ -68,7 +68,7 @@ struct CodePages : CodePlaces {
     return 2 * codes + (2 * layout.size + 2 * kTileTokens) * sizeof(float) + FloatWeights::kBytes;
   }
 
-  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state, const Desk& desk, bool)
+  GRAPHOPT_DEVICE CodePages(const Layout& layout, const State& state, const Desk& desk)
       : layout(layout), state(state), desk(desk) {
     keys = reinterpret_cast<Word4*>(desk.pages);
     values = keys + steps(layout) * 2 * kLoads * kWarp;
@@ -135,9 +135,15 @@ struct CodePages : CodePlaces {
   }
 
   GRAPHOPT_DEVICE void begin(const Tile& tile) { copy_keys(tile), copy_values(tile); }
+  GRAPHOPT_DEVICE void prepare(bool) {}
   GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& after) {
     in_slot = layout.in_slot(tile.page, desk.reading->newest);
-    if (in_slot) place = desk.reading->head * layout.slots() + layout.slot(tile.page);
+    if (in_slot) {
+      place = desk.reading->head * layout.slots() + layout.slot(tile.page);
+      for (int i = 32 * lane(); i < tile.tokens * static_cast<int>(layout.size); i += 32 * kWarp) {
+        prefetch(slot(tile) + i), prefetch(slot(tile) + layout.page * layout.size + i);
+      }
+    }
     next = after;
     wait_copies<1>();
     sync_warp();
@@ -200,12 +206,7 @@ struct CodePages : CodePlaces {
 
   GRAPHOPT_DEVICE void score(const Tile& tile, bool sinks, bool, float (&scores)[kLaneTokens]) {
     const int size = static_cast<int>(layout.size);
-    if (in_slot) {
-      score_slot(slot(tile), desk, sinks, size, tile.tokens, scores);
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < kLaneTokens; ++i) scores[i] = spoil(scores[i]);
-      return;
-    }
+    if (in_slot) return score_slot(slot(tile), desk, sinks, size, scores);
     uint32_t column[kSteps][2];
     float lows;
     const float unit = fold(sinks, column, lows);
@@ -251,7 +252,7 @@ struct CodePages : CodePlaces {
       floats.keep(token(0), weights), floats.keep(token(4), weights + 4);
       sync_warp();
       const float* const from = slot(tile) + layout.page * layout.size;
-      add_slot(from, floats.own(), static_cast<int>(layout.size), tile.tokens, tile.seen, sums);
+      add_slot(from, floats.own(), static_cast<int>(layout.size), tile.seen, sums);
     } else {
       add_codes(tile, weights, sums);
     }

@@ -61,7 +61,7 @@ struct FloatPlaces {
 
 template <typename Stored, int Spans>
 struct FloatPages : FloatPlaces {
-  static constexpr bool kFinite = false;
+  static constexpr bool kFinite = false, kSlots = false;
   static constexpr int kBlocks = 2, kSums = 8 * Spans, kResults = 8 * Spans;
 
   const Layout& layout;
@@ -74,10 +74,11 @@ struct FloatPages : FloatPlaces {
     const size_t values = kQueries * layout.size * sizeof(float);
     return values < FloatWeights::kBytes ? FloatWeights::kBytes : values;
   }
-  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state, const Desk& desk, bool)
+  GRAPHOPT_DEVICE FloatPages(const Layout& layout, const State& state, const Desk& desk)
       : layout(layout), state(state), desk(desk), shared{reinterpret_cast<float*>(desk.pages)} {}
 
   GRAPHOPT_DEVICE void begin(const Tile&) {}
+  GRAPHOPT_DEVICE void prepare(bool) {}
   GRAPHOPT_DEVICE void open(const Tile& tile, const Tile&) {
     const size_t place = place_of(layout, desk.reading->head, tile.page);
     from = (place * layout.page + static_cast<size_t>(tile.offset)) * layout.size;

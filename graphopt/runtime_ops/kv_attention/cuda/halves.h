@@ -14,7 +14,7 @@ namespace graphopt {
 
 template <int Spans>
 struct HalfPages : FloatPlaces {
-  static constexpr bool kFinite = false;
+  static constexpr bool kFinite = false, kSlots = false;
   static constexpr int kBlocks = Spans == 2 ? 3 : 2, kSums = 16 * Spans, kResults = 8 * Spans;
   static constexpr int kStages = 4, kColumn = kTileTokens / 2 + 4;  // the 4 spread columns over banks
   static constexpr float kUnit = 0x1p15f;                           // of weights
@@ -26,7 +26,7 @@ struct HalfPages : FloatPlaces {
   Word4* ring;        // [stage][4][lane]
   uint32_t* columns;  // of weights: [query][high, low][pair of tokens]
   Word2* products;    // [sinks][step][lane], of queries
-  float power, power_of_sinks = 0;  // what products with this lane's query are counted in
+  float power = 0, power_of_sinks = 0;  // what products with this lane's query are counted in
   int g = lane() / 4, t = lane() % 4;
   int taken = 0;  // steps of this tile
   unsigned stage = 0;
@@ -38,11 +38,15 @@ struct HalfPages : FloatPlaces {
     return kStages * 4 * kWarp * sizeof(Word4) + 2 * kQueries * kColumn * sizeof(uint32_t) + (sinks ? 2 : 1) * queries;
   }
 
-  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state, const Desk& desk, bool sinks)
+  GRAPHOPT_DEVICE HalfPages(const Layout& layout, const State& state, const Desk& desk)
       : layout(layout), state(state), desk(desk) {
     ring = reinterpret_cast<Word4*>(desk.pages);
     columns = reinterpret_cast<uint32_t*>(ring + kStages * 4 * kWarp);
     products = reinterpret_cast<Word2*>(columns + 2 * kQueries * kColumn);
+  }
+
+  // Splits the queries.
+  GRAPHOPT_DEVICE void prepare(bool sinks) {
     power = split(false);
     if (sinks) power_of_sinks = split(true);
   }
@@ -52,7 +56,7 @@ struct HalfPages : FloatPlaces {
     return half2_of(a - to_float(half_low(high)), b - to_float(half_high(high)));
   }
 
-  // Splits the queries, each lane what it multiplies: a part of query g / 2.
+  // Each lane splits what it multiplies, a part of query g / 2, and returns what products with its own are counted in.
   GRAPHOPT_DEVICE float split(bool sinks) const {
     const float* const query = desk.query(sinks, g / 2);
     Word2* const to = products + (sinks ? key_steps(layout) * kWarp : 0) + lane();

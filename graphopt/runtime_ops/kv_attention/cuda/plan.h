@@ -31,8 +31,9 @@ struct QueryPlace {
       used = token < tokens && head < group;
       return;
     }
-    const int64_t query = static_cast<int64_t>(tile) * kTileQueries + index;
-    token = static_cast<int>(query / group), head = static_cast<int>(query % group);
+    const uint32_t query = static_cast<uint32_t>(tile) * kTileQueries + static_cast<uint32_t>(index);  // below 2^32
+    token = static_cast<int>(query / static_cast<uint32_t>(group));
+    head = static_cast<int>(query % static_cast<uint32_t>(group));
     used = token < tokens;
   }
   static GRAPHOPT_BOTH int64_t tiles(const Layout& layout, Policy policy, int32_t tokens) {

@@ -13,6 +13,7 @@
 namespace graphopt {
 
 constexpr int kQueries = kTileQueries, kTileTokens = 64, kLaneTokens = 8;
+constexpr int kSlotTokens = kTileTokens / kAttendWarps;  // of a tile in a slot
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945f;
 
 // The power of two at or below |x|, which float16 numbers are counted in; its inverse is exact.
@@ -67,23 +68,38 @@ struct alignas(16) Reading {
   int64_t newest;       // the last page that has a token
   uint32_t head;        // among those of all rows
   bool whole;           // all pages are read whole, but for a window
+  bool slots;           // some pages of the block may be in slots
 };
 
-// Goes through the tiles of a warp's pages: every kAttendWarps-th from `index` on.
+// Goes through the tiles of a warp: of every kAttendWarps-th page of its block's, from `index` on. Pages in slots, which
+// take long, come last, and there each warp takes 16 tokens of 64.
 struct Walk {
-  int index, end, offset = 0;
+  int begin, index, end, offset = 0;
+  bool in_slots = false;
 
+  GRAPHOPT_DEVICE void step() {
+    offset = in_slots ? kSlotTokens * warp() : 0;
+    index += in_slots ? 1 : kAttendWarps;
+  }
+  template <bool Slots>
   GRAPHOPT_DEVICE Tile take(const Layout& layout, const Reading& reading) {
     Tile tile = {};
     const int tokens = static_cast<int>(layout.page);
-    tile.there = index < end;
-    if (!tile.there) return tile;
-    tile.whole = reading.whole;
-    if (reading.list) tile.page = reading.list[index] >> 1, tile.whole = reading.list[index] & 1;
-    else tile.page = reading.range.page(static_cast<size_t>(index));
-    tile.offset = offset, tile.tokens = tokens < kTileTokens ? tokens : kTileTokens;
+    GRAPHOPT_NO_UNROLL
+    for (;; step()) {
+      if (index >= end) {
+        if (!Slots || in_slots || !reading.slots) return tile;
+        in_slots = true, index = begin, offset = kSlotTokens * warp();
+      }
+      tile.whole = reading.whole;
+      if (reading.list) tile.page = reading.list[index] >> 1, tile.whole = reading.list[index] & 1;
+      else tile.page = reading.range.page(static_cast<size_t>(index));
+      if (!Slots || (layout.in_slot(tile.page, reading.newest) == in_slots && offset < tokens)) break;
+    }
+    tile.there = true;
+    tile.offset = offset, tile.tokens = in_slots ? kSlotTokens : tokens < kTileTokens ? tokens : kTileTokens;
     offset += kTileTokens;
-    if (offset >= tokens) offset = 0, index += kAttendWarps;
+    if (offset >= tokens) step();
     return tile;
   }
 };
