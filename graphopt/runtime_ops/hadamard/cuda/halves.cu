@@ -19,6 +19,8 @@ GRAPHOPT_DEVICE uint32_t pair_from(float low, float high) {
   else return bfloat162_of(low, high);
 }
 
+GRAPHOPT_DEVICE uint32_t load4(const void* from) { return *static_cast<const uint32_t*>(from); }
+
 GRAPHOPT_DEVICE void add_and_subtract(float& a, float& b) {
   const float sum = a + b;
   b = a - b;
@@ -103,93 +105,116 @@ GRAPHOPT_DEVICE void finish(const HadamardHalves& call, const Block& block, cons
   }
 }
 
-// Rows and Columns: tiles of a warp.
+// Loads X of each run, and behind it rows of zeros that fill up the last product.
+template <typename T>
+GRAPHOPT_DEVICE void load(const HadamardHalves& call, const Block& block, unsigned padded_rows, T* input) {
+  const unsigned numbers = call.order << call.log_columns, padded = padded_rows << call.log_columns;
+  const unsigned step = thread_count() * 8;
+  for (unsigned run = 0; run < block.runs; ++run) {
+    const auto* const x = static_cast<const T*>(call.x) + static_cast<size_t>(block.first_run + run) * numbers;
+    T* const to = input + run * (padded + padded_rows * kHalvesPad);
+    for (unsigned first = thread_index().x * 8; first < padded; first += 4 * step) {
+      GRAPHOPT_UNROLL
+      for (unsigned i = first; i < first + 4 * step; i += step) {
+        if (i >= padded) break;
+        copy_async16(to + i + (i >> call.log_columns) * kHalvesPad, x + i, i < numbers);
+      }
+    }
+  }
+  commit_copies();
+}
+
+// Butterflies of a warp's sums: bit 0 of a column, and the bits from 3 on that tell its tiles apart.
+template <int Columns>
+GRAPHOPT_DEVICE void butterflies(float (&sum)[Columns][4]) {
+  GRAPHOPT_UNROLL
+  for (int j = 0; j < Columns; ++j) {
+    add_and_subtract(sum[j][0], sum[j][1]);
+    add_and_subtract(sum[j][2], sum[j][3]);
+  }
+  GRAPHOPT_UNROLL
+  for (int half = 1; half < Columns; half *= 2) {
+    GRAPHOPT_UNROLL
+    for (int j = 0; j < Columns; ++j) {
+      if (j & half) continue;
+      GRAPHOPT_UNROLL
+      for (int r = 0; r < 4; ++r) add_and_subtract(sum[j][r], sum[j + half][r]);
+    }
+  }
+}
+
+// Rows and Columns: tiles of a warp. Two tiles of rows share what they load of X, which saves trips to shared memory
+// where C is large; 640 threads of 96 registers are all that a processor has.
 template <typename T, int Rows, int Columns>
-GRAPHOPT_KERNEL((Rows > 1 ? 640 : Columns > 8 ? 512 : 256), (Columns > 8 || Rows > 1 ? 1 : 2))
+GRAPHOPT_KERNEL((Rows > 1 ? 640 : Columns > 8 ? 512 : 256), (Rows > 1 || Columns > 8 ? 1 : 2))
 void hadamard_halves(HadamardHalves call) {
   auto* const input = reinterpret_cast<T*>(shared_memory());
   auto* const sums = reinterpret_cast<float*>(shared_memory());
-  const unsigned columns = 1u << call.log_columns, pitch = columns + kHalvesPad;
+  const unsigned pitch = (1u << call.log_columns) + kHalvesPad, row_tiles = (call.order + 15) / 16;
   const Block block = block_of(call);
+  load(call, block, 16 * row_tiles, input);
 
-  const auto* const x =
-      static_cast<const T*>(call.x) + (static_cast<size_t>(block.first_run * call.order) << call.log_columns);
-  T* const zeros = input + call.block_runs * call.order * pitch;
-  const unsigned numbers = block.runs * call.order << call.log_columns;
-  GRAPHOPT_UNROLL
-  for (unsigned i = thread_index().x * 8; i < numbers; i += thread_count() * 8) {
-    copy_async16(input + i + (i >> call.log_columns) * kHalvesPad, x + i, true);
-  }
-  commit_copies();
-  if (thread_index().x < kHalvesZeros / 8) store16(zeros + thread_index().x * 8, Word4{});
-
-  // The warp's tiles: its run, rows of C^T X and columns.
+  // The warp's tiles: their run, if the block has it, rows of C^T X and columns.
   const int log_parts = call.log_columns - (Columns > 8 ? 7 : 6);
-  const unsigned first_column = (static_cast<unsigned>(warp()) % (1u << log_parts)) * (8 * Columns);
+  const unsigned first_column = static_cast<unsigned>(warp()) % (1u << log_parts) * (8 * Columns);
   const unsigned groups = (call.split_rows + 16 * Rows - 1) / (16 * Rows);
   unsigned group = static_cast<unsigned>(warp()) >> log_parts, run = 0;
-  for (; group >= groups; group -= groups) ++run;
+  if constexpr (Rows == 1) {
+    for (; group >= groups; group -= groups) ++run;
+  }
   const unsigned first_tile = block.first_out / 16 + group * Rows;
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
-  const unsigned row_tiles = (call.order + 15) / 16;
-  Word4 signs[Rows];
+  // Each word has the signs of 64 inputs. Tiles behind the last of C have some signs; their sums are left.
+  const auto tile_at = [&](unsigned i) { return first_tile + i < row_tiles ? first_tile + i : row_tiles - 1; };
+  const auto signs_at = [&](unsigned i, unsigned first) {
+    return load4(call.signs + (tile_at(i) * kWarp + static_cast<unsigned>(lane())) * 16 + first);
+  };
+  uint32_t word[Rows];
   GRAPHOPT_UNROLL
-  for (unsigned i = 0; i < Rows; ++i) {
-    const unsigned tile = first_tile + i < row_tiles ? first_tile + i : row_tiles - 1;
-    if (call.signs) signs[i] = load16(call.signs + (tile * kWarp + static_cast<unsigned>(lane())) * 16);
-    else signs[i] = Word4{{sylvester_signs(tile), 0, 0, 0}};
-  }
+  for (unsigned i = 0; i < Rows; ++i) word[i] = call.signs ? signs_at(i, 0) : sylvester_signs(tile_at(i));
   wait_copies<0>();
   sync_block();
 
   float sum[Rows][Columns][4] = {};
   if (run < block.runs) {
-    unsigned in = static_cast<unsigned>(lane()) % 16;
-    const unsigned offset = first_column + static_cast<unsigned>(lane()) / 16 * 8;
-    const T* from = input + (run * call.order + in) * pitch + offset;
+    const unsigned lane_row = static_cast<unsigned>(lane()) % 16, lane_column = static_cast<unsigned>(lane()) / 16 * 8;
+    const T* row = input + (run * 16 * row_tiles + lane_row) * pitch + first_column + lane_column;
+    // X is loaded some products ahead, as it takes time to arrive.
+    constexpr int kAhead = Rows > 1 ? 2 : 4;
+    uint32_t b[kAhead][4];
+    GRAPHOPT_UNROLL
+    for (int j = 0; j < kAhead - 1; ++j) load_matrices_transposed(b[j], row + 16 * j);
     GRAPHOPT_NO_UNROLL
     for (unsigned k = 0; k < row_tiles; ++k) {
       uint32_t a[Rows][4];
       GRAPHOPT_UNROLL
       for (int i = 0; i < Rows; ++i) {
         GRAPHOPT_UNROLL
-        for (int r = 0; r < 4; ++r) a[i][r] = lop3<0xf8>(call.one, signs[i].words[0] << (15 - r), 0x80008000u);
-        signs[i].words[0] >>= 4;
-        if (k % 4 == 3) signs[i] = {{signs[i].words[1], signs[i].words[2], signs[i].words[3], 0}};
+        for (int r = 0; r < 4; ++r) a[i][r] = lop3<0xf8>(call.one, word[i] << (15 - r), 0x80008000u);
+        word[i] >>= 4;
       }
-      const T* const row = in < call.order ? from : zeros;
+      const T* const next_row = k + 1 < row_tiles ? row + 16 * pitch : row;
       GRAPHOPT_UNROLL
-      for (int j = 0; j < Columns; j += 2) {
-        uint32_t b[4];
-        load_matrices_transposed(b, row + 8 * j);
-        const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
+      for (int j = 0; j < Columns / 2; ++j) {
+        const int ahead = j + kAhead - 1;
+        load_matrices_transposed(b[ahead % kAhead],
+                                 (ahead < Columns / 2 ? row : next_row) + 16 * (ahead % (Columns / 2)));
+        const uint32_t (&pair)[4] = b[j % kAhead];
+        const uint32_t left[2] = {pair[0], pair[1]}, right[2] = {pair[2], pair[3]};
         GRAPHOPT_UNROLL
         for (int i = 0; i < Rows; ++i) {
-          multiply<T>(sum[i][j], a[i], first);
-          multiply<T>(sum[i][j + 1], a[i], second);
+          multiply<T>(sum[i][2 * j], a[i], left);
+          multiply<T>(sum[i][2 * j + 1], a[i], right);
         }
       }
-      in += 16;
-      from += 16 * pitch;
-    }
-    // Bit 0 of a column, and from bit 3 on those of a column of tiles.
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < Rows; ++i) {
-      GRAPHOPT_UNROLL
-      for (int j = 0; j < Columns; ++j) {
-        add_and_subtract(sum[i][j][0], sum[i][j][1]);
-        add_and_subtract(sum[i][j][2], sum[i][j][3]);
-      }
-      GRAPHOPT_UNROLL
-      for (int half = 1; half < Columns; half *= 2) {
+      row = next_row;
+      if (k % 4 == 3 && k + 1 < row_tiles) {
         GRAPHOPT_UNROLL
-        for (int j = 0; j < Columns; ++j) {
-          if (j & half) continue;
-          GRAPHOPT_UNROLL
-          for (int r = 0; r < 4; ++r) add_and_subtract(sum[i][j][r], sum[i][j + half][r]);
-        }
+        for (unsigned i = 0; i < Rows; ++i) word[i] = signs_at(i, k + 1);
       }
     }
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < Rows; ++i) butterflies(sum[i]);
   }
   sync_block();
   if (run < block.runs) {

@@ -38,7 +38,5 @@ struct HadamardHalves {
 
 // Of shared memory: rows of X and of sums begin so many numbers apart, which leaves lanes of a warp in different banks.
 constexpr unsigned kHalvesPad = 8;
-// Zeros behind X, for the rows that fill up a product of 16.
-constexpr unsigned kHalvesZeros = 128 + kHalvesPad;
 
 }  // namespace graphopt

@@ -25,7 +25,7 @@ unsigned up(unsigned number, unsigned divisor) { return (number + divisor - 1) /
 
 size_t HadamardHalves::shared_bytes() const {
   const size_t pitch = (size_t{1} << log_columns) + kHalvesPad;
-  const size_t input = 2 * (block_runs * order * pitch + kHalvesZeros);
+  const size_t input = 2 * block_runs * 16 * up(order, 16) * pitch;
   return std::max(input, 4 * block_runs * std::min(split_rows, order) * pitch);
 }
 
@@ -44,22 +44,23 @@ void HadamardHalves::lay_out(bool may_split) {
     splits = up(order, rows);
     split_rows = std::min(rows, 16 * tiles);
     if (eights > 64) column_tiles = 16;
-    warps = split_rows / 16 * eights / static_cast<unsigned>(column_tiles);
+    // Warps without tiles of their own help to load and to store.
+    warps = std::max(8u, split_rows / 16 * eights / static_cast<unsigned>(column_tiles));
     return;
   }
-  if (tiles >= 4 && up(tiles, 2) * eights / 8 <= 20 && eights <= 64) {
+  const unsigned pairs = up(tiles, 2) * eights / 8;
+  if (pairs >= kManyWarps && pairs <= 20 && tiles >= 4 && eights <= 64) {
     row_tiles = 2;
-    warps = up(tiles, 2) * eights / 8;
-  } else if (eights >= 16 && eights <= 128 && (eights > 32 || tiles * eights / 8 > 8)) {
+    warps = pairs;
+  } else if (eights <= 32 && tiles * eights <= 64) {
+    warps = tiles * eights / 8;
+    if (warps < kManyWarps) {
+      block_runs = kManyWarps / warps;
+      warps *= block_runs;
+    }
+  } else if (eights >= 16 && tiles * eights <= 256) {
     column_tiles = 16;
     warps = tiles * eights / 16;
-    if (warps > 16) warps = 0;
-  } else if (eights <= 64 && tiles * eights / 8 <= 8) {
-    warps = tiles * eights / 8;
-  }
-  if (warps && warps < kManyWarps && runs > kFewBlocks) {
-    block_runs = kManyWarps / warps;
-    warps *= block_runs;
   }
 }
 
