@@ -82,15 +82,6 @@ GRAPHOPT_DEVICE void copy_async16(void* shared, const void* global, bool valid) 
   host::copy_async16(shared, global, valid);
 #endif
 }
-#if defined(__CUDACC__)
-// The same of 4 bytes.
-GRAPHOPT_DEVICE void copy_async4(void* shared, const void* global, bool valid) {
-  const unsigned to = static_cast<unsigned>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(__cvta_generic_to_global(global)),
-               "r"(valid ? 4 : 0)
-               : "memory");
-}
-#endif
 GRAPHOPT_DEVICE void commit_copies() {
 #if defined(__CUDACC__)
   asm volatile("cp.async.commit_group;" ::: "memory");

@@ -31,6 +31,7 @@ struct Plan {
   bool rounds, converts, narrow, wide, tiles;  // x to bytes; x to another type, or to rows that 16-byte loads may read
   size_t operand_at = 0, scales_at = 0, partials_at = 0, bytes = 0;
   size_t segments = 0;
+  Ordering ordered_from = {};  // of x, where the kernel for many rows wants another order
 
   explicit Plan(const GraphoptMatMul& call);
   size_t take(size_t size) {
@@ -82,7 +83,10 @@ Plan::Plan(const GraphoptMatMul& call) {
   p.x = static_cast<const uint8_t*>(call.x);
   p.x_pitch = rounds ? pitch : converts ? pitch * bytes_of_type(wanted) : bytes_of_x;
   p.x_bytes = static_cast<unsigned>(p.x_pitch);
-  if (rounds || converts) operand_at = take(p.rows * p.x_pitch);
+  wide = p.rows > kFewRows && has_wide(p, operands, decoder);
+  ordered_from = {p.x, nullptr, p.x_pitch, pitch * bytes_of_type(wanted), static_cast<unsigned>(p.x_pitch)};
+  if (wide) p.x_pitch = pitch * bytes_of_type(wanted), p.x_bytes = static_cast<unsigned>(p.x_pitch);
+  if (rounds || converts || wide) operand_at = take(p.rows * p.x_pitch);
   if (rounds) {
     const bool one = call.activations == GRAPHOPT_TO_TOKEN;
     // kernels read scales of up to 64 missing rows
@@ -91,7 +95,6 @@ Plan::Plan(const GraphoptMatMul& call) {
   }
 
   narrow = has_narrow(p, operands, decoder);
-  wide = p.rows > kFewRows && has_wide(p, operands, decoder);
   tiles = !wide && p.rows > kFewRows && has_tiles(p, operands, decoder);
   const auto parts = [](size_t number, size_t of_part) { return round_up(number, of_part) / of_part; };
   const bool floats = operands == Operands::kFloat32;
@@ -171,8 +174,15 @@ const char* run(const GraphoptMatMul& call, void* stream, const void* turned = n
     failure = plan.operands == Operands::kFloat16 ? start_conversion<Half>(call, to, p.x_pitch / 2, stream)
                                                   : start_conversion<BFloat16>(call, to, p.x_pitch / 2, stream);
   }
+  if (!failure && plan.wide) {
+    Ordering o = plan.ordered_from;
+    o.to = reinterpret_cast<uint8_t*>(scratch + plan.operand_at);
+    if (plan.converts) o.from = o.to, o.from_pitch = o.pitch, o.bytes = static_cast<unsigned>(o.pitch);
+    const unsigned parts = static_cast<unsigned>((o.pitch / 32 + kRoundThreads - 1) / kRoundThreads);
+    failure = launch_early(order_rows, {p.rows, parts, 1}, kRoundThreads, 0, stream, o);
+  }
   if (failure) return failure;
-  if (plan.rounds || plan.converts) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
+  if (plan.rounds || plan.converts || plan.wide) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
   if (p.splits > 1) p.partials = reinterpret_cast<float*>(scratch + plan.partials_at);
   const auto start = plan.wide ? start_wide : plan.tiles ? start_tiles : plan.narrow ? start_narrow : start_few;
   failure = start(p, plan.operands, plan.decoder, stream);

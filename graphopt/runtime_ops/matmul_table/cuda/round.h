@@ -25,6 +25,28 @@ void convert(Conversion c) {
   }
 }
 
+// Rows of 16-bit numbers to the order in which wide.h multiplies them: words of 32 bytes change places as the decoders
+// have the rows of a unit, 4 t and 4 t + 1, then 4 t + 2 and 4 t + 3, where a product counts 2 t and then 2 t + 8.
+struct Ordering {
+  const uint8_t* from;  // [rows of the grid], from_pitch bytes from one to the next, of which `bytes` are there
+  uint8_t* to;          // the same place, or [rows][pitch]; what is behind the last number becomes 0
+  size_t from_pitch, pitch;
+  unsigned bytes;
+};
+
+GRAPHOPT_KERNEL(kRoundThreads, 4)
+void order_rows(Ordering o) {
+  wait_for_previous();
+  const unsigned at = 32 * (block_index().y * kRoundThreads + thread_index().x);
+  if (at >= o.pitch) return;
+  const uint8_t* const from = o.from + block_index().x * o.from_pitch + at;
+  const Word4 nothing = {{0, 0, 0, 0}};
+  const Word4 a = at < o.bytes ? load16(from) : nothing, b = at + 16 < o.bytes ? load16(from + 16) : nothing;
+  uint8_t* const to = o.to + block_index().x * o.pitch + at;
+  store16(to, {{a.words[0], a.words[2], b.words[0], b.words[2]}});
+  store16(to + 16, {{a.words[1], a.words[3], b.words[1], b.words[3]}});
+}
+
 // x [rows of the grid, count] to bytes: q = round(x (levels / m)) with m = clip max|x|, of a row or of a group.
 //
 // A row of bytes is cut into 32 rows of K: 8 bytes for each t, rows 4 t to 4 t + 3 of one unit and of the next. Rounded

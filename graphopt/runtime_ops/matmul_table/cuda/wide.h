@@ -46,14 +46,14 @@ struct WidePlace {
   }
 };
 
-// Each of four warps fills a stage. A lane has a word of 32: those of 32 bytes change places as the decoders have the
-// rows of a unit: 4 t and 4 t + 1, then 4 t + 2 and 4 t + 3, where the product counts 2 t and then 2 t + 8.
+// Each of four warps fills a stage, 16 bytes of a lane at a time: rows have been ordered for it, see order_rows().
 GRAPHOPT_DEVICE void copy_wide(const Product& p, const WidePlace& place, const WideMemory& memory) {
+  constexpr unsigned kRowsAtOnce = 4;
   const unsigned stage = static_cast<unsigned>(warp()) - kWideMultipliers / kWarp;
-  const unsigned word = static_cast<unsigned>(lane()), in_eight = word % 8;
-  const unsigned to = word / 8 * 32 + (in_eight / 2 + in_eight % 2 * 4) * 4;
+  const unsigned of_row = static_cast<unsigned>(lane()) / 8, piece = static_cast<unsigned>(lane()) % 8;
   const unsigned rows = p.rows - place.first_row < kWideRows ? p.rows - place.first_row : kWideRows;
-  const uint8_t* const from = p.x + size_t{place.first_row} * p.x_pitch + word * 4;
+  const uint8_t* const from = p.x + size_t{place.first_row + (of_row < rows ? of_row : 0)} * p.x_pitch + piece * 16;
+  const size_t step = kRowsAtOnce * p.x_pitch;
   unsigned parity = 1;
   GRAPHOPT_NO_UNROLL
   for (unsigned block = place.first + stage; block < place.end; block += kWideStages, parity ^= 1) {
@@ -61,17 +61,15 @@ GRAPHOPT_DEVICE void copy_wide(const Product& p, const WidePlace& place, const W
     GRAPHOPT_NO_UNROLL
     for (unsigned half = 0; half < 2; ++half) {
       char* const part = memory.stages + stage * kWideStage + half * kWidePart;
-      const unsigned at = block * kBytesOfBlock<Float16Kind> + half * 128;
-      const bool there = at + word * 4 < p.x_bytes;
-      const uint8_t* next = there ? from + at : p.x;
-      const size_t step = there ? p.x_pitch : 0;
+      const uint8_t* next = from + block * kBytesOfBlock<Float16Kind> + half * 128;
+      // the registers of these warps are few
       GRAPHOPT_NO_UNROLL
-      for (unsigned row = 0; row < kWideRows; row += 8) {
+      for (unsigned first = 0; first < kWideRows; first += 4 * kRowsAtOnce) {
         GRAPHOPT_UNROLL
-        for (unsigned i = 0; i < 8; ++i) {
-          const bool valid = row + i < rows;
-          copy_async4(part + (row + i) * 128 + (to ^ i * 16), next, there && valid);
-          next += valid ? step : 0;
+        for (unsigned i = 0; i < 4; ++i) {
+          const unsigned row = first + i * kRowsAtOnce + of_row;
+          copy_async16(part + row * 128 + (piece ^ row % 8) * 16, next, row < rows);
+          if (row + kRowsAtOnce < rows) next += step;
         }
       }
     }
