@@ -109,17 +109,21 @@ GRAPHOPT_DEVICE void finish(const HadamardHalves& call, const Block& block, cons
 template <typename T>
 GRAPHOPT_DEVICE void load(const HadamardHalves& call, const Block& block, unsigned padded_rows, T* input) {
   const unsigned numbers = call.order << call.log_columns, padded = padded_rows << call.log_columns;
-  const unsigned step = thread_count() * 8;
+  // A step of the block is whole rows: HadamardHalves has so many warps.
+  const unsigned step = thread_count() * 8, first = thread_index().x * 8;
+  const auto in_shared = [&](unsigned i) { return i + (i >> call.log_columns) * kHalvesPad; };
+  const auto* from = static_cast<const T*>(call.x) + static_cast<size_t>(block.first_run) * numbers + first;
+  T* to_run = input + in_shared(first);
   for (unsigned run = 0; run < block.runs; ++run) {
-    const auto* const x = static_cast<const T*>(call.x) + static_cast<size_t>(block.first_run + run) * numbers;
-    T* const to = input + run * (padded + padded_rows * kHalvesPad);
-    for (unsigned first = thread_index().x * 8; first < padded; first += 4 * step) {
-      GRAPHOPT_UNROLL
-      for (unsigned i = first; i < first + 4 * step; i += step) {
-        if (i >= padded) break;
-        copy_async16(to + i + (i >> call.log_columns) * kHalvesPad, x + i, i < numbers);
-      }
+    const T* at = from;
+    T* to = to_run;
+    for (unsigned i = first; i < padded; i += step) {
+      copy_async16(to, at, i < numbers);
+      to += in_shared(step);
+      at += step;
     }
+    from += numbers;
+    to_run += in_shared(padded);
   }
   commit_copies();
 }
@@ -175,8 +179,10 @@ void hadamard_halves(HadamardHalves call) {
   wait_copies<0>();
   sync_block();
 
-  float sum[Rows][Columns][4] = {};
+  float sum[Rows][Columns][4];
   if (run < block.runs) {
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < Rows * Columns * 4; ++i) sum[i / (4 * Columns)][i / 4 % Columns][i % 4] = 0;
     const unsigned lane_row = static_cast<unsigned>(lane()) % 16, lane_column = static_cast<unsigned>(lane()) / 16 * 8;
     const T* row = input + (run * 16 * row_tiles + lane_row) * pitch + first_column + lane_column;
     // X is loaded some products ahead, as it takes time to arrive.

@@ -1,8 +1,10 @@
 // The host's part of halves.h: which calls are such, and how runs are laid out on blocks and warps.
+#include "hadamard/cuda/halves.h"
+
 #include <algorithm>
 #include <cmath>
 
-#include "hadamard/cuda/halves.h"
+#include "cuda/platform.h"
 
 namespace graphopt {
 namespace {
@@ -101,7 +103,8 @@ bool HadamardHalves::make(const GraphoptHadamard& call) {
   const auto from = reinterpret_cast<uintptr_t>(x), to = reinterpret_cast<uintptr_t>(y);
   const size_t bytes = 2 * static_cast<size_t>(width) * runs;
   lay_out(from + bytes <= to || to + bytes <= from);
-  return warps && shared_bytes() <= kSharedLimit;
+  const bool whole_rows = warps * kWarp * 8 % (1u << log_columns) == 0;
+  return warps && whole_rows && shared_bytes() <= kSharedLimit;
 }
 
 }  // namespace graphopt
