@@ -7,8 +7,6 @@
 
 namespace graphopt {
 
-GRAPHOPT_DEVICE uint32_t load_word(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
-
 // Decoders whose words of a block are 16-byte loads one after another: `Words` for each pair of units.
 template <int Words>
 struct Arithmetic {

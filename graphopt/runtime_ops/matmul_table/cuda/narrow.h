@@ -26,7 +26,7 @@ struct Narrow {
 
   float totals[2][RowTiles][4] = {};
   uint32_t words[kDepth][2][4][Decode::kWords];
-  float scales[kDepth][2][2];
+  uint32_t scales[kDepth][2][2];  // as they were loaded
   const uint8_t* codes[2];        // the lane's, of the block that is loaded next
   const uint8_t* of_scales[2];    // the lane's columns, of the first group
 
@@ -36,38 +36,35 @@ struct Narrow {
       // a tile that is not there is the last one, whose sums are not used
       const unsigned tile = first_tile + n < p.tiles ? first_tile + n : p.tiles - 1, column = lane() / 4;
       codes[n] = p.codes + (size_t{tile} * p.blocks + block) * block_bytes(Decode::kBits) + lane() * 16;
-      of_scales[n] = static_cast<const uint8_t*>(p.scales) +
-                     (size_t{tile} * p.groups * kTileColumns + column) * (p.half_scales ? 2 : 4);
+      of_scales[n] = scale_at(p, tile, 0, column);
     }
   }
 
   GRAPHOPT_DEVICE void load(const Product& p, unsigned slot, unsigned block) {
-    unsigned group = block;
-    if (p.group_units != kBlockUnits) group = block / ((p.group_units + kBlockUnits - 1) / kBlockUnits);
-    const size_t at = size_t{group} * kTileColumns * (p.half_scales ? 2 : 4);
+    const unsigned bytes = p.half_scales ? 2 : 4;
+    const size_t at = size_t{group_of_block(p, block)} * kTileColumns * bytes;
     GRAPHOPT_UNROLL
     for (int n = 0; n < 2; ++n) {
       Decode::load_block(p, codes[n], words[slot][n]);
       codes[n] += kNarrowParts * block_bytes(Decode::kBits);
-    }
-    if (p.half_scales) {
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) scales[slot][i / 2][i % 2] = scale_at<Half>(p, of_scales[i / 2] + at, i % 2);
-    } else {
-      GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) scales[slot][i / 2][i % 2] = scale_at<float>(p, of_scales[i / 2] + at, i % 2);
+      for (unsigned half = 0; half < 2; ++half) {
+        scales[slot][n][half] = load_scale(p, of_scales[n] + at + 8 * half * bytes);
+      }
     }
-  }
-  // The table's step is a power of two: it changes no bit.
-  template <typename T>
-  GRAPHOPT_DEVICE static float scale_at(const Product& p, const uint8_t* from, int half) {
-    const float scale = to_float(reinterpret_cast<const T*>(from)[8 * half]);
-    return Kind::kBytes ? scale : scale * p.step;
   }
 
   // Adds the products of a block with the operand: `x` is where the lane's bytes begin.
   GRAPHOPT_DEVICE void multiply(const Product& p, unsigned slot, unsigned block, const char* x) {
     typename Kind::Sum sums[2][RowTiles][4] = {};
+    float of_x[RowTiles][2];
+    if constexpr (Kind::kBytes) {
+      GRAPHOPT_UNROLL
+      for (int m = 0; m < RowTiles; ++m) {
+        GRAPHOPT_UNROLL
+        for (int i = 0; i < 2; ++i) of_x[m][i] = x_scale(p, block, 8 * m + 2 * (static_cast<unsigned>(lane()) % 4) + i);
+      }
+    }
     GRAPHOPT_UNROLL
     for (unsigned pair = 0; pair < kBlockPairs; ++pair) {
       if constexpr (Kind::kBytes) {
@@ -91,16 +88,20 @@ struct Narrow {
         multiply_step(sums, a, x + 32 * (2 * pair + 1));
       }
     }
+    float of_columns[2][2];
+    GRAPHOPT_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      // the step of a table in float16 is a power of two: it changes no bit
+      of_columns[i / 2][i % 2] = scale_of(p, scales[slot][i / 2][i % 2]) * (Kind::kBytes ? 1.0f : p.step);
+    }
     GRAPHOPT_UNROLL
     for (int m = 0; m < RowTiles; ++m) {
       GRAPHOPT_UNROLL
       for (int i = 0; i < 4; ++i) {
-        float scale = 1;
-        if constexpr (Kind::kBytes) scale = x_scale(p, block, 8 * m + 2 * (static_cast<unsigned>(lane()) % 4) + i % 2);
         GRAPHOPT_UNROLL
         for (int n = 0; n < 2; ++n) {
-          const float value = Kind::kBytes ? static_cast<float>(sums[n][m][i]) * scale : sums[n][m][i];
-          totals[n][m][i] = multiply_add(value, scales[slot][n][i / 2], totals[n][m][i]);
+          const float value = Kind::kBytes ? static_cast<float>(sums[n][m][i]) * of_x[m][i % 2] : sums[n][m][i];
+          totals[n][m][i] = multiply_add(value, of_columns[n][i / 2], totals[n][m][i]);
         }
       }
     }

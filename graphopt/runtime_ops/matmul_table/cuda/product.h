@@ -52,6 +52,27 @@ GRAPHOPT_DEVICE float of_column(const Product& p, const void* numbers, unsigned 
   return p.half_scales ? to_float(static_cast<const Half*>(numbers)[at]) : static_cast<const float*>(numbers)[at];
 }
 
+GRAPHOPT_DEVICE uint32_t load_word(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
+
+// A scale as it lies in memory: what is loaded is waited for where it is first computed with, so that a kernel that loads
+// ahead must not convert at once.
+GRAPHOPT_DEVICE uint32_t load_scale(const Product& p, const uint8_t* from) {
+  if (p.half_scales) return *reinterpret_cast<const uint16_t*>(from);
+  return load_word(from);
+}
+GRAPHOPT_DEVICE float scale_of(const Product& p, uint32_t loaded) {
+  return p.half_scales ? to_float(Half{static_cast<uint16_t>(loaded)}) : float_of_bits(loaded);
+}
+// Where the scale of a column of a tile is.
+GRAPHOPT_DEVICE const uint8_t* scale_at(const Product& p, unsigned tile, unsigned group, unsigned column) {
+  const size_t at = (size_t{tile} * p.groups + group) * kTileColumns + column;
+  return static_cast<const uint8_t*>(p.scales) + at * (p.half_scales ? 2 : 4);
+}
+// The group of a block of K, where groups are of whole blocks or there is one.
+GRAPHOPT_DEVICE unsigned group_of_block(const Product& p, unsigned block) {
+  return p.group_units == kBlockUnits ? block : block / ((p.group_units + kBlockUnits - 1) / kBlockUnits);
+}
+
 // Stores a row's number: in y with the bias, or among the parts that another kernel sums up.
 template <typename T>
 GRAPHOPT_DEVICE void put(void* to, size_t at, float value) {

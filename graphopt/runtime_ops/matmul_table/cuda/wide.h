@@ -90,7 +90,8 @@ struct WideWarp {
   size_t of_block;
   uint32_t words[4][Decode::kWords];
   uint32_t even[kBlockUnits][4], odd[kBlockUnits][4];
-  float totals[64], sums[64], scales[2];
+  float totals[64], sums[64];
+  uint32_t scales[2];  // as they were loaded
 
   GRAPHOPT_DEVICE WideWarp(const Product& p, const WidePlace& place, const WideMemory& memory)
       : p(p), place(place), memory(memory) {
@@ -103,14 +104,11 @@ struct WideWarp {
     GRAPHOPT_UNROLL
     for (int i = 0; i < 64; ++i) totals[i] = sums[i] = 0;
   }
-  // The table's step is a power of two: it changes no bit.
   GRAPHOPT_DEVICE void load_scales(unsigned block) {
-    unsigned group = block;
-    if (p.group_units != kBlockUnits) group = block / ((p.group_units + kBlockUnits - 1) / kBlockUnits);
-    const unsigned column = static_cast<unsigned>(lane()) / 4;
+    const unsigned group = group_of_block(p, block), column = static_cast<unsigned>(lane()) / 4;
     GRAPHOPT_UNROLL
     for (unsigned half = 0; half < 2; ++half) {
-      scales[half] = of_column(p, p.scales, read_tile, group, column + 8 * half) * p.step;
+      scales[half] = load_scale(p, scale_at(p, read_tile, group, column + 8 * half));
     }
   }
   GRAPHOPT_DEVICE void decode(uint32_t (&to)[kBlockUnits][4]) {
@@ -137,10 +135,12 @@ struct WideWarp {
     commit_products();
     decode(next);
     load(block + 2);
-    const float of_now[2] = {scales[0], scales[1]};
+    const uint32_t loaded[2] = {scales[0], scales[1]};
     if (block + 1 < place.end) load_scales(block + 1);
     wait_products(sums);
     if (lane() == 0) arrive(memory.empty + stage);
+    // the step of a table in float16 is a power of two: it changes no bit
+    const float of_now[2] = {scale_of(p, loaded[0]) * p.step, scale_of(p, loaded[1]) * p.step};
     GRAPHOPT_UNROLL
     for (int i = 0; i < 64; ++i) totals[i] = multiply_add(sums[i], of_now[i / 2 % 2], totals[i]);
   }
