@@ -58,7 +58,6 @@ struct CodePages : CodePlaces {
   FloatWeights floats;                     // in the same place, for slots
   float base = 0;                          // this lane's part of the sum of the values' lows
   Tile next = {};                          // that is copied next
-  size_t place = 0;                        // of the slot that is read
   bool in_slot = false;
   int g = lane() / 4, t = lane() % 4;
 
@@ -139,9 +138,9 @@ struct CodePages : CodePlaces {
   GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& after) {
     in_slot = layout.in_slot(tile.page, desk.reading->newest);
     if (in_slot) {
-      place = desk.reading->head * layout.slots() + layout.slot(tile.page);
+      const float* const from = slot(tile);
       for (int i = 32 * lane(); i < tile.tokens * static_cast<int>(layout.size); i += 32 * kWarp) {
-        prefetch(slot(tile) + i), prefetch(slot(tile) + layout.page * layout.size + i);
+        prefetch(from + i), prefetch(from + layout.page * layout.size + i);
       }
     }
     next = after;
@@ -149,6 +148,7 @@ struct CodePages : CodePlaces {
     sync_warp();
   }
   GRAPHOPT_DEVICE const float* slot(const Tile& tile) const {
+    const size_t place = desk.reading->head * layout.slots() + layout.slot(tile.page);
     return state.recent + place * layout.slot_floats() + static_cast<size_t>(tile.offset) * layout.size;
   }
 
