@@ -44,7 +44,12 @@ struct Unit {
 template <int Bits, int Spans>
 struct CodePages : CodePlaces {
   static constexpr bool kFinite = true, kSlots = true, kNarrow = Bits == 4;
-  static constexpr int kBlocks = Spans == 2 ? (kNarrow ? 4 : 3) : 2, kSums = 8 * Spans, kResults = 8 * Spans;
+  static constexpr int kSums = 8 * Spans, kResults = 8 * Spans;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr int kBlocks = Spans == 2 ? (kNarrow ? 4 : 3) : 2;
+#else
+  static constexpr int kBlocks = Spans == 2 ? 3 : 2;  // sm_80 has shared memory for so many, and their registers
+#endif
   static constexpr int kSteps = 2 * Spans;            // of 32 channels
   static constexpr int kLoads = kNarrow ? 1 : 2;      // of 16 bytes that a lane has of 32 x 32 codes
   static constexpr int kColumn = kTileTokens / 4 + 4; // the 4 spread columns over banks
