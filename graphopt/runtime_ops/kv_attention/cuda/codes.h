@@ -44,7 +44,12 @@ struct Unit {
 template <int Bits, int Spans>
 struct CodePages : CodePlaces {
   static constexpr bool kFinite = true, kSlots = true, kNarrow = Bits == 4;
-  static constexpr int kBlocks = Spans == 2 ? (kNarrow ? 4 : 3) : 2, kSums = 8 * Spans, kResults = 8 * Spans;
+  static constexpr int kSums = 8 * Spans, kResults = 8 * Spans;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  static constexpr int kBlocks = Spans == 2 ? (kNarrow ? 4 : 3) : 2;
+#else
+  static constexpr int kBlocks = Spans == 2 ? 3 : 2;  // sm_80 has shared memory for so many, and their registers
+#endif
   static constexpr int kSteps = 2 * Spans;            // of 32 channels
   static constexpr int kLoads = kNarrow ? 1 : 2;      // of 16 bytes that a lane has of 32 x 32 codes
   static constexpr int kColumn = kTileTokens / 4 + 4; // the 4 spread columns over banks
@@ -58,7 +63,6 @@ struct CodePages : CodePlaces {
   FloatWeights floats;                     // in the same place, for slots
   float base = 0;                          // this lane's part of the sum of the values' lows
   Tile next = {};                          // that is copied next
-  size_t place = 0;                        // of the slot that is read
   bool in_slot = false;
   int g = lane() / 4, t = lane() % 4;
 
@@ -139,9 +143,9 @@ struct CodePages : CodePlaces {
   GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& after) {
     in_slot = layout.in_slot(tile.page, desk.reading->newest);
     if (in_slot) {
-      place = desk.reading->head * layout.slots() + layout.slot(tile.page);
+      const float* const from = slot(tile);
       for (int i = 32 * lane(); i < tile.tokens * static_cast<int>(layout.size); i += 32 * kWarp) {
-        prefetch(slot(tile) + i), prefetch(slot(tile) + layout.page * layout.size + i);
+        prefetch(from + i), prefetch(from + layout.page * layout.size + i);
       }
     }
     next = after;
@@ -149,6 +153,7 @@ struct CodePages : CodePlaces {
     sync_warp();
   }
   GRAPHOPT_DEVICE const float* slot(const Tile& tile) const {
+    const size_t place = desk.reading->head * layout.slots() + layout.slot(tile.page);
     return state.recent + place * layout.slot_floats() + static_cast<size_t>(tile.offset) * layout.size;
   }
 

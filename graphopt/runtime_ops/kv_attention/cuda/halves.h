@@ -28,9 +28,11 @@ struct HalfPages : FloatPlaces {
   Word2* products;    // [sinks][step][lane], of queries
   float power = 0, power_of_sinks = 0;  // what products with this lane's query are counted in
   int g = lane() / 4, t = lane() % 4;
-  int taken = 0;  // steps of this tile
   unsigned stage = 0;
-  size_t now = kNone, then = kNone;  // the first number of a tile, of keys and of values
+  size_t now = kNone, then = kNone, copied = kNone;  // the first number of a tile, of keys and of values
+  const Half* from = nullptr;                        // of what is copied
+  int left = 0, span = 0, line = 0;                  // steps of it, and the channels and tokens of values
+  bool of_keys = false;
 
   static GRAPHOPT_BOTH int key_steps(const Layout& layout) { return static_cast<int>(layout.size / 16); }
   static GRAPHOPT_BOTH size_t bytes(const Layout& layout, bool sinks) {
@@ -90,55 +92,58 @@ struct HalfPages : FloatPlaces {
   // Of 16 tokens; a tile has at least as many steps as are copied ahead.
   GRAPHOPT_DEVICE int fours() const { return tokens() < 32 ? 2 : tokens() / 16; }
   static_assert(kStages == 4, "the smallest tile has a step of keys and two of values");
-  GRAPHOPT_DEVICE const Half* keys_at(size_t first, int step) const {
+  GRAPHOPT_DEVICE const Half* keys_at(size_t first) const {
     const size_t block = static_cast<size_t>(g / 2 * 16) * layout.size;
-    return reinterpret_cast<const Half*>(state.keys) + first + block + (256 * step + 16 * t + g % 2 * 8);
+    return reinterpret_cast<const Half*>(state.keys) + first + block + (16 * t + g % 2 * 8);
   }
 
+  // What is copied next: keys of a tile, its values, keys of the next one.
+  GRAPHOPT_DEVICE void turn() {
+    of_keys = !of_keys;
+    if (of_keys) copied = then;
+    left = of_keys ? key_steps(layout) : fours() * spans();
+    if (of_keys) {
+      from = keys_at(copied);
+    } else {
+      span = 0, line = 4 * t;
+      from = reinterpret_cast<const Half*>(state.values) + copied + static_cast<size_t>(4 * t) * layout.size + 8 * g;
+    }
+  }
   // Copies a step, which may be of the next tile.
-  GRAPHOPT_DEVICE void copy(int step) {
-    const int keys = key_steps(layout), all = keys + fours() * spans(), size = static_cast<int>(layout.size);
-    const size_t first = step < all ? now : then;
+  GRAPHOPT_DEVICE void copy() {
+    const int size = static_cast<int>(layout.size);
     Word4* const to = ring + stage % kStages * (4 * kWarp) + lane();
     ++stage;
-    if (first != kNone) {
-      step = step < all ? step : step - all;
-      const Half* from;
-      int apart;
-      bool there;
-      if (step < keys) {
-        from = keys_at(first, step), apart = 64, there = 8 * g < tokens();
-      } else {
-        const int four = Spans == 2 && spans() == 2 ? (step - keys) / 2 : (step - keys) / spans();
-        const int span = step - keys - four * spans(), c = 64 * span + 8 * g;
-        const size_t token = static_cast<size_t>(16 * four + 4 * t);
-        from = reinterpret_cast<const Half*>(state.values) + first + token * layout.size + c;
-        apart = size, there = c < size && static_cast<int>(token) < tokens();
-      }
+    if (left == 0) turn();
+    --left;
+    if (copied != kNone && of_keys) {
       GRAPHOPT_UNROLL
-      for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + i * apart, there);
+      for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + 64 * i, 8 * g < tokens());
+      from += 256;
+    } else if (copied != kNone) {
+      const bool there = 64 * span + 8 * g < size && line < tokens();
+      GRAPHOPT_UNROLL
+      for (int i = 0; i < 4; ++i) copy_async16(to + i * kWarp, from + i * size, there);
+      from += 64, ++span;
+      if (span == spans()) from += 16 * size - 64 * span, span = 0, line += 16;
     }
     commit_copies();
   }
   // The next step, once it is there.
   GRAPHOPT_DEVICE void take(Word4 (&words)[4]) {
     wait_copies<kStages - 2>();
-    const Word4* const from = ring + (stage + 1) % kStages * (4 * kWarp) + lane();
-    copy(taken + kStages - 1);  // to where the last one was taken from
-    ++taken;
+    const Word4* const at = ring + (stage + 1) % kStages * (4 * kWarp) + lane();
+    copy();  // to where the last one was taken from
     GRAPHOPT_UNROLL
-    for (int i = 0; i < 4; ++i) words[i] = load16(from + i * kWarp);
+    for (int i = 0; i < 4; ++i) words[i] = load16(at + i * kWarp);
   }
 
   GRAPHOPT_DEVICE void begin(const Tile& tile) {
-    now = first_of(tile);
+    then = first_of(tile);
     GRAPHOPT_NO_UNROLL
-    for (int step = 0; step < kStages - 1; ++step) copy(step);
+    for (int step = 0; step < kStages - 1; ++step) copy();
   }
-  GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& next) {
-    now = first_of(tile), then = first_of(next);
-    taken = 0;
-  }
+  GRAPHOPT_DEVICE void open(const Tile& tile, const Tile& next) { now = first_of(tile), then = first_of(next); }
 
   // The rows of four products: pairs of neighbouring loads.
   static GRAPHOPT_DEVICE void multiply(const Word4 (&loaded)[4], const Word2& column, float (*sums)[4]) {
@@ -163,7 +168,7 @@ struct HalfPages : FloatPlaces {
         take(key);
       } else if (8 * g < tile.tokens) {
         GRAPHOPT_UNROLL
-        for (int i = 0; i < 4; ++i) key[i] = load16(keys_at(now, step) + 64 * i);
+        for (int i = 0; i < 4; ++i) key[i] = load16(keys_at(now) + (256 * step + 64 * i));
       }
       multiply(key, load8(queries + step * kWarp), sums);
     }

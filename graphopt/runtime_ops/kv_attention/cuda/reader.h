@@ -207,7 +207,9 @@ struct Softmax {
 
 // Where a page of a head lies in tensors that have as many pages as the cache.
 GRAPHOPT_DEVICE size_t place_of(const Layout& layout, uint32_t head, int64_t page) {
-  return head * layout.pages + layout.physical(page);
+  const size_t first = head * layout.pages;
+  if (page < static_cast<int64_t>(layout.pages)) return first + static_cast<size_t>(page);  // without a division
+  return first + layout.physical(page);
 }
 
 }  // namespace graphopt
