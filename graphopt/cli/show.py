@@ -1,4 +1,4 @@
-"""Commands that change nothing and run nothing: ``bases``, ``explain``, ``inspect``, ``passes``, ``recipes``."""
+"""Commands that only read: ``bases``, ``diff``, ``explain``, ``inspect``, ``passes``, ``recipes``."""
 
 from __future__ import annotations
 
@@ -62,6 +62,28 @@ def inspect_model(
         if table is not None:
             out.print(table)
     return None
+
+
+@command("diff")
+def diff_models(
+    before: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    after: Annotated[Path, typer.Argument(help="another")],
+    numbers: Annotated[bool, typer.Option(help="compare all numbers of weights; else a sample of their bytes")] = True,
+    as_json: Json = False,
+) -> None:
+    """Show how AFTER differs from BEFORE, equal edits of many layers as one row; exits with 1 where it does."""
+    from graphopt.view.differing import diff, groups_table, heading
+
+    found = diff(before, after, numbers=numbers)
+    if as_json:
+        print_json(found)
+    else:
+        for line in heading(found):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        table = groups_table(found)
+        if table is not None:
+            out.print(table)
+    raise typer.Exit(not found.equal)
 
 
 @command("explain")

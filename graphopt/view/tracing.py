@@ -8,7 +8,7 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt import provenance
-from graphopt.analysis.cost import format_of, is_weight, parameters_in, reader_of
+from graphopt.analysis.cost import is_weight, reader_of
 from graphopt.analysis.folding import Folding, fold, mixers
 from graphopt.analysis.folding.labels import matrix_of
 from graphopt.analysis.folding.repeats import Part, repeats
@@ -22,9 +22,10 @@ from graphopt.facts import PassReport
 from graphopt.manifest import MANIFEST, Manifest, read_manifest
 from graphopt.onnx_file import load
 from graphopt.runtime import native_operators
-from graphopt.runtime_ops import DECODING, DOMAIN, Coordinates, Cost, signature_of
+from graphopt.runtime_ops import DECODING, DOMAIN, Cost, signature_of
 from graphopt.runtime_ops.schema import attributes_of
-from graphopt.view.trace import Fold, Left, Measure, Node, Repeat, Stage, Trace, Weight
+from graphopt.view.describing import stage_of, weight_of
+from graphopt.view.trace import Fold, Left, Measure, Node, Repeat, Trace
 
 OPERATIONS, BYTES = "operations/token", "bytes/token"
 """Metrics of nodes."""
@@ -81,8 +82,10 @@ class _Tracer:
         folds, kinds = self._folds()
         number = {value: place for place, value in enumerate(self.weights)}
         places = {node: place for nodes in self._layer_nodes().values() for place, node in enumerate(nodes)}
-        made = Trace(model=name, context=self.context, folds=folds, weights=[_weight(each) for each in self.weights])
-        made.stages = [] if self.manifest is None else [self._stage(report) for report in self.manifest.passes]
+        made = Trace(model=name, context=self.context, folds=folds, weights=[weight_of(each) for each in self.weights])
+        made.stages = (
+            [] if self.manifest is None else [stage_of(report, self.manifest) for report in self.manifest.passes]
+        )
         made.repeats = _runs(repeats(kinds), kinds)
         shares = self._shares()
         for node in self.graph:
@@ -143,19 +146,6 @@ class _Tracer:
             exceptions = [number for number, each in stored[kind] if each != usual]
             folds.append(Fold(layers=[number for number, _ in stored[kind]], exceptions=exceptions))
         return folds, kinds
-
-    def _stage(self, report: PassReport) -> Stage:
-        checks = [] if self.manifest is None else self.manifest.checks_of(report)
-        return Stage(
-            name=report.name,
-            run=report.run,
-            effect=report.effect,
-            seconds=report.seconds,
-            changed=len(report.changes),
-            left=len(report.skips),
-            removed=len(report.removed),
-            checks=[check.model_copy(update={"findings": []}) for check in checks],
-        )
 
     def _shares(self) -> dict[ir.Node, float]:
         """Return which share of the tokens passes each product over experts: those chosen, of all."""
@@ -234,29 +224,6 @@ def _skips(reports: list[PassReport]) -> dict[str, list[Left]]:
             for name in {skip.where, skip.node} - {None}:
                 found[str(name)].append(Left(by=report.name, why=skip.reason))
     return found
-
-
-def _weight(value: ir.Value) -> Weight:
-    tensor = value.const_value
-    assert tensor is not None
-    kind = is_weight(value, tensor)
-    return Weight(
-        name=value.name or "",
-        format=format_of(value, tensor) if kind else "scales" if tensor.dtype.is_floating_point() else "constant",
-        group=_group(value) if kind else None,
-        shape=[int(size) for size in tensor.shape.numpy()],
-        parameters=parameters_in(value, tensor) if kind else 0,
-        bytes=tensor.nbytes,
-    )
-
-
-def _group(value: ir.Value) -> int | None:
-    for use in value.uses():
-        signature = signature_of(use.node)
-        if signature is not None and signature.coordinates in (Coordinates.DECODES, Coordinates.MULTIPLIES):
-            sizes = (use.node.attributes.get_int(name, 0) for name in ("block_size", "group"))
-            return next((size for size in sizes if size), None)
-    return None
 
 
 def _count(node: ir.Node) -> int | None:

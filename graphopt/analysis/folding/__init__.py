@@ -66,14 +66,19 @@ class Folding:
         return {node: of[segment] for node, segment in self.cuts.of.items() if segment in of}
 
 
-def fold(graph: ir.Graph) -> Folding:
-    """Find the repeated layers of a graph."""
-    cuts = cut(graph)
-    writer = Writer(graph, cuts)
+def fold(graph: ir.Graph, numbers: dict[Hashable, int] | None = None) -> Folding:
+    """Find the repeated layers of a graph.
+
+    Args:
+        graph: the graph.
+        numbers: of structures and parameters; graphs that are folded with the same ones can be compared by them.
+    """
+    cuts, numbers = cut(graph), {} if numbers is None else numbers
+    writer = Writer(graph, cuts, numbers)
     written = [writer.written(segment) for segment in cuts.segments]
-    structures = interned(structure for _, structure in written)
+    structures = interned((("structure", structure) for _, structure in written), numbers)
     order = [nodes for nodes, _ in written]
-    stored = interned(_stored(segment.nodes) for segment in cuts.segments)
+    stored = interned((("stored", _stored(segment.nodes)) for segment in cuts.segments), numbers)
     attends = [bool(mixers(nodes)) for nodes in order]
     wanted = attends if any(attends) else [any(map(is_product, nodes)) for nodes in order]
     return Folding(cuts, structures, stored, order, repeats(structures, wanted))
