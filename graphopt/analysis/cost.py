@@ -73,12 +73,12 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
-    """Return the node that reads ``value``, or rows looked up in it, as an input with one of the roles."""
+    """Return the node that reads ``value``, its numbers in another type or rows of it, in one of the roles."""
     for use in value.uses():
         read = port_at(*use)
         if read is not None and read.role in roles:
             return use.node
-        if use.node.op_type == "Gather" and use.idx == 0:
+        if use.node.op_type in ("Gather", "Cast") and use.idx == 0:
             found = reader_of(use.node.outputs[0], roles)
             if found is not None:
                 return found
