@@ -44,6 +44,15 @@ def test_rotation_is_exact_and_int4_is_small_and_close(demo: Demo) -> None:
 
 def test_every_stage_completes_the_prompt(demo: Demo) -> None:
     assert all(stage.completion for stage in demo.stages)
+
+
+def test_the_demo_ends_with_a_page_about_the_last_artifact(demo: Demo) -> None:
+    page = Path(demo.report).read_text(encoding="utf-8")
+    assert page.startswith("<!doctype html>")
+    assert "rotate-int4" in page
+
+
+def test_a_proof_changes_no_text(demo: Demo) -> None:
     assert demo.stages[0].completion == demo.stages[1].completion
 
 

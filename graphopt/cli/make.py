@@ -61,6 +61,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
         out.print(PROMPT + stage.completion, markup=False, highlight=False)
     last = result.stages[-1].folder
     out.print(f'\nwritten: {last}. Try: graphopt run {last} --prompt "class Stack:"', soft_wrap=True)
+    out.print(f"what was done to it: {result.report} opens in any browser", soft_wrap=True)
 
 
 @command("export")

@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json
+from graphopt.cli.console import Json, out, print_json, progress
 
 
 @command("bases")
@@ -102,6 +102,22 @@ def explain(
     for line in told(found):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
+
+
+@command("report")
+def write_report(
+    model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the HTML file to write")] = Path("report.html"),
+    before: Annotated[Path | None, typer.Option(help="what it was made from: the page shows what is different")] = None,
+    where: Annotated[bool, typer.Option("--where", help="also run both, and show where quality was lost")] = False,
+    context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
+) -> None:
+    """Write one HTML file about a model, which needs no network: size, passes, layers, differences, every node."""
+    from graphopt.view.page.write import write
+
+    with progress() as say:
+        write(model, output, before=before, where=where, context=context, on_stage=say)
+    out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
 @command("passes")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence
+
 import onnx_ir as ir
 
 from graphopt.analysis.cost import format_of, is_weight, parameters_in
@@ -9,6 +11,7 @@ from graphopt.facts import PassReport
 from graphopt.manifest import Manifest
 from graphopt.runtime_ops import Coordinates, signature_of
 from graphopt.view.trace import Stage, Weight
+from graphopt.weights import source_of
 
 
 def stage_of(report: PassReport, manifest: Manifest) -> Stage:
@@ -38,6 +41,17 @@ def weight_of(value: ir.Value) -> Weight:
         parameters=parameters_in(value, tensor) if kind else 0,
         bytes=tensor.nbytes,
     )
+
+
+def weights_of(values: Sequence[ir.Value]) -> list[Weight]:
+    """Return what a trace says of tensors; of those that are the same bytes, the first is the one that counts."""
+    first: dict[Hashable, int] = {}
+    found = []
+    for place, value in enumerate(values):
+        assert value.const_value is not None
+        stored = first.setdefault(source_of(value.const_value), place)
+        found.append(weight_of(value).model_copy(update={"same_as": None if stored == place else stored}))
+    return found
 
 
 def group_of(value: ir.Value) -> int | None:

@@ -61,6 +61,7 @@ class Node(_Part):
         layer: the layer that it is in, ``None`` outside of layers.
         fold: the fold of that layer, as a place in the list of folds.
         place: where it stands in the order that all layers of the fold have in common.
+        reads: the nodes whose results it reads, as places in the list of nodes.
         weights: the weights that it reads, as places in their list.
         computes: what it rounds its inputs to, or computes in; ``None`` where it reads no weight and no cache.
         runner: who runs it: ``onnxruntime``, ``kernel`` of graphopt, or the ``body`` that the file carries.
@@ -74,6 +75,7 @@ class Node(_Part):
     layer: int | None = None
     fold: int | None = None
     place: int | None = None
+    reads: list[int] = []
     weights: list[int] = []
     computes: str | None = None
     runner: str = "onnxruntime"
@@ -91,6 +93,7 @@ class Weight(_Part):
         shape: as it is stored.
         parameters: how many numbers of the model it holds; 0 for scales.
         bytes: as it is stored.
+        same_as: the weight before it, as a place in their list, whose bytes it shares; both are stored once.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Weight(_Part):
     shape: list[int]
     parameters: int
     bytes: int
+    same_as: int | None = None
 
 
 class Fold(_Part):
@@ -264,3 +268,8 @@ class Trace(_Part):
     weights: list[Weight] = []
     measures: list[Measure] = []
     notes: list[str] = []
+
+    def totals(self) -> tuple[int, int]:
+        """Return how many numbers the weights hold and in how many bytes; what is stored once counts once."""
+        stored = [each for each in self.weights if each.same_as is None]
+        return sum(each.parameters for each in stored), sum(each.bytes for each in stored)

@@ -13,7 +13,7 @@ from graphopt.analysis.folding import Folding, fold, mixers
 from graphopt.analysis.folding.labels import matrix_of
 from graphopt.analysis.folding.repeats import Part, repeats
 from graphopt.analysis.folding.repeats import Repeat as Run
-from graphopt.analysis.folding.trunk import constant_nodes
+from graphopt.analysis.folding.trunk import constant_nodes, inputs_of
 from graphopt.analysis.roles import roles_of
 from graphopt.analysis.token_cost import attention_cost, constants_of, token_cost
 from graphopt.artifact import MODEL
@@ -24,7 +24,7 @@ from graphopt.onnx_file import load
 from graphopt.runtime import native_operators
 from graphopt.runtime_ops import DECODING, DOMAIN, Cost, signature_of
 from graphopt.runtime_ops.schema import attributes_of
-from graphopt.view.describing import stage_of, weight_of
+from graphopt.view.describing import stage_of, weights_of
 from graphopt.view.trace import Fold, Left, Measure, Node, Repeat, Trace
 
 OPERATIONS, BYTES = "operations/token", "bytes/token"
@@ -82,12 +82,13 @@ class _Tracer:
         folds, kinds = self._folds()
         number = {value: place for place, value in enumerate(self.weights)}
         places = {node: place for nodes in self._layer_nodes().values() for place, node in enumerate(nodes)}
-        made = Trace(model=name, context=self.context, folds=folds, weights=[weight_of(each) for each in self.weights])
+        made = Trace(model=name, context=self.context, folds=folds, weights=weights_of(self.weights))
         made.stages = (
             [] if self.manifest is None else [stage_of(report, self.manifest) for report in self.manifest.passes]
         )
         made.repeats = _runs(repeats(kinds), kinds)
         shares = self._shares()
+        listed = {node: place for place, node in enumerate(self.graph)}
         for node in self.graph:
             layer = self.layers.get(node)
             read = [] if node in self.constant else constants_of(node, self.constant)
@@ -100,6 +101,7 @@ class _Tracer:
                     layer=layer,
                     fold=None if layer is None else kinds[layer],
                     place=places.get(node),
+                    reads=list(dict.fromkeys(listed[m] for v in inputs_of(node) if (m := v.producer()) in listed)),
                     weights=[number[value] for value in read if value in number],
                     computes=self._computes(node) if read or node in self.mixers else None,
                     runner=self._runner(node),

@@ -35,7 +35,7 @@ def groups_table(found: Diff) -> Table | None:
     """Show what is different, equal edits together; ``None`` where nothing is."""
     names = ("", Column("x", justify="right"), "layers", "role", "before -> after", "what is different", "cause")
     table = Table(*names)
-    for group, edges in _rows(found):
+    for group, edges in rows_of(found):
         alone = len(group.edges) == 1
         edge = edges[0]
         table.add_row(
@@ -50,7 +50,7 @@ def groups_table(found: Diff) -> Table | None:
     return table if table.row_count else None
 
 
-def _rows(found: Diff) -> Iterator[tuple[Group, list[Edge]]]:
+def rows_of(found: Diff) -> Iterator[tuple[Group, list[Edge]]]:
     """Yield the groups, with their edges where they are shown; what was only added or removed in one place together."""
     several: dict[Hashable, list[Group]] = {}
     for number, group in enumerate(found.groups):
