@@ -35,8 +35,10 @@ def test_the_folder_is_a_hugging_face_folder_of_at_most_12_megabytes() -> None:
 
 
 def test_it_has_learned_more_than_xz_finds(shipped_artifact: Path) -> None:
-    text = held_out_text()
-    xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / len(text.encode())
+    whole = held_out_text()
+    # xz gains from length, so it gets all of the text
+    xz = 8 * len(lzma.compress(whole.encode(), preset=9 | lzma.PRESET_EXTREME)) / len(whole.encode())
+    text = whole[:60_000]
     # windows without overlap: half the time of the default, and a little harder on the model
     result = evaluate(load(shipped_artifact), text, stride=1024)
     assert result.bytes == len(text.encode())
