@@ -153,6 +153,22 @@ def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: bool, floa
     return recipe.adding("float16") if float16 else recipe
 
 
+def _refuse_caches(source: Artifact, recipe: Recipe) -> None:
+    """Refuse steps for caches of keys and values where models of this kind have none.
+
+    Raises:
+        InputError: there is such a step; names it.
+    """
+    of_caches = [step.name for step in recipe.passes() if step.phase() == "cache"]
+    if of_caches and not TASKS[source.manifest.task].caches:
+        raise InputError(
+            f"the step {of_caches[0]} of the recipe {recipe.name} is for a cache of keys and values, which a model of "
+            f"the task {source.manifest.task} has not",
+            file=source.place,
+            remedy="choose a recipe without it: `graphopt passes` lists them",
+        )
+
+
 def _compile(
     model: str | Path | Artifact,
     recipe: Recipe,
@@ -166,6 +182,7 @@ def _compile(
     """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
     source = model if isinstance(model, Artifact) else artifacts.read(model)
     recipe = recipe.fitting(source.model.graph)
+    _refuse_caches(source, recipe)
     graph = source.model.clone()
 
     runner = Runner(recipe.session_entries()) if run else None

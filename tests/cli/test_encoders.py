@@ -64,3 +64,13 @@ def test_eval_compares_with_a_reference(
     ):
         code, _, err = call(monkeypatch, capsys, "eval", *arguments)
         assert (code, said in err) == (2, True), err
+
+
+def test_a_step_for_caches_is_refused_by_its_name(
+    bert_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for recipe, step in (("kv4", "quantize_kv"), ("streaming", "sparse_kv"), ("retrieval", "sparse_kv")):
+        code, _, err = call(monkeypatch, capsys, "optimize", bert_artifact, "-r", recipe, "-o", tmp_path / "made")
+        said = " ".join(err.replace("│", " ").split())
+        assert (code, f"the step {step} of the recipe {recipe} is for a cache of keys and values" in said) == (2, True)
+        assert not (tmp_path / "made").exists()
