@@ -52,6 +52,7 @@ def optimize(
     require: str | None = None,
     force: bool = False,
     statistics: str | Path | None = None,
+    part_size: int | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -78,6 +79,7 @@ def optimize(
         force: write a model that is broken, too.
         statistics: a folder in which statistics of models are kept, for recipes that share them. By default they lie
             in the work folder. See :mod:`graphopt.statistics`.
+        part_size: the most bytes in a file of weights, where the disk or a tool wants small files; ``None`` for one.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -126,6 +128,7 @@ def optimize(
             executor=executor,
             within=new_in(place),
             examine=examine,
+            part_size=part_size,
         )
         artifacts.read_weights_from(made.model, output)
     return made

@@ -16,8 +16,10 @@ from graphopt.cli.console import (
     NoRun,
     Output,
     Overwrite,
+    PartSize,
     StatisticsFolder,
     WorkFolder,
+    bytes_of,
     out,
     print_json,
     progress,
@@ -75,13 +77,22 @@ def export(
     no_weights: Annotated[
         bool, typer.Option("--no-weights", help="the graph alone, of a config.json: to look at, not to run")
     ] = False,
+    part_size: PartSize = None,
     as_json: Json = False,
 ) -> None:
     """Bring a model in as ONNX: one graph for prefill and decode, with its tokenizer."""
     from graphopt.models.export import export as run_export
 
     with progress() as say:
-        manifest = run_export(model, output, overwrite=overwrite, run=not no_run, weights=not no_weights, on_stage=say)
+        manifest = run_export(
+            model,
+            output,
+            overwrite=overwrite,
+            run=not no_run,
+            weights=not no_weights,
+            part_size=bytes_of(part_size),
+            on_stage=say,
+        )
     report_artifact(output, manifest, as_json)
 
 
@@ -124,6 +135,7 @@ def optimize(
         typer.Option(help='what its quality must be to be written, such as "kl<0.05, same_first_choice>0.9"'),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="write a model that is judged to be broken, too")] = False,
+    part_size: PartSize = None,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
@@ -165,6 +177,7 @@ def optimize(
             require=require,
             force=force,
             statistics=statistics,
+            part_size=bytes_of(part_size),
             on_stage=say,
         )
     return report_artifact(output, made.manifest, as_json)
@@ -178,6 +191,7 @@ def assemble(
     statistics: StatisticsFolder = None,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
+    part_size: PartSize = None,
     as_json: Json = False,
 ) -> None:
     """Check and write the model whose weights all of `optimize --shard` have evaluated."""
@@ -185,7 +199,14 @@ def assemble(
 
     with progress() as say:
         made = run_assemble(
-            output, overwrite=overwrite, run=not no_run, jobs=jobs, work=work, statistics=statistics, on_stage=say
+            output,
+            overwrite=overwrite,
+            run=not no_run,
+            jobs=jobs,
+            work=work,
+            statistics=statistics,
+            part_size=bytes_of(part_size),
+            on_stage=say,
         )
     report_artifact(output, made.manifest, as_json)
 
