@@ -110,13 +110,14 @@ def write_report(
     output: Annotated[Path, typer.Option("-o", "--output", help="the HTML file to write")] = Path("report.html"),
     before: Annotated[Path | None, typer.Option(help="what it was made from: the page shows what is different")] = None,
     where: Annotated[bool, typer.Option("--where", help="also run both, and show where quality was lost")] = False,
+    time: Annotated[bool, typer.Option("--time", help="also run it, and show where time goes")] = False,
     context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
 ) -> None:
     """Write one HTML file about a model, which needs no network: size, passes, layers, differences, every node."""
     from graphopt.view.page.write import write
 
     with progress() as say:
-        write(model, output, before=before, where=where, context=context, on_stage=say)
+        write(model, output, before=before, where=where, time=time, context=context, on_stage=say)
     out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 
 

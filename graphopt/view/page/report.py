@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib import resources
 
 from graphopt.manifest import Manifest
+from graphopt.profiling import Profile
 from graphopt.quality.losses import Losses
 from graphopt.version import VERSION
 from graphopt.view.page import sections
 from graphopt.view.page.data import page_data
 from graphopt.view.page.html import Html, el, section
+from graphopt.view.page.times import time_section
 from graphopt.view.query import KEYS
 from graphopt.view.trace import Diff, Trace
 
@@ -34,8 +35,7 @@ def report(
     manifest: Manifest | None = None,
     difference: Diff | None = None,
     losses: Losses | None = None,
-    time: Mapping[str, float] | None = None,
-    time_section: Html | None = None,
+    taken: Profile | None = None,
 ) -> str:
     """Return a page about a model, in HTML.
 
@@ -46,8 +46,7 @@ def report(
         manifest: how it came to be.
         difference: what is different from the model that it was made from.
         losses: where quality was lost.
-        time: share of the time of each node, by name.
-        time_section: the part about time.
+        taken: where its time goes.
     """
     parts = [
         sections.verdict(trace, manifest, difference, losses),
@@ -56,7 +55,7 @@ def report(
         sections.size(trace),
         sections.difference(difference),
         sections.quality(losses),
-        time_section,
+        None if taken is None else time_section(trace, taken),
         _nodes(),
     ]
     shown = [part for part in parts if part is not None]
@@ -66,7 +65,7 @@ def report(
     foot = el("footer", f"graphopt {VERSION}; {trace.format}; {len(trace.nodes):,} nodes")
     drawer = el("aside", id="drawer", hidden="", tabindex="-1", aria_label="node", aria_live="polite")
     data = Html(
-        f'<script type="application/json" id="data">{page_data(trace, difference, losses, time or {})}</script>'
+        f'<script type="application/json" id="data">{page_data(trace, difference, losses, _shares(taken))}</script>'
     )
     script = Html(f"<script>{_asset('report.js')}</script>")
     policy = Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">')
@@ -79,6 +78,12 @@ def report(
     ]
     body = el("body", head, el("main", shown), drawer, foot, data, script)
     return "<!doctype html>\n" + el("html", el("head", meta), body, lang="en")
+
+
+def _shares(taken: Profile | None) -> dict[str, float]:
+    """Return the share of each node in the time of one token, or of a prompt."""
+    run = None if taken is None else taken.token or taken.prompt
+    return {} if run is None else {name: seconds / run.seconds for name, seconds in run.nodes.items()}
 
 
 def _is(part: Html, name: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from graphopt.errors import InputError
+from graphopt.profiling import profile
 from graphopt.progress import Progress, silent
 from graphopt.quality.losses import losses
 from graphopt.view.differing import diff_of
@@ -18,6 +19,7 @@ def write(
     *,
     before: Path | None = None,
     where: bool = False,
+    time: bool = False,
     context: int = 1024,
     on_stage: Progress = silent,
 ) -> None:
@@ -28,6 +30,7 @@ def write(
         output: the HTML file; one that is there is replaced.
         before: what it was made from.
         where: whether to run both, to show where quality was lost.
+        time: whether to run it, to show where time goes.
         context: tokens in the cache, for figures per token.
         on_stage: called when a stage begins.
 
@@ -44,7 +47,8 @@ def write(
         on_stage("comparing it with the model before")
         found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
     lost = losses(before, model, on_stage=on_stage) if where and before is not None else None
-    page = report(trace, manifest, found, lost)
+    taken = profile(model, on_stage=on_stage) if time else None
+    page = report(trace, manifest, found, lost, taken)
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
