@@ -204,7 +204,7 @@ def test_a_cache_that_wraps(instructions: str, storage: str) -> None:
 def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, page=32, sinks=40, recent=100, budget=20, kv_heads=2)
     calls = (2100, 1, 1, 7)  # one call of many blocks of queries, and others whose pages are shared out
-    tokens = tokens_of(attributes, sum(calls), group=4, head_size=32, sink_logits=True)
+    tokens = tokens_of(attributes, sum(calls), sink_logits=True)
     runs = [Native(1), Native(1, in_place=True), Native(2), Native(2, in_place=True)]
     caches = [Fed(attributes, tokens, 68, run) for run in runs]
     for columns in calls:
