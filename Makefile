@@ -34,7 +34,9 @@ LAYOUT := build/.layout
 $(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \
 	&& { cmp -s $(LAYOUT).new $(LAYOUT) || cp $(LAYOUT).new $(LAYOUT); })
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
-# Most modules of torch and transformers are never imported, so Python compiles a module when it first is.
+# Most modules of torch and transformers are never imported, so Python compiles a module when it first is, and keeps what
+# it compiled.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(PIP) install --no-compile
 CUDA := $(if $(findstring gpu,$(EXTRAS)),ON,AUTO)
 

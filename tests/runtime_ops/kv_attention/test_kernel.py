@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.bound import reference_and_bound
 from tests.native import needs_library
 from tests.runtime_ops.kv_cases import (
     INPUTS,
     STATE,
     Arrays,
+    Bounded,
     Fed,
     Run,
     any_calls,
@@ -31,25 +30,6 @@ pytestmark = needs_library
 
 POLICIES = ([0], [1], [2], [0, 2], [1, 2])
 SOME = {"sinks": 5, "recent": 9, "budget": 2, "sink_pages": 1, "recent_pages": 1}
-
-
-class Bounded:
-    """Runs the reference, and keeps how far from it a kernel may be; the same call is computed once for all kernels."""
-
-    most: np.ndarray
-    _newest: ClassVar[dict[bytes, tuple[tuple[np.ndarray, ...], np.ndarray]]] = {}
-
-    def __call__(self, *inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
-        digest = hashlib.sha256(repr(sorted(attributes.items())).encode())
-        for array in inputs:
-            digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
-        key, newest = digest.digest(), self._newest
-        if key not in newest:
-            if len(newest) >= 64:  # a test has fewer calls, and the next one is the same for other instructions
-                del newest[next(iter(newest))]
-            newest[key] = reference_and_bound(*inputs, **attributes)
-        results, self.most = newest[key]
-        return results
 
 
 def compare(
