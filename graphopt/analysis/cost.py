@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Set
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -142,6 +143,8 @@ def packed_format(node: ir.Node) -> str:
     codes, table = port(node, "codes"), port(node, "table")
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"
+    if isinstance(table.const_value, ir.ExternalTensor) and not Path(table.const_value.path).is_file():
+        return f"a table of {table.const_value.size} values"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
     for known in FORMATS.values():
         if bits in (None, known.bits) and np.array_equal(known.values.astype(np.float32), values):

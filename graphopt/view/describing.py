@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from pathlib import Path
 
 import onnx_ir as ir
 
@@ -52,6 +53,12 @@ def weights_of(values: Sequence[ir.Value]) -> list[Weight]:
         stored = first.setdefault(source_of(value.const_value), place)
         found.append(weight_of(value).model_copy(update={"same_as": None if stored == place else stored}))
     return found
+
+
+def is_here(value: ir.Value) -> bool:
+    """Return whether the numbers of a constant can be read."""
+    tensor = value.const_value
+    return not isinstance(tensor, ir.ExternalTensor) or Path(tensor.path).is_file()
 
 
 def group_of(value: ir.Value) -> int | None:

@@ -24,7 +24,7 @@ from graphopt.onnx_file import load
 from graphopt.runtime import native_operators
 from graphopt.runtime_ops import DECODING, DOMAIN, Cost, signature_of
 from graphopt.runtime_ops.schema import attributes_of
-from graphopt.view.describing import stage_of, weights_of
+from graphopt.view.describing import is_here, stage_of, weights_of
 from graphopt.view.trace import Fold, Left, Measure, Node, Repeat, Trace
 
 OPERATIONS, BYTES = "operations/token", "bytes/token"
@@ -44,11 +44,15 @@ def trace(path: Path, context: int = 1024) -> Trace:
     Raises:
         InputError: there is no model, or it cannot be read.
     """
-    return trace_of(*opened(path), str(path), context)
+    return trace_of(*opened(path, weights=False), str(path), context)
 
 
-def opened(path: Path) -> tuple[ir.Model, Manifest | None]:
+def opened(path: Path, *, weights: bool = True) -> tuple[ir.Model, Manifest | None]:
     """Open a model, and read its manifest where there is one.
+
+    Args:
+        path: an artifact, or an .onnx file.
+        weights: whether its weights must be there, too; else no number of them can be read.
 
     Raises:
         InputError: there is no model, or it cannot be read.
@@ -57,7 +61,7 @@ def opened(path: Path) -> tuple[ir.Model, Manifest | None]:
     if not file.is_file():
         raise InputError("there is no ONNX model here", file=path, remedy=f"give a folder with {MODEL}, or a file")
     manifest = read_manifest(path) if path.is_dir() and (path / MANIFEST).is_file() else None
-    return load(file), manifest
+    return load(file, weights=weights), manifest
 
 
 def trace_of(model: ir.Model, manifest: Manifest | None, name: str, context: int = 1024) -> Trace:
@@ -116,6 +120,8 @@ class _Tracer:
                 made.measures += _measures(node.name or "", cost)
         if self.manifest is None:
             made.notes.append("there is no manifest: which passes ran, and what they left alone, is not known")
+        if not all(map(is_here, self.weights)):
+            made.notes.append("the file of weights is not here: nothing that is told depends on their numbers")
         if not self.folded.layers():
             made.notes.append("no layers that repeat were found")
         return made

@@ -40,7 +40,7 @@ def write(
     if where and before is None:
         raise InputError("where quality was lost is told beside the model before", remedy="give --before FOLDER")
     on_stage("reading the model")
-    graph, manifest = opened(model)
+    graph, manifest = opened(model, weights=before is not None)
     trace = trace_of(graph, manifest, str(model), context)
     found = None
     if before is not None:
