@@ -38,7 +38,7 @@ IN_MEMORY = Rule("pipeline.in-memory", "the model came from memory, and quality 
 
 def optimize(
     model: str | Path | Artifact,
-    recipe: str | Path | Recipe = "rotate-int4",
+    recipe: str | Path | Recipe = "int4",
     output: str | Path | None = None,
     *,
     target: Target | None = None,

@@ -100,7 +100,7 @@ def export(
 def optimize(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
     output: Output,
-    recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "int4",
     target: Annotated[
         Target | None,
         typer.Option(

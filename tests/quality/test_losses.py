@@ -79,7 +79,7 @@ def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_p
 
 
 def test_an_encoder_has_errors_and_no_divergence(bert_artifact: Path, tmp_path: Path) -> None:
-    optimize(bert_artifact, "int4", tmp_path / "made", run=False)
+    optimize(bert_artifact, "int4-rtn", tmp_path / "made", run=False)
     found = losses(bert_artifact, tmp_path / "made", ["one two three four " * 30], tokens=64, window=32)
     assert found.kl is None
     assert restored_table(found) is None

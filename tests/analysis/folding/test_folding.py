@@ -229,6 +229,6 @@ def test_two_layers_of_each_family_are_found_with_names_shuffled(
 def test_layers_are_found_behind_every_preset(llama_artifact: Path, preset: str) -> None:
     # GPTQ runs the model to see the inputs of products; one window of text is enough here.
     recipe = load_recipe(preset).model_copy(update={"calibration": CalibrationOptions(windows=1)})
-    folded = fold(optimize(llama_artifact, recipe, run=preset.startswith("gptq-")).model.graph)
+    folded = fold(optimize(llama_artifact, recipe, run=f"{preset}-rtn" in presets()).model.graph)
     assert len(folded.layers()) == 2
     assert [part.count for part in folded.parts if isinstance(part, Repeat)] == [2]

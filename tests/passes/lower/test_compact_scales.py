@@ -88,16 +88,16 @@ def test_widening_gives_back_the_constants(tied: bool) -> None:
 
 def test_a_recipe_with_codes_has_the_step_and_another_has_not() -> None:
     graph = residual_model().graph
-    names = [[step.step for step in load_recipe(name).fitting(graph).steps] for name in ("int4", "rotate")]
+    names = [[step.step for step in load_recipe(name).fitting(graph).steps] for name in ("int4-rtn", "rotate")]
     assert names[0][-2:] == ["lower", "compact_scales"]
     assert "compact_scales" not in names[1]
 
 
 def test_an_artifact_is_verified_and_optimized_again(llama_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(llama_artifact, "int4", tmp_path / "int4", quality_tokens=0)
+    made = optimize(llama_artifact, "int4-rtn", tmp_path / "int4", quality_tokens=0)
     assert made.manifest.passes[-1].name == "compact_scales"
     verify(llama_artifact, tmp_path / "int4")
-    again = optimize(tmp_path / "int4", "int4", tmp_path / "packed", target="ort-cpu", quality_tokens=0)
+    again = optimize(tmp_path / "int4", "int4-rtn", tmp_path / "packed", target="ort-cpu", quality_tokens=0)
     names = [report.name for report in again.manifest.passes if report.changes]
     assert names[:5] == ["canonicalize", "quantize_weights", "lower", "compact_scales", "widen_scales"]
     assert again.manifest.weights is not None
