@@ -225,9 +225,9 @@ def test_stages_of_one_compile_are_told_by_the_record(
 
 
 def test_two_presets_of_one_model_are_compared(llama_artifact: Path, tmp_path: Path) -> None:
-    for preset in ("int4", "fp6"):
+    for preset in ("int4-rtn", "fp6-rtn"):
         optimize(llama_artifact, preset, tmp_path / preset, run=False)
-    found = diff(tmp_path / "int4", tmp_path / "fp6")
+    found = diff(tmp_path / "int4-rtn", tmp_path / "fp6-rtn")
     changed = {edge.role for edge in found.edges}
     assert "down_proj" in changed
     assert "attention" not in changed
