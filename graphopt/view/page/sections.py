@@ -93,7 +93,7 @@ def passes(trace: Trace, manifest: Manifest | None, found: Diff | None) -> Html 
             bar(stage.seconds / longest, f"{stage.seconds:.2f} s"),
         )
         parts = [
-            el("pre", "".join(f"{line}\n" for line in rewrite.splitlines())) if rewrite else None,
+            el("pre", ((line, Html("\n")) for line in rewrite.splitlines())) if rewrite else None,
             el("h4", "What it changed"), edits if own else el("p", "not told without BEFORE", class_="note"),
             *([el("h4", "What it left, and why"), el("ul", reasons)] if left else []),
             *([el("h4", "Checks"), el("ul", checks)] if stage.checks else []),
@@ -186,7 +186,7 @@ def quality(lost: Losses | None) -> Html | None:
     ]
     drawn = el("div", (el("figure", el("figcaption", title), heat) for title, heat in maps), class_="pair")
     parts: list[object] = [
-        el("p", f"Errors relative to what a product makes in floats, {lost.tokens:,} tokens of text."),
+        el("p", f"Errors in percent of what a product makes in floats, {lost.tokens:,} tokens of text."),
         drawn,
     ]
     if lost.kl is not None:

@@ -212,6 +212,8 @@ def test_an_artifact_says_what_each_pass_did(llama_artifact: Path, tmp_path: Pat
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     for word in ("fold_norms", "rotate", "quantize_weights", "proved", "What it left, and why", "before", "int4 by 32"):
         assert word in page.text, word
+    assert "\\n" not in page.text
+    assert "y = MatMul(" in page.text
     boxes = [given for _, given in page.elements if given.get("class", "") and "box" in str(given["class"]).split()]
     assert len(boxes) > 20
     names = page.data["words"]
