@@ -34,6 +34,10 @@ LAYOUT := build/.layout
 $(shell mkdir -p build && find graphopt -name '*.py' | sort >$(LAYOUT).new \
 	&& { cmp -s $(LAYOUT).new $(LAYOUT) || cp $(LAYOUT).new $(LAYOUT); })
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check --no-input
+# Most modules of torch and transformers are never imported, so Python compiles a module when it first is, and keeps what
+# it compiled.
+unexport PYTHONDONTWRITEBYTECODE
+INSTALL := $(PIP) install --no-compile
 CUDA := $(if $(findstring gpu,$(EXTRAS)),ON,AUTO)
 
 # A second build of the native operators. Only they are watched: Python and onnxruntime are as they were, so the sanitizer
@@ -114,8 +118,8 @@ $(READY): pyproject.toml $(NATIVE) $(LAYOUT)
 
 # Both at once: one core compiles while the other unpacks.
 packages:
-	@$(PIP) install "$(or $(TORCH),$(error pyproject.toml pins no torch))"
-	@$(BIN)/python tools/requirements.py $(EXTRAS) | $(PIP) install --no-warn-conflicts --requirement /dev/stdin
+	@$(INSTALL) "$(or $(TORCH),$(error pyproject.toml pins no torch))"
+	@$(BIN)/python tools/requirements.py $(EXTRAS) | $(INSTALL) --no-warn-conflicts --requirement /dev/stdin
 
 native:
 	@$(PIP) install --no-deps --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) --editable .

@@ -3,8 +3,8 @@
 Example::
 
     manifest = graphopt.export("stdlib_lm", "float32")                   # needs graphopt[export]
-    artifact = graphopt.optimize("float32", "rotate-int4", "int4")
-    session = graphopt.load("int4")                                      # then graphopt.generate, graphopt.evaluate
+    artifact = graphopt.optimize("float32", "small", "made")
+    session = graphopt.load("made")                                      # then graphopt.generate, graphopt.evaluate
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -29,7 +30,7 @@ from graphopt.model_facts import facts_of
 from graphopt.onnx_file import load
 from graphopt.tasks import TASKS, task_of
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.weights.data_file import save_model
+from graphopt.weights.data_file import is_part, save_model
 from graphopt.weights.disk import writing
 
 MODEL = "model.onnx"
@@ -67,6 +68,11 @@ class Artifact:
     keep: object = None
 
 
+def is_data(name: str) -> bool:
+    """Return whether a file of an artifact holds weights: all of them, or a part."""
+    return is_part(name, DATA)
+
+
 def read(path: str | Path) -> Artifact:
     """Open an artifact folder, or a plain ``.onnx`` file with the companions beside it.
 
@@ -87,7 +93,7 @@ def read(path: str | Path) -> Artifact:
     if (folder / MANIFEST).is_file() and path.is_dir():
         manifest = read_manifest(folder)
         # A file cut between two parts of the protocol still parses.
-        check_sizes(folder, manifest, {MODEL, DATA})
+        check_sizes(folder, manifest, {MODEL, *filter(is_data, manifest.files)})
     else:
         task = task_of(model.graph).name
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
@@ -104,6 +110,7 @@ def write(
     within: Path | None = None,
     examine: Callable[[Path], Check | None] | None = None,
     weights: bool = True,
+    part_size: int | None = None,
 ) -> Manifest:
     """Write ``artifact`` to the folder ``output``, whole or not at all, and return its final manifest.
 
@@ -117,13 +124,15 @@ def write(
         examine: called with the complete folder before it takes its name; the check that it returns is written down,
             and an error that it raises leaves nothing behind.
         weights: whether to write the weights; without them the artifact holds the graph, and cannot be opened.
+        part_size: the most bytes in a file of weights, see :func:`graphopt.weights.data_file.save_model`.
 
     Raises:
         InputError: ``output`` exists and ``overwrite`` is false, it is not an artifact that may be replaced, or the
             disk is too small.
     """
     with new_folder(Path(output), overwrite=overwrite, within=within) as folder:
-        save_model(artifact.model, folder / MODEL, DATA, executor=executor, on_tensor=on_tensor, weights=weights)
+        how: dict[str, Any] = {"executor": executor, "on_tensor": on_tensor, "part_size": part_size}
+        save_model(artifact.model, folder / MODEL, DATA, weights=weights, **how)
         with writing(folder):
             notes = write_companions(artifact, folder)
             files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
@@ -189,7 +198,7 @@ def origin_of(artifact: Artifact) -> str:
         return known
     records = artifact.manifest.files
     digest = hashlib.sha256()
-    for name in sorted({MODEL, DATA} & records.keys()):
+    for name in sorted(name for name in records if name == MODEL or is_data(name)):
         digest.update(records[name].sha256.encode())
     if not records:
         for name, value in sorted(artifact.model.graph.initializers.items()):

@@ -18,6 +18,7 @@ from graphopt.pipeline import optimize
 from graphopt.progress import Progress, silent
 from graphopt.session import load
 from graphopt.stdlib_text import held_out_text
+from graphopt.view.page.write import write
 
 MODEL = "stdlib_lm"
 # Six of the held-out modules, 29% of the text: `graphopt eval --held-out` reads them all.
@@ -64,12 +65,14 @@ class Demo(BaseModel):
         xz_bits_per_byte: what ``xz -9e`` needs for it, for a sense of scale.
         prompt: what the models completed.
         stages: a row per artifact.
+        report: the page about the last artifact, beside the exported model.
     """
 
     held_out_bytes: int
     xz_bits_per_byte: float
     prompt: str
     stages: list[Stage]
+    report: str
 
 
 def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = None) -> Demo:
@@ -99,9 +102,11 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
         seconds = time.perf_counter() - started
         say("judging it on held-out text", 1, 2)
         stages.append(_judge(name, folder, manifest, text, seconds))
+    page = output / "report.html"
+    write(output / RECIPES[-1], page, before=output / EXPORTED)
     size = len(text.encode())
     xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
-    return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages)
+    return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages, report=str(page))
 
 
 def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: float) -> Stage:

@@ -11,8 +11,12 @@ from graphopt.runtime import NEWEST_OPSET
 from graphopt.weights import map_on_demand
 
 
-def load(onnx_file: Path) -> ir.Model:
+def load(onnx_file: Path, *, weights: bool = True) -> ir.Model:
     """Open a model; its weights stay on disk until they are read.
+
+    Args:
+        onnx_file: the file.
+        weights: whether files of weights must be there. Without them what a weight holds cannot be read.
 
     Raises:
         InputError: the file is truncated, its opset is newer than onnxruntime loads, or external data is missing,
@@ -25,7 +29,7 @@ def load(onnx_file: Path) -> ir.Model:
             f"the file cannot be read as ONNX ({error})", file=onnx_file, remedy="is it truncated?"
         ) from error
     _check_opset(model, onnx_file)
-    _check_external_data(model, onnx_file)
+    _check_external_data(model, onnx_file, weights)
     map_on_demand(model)
     return model
 
@@ -42,7 +46,7 @@ def _check_opset(model: ir.Model, onnx_file: Path) -> None:
         )
 
 
-def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
+def _check_external_data(model: ir.Model, onnx_file: Path, weights: bool) -> None:
     """Confirm that the external data of every tensor is complete and lies beside the file, which is untrusted."""
     folder = onnx_file.parent.resolve()
     for value in (value for graph in model.graphs() for value in graph.initializers.values()):
@@ -57,6 +61,8 @@ def _check_external_data(model: ir.Model, onnx_file: Path) -> None:
                 tensor=value.name,
                 remedy="copy the file itself, not a link, beside the model if you trust it",
             )
+        if not weights and not data.exists():
+            continue
         if not data.is_file():
             raise InputError(
                 "external data is missing", file=data, tensor=value.name, remedy=f"{onnx_file.name} needs it"

@@ -38,7 +38,7 @@ IN_MEMORY = Rule("pipeline.in-memory", "the model came from memory, and quality 
 
 def optimize(
     model: str | Path | Artifact,
-    recipe: str | Path | Recipe = "rotate-int4",
+    recipe: str | Path | Recipe = "int4",
     output: str | Path | None = None,
     *,
     target: Target | None = None,
@@ -52,6 +52,7 @@ def optimize(
     require: str | None = None,
     force: bool = False,
     statistics: str | Path | None = None,
+    part_size: int | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Apply ``recipe`` to ``model``, check it pass by pass, and write it.
@@ -78,6 +79,7 @@ def optimize(
         force: write a model that is broken, too.
         statistics: a folder in which statistics of models are kept, for recipes that share them. By default they lie
             in the work folder. See :mod:`graphopt.statistics`.
+        part_size: the most bytes in a file of weights, where the disk or a tool wants small files; ``None`` for one.
         on_stage: called when a stage begins, with how many are done.
 
     Returns:
@@ -126,6 +128,7 @@ def optimize(
             executor=executor,
             within=new_in(place),
             examine=examine,
+            part_size=part_size,
         )
         artifacts.read_weights_from(made.model, output)
     return made
@@ -153,6 +156,22 @@ def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: bool, floa
     return recipe.adding("float16") if float16 else recipe
 
 
+def _refuse_caches(source: Artifact, recipe: Recipe) -> None:
+    """Refuse steps for caches of keys and values where models of this kind have none.
+
+    Raises:
+        InputError: there is such a step; names it.
+    """
+    of_caches = [step.name for step in recipe.passes() if step.phase() == "cache"]
+    if of_caches and not TASKS[source.manifest.task].caches:
+        raise InputError(
+            f"the step {of_caches[0]} of the recipe {recipe.name} is for a cache of keys and values, which a model of "
+            f"the task {source.manifest.task} has not",
+            file=source.place,
+            remedy="choose a recipe without it: `graphopt passes` lists them",
+        )
+
+
 def _compile(
     model: str | Path | Artifact,
     recipe: Recipe,
@@ -166,6 +185,7 @@ def _compile(
     """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
     source = model if isinstance(model, Artifact) else artifacts.read(model)
     recipe = recipe.fitting(source.model.graph)
+    _refuse_caches(source, recipe)
     graph = source.model.clone()
 
     runner = Runner(recipe.session_entries()) if run else None

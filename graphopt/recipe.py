@@ -97,11 +97,16 @@ class Recipe(BaseModel):
         """Return the recipe with all steps that ``graph`` needs and it does not name.
 
         These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes,
-        and ``lower``.
+        ``lower``, ``compact_scales`` if there are codes, and ``tie_embedding`` if no step changes weights.
         """
-        codes = any(PASSES[step.step].phase() in ("codes", "lower") for step in self.steps)
+        phases = {PASSES[step.step].phase() for step in self.steps}
         recipe = self.importing(graph)
-        return (recipe.adding("unpack") if codes and PASSES["unpack"].needed(graph) else recipe).lowered()
+        if phases & {"codes", "lower"} and PASSES["unpack"].needed(graph):
+            recipe = recipe.adding("unpack")
+        recipe = recipe.lowered()
+        if not phases & {"algebra", "codes"} and PASSES["tie_embedding"].needed(graph):
+            recipe = recipe.adding("tie_embedding")
+        return recipe.adding("compact_scales") if "codes" in phases or PASSES["widen_scales"].needed(graph) else recipe
 
     @classmethod
     def recorded(cls, data: Mapping[str, Any]) -> Recipe:

@@ -65,6 +65,7 @@ def open_session(
     native: bool = True,
     device: Device = "cpu",
     rewritten: bool = True,
+    profile: Path | None = None,
 ) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session.
 
@@ -77,6 +78,7 @@ def open_session(
             standard operators run.
         device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
         rewritten: let onnxruntime optimize the graph before it runs it; if false, nodes run as they are written.
+        profile: what the name of a profile begins with, which onnxruntime writes when ``end_profiling`` is called.
 
     Raises:
         InputError: onnxruntime refuses the file or the library of kernels; its message is included. For ``cuda``
@@ -94,6 +96,8 @@ def open_session(
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     for key, value in (entries or {}).items():
         options.add_session_config_entry(key, value)
+    if profile is not None:
+        options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
     library = library_path(device) if native else None

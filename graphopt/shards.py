@@ -123,6 +123,7 @@ def assemble(
     jobs: int | Executor = 1,
     work: str | Path | None = None,
     statistics: str | Path | None = None,
+    part_size: int | None = None,
     on_stage: Progress = silent,
 ) -> Artifact:
     """Check and write the model whose weights all shards have evaluated; as :func:`graphopt.optimize` otherwise.
@@ -153,6 +154,7 @@ def assemble(
         jobs=jobs,
         work=folder,
         statistics=statistics,
+        part_size=part_size,
         on_stage=on_stage,
     )
 

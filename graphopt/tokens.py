@@ -46,7 +46,11 @@ def tokenizer_among(companions: Mapping[str, Path]) -> Tokenizer:
     file = companions.get(TOKENIZER)
     found = None if file is None else read_tokenizer(file)
     if found is None:
-        raise InputError(f"the model has no {TOKENIZER}", remedy="put the one that it was trained with beside it")
+        raise InputError(
+            f"the model has no {TOKENIZER}",
+            remedy="put the one that it was trained with beside it; to quantize without text, take a recipe that "
+            "rounds to nearest, such as int4-rtn",
+        )
     return found
 
 

@@ -6,12 +6,14 @@ import ctypes
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 from hypothesis import settings
+from onnx_ir.schemas import OpSignature
 
 from tests import families
 from tests.families import HIDDEN as HIDDEN
@@ -43,6 +45,24 @@ EXPORTS = (
 
 # The families whose exports are tested in detail: each has a feature that the others here lack.
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def signatures_are_derived_once() -> Iterator[None]:
+    """Keep the signatures of ONNX's ops: onnxscript derives one for each node it adds, half of a body's time."""
+    derive, known = OpSignature.from_op_schema, {}
+
+    def signature_of(schema: onnx.defs.OpSchema) -> OpSignature:
+        if schema.domain:
+            return derive(schema)
+        key = schema.name, schema.since_version
+        if key not in known:
+            known[key] = derive(schema)
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(OpSignature, "from_op_schema", staticmethod(signature_of))
+        yield
 
 
 @pytest.fixture(scope="session")

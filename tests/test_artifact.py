@@ -79,6 +79,30 @@ def test_written_and_read(tmp_path: Path) -> None:
     artifact.verify_files(tmp_path / "deep" / "small")
 
 
+def test_weights_in_several_files(tmp_path: Path) -> None:
+    sizes = {"a": 100, "b": 200, "c": 500, "d": 1}  # of 4 bytes; constants of up to 256 bytes stand in the model file
+    values = [ir.val(name, const_value=ir.tensor(np.arange(size, dtype=np.float32))) for name, size in sizes.items()]
+    made = small_artifact({})
+    made.model.graph.initializers.clear()
+    for value in values:
+        made.model.graph.register_initializer(value)
+    manifest = artifact.write(made, tmp_path / "parts", part_size=1200)
+    # the first two fit into one file; the third is too large for any
+    assert {name: record.bytes for name, record in manifest.files.items() if artifact.is_data(name)} == {
+        DATA: 4 * 300,
+        f"{DATA}.1": 4 * 500,
+    }
+    artifact.verify_files(tmp_path / "parts")
+    opened = artifact.read(tmp_path / "parts")
+    for name, size in sizes.items():
+        assert np.array_equal(opened.model.graph.initializers[name].const_value.numpy(), np.arange(size))
+    assert artifact.write(opened, tmp_path / "one").files[DATA].bytes == 4 * 800
+    (tmp_path / "parts" / f"{DATA}.1").write_bytes(b"")
+    with pytest.raises(InputError, match=r"truncated|cut off"):
+        artifact.read(tmp_path / "parts")
+    assert [name for name in ("x", f"{DATA}.0", f"{DATA}.01", f"{DATA}.1x") if artifact.is_data(name)] == []
+
+
 def test_plain_onnx_file(tmp_path: Path) -> None:
     ir.save(small_model(), tmp_path / "other.onnx")
     (tmp_path / "config.json").write_text(json.dumps({"n_positions": 9, "eos_token_id": 3}))

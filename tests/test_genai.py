@@ -22,7 +22,7 @@ from tests.graphs import canonical, run_pass
 FACTS = {"max_positions": 128, "bos_token_id": 0, "eos_token_ids": [0], "session": {}}
 
 
-@pytest.mark.parametrize("recipe", ["rotate", "rotate-online", "int4", "fp6", "rotate-w4a4"])
+@pytest.mark.parametrize("recipe", ["rotate", "rotate-online", "int4-rtn", "fp6-rtn", "rotate-w4a4"])
 def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, recipe, tmp_path / recipe)
     prompt = [5, 17, 101, 43, 250]
@@ -39,7 +39,7 @@ def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artif
 
 def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tmp_path: Path) -> None:
     for last in (False, True):
-        optimize(llama_artifact, "int4", tmp_path / str(last), last_logits=last)
+        optimize(llama_artifact, "int4-rtn", tmp_path / str(last), last_logits=last)
     prompt, made = [5, 17, 101, 43, 250], []
     for last in (False, True):
         model = onnxruntime_genai.Model(str(tmp_path / str(last)))
@@ -56,7 +56,7 @@ def test_onnxruntime_genai_needs_no_logits_but_the_last(llama_artifact: Path, tm
 def test_onnxruntime_genai_takes_the_library_of_kernels_from_its_configuration(
     llama_artifact: Path, tmp_path: Path
 ) -> None:
-    optimize(llama_artifact, "fp6", tmp_path / "out")
+    optimize(llama_artifact, "fp6-rtn", tmp_path / "out")
     file = tmp_path / "out" / GENAI_CONFIG
     config = json.loads(file.read_text())
     config["model"]["decoder"]["session_options"]["custom_ops_library"] = "/nowhere/library.so"
@@ -66,7 +66,7 @@ def test_onnxruntime_genai_takes_the_library_of_kernels_from_its_configuration(
 
 
 def test_session_entries_of_the_recipe_are_handed_on(llama_artifact: Path, tmp_path: Path) -> None:
-    manifest = optimize(llama_artifact, "int4", tmp_path / "out").manifest
+    manifest = optimize(llama_artifact, "int4-rtn", tmp_path / "out").manifest
     assert GENAI_CONFIG in manifest.files
     config = genai_config(interface_of(tmp_path / "out"), MODEL, **{**FACTS, "session": manifest.session})  # type: ignore[arg-type]
     assert isinstance(config, dict)

@@ -75,16 +75,16 @@ def test_a_wrong_fold_is_refused_and_nothing_is_written(
     assert not list(scratch.iterdir())
 
 
-@pytest.mark.parametrize("recipe", ["int4", "rotate-int4"])
+@pytest.mark.parametrize("recipe", ["int4-rtn", "rotate-int4"])
 def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path, recipe: str) -> None:
     made = optimize(llama_artifact, recipe, tmp_path / "out")
-    # Nominal, from the shapes of the Llama: matrices 4 bits and a float32 scale per 64 rows, the MLP's 160 rows in
+    # Nominal, from the shapes of the Llama: matrices 4 bits and a float16 scale per 64 rows, the MLP's 160 rows in
     # groups of 32; head 8 bits and a scale per 64; norms float32. The embedding is the head's, until a rotation folds
-    # the last norm's gain into the head: then it takes 8 bits and a scale a row.
+    # the last norm's gain into the head: then it takes 8 bits and a float32 scale a row.
     hidden, mlp, heads, kv_heads, vocabulary, layers = 64, 160, 64, 32, 300, 2
     read_hidden = hidden * (heads + 2 * kv_heads + 2 * mlp)
-    bits = layers * ((read_hidden + heads * hidden) * (4 + 32 / 64) + mlp * hidden * (4 + 32 / 32))
-    bits += hidden * vocabulary * (8 + 32 / 64)
+    bits = layers * ((read_hidden + heads * hidden) * (4 + 16 / 64) + mlp * hidden * (4 + 16 / 32))
+    bits += hidden * vocabulary * (8 + 16 / 64)
     bits += vocabulary * hidden * (8 + 32 / hidden) * (recipe == "rotate-int4")
     bits += (2 * layers + 1) * hidden * 32
     assert made.manifest.weights is not None
@@ -100,14 +100,14 @@ def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path
 def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
     manifest = read_manifest(optimized)
     assert manifest.recipe is not None
-    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4").lowered()
+    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4").lowered().adding("compact_scales")
     names = [report.name for report in manifest.passes]
-    assert names == ["canonicalize", "fold_norms", "rotate", "quantize_weights", "lower"]
+    assert names == ["canonicalize", "fold_norms", "rotate", "quantize_weights", "lower", "compact_scales"]
     # `lower` for any onnxruntime leaves standard forms as they are, and says so
-    assert (manifest.passes[-1].effect, manifest.passes[-1].changes) == ("exact", [])
-    assert {skip.reason.code for skip in manifest.passes[-1].skips} == {"lower.portable"}
+    assert (manifest.passes[-2].effect, manifest.passes[-2].changes) == ("exact", [])
+    assert {skip.reason.code for skip in manifest.passes[-2].skips} == {"lower.portable"}
     logits = [check for check in manifest.checks if check.name == "logits"]
-    assert [check.status for check in logits] == ["measured"] * 5
+    assert [check.status for check in logits] == ["measured"] * 6
     assert logits[2].figures["largest_change"] < TOLERANCE < logits[3].figures["largest_change"]
     assert [check.figures["fused_kernels"] for check in manifest.checks if check.name == "kernels"] == [15]
     assert manifest.precision is not None
@@ -122,7 +122,7 @@ def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
 def test_float32_activations_are_a_recipe_away_and_closer(llama_artifact: Path, tmp_path: Path) -> None:
     changes = []
     for activations in ("int8", "float32"):
-        recipe = load_recipe("int4").model_copy(update={"activations": activations})
+        recipe = load_recipe("int4-rtn").model_copy(update={"activations": activations})
         made = optimize(llama_artifact, recipe)
         assert made.manifest.precision is not None
         assert made.manifest.precision.activations == activations
@@ -134,10 +134,10 @@ def test_float32_activations_are_a_recipe_away_and_closer(llama_artifact: Path, 
 @pytest.mark.parametrize(
     ("recipe", "storage", "products"),
     [
-        ("fp6", {"fp6-e2m3": 15}, {"MatMulTable, inputs int8": 15}),
+        ("fp6-rtn", {"fp6-e2m3": 15}, {"MatMulTable, inputs int8": 15}),
         ("rotate-fp6-e3m2", {"fp6-e3m2": 15}, {"MatMulTable, inputs int8": 15}),
-        ("nf4", {"nf4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulTable, inputs int8": 14}),
-        ("w4a8", {"int4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulDynamic, inputs int8 per token": 14}),
+        ("nf4-rtn", {"nf4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulTable, inputs int8": 14}),
+        ("w4a8-rtn", {"int4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulDynamic, inputs int8 per token": 14}),
         ("rotate-w4a4", {"int4": 14}, {"MatMulNBits, inputs int8": 1, "MatMulDynamic, inputs int4 per token": 14}),
     ],
 )
@@ -173,23 +173,24 @@ def test_the_manifest_tells_storage_and_compute_apart(
 
 
 def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(llama_artifact, "int4", tmp_path / "out", target="ort-cpu")
+    made = optimize(llama_artifact, "int4-rtn", tmp_path / "out", target="ort-cpu")
     assert made.manifest.precision is not None
     # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers
     assert made.manifest.precision.count("MatMulTable", "int8") == 8
     assert made.manifest.precision.storage["int4"] == 8
-    assert [report.name for report in made.manifest.passes][-2:] == ["merge_products", "lower"]
+    assert [report.name for report in made.manifest.passes][-3:] == ["merge_products", "lower", "compact_scales"]
     # both round activations to int8 in groups; the order of sums and ties are all that differs
     assert made.manifest.check("logits", after="lower").figures["largest_change"] < 2e-2
-    # weights and scales are the numbers that they were, in fewer bytes of scales
-    portable = optimize(llama_artifact, "int4", tmp_path / "portable", target="portable")
+    # weights and scales are the numbers that they were, with zeros in the last tile of what 16 columns do not divide
+    portable = optimize(llama_artifact, "int4-rtn", tmp_path / "portable", target="portable")
     assert portable.manifest.weights is not None
     assert made.manifest.weights is not None
-    assert made.manifest.weights.bits_per_weight < portable.manifest.weights.bits_per_weight
+    ratio = made.manifest.weights.bits_per_weight / portable.manifest.weights.bits_per_weight
+    assert 1 <= ratio < 1.01
 
 
 def test_a_quantized_artifact_can_be_rotated_no_more_and_that_is_proved(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "fp6", tmp_path / "fp6")
+    optimize(llama_artifact, "fp6-rtn", tmp_path / "fp6")
     manifest = optimize(tmp_path / "fp6", "rotate", tmp_path / "again").manifest
     assert {str(skip.reason) for skip in manifest.passes[-2].skips} >= {
         "its codes are fixed: rotate before weights are quantized"
@@ -292,7 +293,7 @@ def test_bad_input_gets_a_clear_error_and_leaves_nothing(
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     with pytest.raises(InputError, match=BAD[damage]):
-        optimize(folder, "int4", tmp_path / "out")
+        optimize(folder, "int4-rtn", tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "scratch"]
     assert not list(scratch.iterdir())
 
@@ -302,7 +303,7 @@ def test_an_output_that_is_there_is_refused_before_any_work(llama_artifact: Path
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "precious.txt").write_text("keep")
     with pytest.raises(InputError, match="not an artifact"):
-        optimize(llama_artifact, "int4", tmp_path / "out", on_stage=lambda stage, *_: stages.append(stage))
+        optimize(llama_artifact, "int4-rtn", tmp_path / "out", on_stage=lambda stage, *_: stages.append(stage))
     assert not stages
     assert (tmp_path / "out" / "precious.txt").read_text() == "keep"
 
@@ -330,7 +331,8 @@ def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said
 
 def test_an_optimized_artifact_can_be_optimized_again(optimized: Path, tmp_path: Path) -> None:
     manifest = optimize(optimized, "rotate", tmp_path / "again").manifest
-    assert [report.name for report in manifest.passes][5:] == ["canonicalize", "fold_norms", "rotate", "lower"]
+    names = [report.name for report in manifest.passes][6:]
+    assert names == ["widen_scales", "canonicalize", "fold_norms", "rotate", "lower", "compact_scales"]
     assert manifest.precision is not None
     assert manifest.precision.storage["int4"] == 14
 

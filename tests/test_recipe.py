@@ -73,7 +73,7 @@ def test_steps_out_of_order_are_refused_with_the_order_that_is_right(tmp_path: P
 
 def test_any_step_can_be_added_and_set() -> None:
     recipe = load_recipe(
-        "int4",
+        "int4-rtn",
         add=["rotate", "fold_norms"],
         options=["rotate.seed=7", "quantize_weights.linear.group=32", "quantize_weights.embedding=null"],
     )
@@ -99,7 +99,7 @@ def test_any_step_can_be_added_and_set() -> None:
 )
 def test_what_cannot_be_added_or_set_is_refused(add: list[str], options: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        load_recipe("int4", add=add, options=options)
+        load_recipe("int4-rtn", add=add, options=options)
 
 
 def test_the_lm_head_may_still_be_called_head(tmp_path: Path) -> None:
@@ -134,14 +134,30 @@ def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
-    quantized = ["fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8"]
+    fitted = ["fp6", "int3", "int4", "large", "medium", "nf4", "small", "w4a8"]
+    quantized = [*fitted, "fp6-e3m2", "w4a4"]
     caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
-    rotated = [*(f"rotate-{name}" for name in quantized), "rotate", "rotate-online"]
-    fitted = ["gptq-int4", "gptq-int3", "gptq-nf4", "gptq-fp6"]
-    assert list(presets()) == sorted([*quantized, *rotated, *caches, *fitted, "float16"])
+    rotated = [
+        *(f"rotate-{name}" for name in ("fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8")),
+        "rotate",
+        "rotate-online",
+    ]
+    without_text = [f"{name}-rtn" for name in fitted]
+    assert list(presets()) == sorted([*quantized, *rotated, *caches, *without_text, "float16"])
     for name, recipe in presets().items():
         assert load_recipe(name) == recipe
         assert recipe.description
+
+
+def test_presets_are_calibrated_and_their_twins_need_no_data() -> None:
+    needs = {
+        name
+        for name, recipe in presets().items()
+        for step in recipe.steps
+        if isinstance(step, QuantizeWeightsOptions) and step.rounding.needs is not None
+    }
+    assert needs == {name.removesuffix("-rtn") for name in presets() if name.endswith("-rtn")}
+    assert {"int4", "small", "medium", "large"} < needs
 
 
 def test_rotate_is_exact_only() -> None:
@@ -170,7 +186,7 @@ def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
 
 
 def test_a_target_sets_the_step_lower_or_adds_it() -> None:
-    recipe = load_recipe("int4")
+    recipe = load_recipe("int4-rtn")
     lowered = recipe.lowered("ort-cpu")
     assert lowered.steps == (*recipe.steps, MergeProductsOptions(), LowerOptions(target="ort-cpu"))
     assert lowered.lowered("ort-cpu") == lowered
@@ -178,15 +194,20 @@ def test_a_target_sets_the_step_lower_or_adds_it() -> None:
 
 
 def test_float16_is_the_last_step_and_asked_for_once() -> None:
-    recipe = load_recipe("int4").adding("float16")
+    recipe = load_recipe("int4-rtn").adding("float16")
     assert recipe.steps[-1] == Float16Options()
     assert recipe.adding("float16") == recipe
-    lowered = [*load_recipe("int4").steps, MergeProductsOptions(), LowerOptions(target="ort-cuda"), Float16Options()]
+    lowered = [
+        *load_recipe("int4-rtn").steps,
+        MergeProductsOptions(),
+        LowerOptions(target="ort-cuda"),
+        Float16Options(),
+    ]
     assert list(recipe.lowered("ort-cuda").steps) == lowered
 
 
 def test_last_logits_are_asked_for_once() -> None:
-    recipe = load_recipe("int4").adding("last_logits")
+    recipe = load_recipe("int4-rtn").adding("last_logits")
     assert recipe.steps[-1] == LastLogitsOptions()
     assert recipe.adding("last_logits") == recipe
 

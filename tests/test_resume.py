@@ -147,7 +147,7 @@ def test_assembling_too_early_names_the_shards_that_are_missing(llama_artifact: 
     with pytest.raises(InputError, match=r"these shards are not done: 0/3, 2/3"):
         assemble(output)
     with pytest.raises(InputError, match="other shards in this work folder have another recipe"):
-        evaluate_shard(llama_artifact, load_recipe("fp6"), output, 0, 3)
+        evaluate_shard(llama_artifact, load_recipe("fp6-rtn"), output, 0, 3)
     with pytest.raises(InputError, match="there is no shard 3/3"):
         evaluate_shard(llama_artifact, load_recipe(RECIPE), output, 3, 3)
 

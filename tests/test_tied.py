@@ -26,10 +26,10 @@ def kinds(folder: Path) -> Counter[str]:
 @pytest.mark.parametrize(
     ("recipe", "given", "lookup"),
     [
-        ("int4", {}, "Gather"),
-        ("int4", {"target": "ort-cuda"}, "GatherTable"),
-        ("fp6", {}, "GatherTable"),
-        ("w4a8", {"target": "ort-cpu"}, "Gather"),
+        ("int4-rtn", {}, "Gather"),
+        ("int4-rtn", {"target": "ort-cuda"}, "GatherTable"),
+        ("fp6-rtn", {}, "GatherTable"),
+        ("w4a8-rtn", {"target": "ort-cpu"}, "Gather"),
     ],
 )
 def test_one_set_of_codes_saves_the_embedding_and_verifies(
@@ -51,7 +51,7 @@ def test_one_set_of_codes_saves_the_embedding_and_verifies(
 
 
 def test_in_float16_the_lookup_is_cast(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "fp6", tmp_path / "out", quality_tokens=0, float16=True, last_logits=True)
+    optimize(llama_artifact, "fp6-rtn", tmp_path / "out", quality_tokens=0, float16=True, last_logits=True)
     nodes = list(ir.load(tmp_path / "out" / MODEL).graph)
     (lookup,) = [node for node in nodes if node.op_type == "GatherTable"]
     assert [use.node.op_type for use in lookup.outputs[0].uses()] == ["Cast"]
@@ -63,14 +63,14 @@ def test_a_tied_model_computes_what_one_that_is_stored_twice_does(llama_artifact
     found = []
     for tied in (False, True):
         options = [f"quantize_weights.tied={tied}", "quantize_weights.activations=float32"]
-        optimize(llama_artifact, load_recipe("fp6", options=options), tmp_path / f"{tied}", quality_tokens=0)
+        optimize(llama_artifact, load_recipe("fp6-rtn", options=options), tmp_path / f"{tied}", quality_tokens=0)
         found.append(load(tmp_path / f"{tied}").logits(ids))
     # the embedding is rounded to FP6 instead of int8: 2^-4 of each number, and less of a logit
     assert 0 < np.abs(found[0] - found[1]).max() < 0.1 * np.abs(found[0]).max()
 
 
 def test_caches_in_pages_and_a_second_recipe_leave_it_tied(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, load_recipe("fp6", add=["quantize_kv"]), tmp_path / "first", quality_tokens=0)
+    optimize(llama_artifact, load_recipe("fp6-rtn", add=["quantize_kv"]), tmp_path / "first", quality_tokens=0)
     assert kinds(tmp_path / "first")["GatherTable"] == 1
     made = optimize(tmp_path / "first", load_recipe("rotate"), tmp_path / "second", quality_tokens=0)
     assert [check.status for check in made.manifest.checks if check.name == "certificate"] == ["proved"]

@@ -4,7 +4,8 @@
     python tools/rounding_table.py float
 
 Every artifact is judged on held-out text (docs/quality.md); statistics are collected once for all recipes that share a
-graph, on text that is not held out. A recipe may have options behind it: "int4,quantize_weights.linear.format=int3".
+graph, on text that is not held out. A recipe may have options behind it:
+"int4-rtn,quantize_weights.linear.format=int3".
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from graphopt.statistics.options import CalibrationOptions
 
 _INT3 = "quantize_weights.linear.format=int3"
 RECIPES = (
-    *(f"{rotated}{name}" for name in ("fp6", "int4", "nf4") for rotated in ("", "rotate-")),
-    f"int4,{_INT3}",
+    *(each for name in ("fp6", "int4", "nf4") for each in (f"{name}-rtn", f"rotate-{name}")),
+    f"int4-rtn,{_INT3}",
     f"rotate-int4,{_INT3}",
     "w4a4",
     "rotate-w4a4",

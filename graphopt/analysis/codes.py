@@ -45,7 +45,7 @@ class StoredCodes:
         codes: an integer type [K, N]: places in the table, two's complement where ONNX has a signed type for them.
         scales: [groups, N].
         zero_points: [groups, N], or ``None`` where there are none: codes like ``codes`` where ``table`` is a format,
-            else numbers in units of the table.
+            else numbers in units of the table, or minimums.
         table: what the codes mean: a format that ONNX has a type for, or an initializer float [entries].
         group: rows that share a scale.
     """
@@ -61,6 +61,11 @@ class StoredCodes:
     def is_standard(self) -> bool:
         """Whether ONNX has the form, so that any onnxruntime has a kernel for it."""
         return not self.reader.domain
+
+    @property
+    def minimums(self) -> bool:
+        """Whether zero points are minimums, added behind the scales."""
+        return self.reader.attributes.get_int("minimums", 0) == 1
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Set
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -73,12 +74,12 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
-    """Return the node that reads ``value``, or rows looked up in it, as an input with one of the roles."""
+    """Return the node that reads ``value``, its numbers in another type or rows of it, in one of the roles."""
     for use in value.uses():
         read = port_at(*use)
         if read is not None and read.role in roles:
             return use.node
-        if use.node.op_type == "Gather" and use.idx == 0:
+        if use.node.op_type in ("Gather", "Cast") and use.idx == 0:
             found = reader_of(use.node.outputs[0], roles)
             if found is not None:
                 return found
@@ -142,6 +143,8 @@ def packed_format(node: ir.Node) -> str:
     codes, table = port(node, "codes"), port(node, "table")
     if codes is None or codes.const_value is None or table is None or table.const_value is None:
         return "codes"
+    if isinstance(table.const_value, ir.ExternalTensor) and not Path(table.const_value.path).is_file():
+        return f"a table of {table.const_value.size} values"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
     for known in FORMATS.values():
         if bits in (None, known.bits) and np.array_equal(known.values.astype(np.float32), values):

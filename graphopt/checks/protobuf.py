@@ -111,10 +111,19 @@ def all_messages(message: Message, name: str) -> Iterator[Any]:
     """Yield every message of the type called ``name``, such as ``GraphProto``, in ``message``, outer ones first."""
     if message.DESCRIPTOR.name == name:
         yield message
-    for field, value in message.ListFields():
-        if field.message_type is not None and name in _inside(field.message_type):
-            for each in value if field.is_repeated else [value]:
+    for field, is_repeated in _fields_above(message.DESCRIPTOR, name):
+        if is_repeated:
+            for each in getattr(message, field):
                 yield from all_messages(each, name)
+        elif message.HasField(field):
+            yield from all_messages(getattr(message, field), name)
+
+
+@functools.cache
+def _fields_above(kind: Descriptor, name: str) -> tuple[tuple[str, bool], ...]:
+    """Return the fields that may hold a message of the type called ``name``, however deep; and which are repeated."""
+    above = (field for field in kind.fields if field.message_type is not None and name in _inside(field.message_type))
+    return tuple((field.name, field.is_repeated) for field in sorted(above, key=lambda field: field.number))
 
 
 @functools.cache

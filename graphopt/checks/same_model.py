@@ -14,7 +14,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 
-from graphopt.artifact import DATA, MODEL
+from graphopt.artifact import DATA, MODEL, is_data
 from graphopt.checks.protobuf import Difference, all_messages, first_difference
 from graphopt.checks.up_to_names import without_names
 from graphopt.errors import VerificationError
@@ -69,7 +69,8 @@ def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False
         _same_numbers(tensors[mine], found[other], folder, rounding_proved)
         for mine, other in zip(ours, theirs, strict=True)
     )
-    _check_layout(found, folder / DATA)
+    for name in {DATA, *(each.name for each in folder.iterdir() if is_data(each.name))}:
+        _check_layout(found, folder / name)
     nodes = sum(1 for _ in all_messages(bare, "NodeProto"))
     return Extent(nodes, len(bare.functions), len(theirs), rounded)
 
@@ -162,7 +163,7 @@ def _check_place(tensor: onnx.TensorProto, file: Path) -> None:
         else "at a place that is no number"
         if not all(entry.value.isdecimal() for entry in tensor.external_data if entry.key != "location")
         else f"in {', '.join(locations) or 'no file'} instead of {DATA}"
-        if outside and locations != {DATA}
+        if outside and not all(map(is_data, locations or [""]))
         else None
     )
     if wrong is not None:
@@ -204,7 +205,7 @@ def _check_layout(tensors: list[onnx.TensorProto], data: Path) -> None:
     regions = {
         (int(place["offset"]), int(place["length"])): tensor.name
         for tensor, place in zip(tensors, places, strict=True)
-        if place
+        if place and place["location"] == data.name
     }
     if not data.is_file():
         return

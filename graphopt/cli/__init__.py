@@ -14,7 +14,7 @@ from graphopt.errors import GraphoptError
 
 EXIT_CODES = {
     0: "done",
-    1: "a bug in graphopt",
+    1: "a bug in graphopt; of `diff`: the models differ",
     2: "the input cannot be used",
     3: "a check failed and nothing was written",
     4: "an optional package is missing",

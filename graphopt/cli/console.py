@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -34,6 +34,10 @@ StatisticsFolder = Annotated[
     Path | None,
     typer.Option("--statistics", help="folder of statistics that recipes share; by default in the work folder"),
 ]
+PartSize = Annotated[
+    str | None,
+    typer.Option("--part-size", help="most bytes in a file of weights, such as 2GB; by default one file"),
+]
 OnDevice = Annotated[Device, typer.Option("--device", help="what to compute on; cuda is an NVIDIA GPU")]
 Threads = Annotated[int, typer.Option(help="threads of onnxruntime; 0 lets it choose", min=0)]
 
@@ -49,6 +53,23 @@ def progress() -> Iterator[Progress]:
             bar.update(task, description=escape(stage), completed=done, total=total)
 
         yield say
+
+
+def bytes_of(size: str | None) -> int | None:
+    """Return how many bytes a text such as ``2GB`` or ``512MiB`` means; ``None`` for none.
+
+    Raises:
+        InputError: it is no size, or 0.
+    """
+    if size is None:
+        return None
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(size))
+    except ValidationError as error:
+        raise InputError(f"{size!r} is no size of a file", remedy="write it as 2GB, 512MiB or 4096") from error
+    if found < 1:
+        raise InputError(f"no tensor fits into a file of {size!r}", remedy="write it as 2GB, 512MiB or 4096")
+    return found
 
 
 def print_json(value: BaseModel | Sequence[Any]) -> None:

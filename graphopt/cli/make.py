@@ -16,8 +16,10 @@ from graphopt.cli.console import (
     NoRun,
     Output,
     Overwrite,
+    PartSize,
     StatisticsFolder,
     WorkFolder,
+    bytes_of,
     out,
     print_json,
     progress,
@@ -61,6 +63,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
         out.print(PROMPT + stage.completion, markup=False, highlight=False)
     last = result.stages[-1].folder
     out.print(f'\nwritten: {last}. Try: graphopt run {last} --prompt "class Stack:"', soft_wrap=True)
+    out.print(f"what was done to it: {result.report} opens in any browser", soft_wrap=True)
 
 
 @command("export")
@@ -74,13 +77,22 @@ def export(
     no_weights: Annotated[
         bool, typer.Option("--no-weights", help="the graph alone, of a config.json: to look at, not to run")
     ] = False,
+    part_size: PartSize = None,
     as_json: Json = False,
 ) -> None:
     """Bring a model in as ONNX: one graph for prefill and decode, with its tokenizer."""
     from graphopt.models.export import export as run_export
 
     with progress() as say:
-        manifest = run_export(model, output, overwrite=overwrite, run=not no_run, weights=not no_weights, on_stage=say)
+        manifest = run_export(
+            model,
+            output,
+            overwrite=overwrite,
+            run=not no_run,
+            weights=not no_weights,
+            part_size=bytes_of(part_size),
+            on_stage=say,
+        )
     report_artifact(output, manifest, as_json)
 
 
@@ -88,7 +100,7 @@ def export(
 def optimize(
     model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file")],
     output: Output,
-    recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "rotate-int4",
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "int4",
     target: Annotated[
         Target | None,
         typer.Option(
@@ -123,6 +135,7 @@ def optimize(
         typer.Option(help='what its quality must be to be written, such as "kl<0.05, same_first_choice>0.9"'),
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="write a model that is judged to be broken, too")] = False,
+    part_size: PartSize = None,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
@@ -164,6 +177,7 @@ def optimize(
             require=require,
             force=force,
             statistics=statistics,
+            part_size=bytes_of(part_size),
             on_stage=say,
         )
     return report_artifact(output, made.manifest, as_json)
@@ -177,6 +191,7 @@ def assemble(
     statistics: StatisticsFolder = None,
     overwrite: Overwrite = False,
     no_run: NoRun = False,
+    part_size: PartSize = None,
     as_json: Json = False,
 ) -> None:
     """Check and write the model whose weights all of `optimize --shard` have evaluated."""
@@ -184,7 +199,14 @@ def assemble(
 
     with progress() as say:
         made = run_assemble(
-            output, overwrite=overwrite, run=not no_run, jobs=jobs, work=work, statistics=statistics, on_stage=say
+            output,
+            overwrite=overwrite,
+            run=not no_run,
+            jobs=jobs,
+            work=work,
+            statistics=statistics,
+            part_size=bytes_of(part_size),
+            on_stage=say,
         )
     report_artifact(output, made.manifest, as_json)
 

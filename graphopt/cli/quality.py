@@ -25,23 +25,40 @@ def quality(
     text: Texts = None,
     tokens: Tokens = 4096,
     window: Window = 512,
+    where: Annotated[
+        bool, typer.Option("--where", help="also measure where quality was lost: layer by layer, and what to do")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
     from graphopt.manifest import read_manifest
     from graphopt.quality.judge import measured
+    from graphopt.quality.losses import losses
+    from graphopt.view.losses import errors_table, restored_table, told
     from graphopt.view.tables import quality_table
 
     texts = None if text is None else [read_text(text)]
-    rows = []
+    rows, lost = [], []
     with progress() as say:
         for folder in after:
             task = read_manifest(folder).task
             figures = measured(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
             rows.append((str(folder), figures))
+            lost += [losses(before, folder, texts, window=window, on_stage=say)] if where else []
     if as_json:
-        return print_json([{"model": name, **figures} for name, figures in rows])
-    return out.print(quality_table(rows))
+        more = [{"where": each.model_dump(mode="json")} for each in lost] or [{}] * len(rows)
+        return print_json(
+            [{"model": name, **figures, **each} for (name, figures), each in zip(rows, more, strict=True)]
+        )
+    out.print(quality_table(rows))
+    for (name, _), found in zip(rows, lost, strict=False):
+        out.print(f"where {name} loses quality:", markup=False, highlight=False, soft_wrap=True)
+        for table in (errors_table(found), restored_table(found)):
+            if table is not None:
+                out.print(table)
+        for line in told(found):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+    return None
 
 
 @command("table")

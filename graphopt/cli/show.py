@@ -1,4 +1,4 @@
-"""Commands that change nothing and run nothing: ``bases``, ``explain``, ``inspect``, ``passes``, ``recipes``."""
+"""Commands that only read: ``bases``, ``diff``, ``explain``, ``inspect``, ``passes``, ``recipes``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json
+from graphopt.cli.console import Json, out, print_json, progress
 
 
 @command("bases")
@@ -64,6 +64,28 @@ def inspect_model(
     return None
 
 
+@command("diff")
+def diff_models(
+    before: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    after: Annotated[Path, typer.Argument(help="another")],
+    numbers: Annotated[bool, typer.Option(help="compare all numbers of weights; else a sample of their bytes")] = True,
+    as_json: Json = False,
+) -> None:
+    """Show how AFTER differs from BEFORE, equal edits of many layers as one row; exits with 1 where it does."""
+    from graphopt.view.differing import diff, groups_table, heading
+
+    found = diff(before, after, numbers=numbers)
+    if as_json:
+        print_json(found)
+    else:
+        for line in heading(found):
+            out.print(line, markup=False, highlight=False, soft_wrap=True)
+        table = groups_table(found)
+        if table is not None:
+            out.print(table)
+    raise typer.Exit(not found.equal)
+
+
 @command("explain")
 def explain(
     model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
@@ -80,6 +102,23 @@ def explain(
     for line in told(found):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
+
+
+@command("report")
+def write_report(
+    model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the HTML file to write")] = Path("report.html"),
+    before: Annotated[Path | None, typer.Option(help="what it was made from: the page shows what is different")] = None,
+    where: Annotated[bool, typer.Option("--where", help="also run both, and show where quality was lost")] = False,
+    time: Annotated[bool, typer.Option("--time", help="also run it, and show where time goes")] = False,
+    context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
+) -> None:
+    """Write one HTML file about a model, which needs no network: size, passes, layers, differences, every node."""
+    from graphopt.view.page.write import write
+
+    with progress() as say:
+        write(model, output, before=before, where=where, time=time, context=context, on_stage=say)
+    out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
 @command("passes")

@@ -1,4 +1,4 @@
-"""Commands that run a model: ``run``, ``eval``, ``heads``."""
+"""Commands that run a model: ``run``, ``eval``, ``heads``, ``profile``."""
 
 from __future__ import annotations
 
@@ -166,4 +166,33 @@ def heads(
         out.print(f"left out, since they have sliding windows: layers {', '.join(map(str, found.windowed))}")
     if output is not None:
         out.print(f"written: {output}. A recipe's step sparse_kv takes it as `heads: {output}`", soft_wrap=True)
+    return None
+
+
+@command("profile")
+def profile_model(
+    model: Annotated[Path, typer.Argument(help="an artifact, or an .onnx file of a causal language model")],
+    prompt: Annotated[int, typer.Option("--prompt-tokens", min=1, help="tokens of the prompt")] = 128,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="single tokens behind it")] = 32,
+    threads: Threads = 0,
+    perfetto: Annotated[
+        Path | None, typer.Option(help="also write onnxruntime's trace, which ui.perfetto.dev shows")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show where time goes, prompt and single tokens apart: by role, layers together, and by the pass that made it."""
+    from graphopt.profiling import profile
+    from graphopt.view.times import times_table, told
+    from graphopt.view.tracing import trace
+
+    with progress() as say:
+        found = profile(model, prompt=prompt, tokens=tokens, threads=threads, perfetto=perfetto, on_stage=say)
+    if as_json:
+        return print_json(found)
+    traced = trace(model, prompt + tokens)
+    for run in (found.prompt, found.token):
+        if run is not None:
+            out.print(times_table(traced, run, found.bandwidth))
+    for line in told(traced, found):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None

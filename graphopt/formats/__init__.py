@@ -10,6 +10,7 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.formats.floating import floating_point
 from graphopt.formats.integer import signed_integer, ternary, unsigned_integer
+from graphopt.formats.nonlinear import nonlinear
 from graphopt.formats.quantile import normal_float4, student_float4
 from graphopt.formats.steps import integer_step
 from graphopt.formats.table import TableFormat
@@ -41,6 +42,9 @@ FORMATS: dict[str, TableFormat] = {
         floating_point(5, 2, ir.DataType.FLOAT8E5M2, reserved=4),
         normal_float4(),
         student_float4(),
+        nonlinear(3),
+        nonlinear(4),
+        nonlinear(5),
     )
 }
 """Every format by name: ``int`` is symmetric, ``uint`` carries a zero point per group; a recipe may bring its own."""

@@ -3,10 +3,10 @@
     Q4_0  Q5_0  Q8_0      w = q d            int4, int5, int8 in groups of 32, d float16
     Q6_K                  w = q (d s)        int6 in groups of 16; s int8, so d s takes float32
     Q4_1  Q5_1            w = q d + m        uint4, uint5 in groups of 32; d and m float16
-    Q4_K  Q5_K            w = q (d s) - d' t uint4, uint5 in groups of 32; s and t of 6 bits
+    Q4_K  Q5_K            w = q (d s) - d' t uint4, uint5 in groups of 32; s, t of 6 bits: d s and d' t take float32
 
-The first four mean the same numbers to the last bit. The others are written (q - z) d with z = -m / d in float32, which
-moves a weight by about 2^-23 of the larger of |q d| and |m|.
+Each means the same numbers as the file to the last bit. Where a kernel knows no minimums, they become zero points
+z = -m / d in float32, and a weight (q - z) d moves by about 2^-23 of the larger of |q d| and |m|.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _FORMATS = {
     "Q4_K": ("uint4", 32),
     "Q5_K": ("uint5", 32),
 }
-_ONE_LEVEL = ("Q4_0", "Q5_0", "Q8_0")
+_SYMMETRIC = ("Q4_0", "Q5_0", "Q8_0")
+_ONE_LEVEL = (*_SYMMETRIC, "Q4_1", "Q5_1")
 
 
 def has_codes(tensor: object) -> bool:
@@ -40,22 +41,27 @@ def has_codes(tensor: object) -> bool:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeptCodes(Several):
-    """Codes, scales and perhaps zero points of rows of a tensor.
+    """Codes, scales and perhaps minimums of rows of a tensor.
 
     Attributes:
         of: the tensor, of a type in the table above.
         order: the rows, int64.
         looked_up: rows stay rows and codes are int8, as a table that is looked up wants them. Otherwise rows become
             columns, as a product reads them, and codes have the type that ONNX has for the format: int4 or int8. Where
-            it has none they are uint8, places in the format's table, and zero points are values of it.
+            it has none they are uint8, places in the format's table.
+        standard: whether to use what ONNX has for the format. Without, codes are always uint8, and scales as short as
+            in the file.
+        as_zero_points: minimums become zero points, values of the format's table in float32.
     """
 
     of: Ggml
     order: Array
     looked_up: bool = False
+    standard: bool = True
+    as_zero_points: bool = False
 
     def __post_init__(self) -> None:
-        if not has_codes(self.of) or (self.looked_up and self.has_zero_points):
+        if not has_codes(self.of) or (self.looked_up and self.has_minimums):
             raise ValueError(f"{self.of} has no codes that can be kept")
 
     @property
@@ -69,30 +75,32 @@ class KeptCodes(Several):
         return _FORMATS[self.of.kind][1]
 
     @property
-    def has_zero_points(self) -> bool:
+    def has_minimums(self) -> bool:
         """Whether a group has a minimum of its own."""
         return self.table.zero_point
 
     @property
     def is_standard(self) -> bool:
         """Whether ``DequantizeLinear`` can say it."""
-        return self.looked_up or (self.table.onnx_type is not None and not self.has_zero_points)
+        has_form = self.standard and self.table.onnx_type is not None and not self.has_minimums
+        return self.looked_up or has_form
 
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
-        """Scales of a table that is looked up are float16 where one level of them is all that there is."""
+        """Scales and minimums of one level are float16, as in the file, but for a product in standard form."""
         rows, columns = len(self.order), self.of.dims[1]
         codes, scales = (rows, columns), (rows, columns // self.group)
         if not self.looked_up:
             codes, scales = codes[::-1], scales[::-1]
         kind = ir.DataType.INT8 if self.looked_up else self.table.onnx_type if self.is_standard else None
-        half = self.looked_up and self.of.kind in _ONE_LEVEL
+        half = self.of.kind in _ONE_LEVEL and (self.looked_up or not self.is_standard) and not self.as_zero_points
         numbers = ir.DataType.FLOAT16 if half else ir.DataType.FLOAT
         parts: dict[str, tuple[ir.DataType, Shape]] = {
             "codes": (kind or ir.DataType.UINT8, codes),
             "scales": (numbers, scales),
         }
-        return parts | {"zero_points": (numbers, scales)} if self.has_zero_points else parts
+        more = "zero_points" if self.as_zero_points else "minimums"
+        return parts | {more: (numbers, scales)} if self.has_minimums else parts
 
     def evaluate(self) -> dict[str, Array]:
         """Return the parts.
@@ -109,11 +117,13 @@ class KeptCodes(Several):
         low, high = self.table.values.min(), self.table.values.max()
         if not ((low <= places) & (places <= high)).all():
             raise ValueError(f"{self.of} has numbers beyond its codes")
-        made = {"scales": steps if self.has_zero_points else scales}
-        if self.has_zero_points:
-            made["zero_points"] = -minimums.astype(np.float64) / steps
-        elif not np.array_equal(places.astype(np.float32) * scales[..., None], numbers.astype(np.float32)):
-            raise ValueError(f"{self.of} has numbers that are not codes times scales")
+        again = places.astype(np.float32) * scales[..., None] + minimums[..., None]
+        if not np.array_equal(again, numbers.astype(np.float32)):
+            raise ValueError(f"{self.of} has numbers that are not codes times scales, and minimums")
+        if self.has_minimums and self.as_zero_points:
+            made = {"scales": steps, "zero_points": -minimums.astype(np.float64) / steps}
+        else:
+            made = {"scales": scales, **({"minimums": minimums} if self.has_minimums else {})}
         made["codes"] = places.reshape(len(self.order), -1)
         return {name: self._stored(name, array) for name, array in made.items()}
 
@@ -147,5 +157,5 @@ def scales_of(blocks: Array, kind: str) -> tuple[Array, Array]:
         minimums = -(half(2) * of_minimums.astype(np.float32))
     else:
         scales = half(0)
-        minimums = np.zeros_like(scales) if kind in _ONE_LEVEL else half(2)
+        minimums = np.zeros_like(scales) if kind in _SYMMETRIC else half(2)
     return scales.reshape(rows, -1), minimums.reshape(rows, -1)

@@ -52,6 +52,7 @@ def export(
     overwrite: bool = False,
     run: bool = True,
     weights: bool = True,
+    part_size: int | None = None,
     on_stage: Progress = silent,
 ) -> Manifest:
     """Write the model as an artifact: one float32 graph, with its tokenizer and configuration.
@@ -65,6 +66,7 @@ def export(
         run: whether to run the graph against transformers, which loads the whole model.
         weights: whether to read and write weights. Without them a ``config.json`` is enough, and the artifact holds
             the graph alone: it can be looked at, and not run.
+        part_size: the most bytes in a file of weights; ``None`` for one file.
         on_stage: called with a line about what is being done, and with each note that the manifest will hold.
 
     Returns:
@@ -92,7 +94,7 @@ def export(
         for note in opened.manifest.notes:
             on_stage(str(note))
         on_stage("writing the artifact")
-        return artifact.write(opened, output, overwrite=overwrite, weights=weights)
+        return artifact.write(opened, output, overwrite=overwrite, weights=weights, part_size=part_size)
 
 
 def _is_onnx(path: Path) -> bool:

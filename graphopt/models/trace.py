@@ -91,7 +91,9 @@ def export_graph(model: Any, source: str) -> ir.Model:
             traced, inputs = _SAMPLES[_task_of(model)](torch, model)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
-            program: ir.Model = exporter.export(traced, inputs, config=config).program
+            # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
+            with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+                program: ir.Model = exporter.export(traced, inputs, config=config).program
         except Exception as error:
             raise InputError(
                 f"transformers cannot export this {type(model).__name__} to ONNX ({reason_of(error)})",

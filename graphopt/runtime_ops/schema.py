@@ -7,7 +7,7 @@ says what is read where, for operators of any domain; a :class:`Schema` is all t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 from typing import Any
@@ -26,7 +26,7 @@ class Role(Enum):
     DATA = "activations, computed at run time"
     CODES = "codes of a weight"
     SCALES = "what codes are multiplied by"
-    ZERO_POINTS = "what is subtracted from codes or their values"
+    ZERO_POINTS = "what is subtracted from codes or their values, or added behind their scales"
     TABLE = "the values that codes stand for"
     BIAS = "numbers that are added to a product"
     MATRIX = "a small constant matrix, such as a rotation"
@@ -192,6 +192,8 @@ class Schema(Signature):
     Attributes:
         version: of its meaning; a file states the version of the domain that it was made with.
         attributes: the type of each attribute, in the order of its body's parameters.
+        optional: the type of each attribute that a node may leave out, behind the others; a body that reads one is an
+            overload.
         shapes: the shapes of all outputs, from those of the inputs and the attributes, each by name.
         cost: what a call takes, from the shapes of its inputs in order.
     """
@@ -200,11 +202,17 @@ class Schema(Signature):
     attributes: Mapping[str, ir.AttributeType]
     shapes: Callable[[Mapping[str, Dims], Mapping[str, Any]], Sequence[Dims]]
     cost: Callable[[Sequence[Sequence[int]]], Cost]
+    optional: Mapping[str, ir.AttributeType] = field(default_factory=dict)
 
     @property
     def parameters(self) -> list[ir.Attr]:
-        """The attributes, as a function declares them."""
+        """The attributes that no node leaves out, as a function declares them."""
         return [ir.Attr(name, kind, None) for name, kind in self.attributes.items()]
+
+    def parameters_for(self, overload: str) -> list[ir.Attr]:
+        """Return what the body of an overload declares: also the optional attribute that it is named after."""
+        more = [ir.Attr(overload, self.optional[overload], None)] if overload else []
+        return [*self.parameters, *more]
 
     def infer(self, node: ir.Node) -> None:
         """Set types and shapes of the outputs of ``node`` where those of its inputs are known."""

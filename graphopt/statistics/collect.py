@@ -101,7 +101,7 @@ class Calibration:
                 "the recipe needs statistics of the model as it is at this step, and they are not kept",
                 file=self.folder,
                 remedy="let the model run, or collect them first: `graphopt calibrate MODEL -r RECIPE -o FOLDER`, then "
-                "give --statistics FOLDER",
+                "give --statistics FOLDER; or take a recipe that needs none, such as int4-rtn for int4",
             )
         pieces = pieces_of(model.graph, values, self._limit)
         place.mkdir(parents=True, exist_ok=True)

@@ -86,7 +86,7 @@ def explain(path: Path, name: str) -> Explanation:
     Raises:
         InputError: there is no model, it cannot be read, or it has no such node; names those that are called alike.
     """
-    model, manifest = opened(path)
+    model, manifest = opened(path, weights=False)
     return explained(model, manifest, name)
 
 

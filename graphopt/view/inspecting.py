@@ -88,7 +88,7 @@ def rows(trace: Trace, selected: Callable[[Node], bool] | None = None) -> list[R
             row.formats[name] += 1
             if node.layer is not None:
                 row.layers[name].append(node.layer)
-        for number in set(node.weights) - seen:
+        for number in {trace.weights[each].same_as or each for each in node.weights} - seen:
             seen.add(number)
             row.parameters += trace.weights[number].parameters
             row.bytes += trace.weights[number].bytes
@@ -114,8 +114,8 @@ def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) ->
             Text(stored + odd),
             Text(counted(row.computes) if row.computes else ""),
             Text(counted(row.runners)),
-            Text(_short(row.operations)),
-            Text(_short(row.read)),
+            Text(short(row.operations)),
+            Text(short(row.read)),
         )
     return table
 
@@ -149,12 +149,12 @@ def left_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> 
 
 def heading(trace: Trace) -> Iterator[str]:
     """Say in a few lines what the model is, and how its layers repeat."""
-    parameters, size = (sum(getattr(each, name) for each in trace.weights) for name in ("parameters", "bytes"))
+    parameters, size = trace.totals()
     yield f"{plain(trace.model, 200)}: {len(trace.nodes):,} nodes, {parameters:,} parameters in {megabytes(size)}"
     names = list(islice(letters(), len(trace.folds)))
     if trace.folds:
         count = sum(len(fold.layers) for fold in trace.folds)
-        yield f"{count} layers: {_repeats(trace.repeats, names)}"
+        yield f"{count} layers: {repeats_of(trace.repeats, names)}"
     for fold, name in zip(trace.folds, names, strict=True):
         if fold.exceptions:
             yield f"stored in another way than most of {name}: {ranges(fold.exceptions)}"
@@ -162,10 +162,11 @@ def heading(trace: Trace) -> Iterator[str]:
     yield from (f"note: {note}" for note in trace.notes)
 
 
-def _repeats(parts: list[Repeat | int], names: list[str]) -> str:
+def repeats_of(parts: list[Repeat | int], names: list[str]) -> str:
+    """Return how layers repeat: ``((A) x 5, B) x 4``."""
     said = []
     for part in parts:
-        inner = _repeats(part.parts, names) if isinstance(part, Repeat) else names[part]
+        inner = repeats_of(part.parts, names) if isinstance(part, Repeat) else names[part]
         said.append(inner if isinstance(part, int) else f"({inner}) x {part.count}")
     return ", ".join(said)
 
@@ -179,7 +180,8 @@ def _format(trace: Trace, number: int) -> str:
     return weight.format if weight.group is None else f"{weight.format} by {weight.group}"
 
 
-def _short(value: float) -> str:
+def short(value: float) -> str:
+    """Return a large number with its unit: ``786.4 k``; "" for 0."""
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
             return f"{value / size:.1f} {unit}"

@@ -9,6 +9,7 @@ from graphopt.checks.certificate import checker
 from graphopt.facts import Fact
 from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import understood
+from graphopt.quality import losses
 
 DECLARE_RULES = (
     agreement,
@@ -20,6 +21,7 @@ DECLARE_RULES = (
     genai,
     kernels,
     loading,
+    losses,
     notes,
     passes,
     pipeline,

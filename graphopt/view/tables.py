@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rich.table import Column, Table
 from rich.text import Text
 
 from graphopt.facts import Check, PassReport, Skip
 from graphopt.manifest import Manifest
+from graphopt.passes import PASSES
 from graphopt.passes.algebra.rotate import STAYS
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.quality.verdict import verdict_of
@@ -96,7 +97,22 @@ def summary(manifest: Manifest) -> list[str]:
         lines.append(f"computed: activations {manifest.precision.activations}; {said}")
     judged = [check for check in manifest.checks if check.name == QUALITY]
     lines += [f"quality: {_quality(check)}" for check in judged[-1:]]
-    return lines + [f"note: {sentence(note)}" for note in manifest.notes]
+    return [*lines, *map("note: {}".format, (*_idle(manifest), *map(sentence, manifest.notes)))]
+
+
+def _idle(manifest: Manifest) -> Iterator[str]:
+    """Say which steps of the last recipe changed nothing, and why."""
+    steps = (manifest.recipe or {}).get("steps", ())
+    for report in manifest.passes[len(manifest.passes) - len(steps) :]:
+        known = PASSES.get(report.name)
+        if known is not None and known.phase() in _OF_MODELS and report.skips and not report.changes:
+            reasons = dict.fromkeys(sentence(skip.reason) for skip in report.skips)
+            more = f" ({len(reasons)} reasons in all)" if len(reasons) > 1 else ""
+            yield f"the step {report.name} changed nothing: {plain(next(iter(reasons)), _REASON)}{more}"
+
+
+_OF_MODELS = ("algebra", "codes", "cache")
+"""Phases whose steps a recipe names for what they do to a model; steps of the others often find nothing to do."""
 
 
 def _quality(check: Check) -> str:

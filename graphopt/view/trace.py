@@ -1,4 +1,4 @@
-"""The data model behind ``inspect``, ``explain`` and their JSON: what a model consists of, and how it came to be.
+"""The data model behind ``inspect``, ``diff`` and their JSON: what a model consists of, and how it came to be.
 
 A trace has stages, one for each pass that ran; nodes and weights of the model as it is; folds, which say what of it is
 the same; edges, which lead from a node back to what it was made from; and measures. Everything is found by its place in
@@ -61,6 +61,7 @@ class Node(_Part):
         layer: the layer that it is in, ``None`` outside of layers.
         fold: the fold of that layer, as a place in the list of folds.
         place: where it stands in the order that all layers of the fold have in common.
+        reads: the nodes whose results it reads, as places in the list of nodes.
         weights: the weights that it reads, as places in their list.
         computes: what it rounds its inputs to, or computes in; ``None`` where it reads no weight and no cache.
         runner: who runs it: ``onnxruntime``, ``kernel`` of graphopt, or the ``body`` that the file carries.
@@ -74,6 +75,7 @@ class Node(_Part):
     layer: int | None = None
     fold: int | None = None
     place: int | None = None
+    reads: list[int] = []
     weights: list[int] = []
     computes: str | None = None
     runner: str = "onnxruntime"
@@ -91,6 +93,7 @@ class Weight(_Part):
         shape: as it is stored.
         parameters: how many numbers of the model it holds; 0 for scales.
         bytes: as it is stored.
+        same_as: the weight before it, as a place in their list, whose bytes it shares; both are stored once.
     """
 
     name: str
@@ -99,6 +102,7 @@ class Weight(_Part):
     shape: list[int]
     parameters: int
     bytes: int
+    same_as: int | None = None
 
 
 class Fold(_Part):
@@ -141,6 +145,103 @@ class Measure(_Part):
     unit: str
 
 
+class Change(_Part):
+    """One thing that is different between a node and its partner.
+
+    Attributes:
+        what: ``operator``, ``attribute``, ``weight``, ``input``, ``output`` or ``port``.
+        name: which one: the name of the attribute or port, the place of the input.
+        before: what it was.
+        after: what it is.
+        figures: of a weight of the same format how far it moved: ``changed`` (share of its numbers), ``relative`` (root
+            of the mean squared difference over that of the weight), ``largest``.
+    """
+
+    what: Literal["operator", "attribute", "weight", "input", "output", "port"]
+    name: str
+    before: str
+    after: str
+    figures: dict[str, float] = {}
+
+
+class Edge(_Part):
+    """What became of nodes of one model in another: from several to several.
+
+    Attributes:
+        kind: ``edited`` nodes have the same operator; ``replaced`` ones another, or another number of nodes.
+        before: names of the nodes in the first model.
+        after: names of the nodes in the second.
+        operators: of both.
+        role: what the node is for; that of the first node after, or before.
+        layer: the layer of that node.
+        passes: the passes that did it, where the second model has a record.
+        by: what tells that they belong together: the ``record`` of the passes, or what they were matched by.
+        confidence: of a match, 1 for the record; an order, not a probability.
+        changes: what is different.
+    """
+
+    kind: Literal["edited", "replaced", "added", "removed"]
+    before: list[str] = []
+    after: list[str] = []
+    operators: tuple[list[str], list[str]] = ([], [])
+    role: str
+    layer: int | None = None
+    passes: list[str] = []
+    by: str = "record"
+    confidence: float = 1.0
+    changes: list[Change] = []
+
+
+class Group(_Part):
+    """Equal edges of several layers.
+
+    Attributes:
+        edges: as places in the list of edges; the first is the archetype.
+        layers: of these.
+        missing: layers of the same structure in which there is no such edge.
+    """
+
+    edges: list[int]
+    layers: list[int] = []
+    missing: list[int] = []
+
+
+class Diff(_Part):
+    """How one model differs from another.
+
+    Attributes:
+        format: version of this layout.
+        before: folder or file of the first model.
+        after: of the second.
+        equal: whether both compute the same with the same numbers, names of nodes and values left out.
+        record: whether the record of the passes led from one to the other; else they were matched by content.
+        kept: how many nodes of the first model are in the second as they were.
+        nodes: how many nodes both have.
+        parameters: how many numbers both have.
+        bytes: in how many bytes they are stored.
+        stages: the passes that lead from the first to the second, in order.
+        edges: what is different; what was kept has none.
+        groups: equal edges together, the most first.
+        ports: inputs and outputs of the models that are different.
+        notes: what is the same but for names, and what could not be told.
+    """
+
+    format: Literal["graphopt.trace/1"] = VERSION
+    before: str
+    after: str
+    equal: bool
+    record: bool
+    kept: int
+    nodes: tuple[int, int]
+    parameters: tuple[int, int]
+    bytes: tuple[int, int]
+    stages: list[Stage] = []
+    edges: list[Edge] = []
+    groups: list[Group] = []
+    ports: list[Change] = []
+    notes: list[str] = []
+
+
 class Trace(_Part):
     """What a model consists of, and how it came to be.
 
@@ -167,3 +268,8 @@ class Trace(_Part):
     weights: list[Weight] = []
     measures: list[Measure] = []
     notes: list[str] = []
+
+    def totals(self) -> tuple[int, int]:
+        """Return how many numbers the weights hold and in how many bytes; what is stored once counts once."""
+        stored = [each for each in self.weights if each.same_as is None]
+        return sum(each.parameters for each in stored), sum(each.bytes for each in stored)

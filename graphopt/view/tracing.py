@@ -8,12 +8,12 @@ from pathlib import Path
 import onnx_ir as ir
 
 from graphopt import provenance
-from graphopt.analysis.cost import format_of, is_weight, parameters_in, reader_of
+from graphopt.analysis.cost import is_weight, reader_of
 from graphopt.analysis.folding import Folding, fold, mixers
 from graphopt.analysis.folding.labels import matrix_of
 from graphopt.analysis.folding.repeats import Part, repeats
 from graphopt.analysis.folding.repeats import Repeat as Run
-from graphopt.analysis.folding.trunk import constant_nodes
+from graphopt.analysis.folding.trunk import constant_nodes, inputs_of
 from graphopt.analysis.roles import roles_of
 from graphopt.analysis.token_cost import attention_cost, constants_of, token_cost
 from graphopt.artifact import MODEL
@@ -22,9 +22,10 @@ from graphopt.facts import PassReport
 from graphopt.manifest import MANIFEST, Manifest, read_manifest
 from graphopt.onnx_file import load
 from graphopt.runtime import native_operators
-from graphopt.runtime_ops import DECODING, DOMAIN, Coordinates, Cost, signature_of
+from graphopt.runtime_ops import DECODING, DOMAIN, Cost, signature_of
 from graphopt.runtime_ops.schema import attributes_of
-from graphopt.view.trace import Fold, Left, Measure, Node, Repeat, Stage, Trace, Weight
+from graphopt.view.describing import is_here, stage_of, weights_of
+from graphopt.view.trace import Fold, Left, Measure, Node, Repeat, Trace
 
 OPERATIONS, BYTES = "operations/token", "bytes/token"
 """Metrics of nodes."""
@@ -43,11 +44,15 @@ def trace(path: Path, context: int = 1024) -> Trace:
     Raises:
         InputError: there is no model, or it cannot be read.
     """
-    return trace_of(*opened(path), str(path), context)
+    return trace_of(*opened(path, weights=False), str(path), context)
 
 
-def opened(path: Path) -> tuple[ir.Model, Manifest | None]:
+def opened(path: Path, *, weights: bool = True) -> tuple[ir.Model, Manifest | None]:
     """Open a model, and read its manifest where there is one.
+
+    Args:
+        path: an artifact, or an .onnx file.
+        weights: whether its weights must be there, too; else no number of them can be read.
 
     Raises:
         InputError: there is no model, or it cannot be read.
@@ -56,7 +61,7 @@ def opened(path: Path) -> tuple[ir.Model, Manifest | None]:
     if not file.is_file():
         raise InputError("there is no ONNX model here", file=path, remedy=f"give a folder with {MODEL}, or a file")
     manifest = read_manifest(path) if path.is_dir() and (path / MANIFEST).is_file() else None
-    return load(file), manifest
+    return load(file, weights=weights), manifest
 
 
 def trace_of(model: ir.Model, manifest: Manifest | None, name: str, context: int = 1024) -> Trace:
@@ -81,10 +86,13 @@ class _Tracer:
         folds, kinds = self._folds()
         number = {value: place for place, value in enumerate(self.weights)}
         places = {node: place for nodes in self._layer_nodes().values() for place, node in enumerate(nodes)}
-        made = Trace(model=name, context=self.context, folds=folds, weights=[_weight(each) for each in self.weights])
-        made.stages = [] if self.manifest is None else [self._stage(report) for report in self.manifest.passes]
+        made = Trace(model=name, context=self.context, folds=folds, weights=weights_of(self.weights))
+        made.stages = (
+            [] if self.manifest is None else [stage_of(report, self.manifest) for report in self.manifest.passes]
+        )
         made.repeats = _runs(repeats(kinds), kinds)
         shares = self._shares()
+        listed = {node: place for place, node in enumerate(self.graph)}
         for node in self.graph:
             layer = self.layers.get(node)
             read = [] if node in self.constant else constants_of(node, self.constant)
@@ -97,6 +105,7 @@ class _Tracer:
                     layer=layer,
                     fold=None if layer is None else kinds[layer],
                     place=places.get(node),
+                    reads=list(dict.fromkeys(listed[m] for v in inputs_of(node) if (m := v.producer()) in listed)),
                     weights=[number[value] for value in read if value in number],
                     computes=self._computes(node) if read or node in self.mixers else None,
                     runner=self._runner(node),
@@ -111,6 +120,8 @@ class _Tracer:
                 made.measures += _measures(node.name or "", cost)
         if self.manifest is None:
             made.notes.append("there is no manifest: which passes ran, and what they left alone, is not known")
+        if not all(map(is_here, self.weights)):
+            made.notes.append("the file of weights is not here: nothing that is told depends on their numbers")
         if not self.folded.layers():
             made.notes.append("no layers that repeat were found")
         return made
@@ -143,19 +154,6 @@ class _Tracer:
             exceptions = [number for number, each in stored[kind] if each != usual]
             folds.append(Fold(layers=[number for number, _ in stored[kind]], exceptions=exceptions))
         return folds, kinds
-
-    def _stage(self, report: PassReport) -> Stage:
-        checks = [] if self.manifest is None else self.manifest.checks_of(report)
-        return Stage(
-            name=report.name,
-            run=report.run,
-            effect=report.effect,
-            seconds=report.seconds,
-            changed=len(report.changes),
-            left=len(report.skips),
-            removed=len(report.removed),
-            checks=[check.model_copy(update={"findings": []}) for check in checks],
-        )
 
     def _shares(self) -> dict[ir.Node, float]:
         """Return which share of the tokens passes each product over experts: those chosen, of all."""
@@ -234,29 +232,6 @@ def _skips(reports: list[PassReport]) -> dict[str, list[Left]]:
             for name in {skip.where, skip.node} - {None}:
                 found[str(name)].append(Left(by=report.name, why=skip.reason))
     return found
-
-
-def _weight(value: ir.Value) -> Weight:
-    tensor = value.const_value
-    assert tensor is not None
-    kind = is_weight(value, tensor)
-    return Weight(
-        name=value.name or "",
-        format=format_of(value, tensor) if kind else "scales" if tensor.dtype.is_floating_point() else "constant",
-        group=_group(value) if kind else None,
-        shape=[int(size) for size in tensor.shape.numpy()],
-        parameters=parameters_in(value, tensor) if kind else 0,
-        bytes=tensor.nbytes,
-    )
-
-
-def _group(value: ir.Value) -> int | None:
-    for use in value.uses():
-        signature = signature_of(use.node)
-        if signature is not None and signature.coordinates in (Coordinates.DECODES, Coordinates.MULTIPLIES):
-            sizes = (use.node.attributes.get_int(name, 0) for name in ("block_size", "group"))
-            return next((size for size in sizes if size), None)
-    return None
 
 
 def _count(node: ir.Node) -> int | None:

@@ -1,16 +1,18 @@
-"""A model and its weights as two files: weights are evaluated by many workers, each into its place in the data file."""
+"""A model, and its weights in a file or several: they are evaluated by many workers, each into its place there."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable
+import contextlib
+import re
+from collections.abc import Hashable, Iterable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.weights.disk import reserve, writing
+from graphopt.weights.disk import require_space, reserve, writing
 from graphopt.weights.evaluate import OnTensor, grouped, run_tasks
 from graphopt.weights.expression import Array, Expression
 from graphopt.weights.leaves import write_array
@@ -20,8 +22,20 @@ from graphopt.weights.tensor import WeightTensor, expression_of, source_of
 INLINE = 256
 """Tensors of at most so many bytes stand in the model file itself: onnxruntime wants constants of shapes there."""
 
-# A file, and for each expression its place in it, or None for one that is returned instead.
-_Task = tuple[Path, list[tuple[Expression, int | None]]]
+# A file of weights, and the offset of a tensor in it.
+_Place = tuple[Path, int]
+# For each expression its place, or None for one that is returned instead.
+_Task = list[tuple[Expression, _Place | None]]
+
+
+def part_name(data: str, part: int) -> str:
+    """Return the name of a file of weights: ``data`` itself, then ``data.1``, ``data.2`` and so on."""
+    return f"{data}.{part}" if part else data
+
+
+def is_part(name: str, data: str) -> bool:
+    """Return whether ``name`` is one that :func:`part_name` gives."""
+    return name == data or re.fullmatch(re.escape(data) + r"\.[1-9]\d*", name, re.ASCII) is not None
 
 
 def save_model(
@@ -32,6 +46,7 @@ def save_model(
     executor: Executor | None = None,
     on_tensor: OnTensor | None = None,
     weights: bool = True,
+    part_size: int | None = None,
 ) -> None:
     """Write a model to ``file`` and its weights, in the order of the graph and without gaps, to ``data`` beside it.
 
@@ -47,6 +62,8 @@ def save_model(
         on_tensor: called with how many tensors are written, of how many.
         weights: whether to write the weights. Without them only constants that are in memory are written; the model
             says of every other one where in ``data`` it would be.
+        part_size: the most bytes in a file of weights; what does not fit goes on in ``data.1``, ``data.2`` and so on. A
+            tensor that is larger has a file of its own. ``None`` for one file.
 
     Raises:
         InputError: the disk is too small.
@@ -59,20 +76,27 @@ def save_model(
     first: dict[Hashable, ir.Value] = {}
     same = {value: first.setdefault(source_of(before[value]), value) for value in large}
     written = [value for value in large if same[value] is value]
-    ends = list(itertools.accumulate((before[value].nbytes for value in written), initial=0))
-    places = dict(zip(written, ends, strict=False))
+    sizes = [before[value].nbytes for value in written]
+    numbered = _places(sizes, part_size)
+    places = {
+        value: (file.parent / part_name(data, part), offset)
+        for value, (part, offset) in zip(written, numbered, strict=True)
+    }
     if weights:
-        reserve(file.parent / data, ends[-1])
+        require_space(file.parent, sum(sizes))
+        for part in range(max((part for part, _ in numbered), default=0) + 1):
+            here = (size for size, (of, _) in zip(sizes, numbered, strict=True) if of == part)
+            reserve(file.parent / part_name(data, part), sum(here))
     try:
         once = {value: tensor for value, tensor in before.items() if same.get(value, value) is value}
-        small = _write_tensors(once, places, file.parent / data, executor, on_tensor) if weights else {}
+        small = _write_tensors(once, places, executor, on_tensor) if weights else {}
         for value, array in small.items():
             value.const_value = ir.Tensor(array, dtype=before[value].dtype, name=before[value].name)
         for value in large:
-            tensor, offset = before[value], places[same[value]]
+            tensor, (place, offset) = before[value], places[same[value]]
             shape, name = ir.Shape(tensor.shape.numpy()), tensor.name or ""
             value.const_value = ir.ExternalTensor(
-                data, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=file.parent
+                place.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=file.parent
             )
         with writing(file.parent):
             ir.save(model, file)
@@ -81,28 +105,37 @@ def save_model(
             value.const_value = tensor
 
 
+def _places(sizes: Iterable[int], part_size: int | None) -> list[tuple[int, int]]:
+    """Return in which file each tensor lies, and where in it."""
+    places, part, end = [], 0, 0
+    for size in sizes:
+        if part_size is not None and end and end + size > part_size:
+            part, end = part + 1, 0
+        places.append((part, end))
+        end += size
+    return places
+
+
 def _write_tensors(
     tensors: dict[ir.Value, ir.TensorProtocol],
-    places: dict[ir.Value, int],
-    file: Path,
+    places: dict[ir.Value, _Place],
     executor: Executor | None,
     on_tensor: OnTensor | None,
 ) -> dict[ir.Value, Array]:
     """Write tensors to their places, and return the arrays of those that have none and are not in memory."""
     done, elsewhere = 0, []
-    with writing(file.parent), file.open("r+b") as stream:
-        for value, tensor in tensors.items():
-            if isinstance(tensor, (WeightTensor, ir.ExternalTensor)):
-                elsewhere.append(value)
-            elif value in places:
-                # What is in memory is not sent to another process only to be written.
-                stream.seek(places[value])
+    for value, tensor in tensors.items():
+        if isinstance(tensor, (WeightTensor, ir.ExternalTensor)):
+            elsewhere.append(value)
+        elif value in places:
+            # What is in memory is not sent to another process only to be written.
+            with _at(places[value]) as stream:
                 stream.write(tensor.tobytes())
-                done = _count(done, value, places, on_tensor)
+            done = _count(done, value, places, on_tensor)
     expressions = [expression_of(tensors[value]) for value in elsewhere]
     groups = grouped(expressions)
     tasks: list[_Task] = [
-        (file, [(expressions[number], places.get(elsewhere[number])) for number in group]) for group in groups
+        [(expressions[number], places.get(elsewhere[number])) for number in group] for group in groups
     ]
     small: dict[ir.Value, Array] = {}
     for index, arrays in run_tasks(executor, _write, tasks):
@@ -113,7 +146,15 @@ def _write_tensors(
     return small
 
 
-def _count(done: int, value: ir.Value, places: dict[ir.Value, int], on_tensor: OnTensor | None) -> int:
+@contextlib.contextmanager
+def _at(place: _Place) -> Iterator[BinaryIO]:
+    file, offset = place
+    with writing(file.parent), file.open("r+b") as stream:
+        stream.seek(offset)
+        yield stream
+
+
+def _count(done: int, value: ir.Value, places: dict[ir.Value, _Place], on_tensor: OnTensor | None) -> int:
     done += value in places
     if value in places and on_tensor is not None:
         on_tensor(done, len(places))
@@ -121,13 +162,11 @@ def _count(done: int, value: ir.Value, places: dict[ir.Value, int], on_tensor: O
 
 
 def _write(task: _Task) -> list[Array | None]:
-    file, places = task
-    evaluated, small = with_parts_in_memory([expression for expression, _ in places]), []
-    with writing(file.parent), file.open("r+b") as stream:
-        for expression, (_, offset) in zip(evaluated, places, strict=True):
-            array = expression.numpy()
-            small.append(np.array(array) if offset is None else None)
-            if offset is not None:
-                stream.seek(offset)
+    evaluated, small = with_parts_in_memory([expression for expression, _ in task]), []
+    for expression, (_, place) in zip(evaluated, task, strict=True):
+        array = expression.numpy()
+        small.append(np.array(array) if place is None else None)
+        if place is not None:
+            with _at(place) as stream:
                 write_array(array, expression.dtype, stream)
     return small

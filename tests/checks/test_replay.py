@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphopt.artifact import DATA, MODEL
+from graphopt.artifact import DATA, MODEL, read
 from graphopt.checks.equivalence import TOLERANCE
 from graphopt.checks.replay import verify
 from graphopt.errors import InputError, VerificationError
@@ -137,7 +137,7 @@ def test_one_changed_number_is_found_and_named(
 
 def test_a_changed_scale_is_found_and_named(llama_artifact: Path, quantized: Path, tmp_path: Path) -> None:
     tensor = "model.layers.0.mlp.up_proj.weight.scales"
-    copy = edited(quantized, tmp_path / "copy", tensor, 1e-4)
+    copy = edited(quantized, tmp_path / "copy", tensor, 1e-2)
     with pytest.raises(VerificationError, match=tensor):
         verify(llama_artifact, copy, run=False)
 
@@ -230,3 +230,15 @@ def test_a_file_too_many_or_too_few_is_refused(llama_artifact: Path, rotated: Pa
     (fewer / MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(VerificationError, match="this file is missing.*tokenizer.json"):
         verify(llama_artifact, agreeing(fewer), run=False)
+
+
+def test_an_artifact_in_parts_runs_and_is_verified(llama_artifact: Path, quantized: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, "rotate-int4", tmp_path / "parts", quality_tokens=0, part_size=10_000)
+    assert (tmp_path / "parts" / f"{DATA}.1").is_file()
+    checks = verify(llama_artifact, tmp_path / "parts").checks
+    assert {check.status for check in checks} <= {"proved", "measured"}
+    one, parts = (
+        [(name, value.const_value.tobytes()) for name, value in read(folder).model.graph.initializers.items()]
+        for folder in (quantized, tmp_path / "parts")
+    )
+    assert one == parts

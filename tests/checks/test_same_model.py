@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.artifact import DATA, MODEL, Artifact
+from graphopt.artifact import DATA, MODEL, Artifact, is_data, write
+from graphopt.checks import same_model
 from graphopt.checks.same_model import confirm_model
 from graphopt.errors import VerificationError
 from graphopt.pipeline import optimize
@@ -62,8 +64,13 @@ def test_what_was_made_is_what_is_stored(made: tuple[Artifact, Path]) -> None:
     assert extent.rounded == 0
 
 
-def test_a_fault_of_each_kind_at_each_part_is_refused(made: tuple[Artifact, Path], tmp_path: Path) -> None:
+def test_a_fault_of_each_kind_at_each_part_is_refused(
+    made: tuple[Artifact, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artifact, folder = made
+    # The faults are in the file; what it is compared with is serialized once for all of them.
+    serialized = functools.cache(same_model._serialized)
+    monkeypatch.setattr(same_model, "_serialized", lambda made, outside: serialized(made, frozenset(outside)))
     copy = shutil.copytree(folder, tmp_path / "copy")
     stored = onnx.ModelProto.FromString((folder / MODEL).read_bytes())
     planted: list[Fault] = list(faults(stored))
@@ -146,6 +153,25 @@ def test_other_bytes_in_the_external_data_are_refused(
     (copy / DATA).write_bytes(change((copy / DATA).read_bytes()))
     with pytest.raises(VerificationError, match=message):
         confirm_model(made[0].model, copy)
+
+
+def test_weights_in_several_files_are_compared_as_one(made: tuple[Artifact, Path], tmp_path: Path) -> None:
+    parts = tmp_path / "parts"
+    write(made[0], parts, part_size=512)
+    names = sorted(file.name for file in parts.iterdir() if is_data(file.name))
+    assert names[:3] == [DATA, f"{DATA}.1", f"{DATA}.2"]
+    tensors = onnx.ModelProto.FromString((parts / MODEL).read_bytes()).graph.initializer
+    largest = max(int(entry.value) for each in tensors for entry in each.external_data if entry.key == "length")
+    assert all((parts / name).stat().st_size <= max(512, largest) for name in names)
+    assert confirm_model(made[0].model, parts) == confirm_model(made[0].model, made[1])
+    (parts / f"{DATA}.99").write_bytes(b"0")
+    with pytest.raises(VerificationError, match="the last 1 bytes of the external data belong to no tensor") as error:
+        confirm_model(made[0].model, parts)
+    assert error.value.file == parts / f"{DATA}.99"
+    (parts / f"{DATA}.99").unlink()
+    (parts / names[1]).write_bytes((parts / names[1]).read_bytes() + b"0")
+    with pytest.raises(VerificationError, match="the last 1 bytes of the external data belong to no tensor"):
+        confirm_model(made[0].model, parts)
 
 
 @pytest.mark.parametrize(

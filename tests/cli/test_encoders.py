@@ -64,3 +64,25 @@ def test_eval_compares_with_a_reference(
     ):
         code, _, err = call(monkeypatch, capsys, "eval", *arguments)
         assert (code, said in err) == (2, True), err
+
+
+def test_a_step_for_caches_is_refused_by_its_name(
+    bert_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for recipe, step in (("kv4", "quantize_kv"), ("streaming", "sparse_kv"), ("retrieval", "sparse_kv")):
+        code, _, err = call(monkeypatch, capsys, "optimize", bert_artifact, "-r", recipe, "-o", tmp_path / "made")
+        said = " ".join(err.replace("│", " ").split())
+        assert (code, f"the step {step} of the recipe {recipe} is for a cache of keys and values" in said) == (2, True)
+        assert not (tmp_path / "made").exists()
+
+
+def test_sizes_of_files_are_texts(
+    bert_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = tmp_path / "made"
+    code, _, _ = call(monkeypatch, capsys, "export", bert_artifact, "-o", made, "--part-size", "20kB")
+    sizes = {file.name: file.stat().st_size for file in made.iterdir() if file.name.startswith("model.onnx.data")}
+    assert (code, len(sizes) > 2, "model.onnx.data.2" in sizes) == (0, True, True)
+    for size in ("2 parsecs", "0", "-1GB"):
+        code, _, err = call(monkeypatch, capsys, "export", bert_artifact, "-o", tmp_path / "no", "--part-size", size)
+        assert (code, "write it as 2GB, 512MiB or 4096" in " ".join(err.replace("│", " ").split())) == (2, True)

@@ -114,7 +114,9 @@ def test_a_rewound_ring_still_has_the_mean_of_what_it_dropped(
     pages = layer.pages(1 << 40, 7)
     drawn_tokens = tokens_of(kv, total, seed=1)
     row = Fed(kv, drawn_tokens, pages)
-    row.calls(*[1] * tokens)
+    keys, values = (drawn_tokens[name][:, :tokens].reshape(1, tokens, HEADS, SIZE) for name in ("key", "value"))
+    row.state = append(kv, row.state, keys, values, np.zeros(1, np.int64), np.array([tokens]))
+    row.past, row.column = np.array([tokens]), tokens
     oldest = max(0, -(-tokens // PAGE) - (pages - kv.first_pages))
     first = first_length(layer, oldest)
     assume(first <= tokens)

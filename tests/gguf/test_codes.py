@@ -41,22 +41,42 @@ def meant(kept: KeptCodes) -> np.ndarray:
         scales = np.repeat(parts["scales"].astype(np.float32), kept.group, axis)
         numbers = parts["codes"].astype(np.float32) * scales
         return numbers if kept.looked_up else numbers.T
-    zeros = parts.get("zero_points", np.zeros((1, 1), np.float32))
+    minimums = "minimums" in parts
+    zeros = parts["minimums"] if minimums else parts.get("zero_points", np.zeros((1, 1), np.float32))
     table = kept.table.values.astype(np.float32)
-    return reference(parts["codes"], parts["scales"], table, zeros, kept.group).T
+    return reference(parts["codes"], parts["scales"], table, zeros, kept.group, minimums).T
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("kind", [*EXACT, *WITH_MINIMUMS])
 @pytest.mark.parametrize("looked_up", [False, True])
-def test_codes_without_minimums_mean_the_same_bits(kind: str, looked_up: bool, tmp_path: Path) -> None:
+def test_codes_mean_the_same_bits(kind: str, looked_up: bool, tmp_path: Path) -> None:
     tensor = tensor_of(kind, tmp_path)
-    assert np.array_equal(meant(KeptCodes(tensor, ORDER, looked_up)), tensor.numpy()[ORDER])
+    if looked_up and kind in WITH_MINIMUMS:
+        with pytest.raises(ValueError, match="no codes that can be kept"):
+            KeptCodes(tensor, ORDER, looked_up=looked_up)
+        return
+    for standard in (True, False):
+        kept = KeptCodes(tensor, ORDER, looked_up=looked_up, standard=standard)
+        assert np.array_equal(meant(kept), tensor.numpy()[ORDER])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1"])
+def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path) -> None:
+    kept = KeptCodes(tensor_of(kind, tmp_path), ORDER)
+    bits = {"codes": kept.table.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
+    stored = sum(bits[name] * np.prod(shape) // 8 for name, (_, shape) in kept.parts.items())
+    of_file = kept.of.stored()[ORDER].nbytes
+    # the standard form has scales of 4 bytes, which lower packs into 2
+    assert stored - of_file == (2 * np.prod(kept.parts["scales"][1]) if kept.is_standard else 0)
+    if kept.is_standard:
+        ours = KeptCodes(kept.of, ORDER, standard=False)
+        assert ours.parts["scales"][0] == ir.DataType.FLOAT16
 
 
 @pytest.mark.parametrize("kind", WITH_MINIMUMS)
-def test_codes_with_minimums_err_by_rounding_of_float32(kind: str, tmp_path: Path) -> None:
+def test_minimums_as_zero_points_err_by_rounding_of_float32(kind: str, tmp_path: Path) -> None:
     tensor = tensor_of(kind, tmp_path)
-    got, expected = meant(KeptCodes(tensor, ORDER)), tensor.numpy()[ORDER]
+    got, expected = meant(KeptCodes(tensor, ORDER, as_zero_points=True)), tensor.numpy()[ORDER]
     groups = np.abs(expected).reshape(len(ORDER), -1, 32).max(-1, keepdims=True)
     # |m| and the span of codes times step are at most twice the largest number of a group. Three roundings: of the zero
     # point, of the difference and of the product, 2^-24 each.

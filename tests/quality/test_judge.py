@@ -20,7 +20,7 @@ from graphopt.quality.verdict import Requirement, verdict_of
 @pytest.fixture(scope="module")
 def judged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("judge") / "int4"
-    graphopt.optimize(llama_artifact, "int4", folder, quality_tokens=40)
+    graphopt.optimize(llama_artifact, "int4-rtn", folder, quality_tokens=40)
     return folder
 
 
@@ -51,16 +51,16 @@ def test_an_exact_compile_has_none(llama_artifact: Path, tmp_path: Path) -> None
 def test_why_there_is_no_verdict(llama_artifact: Path, tmp_path: Path) -> None:
     cases = {"asked": {"quality_tokens": 0}, "not_run": {"run": False}}
     for name, options in cases.items():
-        graphopt.optimize(llama_artifact, "int4", tmp_path / name, **options)  # type: ignore[arg-type]
+        graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / name, **options)  # type: ignore[arg-type]
         check = read_manifest(tmp_path / name).check("quality")
         assert (check.status, check.reason.code) == ("not covered", "equivalence.not-asked")
     source = graphopt.read(llama_artifact)
     source.place = None
-    graphopt.optimize(source, "int4", tmp_path / "memory")
+    graphopt.optimize(source, "int4-rtn", tmp_path / "memory")
     assert read_manifest(tmp_path / "memory").check("quality").reason.code == IN_MEMORY.code
     source = graphopt.read(llama_artifact)
     source.companions = {}
-    graphopt.optimize(source, "int4", tmp_path / "mute")
+    graphopt.optimize(source, "int4-rtn", tmp_path / "mute")
     check = read_manifest(tmp_path / "mute").check("quality")
     assert check.status == "not covered"
     assert "no tokenizer" in str(check.reason)
@@ -68,16 +68,16 @@ def test_why_there_is_no_verdict(llama_artifact: Path, tmp_path: Path) -> None:
 
 def test_what_is_required_decides_whether_anything_is_written(llama_artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(VerificationError, match=r"kl is .*, not < 1e-09; nothing was written"):
-        graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1e-9", quality_tokens=20)
+        graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", require="kl<1e-9", quality_tokens=20)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(VerificationError, match="cannot be confirmed"):
-        graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1", run=False)
-    graphopt.optimize(llama_artifact, "int4", tmp_path / "out", require="kl<1", quality_tokens=20)
+        graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", require="kl<1", run=False)
+    graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", require="kl<1", quality_tokens=20)
 
 
 def test_a_requirement_needs_an_output(llama_artifact: Path) -> None:
     with pytest.raises(InputError, match="kl<1 is for an artifact that is written"):
-        graphopt.optimize(llama_artifact, "int4", require="kl<1")
+        graphopt.optimize(llama_artifact, "int4-rtn", require="kl<1")
 
 
 def test_a_broken_model_is_refused_unless_forced(llama_artifact: Path, tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_model_that_says_nan_is_broken_in_words_that_json_keeps(llama_artifact
 
 
 def test_encoders_are_judged_by_cosines(bert_artifact: Path, tmp_path: Path) -> None:
-    graphopt.optimize(bert_artifact, "int4", tmp_path / "out", require="cosine>0.5")
+    graphopt.optimize(bert_artifact, "int4-rtn", tmp_path / "out", require="cosine>0.5")
     check = read_manifest(tmp_path / "out").check("quality")
     assert check.reason.code == "quality.embeddings"
     assert 0.9 < check.figures["cosine_mean"] <= 1

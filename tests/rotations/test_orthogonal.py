@@ -31,6 +31,8 @@ def test_hadamard_rotation_is_the_matrix_it_says(width: int, seed: int | None) -
     assert np.abs(matrix @ matrix.T - np.eye(width)).max() < EXACT
 
 
+# a matrix of some thousand rows is made for many of these widths
+@settings(max_examples=40)
 @given(st.integers(1, 30_000))
 def test_the_pair_is_the_product_of_the_factors(width: int) -> None:
     rotation = HadamardRotation(width, None)

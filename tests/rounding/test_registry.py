@@ -49,7 +49,7 @@ def stored(made: object) -> set[tuple[object, object]]:
 
 def test_a_format_is_one_line(llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FORMATS, "cubes", TableFormat("cubes", 3, (0.0, 1.0, 8.0, 27.0, -1.0, -8.0, -27.0)))
-    recipe = load_recipe("fp6", options=["quantize_weights.linear.format=cubes"])
+    recipe = load_recipe("fp6-rtn", options=["quantize_weights.linear.format=cubes"])
     made = optimize(llama_artifact, recipe, tmp_path / "out")
     assert ("cubes", None) in stored(made)
     kernels = next(check for check in made.manifest.checks if check.name == "kernels")
@@ -66,14 +66,14 @@ def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path, mon
         found = found_methods()
         monkeypatch.setitem(METHODS, "down", found["down"])
         asked = ["quantize_weights.rounding=down", "quantize_weights.rounding.by=0.25"]
-        recipe = load_recipe("int4", options=asked)
-        assert recipe == load_recipe("int4", options=["quantize_weights.rounding={method: down, by: 0.25}"])
+        recipe = load_recipe("int4-rtn", options=asked)
+        assert recipe == load_recipe("int4-rtn", options=["quantize_weights.rounding={method: down, by: 0.25}"])
         made = optimize(llama_artifact, recipe, tmp_path / "out")
         assert ("int4", "down") in stored(made)
         assert ("int8", "down") in stored(made)  # the lm_head, and the embedding, which is tied to it
         assert made.manifest.recipe is not None
         assert made.manifest.recipe["steps"][1]["rounding"] == {"method": "down", "by": 0.25}
-        again = optimize(llama_artifact, "int4")
+        again = optimize(llama_artifact, "int4-rtn")
         codes = [each.model.graph.initializers for each in (made, again)]
         name = next(name for name in codes[1] if "down_proj" in name and name.endswith("codes"))
         down, nearest = (np.asarray(each[name].const_value.numpy(), np.int64) for each in codes)
@@ -89,4 +89,4 @@ def test_methods_are_found_by_name_and_say_which_there_are() -> None:
     with pytest.raises(ValidationError, match=r"there is no rounding method 'up'; known are .*nearest"):
         QuantizeWeightsOptions(rounding="up")
     with pytest.raises(InputError, match=r"the step quantize_weights cannot be set so: rounding.*Extra inputs"):
-        load_recipe("int4", options=["quantize_weights.rounding={method: nearest, damping: 1}"])
+        load_recipe("int4-rtn", options=["quantize_weights.rounding={method: nearest, damping: 1}"])

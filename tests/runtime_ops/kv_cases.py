@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from graphopt.runtime import run
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.bound import reference_and_bound
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 
 INPUTS = ("query", "key", "value", "past", "new", "sink_logits", "sink_query")
@@ -124,6 +126,25 @@ class Fed:
     def calls(self, *columns: int) -> np.ndarray:
         """Run one call after the other and return their y, one behind the other."""
         return np.concatenate([self.call(each) for each in columns], axis=1)
+
+
+class Bounded:
+    """Runs the reference, and keeps how far from it a kernel may be; the same call is computed once for all kernels."""
+
+    most: np.ndarray
+    _newest: ClassVar[dict[bytes, tuple[tuple[np.ndarray, ...], np.ndarray]]] = {}
+
+    def __call__(self, *inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
+        digest = hashlib.sha256(repr(sorted(attributes.items())).encode())
+        for array in inputs:
+            digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
+        key, newest = digest.digest(), self._newest
+        if key not in newest:
+            if len(newest) >= 64:  # a test has fewer calls, and the next one is the same for other instructions
+                del newest[next(iter(newest))]
+            newest[key] = reference_and_bound(*inputs, **attributes)
+        results, self.most = newest[key]
+        return results
 
 
 def assert_same_state(one: Arrays, other: Arrays) -> None:

@@ -28,14 +28,18 @@ def case_of(
     entries: int | None = None,
     scale_type: type = np.float32,
     zero_points: bool = False,
+    minimums: bool = False,
     bias: bool = False,
     seed: int = 0,
 ) -> Case:
-    """Return the inputs of MatMulTable by name, and its attributes but for ``activations``."""
+    """Return the inputs of MatMulTable by name, and its attributes but for ``activations``.
+
+    With ``minimums`` the zero points are minimums.
+    """
     random = np.random.default_rng(seed)
     entries = 2**bits if entries is None else entries
     groups = -(-rows // group)
-    numbers = random.standard_normal((groups, columns)) if zero_points else None
+    numbers = random.standard_normal((groups, columns)) if zero_points or minimums else None
     return {
         "x": random.standard_normal((*leading, rows)).astype(np.float32),
         "codes": pack(random.integers(0, entries, (rows, columns)).astype(np.uint8), bits),
@@ -46,6 +50,7 @@ def case_of(
         "rows": rows,
         "columns": columns,
         "group": group,
+        **({"minimums": 1} if minimums else {}),
     }
 
 
@@ -60,6 +65,7 @@ def any_case(draw: st.DrawFn) -> Case:
         draw(st.integers(1, 8)),
         leading=(draw(st.integers(0, 35)),),
         zero_points=draw(st.booleans()),
+        minimums=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
     return {**case, "activations": draw(st.sampled_from(MODES))}

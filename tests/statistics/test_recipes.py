@@ -65,8 +65,8 @@ def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: 
 
 
 def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
-    collect(llama_artifact, recipe(text, "int4"), tmp_path)
-    for name, rounding in (("fp6", "gptq"), ("nf4", "weighted"), ("w4a4", "{method: gptq, order: natural}")):
+    collect(llama_artifact, recipe(text, "int4-rtn"), tmp_path)
+    for name, rounding in (("fp6-rtn", "gptq"), ("nf4-rtn", "weighted"), ("w4a4", "{method: gptq, order: natural}")):
         made = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
         assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
     assert len(list(tmp_path.iterdir())) == 1
@@ -81,8 +81,8 @@ def test_what_cannot_be_run_says_what_to_do(llama_artifact: Path, text: Path, tm
     ):
         with pytest.raises(InputError, match=r"needs statistics .* not kept.*graphopt calibrate MODEL -r RECIPE"):
             attempt()
-    with pytest.raises(InputError, match=r"the recipe int4 needs no statistics.*quantize_weights.rounding=gptq"):
-        collect(llama_artifact, "int4", tmp_path)
+    with pytest.raises(InputError, match=r"the recipe int4-rtn needs no statistics.*quantize_weights.rounding=gptq"):
+        collect(llama_artifact, "int4-rtn", tmp_path)
     with pytest.raises(InputError, match="the text to calibrate on cannot be read"):
         collect(llama_artifact, recipe(tmp_path / "none.txt"), tmp_path)
     empty = tmp_path / "empty.txt"
@@ -104,9 +104,9 @@ def test_too_few_tokens_are_rounded_to_nearest_and_said_so(llama_artifact: Path,
 
 
 def test_an_encoder_is_calibrated_on_default_text(bert_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(bert_artifact, recipe(None, "int4"), tmp_path / "out")
+    made = optimize(bert_artifact, recipe(None, "int4-rtn"), tmp_path / "out")
     figures = [check.figures for check in made.manifest.checks if check.name == "hidden states"][-1]
-    nearest = optimize(bert_artifact, "int4").manifest.checks
+    nearest = optimize(bert_artifact, "int4-rtn").manifest.checks
     before = [check.figures for check in nearest if check.name == "hidden states"][-1]
     assert figures["cosine_with_start_mean"] > 0.9 * before["cosine_with_start_mean"]
 

@@ -18,6 +18,7 @@ from graphopt.errors import InputError
 from graphopt.manifest import Manifest, Source
 from graphopt.model_facts import ModelFacts
 from graphopt.pipeline import optimize
+from graphopt.view.differing import diff
 from graphopt.view.inspecting import coverage_table, heading, left_table, roles_table, rows
 from graphopt.view.plain import plain, ranges
 from graphopt.view.query import narrowed, selector
@@ -235,3 +236,22 @@ def test_numbers_are_shown_as_ranges() -> None:
 def test_a_manifest_of_no_passes_has_no_coverage() -> None:
     manifest = Manifest(source=Source(kind="onnx", name="m"), model=ModelFacts())
     assert coverage_table(trace_of(decoder(1), manifest, "m")) is None
+
+
+@pytest.mark.parametrize(("preset", "target"), [("rotate-int4", None), ("fp6", "ort-cpu")])
+def test_a_model_without_its_weights_opens(
+    llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
+) -> None:
+    optimize(llama_artifact, preset, tmp_path / "made", run=False, target=target)  # type: ignore[arg-type]
+    whole = trace(tmp_path / "made")
+    (tmp_path / "made" / "model.onnx.data").unlink()
+    found = trace(tmp_path / "made")
+    assert any("weights is not here" in note for note in found.notes)
+    assert [note for note in found.notes if "weights is not here" not in note] == whole.notes
+    assert found.nodes == whole.nodes
+    assert found.folds == whole.folds
+    assert [each.shape for each in found.weights] == [each.shape for each in whole.weights]
+    assert found.totals() == whole.totals()
+    shown(found)
+    with pytest.raises(InputError, match="external data is missing"):
+        diff(llama_artifact, tmp_path / "made")

@@ -28,7 +28,7 @@ PRESETS = {
     "rotate-w4a8": ["float16"],
     "rotate-kv4": ["last_logits"],
     "streaming": ["lower"],
-    "int4": ["emulate_quantization"],
+    "int4-rtn": ["emulate_quantization"],
 }
 """Steps to add to each; together they say most of what a small model can make passes say."""
 

@@ -119,3 +119,17 @@ def test_names_and_reasons_of_others_are_text() -> None:
     assert "two\\nlines" in text
     assert "[red]pinned[/] by [/nothing]" in text
     assert len(text.splitlines()) < 12
+
+
+def test_a_step_that_changed_nothing_is_said_with_its_reason() -> None:
+    def said(report: PassReport) -> list[str]:
+        recipe = {"name": "r", "steps": [{"step": report.name}]}
+        manifest = MANIFEST.model_copy(update={"passes": [REPORT, report], "recipe": recipe})
+        return [line for line in summary(manifest) if "changed nothing" in line]
+
+    skips = [Skip(where="a", reason=TEXT(text="it has no cache")), Skip(where="b", reason=TEXT(text="another"))]
+    idle = PassReport(name="quantize_kv", effect="exact", skips=skips)
+    assert said(idle) == ["note: the step quantize_kv changed nothing: it has no cache (2 reasons in all)"]
+    assert not said(idle.model_copy(update={"changes": REPORT.changes}))
+    # that a portable model keeps the standard form is no news
+    assert not said(idle.model_copy(update={"name": "lower"}))

@@ -46,22 +46,39 @@ def dither(exported: Path, gguf: Path, output: Path, seed: int = 0) -> int:
     Raises:
         ValueError: a weight of the artifact is not that of the file.
     """
-    file, opened = open_gguf(gguf), artifact.read(exported)
+    file = open_gguf(gguf)
+    return put_weights(exported, file, dithered(file, seed), f"{gguf.name}, dithered with seed {seed}", output)
+
+
+def put_weights(exported: Path, file: GgufFile, other: GgufFile, name: str, output: Path) -> int:
+    """Write the artifact ``exported``, made from ``file``, with the matrices of ``other``; return how many were.
+
+    Args:
+        exported: the artifact.
+        file: what it was made from.
+        other: a file with the same tensors in other numbers.
+        name: what the new artifact says that it comes from.
+        output: where it goes.
+
+    Raises:
+        ValueError: a weight of the artifact is not that of the file.
+    """
+    opened = artifact.read(exported)
     model = empty_model(file)
-    before, after = (expressions_of(each, model) for each in (file, dithered(file, seed)))
+    before, after = (expressions_of(each, model) for each in (file, other))
     changed = 0
-    for name, value in opened.model.graph.initializers.items():
-        if name not in after or not value.shape or len(value.shape) != 2:
+    for weight, value in opened.model.graph.initializers.items():
+        if weight not in after or not value.shape or len(value.shape) != 2:
             continue
-        old, new = before[name], after[name]
+        old, new = before[weight], after[weight]
         stored = expression_of(value.const_value)
         if stored.shape != old.shape or not np.array_equal(stored.numpy(), old.numpy()):
             old, new = Transposed(old, (1, 0)), Transposed(new, (1, 0))
         if stored.shape != old.shape or not np.array_equal(stored.numpy(), old.numpy()):
-            raise ValueError(f"{name} of {exported} is not what {gguf} holds")
-        value.const_value = WeightTensor(new, name)
+            raise ValueError(f"{weight} of {exported} is not what {file.path} holds")
+        value.const_value = WeightTensor(new, weight)
         changed += 1
-    source = opened.manifest.source.model_copy(update={"name": f"{gguf.name}, dithered with seed {seed}"})
+    source = opened.manifest.source.model_copy(update={"name": name})
     opened.manifest = opened.manifest.model_copy(update={"source": source})
     artifact.write(opened, output, overwrite=True)
     return changed

@@ -2,9 +2,10 @@
 
     embedding, ((attention, MLP) x 5, (wide attention, MLP)) x 4, norm, lm_head
 
-Nodes that every path from tokens to logits crosses cut the graph into segments (:mod:`.trunk`). Segments are compared
-exactly, by structure (:mod:`.canonical`); by what their numbers are stored in they may differ. Repeats are found in the
-string of structures, nested (:mod:`.repeats`).
+Nodes that every path from tokens to logits crosses cut the graph into segments (:mod:`.trunk`); where there are few of
+them, equal groups grow in lockstep (:mod:`.lockstep`). Segments are compared exactly, by structure (:mod:`.canonical`);
+by what their numbers are stored in they may differ. Repeats are found in the string of structures, nested
+(:mod:`.repeats`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.folding.canonical import Writer, interned
 from graphopt.analysis.folding.labels import parameters_of
+from graphopt.analysis.folding.lockstep import divided
 from graphopt.analysis.folding.mixers import Mixer, mixers
 from graphopt.analysis.folding.repeats import Part, Repeat, repeats
 from graphopt.analysis.folding.trunk import Cuts, Segment, cut, is_product
@@ -66,14 +68,19 @@ class Folding:
         return {node: of[segment] for node, segment in self.cuts.of.items() if segment in of}
 
 
-def fold(graph: ir.Graph) -> Folding:
-    """Find the repeated layers of a graph."""
-    cuts = cut(graph)
-    writer = Writer(graph, cuts)
+def fold(graph: ir.Graph, numbers: dict[Hashable, int] | None = None) -> Folding:
+    """Find the repeated layers of a graph.
+
+    Args:
+        graph: the graph.
+        numbers: of structures and parameters; graphs that are folded with the same ones can be compared by them.
+    """
+    cuts, numbers = cut(graph, divided), {} if numbers is None else numbers
+    writer = Writer(graph, cuts, numbers)
     written = [writer.written(segment) for segment in cuts.segments]
-    structures = interned(structure for _, structure in written)
+    structures = interned((("structure", structure) for _, structure in written), numbers)
     order = [nodes for nodes, _ in written]
-    stored = interned(_stored(segment.nodes) for segment in cuts.segments)
+    stored = interned((("stored", _stored(segment.nodes)) for segment in cuts.segments), numbers)
     attends = [bool(mixers(nodes)) for nodes in order]
     wanted = attends if any(attends) else [any(map(is_product, nodes)) for nodes in order]
     return Folding(cuts, structures, stored, order, repeats(structures, wanted))

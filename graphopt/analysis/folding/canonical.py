@@ -21,13 +21,14 @@ class Writer:
     Args:
         graph: the graph.
         cuts: its segments.
+        numbers: of structures that were written before; give it to the writers of two graphs to compare them.
     """
 
-    def __init__(self, graph: ir.Graph, cuts: Cuts) -> None:
+    def __init__(self, graph: ir.Graph, cuts: Cuts, numbers: dict[Hashable, int] | None = None) -> None:
         self._cuts = cuts
         self._constant = constant_nodes(graph)
         self._inputs = {value: number for number, value in enumerate(graph.inputs)}
-        self._ids: dict[Hashable, int] = {}
+        self._ids: dict[Hashable, int] = {} if numbers is None else numbers
         self._cones: dict[ir.Value, int] = {}
         self._last = {segment.end for segment in cuts.segments}
 
@@ -147,7 +148,12 @@ class Writer:
         return self._ids.setdefault(written, len(self._ids))
 
 
-def interned(written: Iterable[Hashable]) -> list[int]:
-    """Return a number for each, the same for equal ones: compared in full, so that no collision of hashes counts."""
-    numbers: dict[Hashable, int] = {}
+def interned(written: Iterable[Hashable], numbers: dict[Hashable, int] | None = None) -> list[int]:
+    """Return a number for each, the same for equal ones: compared in full, so that no collision of hashes counts.
+
+    Args:
+        written: what is numbered.
+        numbers: those that were given before; new ones are added.
+    """
+    numbers = {} if numbers is None else numbers
     return [numbers.setdefault(each, len(numbers)) for each in written]

@@ -11,6 +11,7 @@ their parameters.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
@@ -87,6 +88,8 @@ def constant_of(value: ir.Value) -> Hashable:
 def numbers_of(tensor: ir.TensorProtocol) -> Hashable:
     """Return what of a tensor is structure; see :func:`constant_of`. Nothing but small integers is read."""
     shape = tuple(tensor.shape.numpy())
+    if isinstance(tensor, ir.ExternalTensor) and not Path(tensor.path).is_file():
+        return "weight", shape
     if not tensor.dtype.is_floating_point() and tensor.size <= _SMALL:
         return "numbers", shape, tuple(tensor.numpy().reshape(-1).tolist())
     return "weight", shape

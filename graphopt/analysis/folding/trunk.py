@@ -10,7 +10,7 @@ the output that needs most nodes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -69,8 +69,20 @@ def is_product(node: ir.Node) -> bool:
     return node.op_type in _PRODUCTS or (signature is not None and signature.is_product)
 
 
-def cut(graph: ir.Graph) -> Cuts:
-    """Cut a graph at the nodes that every path from tokens to logits crosses."""
+Division = tuple[dict[ir.Node, int], set[ir.Node]]
+"""The number of the segment of each node, and the last nodes of segments."""
+
+Divide = Callable[[Sequence[ir.Node], Mapping[ir.Node, int]], Division | None]
+"""Divides a path further, given its nodes and the segment of each; ``None`` to leave it."""
+
+
+def cut(graph: ir.Graph, divide: Divide | None = None) -> Cuts:
+    """Cut a graph at the nodes that every path from tokens to logits crosses.
+
+    Args:
+        graph: the graph.
+        divide: what divides the path where there are few such nodes.
+    """
     nodes = list(graph)
     fixed = constant_nodes(nodes)
     readers = readers_of(nodes)
@@ -78,6 +90,9 @@ def cut(graph: ir.Graph) -> Cuts:
     needed = data & _needed(_sink(graph, nodes))
     ends = _crossed([node for node in nodes if node in needed], readers)
     of = _numbered([node for node in nodes if node in data], ends)
+    division = None if divide is None else divide([node for node in nodes if node in data], of)
+    if division is not None:
+        of, ends = division
     _claim(nodes, of, readers)
     count = 1 + max(of.values(), default=-1)
     members: list[list[ir.Node]] = [[] for _ in range(count)]

@@ -13,19 +13,11 @@ from graphopt.errors import InputError
 from graphopt.gguf.file import GgufFile, open_gguf
 from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
 from graphopt.models.gguf.layouts import joined_experts, layout_of
-from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies, rope_parameters
+from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies
+from graphopt.models.gguf.settings import complete
 from graphopt.weights import Expression
 
 SUFFIX = ".gguf"
-
-# What transformers does not read of a file, and fills in with the defaults of one checkpoint.
-_LEFT_OUT = {
-    "attention.key_length": "head_dim",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-}
-# Layers of these differ in the size of their heads, and transformers reads which is which.
-_SEVERAL_HEAD_DIMS = ("gemma4_text",)
 
 
 def find_gguf(source: str) -> Path | None:
@@ -94,7 +86,7 @@ def empty_model(file: GgufFile) -> Any:
         InputError: its architecture is none that transformers and graphopt know, or not a causal language model.
     """
     torch, transformers = import_export_packages()
-    config = _config_of(file, transformers)
+    config = config_of(file, transformers)
     initialization = importlib.import_module("transformers.initialization")
     with quiet():
         try:
@@ -109,8 +101,12 @@ def empty_model(file: GgufFile) -> Any:
     return model
 
 
-def _config_of(file: GgufFile, transformers: Any) -> Any:
-    """Return the configuration of transformers that says what the file's metadata says."""
+def config_of(file: GgufFile, transformers: Any) -> Any:
+    """Return the configuration of transformers that says what the file's metadata says.
+
+    Raises:
+        InputError: the architecture, or a setting of it, is none that transformers and graphopt know.
+    """
     from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
 
     if layout_of(file.architecture) is None:
@@ -128,13 +124,7 @@ def _config_of(file: GgufFile, transformers: Any) -> Any:
                 file=file.path,
                 remedy=f"it knows {', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}",
             ) from error
-    known = config.to_dict()
-    for key, name in _LEFT_OUT.items():
-        if file.value(key) is not None and name in known and config.model_type not in _SEVERAL_HEAD_DIMS:
-            setattr(config, name, file.value(key))
-    scaling = rope_parameters(file)
-    if scaling:
-        config.rope_parameters = {**config.rope_parameters, **scaling}
+    complete(config, file)
     check_config(config, str(file.path))
     return config
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -21,6 +21,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.logical import dequantize, typed
 from graphopt.passes.codes.quantize_weights import Activations
+from graphopt.passes.codes.tied import look_up_columns, tied_lookups
 from graphopt.passes.context import Context, Ledger
 from graphopt.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
 
@@ -56,13 +57,14 @@ class KeepCodes(Pass[KeepCodesOptions]):
     after, where column n of W is row r(n) of a tensor of the file, and so are the rows of E::
 
         y = MatMul(x, DequantizeLinear(codes[:, r], scales[:, r]; axis=0, block_size=32))             Q4_0, Q8_0
-        y = MatMul(x, Dequantize(codes[:, r], scales[:, r], table, zero points[:, r]; group))         Q5_0, Q6_K, ...
+        y = MatMul(x, Dequantize(codes[:, r], scales[:, r], table, minimums[:, r]; group))            Q6_K, Q4_1, ...
         e = DequantizeLinear(Gather(codes, ids), Cast(Gather(scales, ids)); axis=-1)                  Q8_0, Q6_K, ...
+        e = Gather(Transpose(W), ids)                  W the matrix of the lm_head, by Dequantize     tied, any type
 
     Rows are found by their content, all of it, so no name and no layout has to be known, and a weight that another step
-    has changed is left alone. Types without minimums mean the same numbers to the last bit; those with minimums (Q4_1,
-    Q5_1, Q4_K, Q5_K) have zero points in float32, which moves a weight by about 2^-23 of the larger of scale times code
-    and minimum. See :mod:`graphopt.gguf.codes`.
+    has changed is left alone. W is the file's to the last bit. For the target ``ort-cuda``, whose kernels know no
+    minimums, types that have them (Q4_1, Q5_1, Q4_K, Q5_K) get zero points in float32, which moves a weight by about
+    2^-23 of the larger of scale times code and minimum. See :mod:`graphopt.gguf.codes`.
     """
 
     name: ClassVar[str] = "keep_codes"
@@ -86,21 +88,32 @@ class KeepCodes(Pass[KeepCodesOptions]):
         tensors = {name: each for name, each in open_gguf(self.options.file).tensors.items() if has_codes(each)}
         coded = {name: each for name, each in tensors.items() if isinstance(each, Ggml)}
         rows = _rows(coded)
+        tied = tied_lookups(model.graph)
         for node in linear_nodes(model.graph):
-            self._keep_matrix(model.graph, node, coded, rows, context.ledger)
+            weight = weight_of(node, 1)
+            assert weight is not None and weight.const_value is not None
+            found = _found(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), rows)
+            if found is None:
+                context.ledger.skipped(node, NOT_OF_FILE())
+            else:
+                # onnxruntime would hold a tied matrix twice, packed for its product and as it is for the lookup
+                standard = node not in tied or context.target == "portable"
+                on_gpu = context.target == "ort-cuda"
+                kept = KeptCodes(coded[found[0]], found[1], standard=standard, as_zero_points=on_gpu)
+                self._keep_matrix(model.graph, node, weight, kept, context.ledger, tied.get(node, ()))
         for node in token_lookups(model.graph):
             self._keep_table(model.graph, node, coded, rows, context.ledger)
 
     def _keep_matrix(
-        self, graph: ir.Graph, node: ir.Node, tensors: dict[str, Ggml], rows: _Rows, ledger: Ledger
+        self,
+        graph: ir.Graph,
+        node: ir.Node,
+        weight: ir.Value,
+        kept: KeptCodes,
+        ledger: Ledger,
+        tied: Sequence[ir.Node],
     ) -> None:
-        weight = weight_of(node, 1)
-        assert weight is not None and weight.const_value is not None
-        found = _found(np.ascontiguousarray(expression_of(weight.const_value).numpy().T), rows)
-        if found is None:
-            ledger.skipped(node, NOT_OF_FILE())
-            return
-        kept = KeptCodes(tensors[found[0]], found[1])
+        assert weight.const_value is not None
         made = _initializers(graph, weight, kept)
         table = kept.table
         if kept.is_standard:
@@ -108,12 +121,15 @@ class KeepCodes(Pass[KeepCodesOptions]):
             reader = ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{node.name}.dequantize")
         else:
             values = shared(graph, f"{table.name}.table", table.values.astype(np.float32))
-            points = made.get("zero_points")
-            reader = dequantize(graph, node, made["codes"], made["scales"], values, points, kept.group)
+            points, minimums = made.get("zero_points"), made.get("minimums")
+            codes, scales, is_minimum = made["codes"], made["scales"], minimums is not None
+            reader = dequantize(graph, node, codes, scales, values, points or minimums, kept.group, minimums=is_minimum)
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
         ledger.changed(reader, _kept(weight, kept), [weight])
+        for lookup in tied:
+            look_up_columns(graph, lookup, reader, weight, ledger)
         drop(graph, weight)
         if not kept.is_standard and self.options.activations != "float32":
             rounding = {"activations": self.options.activations, "group": kept.group, "clip": 1.0}
@@ -129,7 +145,7 @@ class KeepCodes(Pass[KeepCodesOptions]):
             ledger.skipped(node, NOT_OF_FILE())
             return
         tensor = tensors[found[0]]
-        if KeptCodes(tensor, found[1]).has_zero_points:
+        if KeptCodes(tensor, found[1]).has_minimums:
             ledger.skipped(node, NO_LOOKUP(kind=tensor.kind))
             return
         kept = KeptCodes(tensor, found[1], looked_up=True)
@@ -159,11 +175,7 @@ def _kept(weight: ir.Value, kept: KeptCodes) -> Fact:
 
 
 def _initializers(graph: ir.Graph, weight: ir.Value, kept: KeptCodes) -> dict[str, ir.Value]:
-    return {
-        part: new_weight(graph, f"{weight.name}.{part}", WeightTensor(Part(kept, part)))
-        for part in ("codes", "scales", "zero_points")
-        if part in kept.parts
-    }
+    return {part: new_weight(graph, f"{weight.name}.{part}", WeightTensor(Part(kept, part))) for part in kept.parts}
 
 
 def _rows(tensors: dict[str, Ggml]) -> _Rows:

@@ -19,6 +19,8 @@ def dequantize(
     table: ir.Value,
     zero_points: ir.Value | None,
     group: int,
+    *,
+    minimums: bool = False,
 ) -> ir.Node:
     """Return a ``Dequantize`` for the right side of ``product``, to be put in front of it.
 
@@ -30,12 +32,14 @@ def dequantize(
         table: the value of each code.
         zero_points: [groups, N], in the type of ``scales``; ``None`` for none.
         group: rows that share a scale.
+        minimums: whether zero points are minimums, added behind the scales.
     """
     if zero_points is None:
         assert scales.dtype is not None
         zero_points = shared(graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy()))
     inputs = {"codes": codes, "scales": scales, "table": table, "zero_points": zero_points}
-    return DEQUANTIZE.node(inputs, {"group": group}, name=f"{product.name}.dequantize")
+    attributes = {"group": group, **({"minimums": 1} if minimums else {})}
+    return DEQUANTIZE.node(inputs, attributes, name=f"{product.name}.dequantize")
 
 
 def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:

@@ -119,6 +119,7 @@ def _logical(graph: ir.Graph, node: ir.Node) -> ir.Node:
         if _is_absent(node, "zero_points")
         else _unpacked(graph, points, Untiled(expression_of(points.const_value), columns)),
         group,
+        minimums=node.attributes.get_int("minimums", 0) == 1,
     )
     weight = reader.outputs[0]
     weight.name, weight.dtype, weight.shape = f"{reader.name}d", ir.DataType.FLOAT, ir.Shape([rows, columns])
@@ -139,7 +140,7 @@ def _is_lookup(node: ir.Node) -> bool:
 
 def _reads_as(lookup: ir.Node, node: ir.Node) -> bool:
     names = [name for name in schema_of(lookup).input_names if name in schema_of(node).input_names]
-    sizes = ("rows", "columns", "group")
+    sizes = ("rows", "columns", "group", "minimums")
     return all(port(lookup, name) is port(node, name) for name in names) and all(
         lookup.attributes.get_int(name, 0) == node.attributes.get_int(name, 0) for name in sizes
     )

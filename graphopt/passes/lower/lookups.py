@@ -38,9 +38,10 @@ def gather_packed(graph: ir.Graph, lookups: Sequence[ir.Node], matrix: PackedMat
         assert ids is not None
         if ids.dtype != ir.DataType.INT64:
             ids = insert.op("Cast", [ids], ids.shape, ir.DataType.INT64, "ids", to=ir.DataType.INT64)
-        sizes = {"rows": matrix.rows, "columns": matrix.columns, "group": matrix.group}
         inputs = {"ids": ids, **matrix.named}
-        new = operator.node({key: inputs[key] for key in operator.schema.input_names}, sizes, name=node.name)
+        new = operator.node(
+            {key: inputs[key] for key in operator.schema.input_names}, matrix.attributes, name=node.name
+        )
         replace(node, new)
         ledger.changed(new, GATHERED(product=name), [node])
 

@@ -108,6 +108,12 @@ class Lower(Pass[LowerOptions]):
         ledger = context.ledger
         for node in coded_nodes(model.graph):
             stored, rounding = stored_codes(node), rounding_of(node)
+            if isinstance(stored, StoredCodes) and stored.minimums and self.options.target == "ort-cuda":
+                raise InputError(
+                    "kernels on GPUs know no minimums, which a weight of the node has",
+                    node=node.name,
+                    remedy="apply the recipe with --target ort-cuda from the start: keep_codes makes zero points then",
+                )
             if rounding is not None:
                 self._lower_rounded(model.graph, node, _known(node, stored), rounding, ledger)
             elif isinstance(stored, Fact):

@@ -26,15 +26,11 @@ class PackedMatrix:
 
     Attributes:
         inputs: codes, scales, table, zero points and bias.
-        rows: rows of the matrix.
-        columns: columns of the matrix.
-        group: rows that share a scale.
+        attributes: rows and columns of the matrix, rows that share a scale, and whether zero points are minimums.
     """
 
     inputs: tuple[ir.Value, ...]
-    rows: int
-    columns: int
-    group: int
+    attributes: Mapping[str, int]
 
     @property
     def named(self) -> dict[str, ir.Value]:
@@ -50,8 +46,7 @@ class PackedMatrix:
         self, operator: Operator, x: ir.Value, more: tuple[ir.Value, ...], attributes: Mapping[str, Any], name: str
     ) -> ir.Node:
         """Return a node of ``operator`` on ``x`` and this matrix."""
-        sizes = {"rows": self.rows, "columns": self.columns, "group": self.group}
-        return operator.node([x, *self.inputs, *more], {**sizes, **attributes}, name=name)
+        return operator.node([x, *self.inputs, *more], {**self.attributes, **attributes}, name=name)
 
 
 def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
@@ -80,7 +75,9 @@ def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
         parts.get("zero_points") or shared(graph, f"no_zero_points.{scales.dtype.name.lower()}", placeholder),
         shared(graph, "no_bias", np.zeros(1, np.float32)),
     )
-    return PackedMatrix(inputs, *stored.shape, stored.group)
+    rows, columns = stored.shape
+    sizes = {"rows": rows, "columns": columns, "group": stored.group}
+    return PackedMatrix(inputs, {**sizes, "minimums": 1} if stored.minimums else sizes)
 
 
 def packed_tensors(stored: StoredCodes, dtype: ir.DataType) -> dict[str, ir.TensorProtocol]:

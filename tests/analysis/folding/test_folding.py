@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import pytest
 
 from graphopt import artifact
 from graphopt.analysis.folding import Part, Repeat, fold
+from graphopt.analysis.folding.lockstep import divided
+from graphopt.analysis.folding.trunk import cut
+from graphopt.analysis.roles import roles_of
 from graphopt.pipeline import optimize
 from graphopt.recipe import load_recipe, presets
 from graphopt.statistics.options import CalibrationOptions
@@ -145,6 +149,51 @@ def test_weights_in_nodes_and_branches_are_compared_by_shape() -> None:
     assert shape_of(fold(model.graph).parts) == [None, ([None, None], 4), None, None]
 
 
+def crossed(layers: list[str] | int) -> ir.Model:
+    """Return a decoder whose later layers read the values of the first one, too: no node between is on every path."""
+    model = decoder(layers)
+    nodes = {node.name: node for node in model.graph}
+    first = nodes["v_heads0"].outputs[0]
+    for number in range(1, sum("attention" in (name or "") for name in nodes)):
+        cache = nodes[f"present_value{number}"]
+        mixed = ir.node("Add", [cache.inputs[1], first], name=f"mixed{number}")
+        mixed.outputs[0].name, mixed.outputs[0].type = f"mixed{number}.out", first.type
+        mixed.outputs[0].shape = cache.inputs[1].shape
+        model.graph.insert_before(cache, mixed)
+        cache.replace_input_with(1, mixed.outputs[0])
+    return model
+
+
+@pytest.mark.parametrize("depth", [4, 32])
+def test_layers_are_found_where_no_node_is_on_every_path(depth: int) -> None:
+    model = crossed(depth)
+    shuffle_names(model)
+    folded = fold(model.graph)
+    assert len(folded.layers()) == depth
+    kinds = [tuple(folded.structures[segment] for segment in layer) for layer in folded.layers()]
+    # the first has no node that mixes values; its MLP is that of the others
+    assert len(set(kinds[1:])) == 1
+    assert kinds[0] != kinds[1]
+    assert kinds[0][-1] == kinds[1][-1]
+    roles = Counter(roles_of(model.graph, folded).values())
+    for role in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "attention"):
+        assert roles[role] == depth, role
+    assert (roles["embedding"], roles["lm_head"]) == (1, 1)
+
+
+def test_alternations_are_found_where_no_node_is_on_every_path() -> None:
+    folded = fold(crossed(["local", "local", "global"] * 3).graph)
+    kinds = [folded.structures[layer.start] for layer in folded.layers()]
+    assert len(kinds) == 9
+    assert kinds[1] == kinds[3] == kinds[4] == kinds[6] == kinds[7]
+    assert kinds[2] == kinds[5] == kinds[8] != kinds[1]
+
+
+def test_a_chain_that_has_cuts_is_not_divided() -> None:
+    graph = decoder(4).graph
+    assert cut(graph, divided).of == cut(graph).of
+
+
 def test_a_graph_without_attention_has_layers_too() -> None:
     folded = fold(residual_model(layers=5).graph)
     assert [len(layer) for layer in folded.layers()] == [1] * 5
@@ -180,6 +229,6 @@ def test_two_layers_of_each_family_are_found_with_names_shuffled(
 def test_layers_are_found_behind_every_preset(llama_artifact: Path, preset: str) -> None:
     # GPTQ runs the model to see the inputs of products; one window of text is enough here.
     recipe = load_recipe(preset).model_copy(update={"calibration": CalibrationOptions(windows=1)})
-    folded = fold(optimize(llama_artifact, recipe, run=preset.startswith("gptq-")).model.graph)
+    folded = fold(optimize(llama_artifact, recipe, run=f"{preset}-rtn" in presets()).model.graph)
     assert len(folded.layers()) == 2
     assert [part.count for part in folded.parts if isinstance(part, Repeat)] == [2]

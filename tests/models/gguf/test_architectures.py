@@ -39,8 +39,11 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2Config", {**_USUAL, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3Config", {**_USUAL, "head_dim": 16, "tie_word_embeddings": False}),
     "phi3": ("Phi3Config", _USUAL),
-    "gemma2": ("Gemma2Config", {**_USUAL, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 256}),
-    "gemma3": ("Gemma3TextConfig", {**_USUAL, "head_dim": 16, "sliding_window": 6}),
+    "gemma2": ("Gemma2Config", {**_USUAL, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**_USUAL, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16},
+    ),
     "gpt2": ("GPT2Config", {**_COMMON, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}),
     "starcoder2": ("Starcoder2Config", {**_USUAL, "vocab_size": 49152, "sliding_window": None}),
     "stablelm": ("StableLmConfig", _USUAL),
@@ -101,6 +104,9 @@ def _write_keys(writer: Any, architecture: str, config: Any) -> None:
     for key, name in (("attention.key_length", "head_dim"), ("expert_feed_forward_length", "moe_intermediate_size")):
         if f"{architecture}.{key}" not in writer.kv_data[0] and getattr(config, name, None):
             writer.add_uint32(f"{architecture}.{key}", getattr(config, name))
+    rotated = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
+    if rotated is not None:
+        writer.add_rope_dimension_count(int(rotated * config.hidden_size // config.num_attention_heads))
     if config.pad_token_id is not None:
         writer.add_pad_token_id(config.pad_token_id)
     # transformers counts these where the keys do not say how many there are

@@ -8,9 +8,12 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import InputError
-from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE
+from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, KeepCodes, KeepCodesOptions
+from graphopt.passes.context import Surroundings
 from graphopt.runtime import open_session
-from graphopt.runtime_ops import declare
+from graphopt.runtime_ops import declare, port
+from graphopt.targets import Target
+from graphopt.tasks import task_of
 from graphopt.weights import weight_of
 from tests import ggufs
 from tests.graphs import VOCABULARY, relative, residual_model, run_pass, save
@@ -21,9 +24,11 @@ EXACT = ("Q4_0", "Q8_0", "Q6_K", "Q5_0")
 TOLERANCE = 1e-5
 
 
-def model_and_file(folder: Path, kinds: tuple[str, ...], table: str = "Q8_0") -> tuple[ir.Model, Path]:
+def model_and_file(
+    folder: Path, kinds: tuple[str, ...], table: str = "Q8_0", *, tied: bool = False
+) -> tuple[ir.Model, Path]:
     """Return a model whose weights are decoded from a file, where their columns are rows in another order."""
-    model = residual_model(width=WIDTH, inner=WIDTH)
+    model = residual_model(width=WIDTH, inner=WIDTH, tied=tied)
     path = folder / "model.gguf"
     writer = gguf.GGUFWriter(path, "any")
     products = [node for node in model.graph if node.op_type == "MatMul" and weight_of(node, 1) is not None]
@@ -37,9 +42,9 @@ def model_and_file(folder: Path, kinds: tuple[str, ...], table: str = "Q8_0") ->
         array = weight.const_value.numpy()
         rows = np.ascontiguousarray(array.T if index else array)
         order = random.permutation(len(rows))
-        if kind == "Q5_0":
-            stored = gguf.quantize(rows[order], gguf.GGMLQuantizationType.Q5_0)
-            decoded = gguf.dequantize(stored, gguf.GGMLQuantizationType.Q5_0)
+        if kind in ("Q5_0", "Q5_1"):
+            stored = gguf.quantize(rows[order], gguf.GGMLQuantizationType[kind])
+            decoded = gguf.dequantize(stored, gguf.GGMLQuantizationType[kind])
         else:
             stored, decoded = ggufs.encoded(rows[order], kind)
         back = np.empty_like(decoded)
@@ -79,16 +84,66 @@ def test_codes_of_the_file_compute_the_same(tmp_path: Path) -> None:
     assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
 
 
-def test_minimums_become_zero_points_of_float32(tmp_path: Path) -> None:
+def scale_types(model: ir.Model) -> set[tuple[ir.DataType | None, ir.DataType | None]]:
+    """Return the types of scales, and of zero points or minimums, of products in our layout."""
+    nodes = [node for node in model.graph if node.op_type == "MatMulTable"]
+    return {(port(node, "scales").dtype, port(node, "zero_points").dtype) for node in nodes}  # type: ignore[union-attr]
+
+
+def test_minimums_are_kept_in_the_types_of_the_file(tmp_path: Path) -> None:
+    for kind, dtype in (("Q4_1", ir.DataType.FLOAT16), ("Q5_1", ir.DataType.FLOAT16), ("Q4_K", ir.DataType.FLOAT)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        model, path = model_and_file(folder, (kind,))
+        before = exact_logits(model, folder / "before")
+        run_pass(model, "keep_codes", file=path)
+        logical = model.clone()
+        declare(logical)
+        assert relative(before, exact_logits(logical, folder / "logical")) <= TOLERANCE
+        run_pass(model, "lower")
+        declare(model)
+        assert scale_types(model) == {(dtype, dtype)}
+        tables = [node for node in model.graph if node.op_type == "MatMulTable"]
+        assert {node.attributes.get_int("minimums", 0) for node in tables} == {1}
+        assert relative(before, exact_logits(model, folder / "lowered")) <= TOLERANCE
+        # what is packed is unpacked again, for another recipe
+        run_pass(model, "unpack")
+        declare(model)
+        assert not [node for node in model.graph if node.op_type == "MatMulTable"]
+        assert relative(before, exact_logits(model, folder / "unpacked")) <= TOLERANCE
+
+
+def test_minimums_are_zero_points_on_a_gpu(tmp_path: Path) -> None:
     model, path = model_and_file(tmp_path, ("Q4_1", "Q4_K"))
-    before = exact_logits(model, tmp_path / "before")
-    run_pass(model, "keep_codes", file=path)
+    before, kept = exact_logits(model, tmp_path / "before"), model.clone()
+    KeepCodes(KeepCodesOptions(file=path))(model, Surroundings(task_of(model.graph), "ort-cuda"))
     run_pass(model, "lower")
     declare(model)
     # scales of Q4_1 are float16 numbers, their zero points are not: both are stored as float32
-    tables = [node for node in model.graph if node.op_type == "MatMulTable"]
-    assert tables
-    assert all(node.inputs[2].dtype == node.inputs[4].dtype == ir.DataType.FLOAT for node in tables)
+    assert scale_types(model) == {(ir.DataType.FLOAT, ir.DataType.FLOAT)}
+    assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
+    run_pass(kept, "keep_codes", file=path)
+    with pytest.raises(InputError, match="kernels on GPUs know no minimums"):
+        run_pass(kept, "lower", target="ort-cuda")
+
+
+@pytest.mark.parametrize("target", ["portable", "ort-cpu"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q6_K", "Q4_1"])
+def test_a_tied_embedding_is_stored_once(kind: str, target: Target, tmp_path: Path) -> None:
+    model, path = model_and_file(tmp_path, (kind,), table=kind, tied=True)
+    run_pass(model, "canonicalize")
+    before = exact_logits(model, tmp_path / "before")
+    surroundings = Surroundings(task_of(model.graph), target)
+    report = KeepCodes(KeepCodesOptions(file=path))(model, surroundings).report
+    assert not report.skips
+    rows, columns = VOCABULARY, WIDTH
+    of_table = [value for value in model.graph.initializers.values() if set(value.shape or ()) == {rows, columns}]
+    assert len(of_table) == 1
+    run_pass(model, "lower")
+    declare(model)
+    assert [node.op_type for node in model.graph if node.op_type == "GatherTable"] == (
+        [] if (kind, target) == ("Q8_0", "portable") else ["GatherTable"]
+    )
     assert relative(before, exact_logits(model, tmp_path / "lowered")) <= TOLERANCE
 
 

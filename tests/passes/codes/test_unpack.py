@@ -108,7 +108,7 @@ def test_what_has_no_logical_form_stays_with_its_reason(edit: Any, reason: Any) 
 def test_a_packed_artifact_goes_to_another_target_and_an_exact_recipe_leaves_it(
     llama_artifact: Path, tmp_path: Path
 ) -> None:
-    optimize(llama_artifact, "fp6", tmp_path / "fp6")
+    optimize(llama_artifact, "fp6-rtn", tmp_path / "fp6")
     nothing = Recipe.model_validate({"name": "nothing", "steps": []})
     manifest = optimize(tmp_path / "fp6", nothing, tmp_path / "cpu", target="ort-cpu").manifest
     assert [report.name for report in manifest.passes][-3:] == ["unpack", "merge_products", "lower"]
@@ -125,10 +125,10 @@ def test_a_packed_artifact_goes_to_another_target_and_an_exact_recipe_leaves_it(
 
 def test_only_a_recipe_that_works_with_codes_unpacks() -> None:
     model = residual_model(width=32, inner=48)
-    plain, works = load_recipe("rotate"), load_recipe("w4a8")
-    assert works.fitting(model.graph) == works.lowered()
+    plain, works = load_recipe("rotate"), load_recipe("w4a8-rtn")
+    assert works.fitting(model.graph) == works.lowered().adding("compact_scales")
     run_pass(model, "quantize_weights", linear=LinearFormat(format="fp6-e2m3", group=16), lm_head=None)
     run_pass(model, "lower")
     assert plain.fitting(model.graph) == plain.lowered()
     names = [step.step for step in works.fitting(model.graph).steps]
-    assert names == ["canonicalize", "unpack", "quantize_weights", "quantize_activations", "lower"]
+    assert names == ["canonicalize", "unpack", "quantize_weights", "quantize_activations", "lower", "compact_scales"]

@@ -53,8 +53,8 @@ def test_soft_caps_are_gone_through(make_artifact: Callable[[str], Path], tmp_pa
 
 
 def test_it_is_exact_for_text_and_evaluation_is_refused(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "int4", tmp_path / "all")
-    made = optimize(llama_artifact, "int4", tmp_path / "last", last_logits=True)
+    optimize(llama_artifact, "int4-rtn", tmp_path / "all")
+    made = optimize(llama_artifact, "int4-rtn", tmp_path / "last", last_logits=True)
     assert any("[batch, 1, vocabulary]" in note for note in map(str, made.manifest.notes))
     before, after = load(tmp_path / "all"), load(tmp_path / "last")
     prompts = ["def f(x):", "import os, sys\nfor a in b:"]

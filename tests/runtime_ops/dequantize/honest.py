@@ -4,6 +4,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from tests.runtime_ops.hostile import Case, Tensor
+from tests.runtime_ops.matmul_table.honest import minimums
 
 
 @st.composite
@@ -19,4 +20,5 @@ def honest(draw: st.DrawFn) -> Case:
         "table": random.standard_normal(entries).astype(np.float32),
         "zero_points": (random.standard_normal(zero_points) * (zero_points != (1, 1))).astype(dtype),
     }
-    return Case("Dequantize", {name: Tensor(array, "fed") for name, array in inputs.items()}, {"group": group})
+    attributes = {"group": group, **draw(minimums)}
+    return Case("Dequantize", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

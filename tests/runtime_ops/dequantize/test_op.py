@@ -45,9 +45,15 @@ CASES = {
 @given(**CASES)
 def test_the_body_is_the_reference_to_the_last_bit(group: int, rows: int, **given: Any) -> None:
     inputs = case_of(rows, group=group or rows, **given)
-    made = run_body(DEQUANTIZE.name, inputs, {"group": group or rows})
-    # the same two operations of float32
-    np.testing.assert_array_equal(made, reference(*inputs, group or rows))
+    for more in ({}, {"minimums": 1}):
+        made = run_body(DEQUANTIZE.name, inputs, {"group": group or rows, **more})
+        # the same two operations of float32
+        np.testing.assert_array_equal(made, reference(*inputs, group or rows, **more))
+
+
+def test_minimums_are_one_or_none() -> None:
+    with pytest.raises(Exception, match="minimums must be 0 or 1, it is 2"):
+        run_body(DEQUANTIZE.name, case_of(32, 5, 16, 8, points=True), {"group": 16, "minimums": 2})
 
 
 @settings(max_examples=25)

@@ -69,7 +69,7 @@ def test_a_column_is_that_of_the_logical_matrix_to_the_last_bit(case: Case) -> N
     sizes = case.attributes
     full = untile(np.broadcast_to(points, scales.shape), sizes["columns"])
     logical = (unpack(codes, sizes["rows"], sizes["columns"]), untile(scales, sizes["columns"]), table, full)
-    matrix = dequantized(*logical, sizes["group"])
+    matrix = dequantized(*logical, sizes["group"], sizes.get("minimums", 0))
     np.testing.assert_array_equal(reference(*arrays(case), **sizes), matrix.T[ids])
 
 

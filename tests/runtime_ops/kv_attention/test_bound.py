@@ -40,10 +40,17 @@ class Last:
 
 
 def last_call(attributes: KVAttributes, tokens: Arrays, run: Any = reference) -> Last:
-    """Feed 80 tokens at once and then 20, and return the second call."""
+    """Feed 80 tokens at once to the reference and then 20 to ``run``, and return the second call."""
     last = Last(run)
-    Fed(attributes, tokens, 7, last).calls(80, 20)
+    fed = Fed(attributes, tokens, 7)
+    fed.call(80)
+    fed.run = last
+    fed.call(20)
     return last
+
+
+# its sessions serve calls of any size
+BODY = Body()
 
 
 def rounded(factors: np.ndarray) -> np.ndarray:
@@ -61,10 +68,8 @@ def with_15_bits(*inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ..
     for reading in every:
         keys, values, page = reading.keys, reading.values, reading.positions // attrs.page
         for n, is_read in enumerate(reading.is_read):
-            scores = np.empty((reading.q.shape[1], len(page)))
-            for j in range(len(page)):
-                factors = rounded(reading.q[n] * keys.step[j])
-                scores[:, j] = attrs.scale * (reading.q[n] @ keys.low[j] + factors @ keys.codes[j])
+            factors = rounded(reading.q[n][:, None] * keys.step)
+            scores = attrs.scale * (reading.q[n] @ keys.low.T + (factors * keys.codes).sum(axis=-1))
             weights = np.exp(np.where(is_read, scores - scores.max(), -np.inf))
             weights /= weights.sum(axis=-1, keepdims=True)
             out = weights @ values.low
@@ -82,7 +87,7 @@ def test_the_body_is_within(storage: str, policy: str, size: float) -> None:
     attributes = attributes_of(storage=storage, recent_pages=1, **POLICIES[policy])
     tokens = tokens_of(attributes, 100, batch=2, head_size=32, sink_logits=True, sink_query=True)
     tokens["key"] *= np.float32(size)
-    exact, body = (last_call(attributes, tokens, run) for run in (reference, Body()))
+    exact, body = (last_call(attributes, tokens, run) for run in (reference, BODY))
     limits = bound(*exact.inputs, **attributes.for_node())
     assert (np.abs(body.y - exact.y) <= limits).all()
     # what 15 bits may cost is in there too; without codes it is float32 alone

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.bound import reference_and_bound
 from tests.native import needs_library
 from tests.runtime_ops.kv_cases import (
     INPUTS,
     STATE,
     Arrays,
+    Bounded,
     Fed,
     Run,
     any_calls,
@@ -31,25 +30,6 @@ pytestmark = needs_library
 
 POLICIES = ([0], [1], [2], [0, 2], [1, 2])
 SOME = {"sinks": 5, "recent": 9, "budget": 2, "sink_pages": 1, "recent_pages": 1}
-
-
-class Bounded:
-    """Runs the reference, and keeps how far from it a kernel may be; the same call is computed once for all kernels."""
-
-    most: np.ndarray
-    _newest: ClassVar[dict[bytes, tuple[tuple[np.ndarray, ...], np.ndarray]]] = {}
-
-    def __call__(self, *inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ...]:
-        digest = hashlib.sha256(repr(sorted(attributes.items())).encode())
-        for array in inputs:
-            digest.update(f"{array.dtype} {array.shape}".encode() + array.tobytes())
-        key, newest = digest.digest(), self._newest
-        if key not in newest:
-            if len(newest) >= 64:  # a test has fewer calls, and the next one is the same for other instructions
-                del newest[next(iter(newest))]
-            newest[key] = reference_and_bound(*inputs, **attributes)
-        results, self.most = newest[key]
-        return results
 
 
 def compare(
@@ -90,7 +70,8 @@ def test_the_kernel_is_the_reference(instructions: str, storage: str, policies: 
         (1, 80, (1, 1, 100, 1)),
         (5, 48, (70, 0, 3)),
     ):
-        for summary in ("bounds", "mean"):
+        # only retrieval makes summaries of pages
+        for summary in ("bounds", "mean") if 2 in policies else ("bounds",):
             attributes = attributes_of(storage=storage, policies=policies, page=page, summary=summary, **SOME)
             tokens = tokens_of(
                 attributes, sum(calls), batch=2, group=group, head_size=size, sink_logits=True, sink_query=group == 3
@@ -203,7 +184,7 @@ def test_a_cache_that_wraps(instructions: str, storage: str) -> None:
 def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, page=32, sinks=40, recent=100, budget=20, kv_heads=2)
     calls = (2100, 1, 1, 7)  # one call of many blocks of queries, and others whose pages are shared out
-    tokens = tokens_of(attributes, sum(calls), group=4, head_size=32, sink_logits=True)
+    tokens = tokens_of(attributes, sum(calls), sink_logits=True)
     runs = [Native(1), Native(1, in_place=True), Native(2), Native(2, in_place=True)]
     caches = [Fed(attributes, tokens, 68, run) for run in runs]
     for columns in calls:
@@ -216,12 +197,13 @@ def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, poli
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("policies", POLICIES)
 def test_pages_that_are_shared_out(instructions: str, storage: str, policies: list[int]) -> None:
-    attributes = attributes_of(storage=storage, policies=policies, sinks=17, recent=1100, budget=90, recent_pages=1)
-    tokens = tokens_of(attributes, 3003, group=2, head_size=16, sink_logits=True)
-    seen = Fed(attributes, tokens, 200, Native())
-    seen.call(3000)
+    # a part has 2048 tokens; retrieval reads more than that, and leaves pages out
+    attributes = attributes_of(storage=storage, policies=policies, sinks=17, recent=1100, budget=65, recent_pages=1)
+    tokens = tokens_of(attributes, 2303, group=2, head_size=16, sink_logits=True)
+    seen = Fed(attributes, tokens, 150, Native())
+    seen.call(2300)
     bounded = Bounded()
-    wanted = Fed(attributes, tokens, 200, bounded)
+    wanted = Fed(attributes, tokens, 150, bounded)
     wanted.state, wanted.past, wanted.column = dict(seen.state), seen.past, seen.column
     for columns in (1, 2):
         expected, y = wanted.call(columns), seen.call(columns)

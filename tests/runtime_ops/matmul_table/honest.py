@@ -11,6 +11,10 @@ from tests.runtime_ops.hostile import Case, Tensor
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([1, 15, 16, 17, 32, 48, 64, 96, 128, 160]))
 
 
+# whether zero points are minimums; most files say neither
+minimums = st.sampled_from([{}, {}, {"minimums": 0}, {"minimums": 1}])
+
+
 def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[str, Tensor], dict[str, Any]]:
     rows, columns, bits = draw(sizes), draw(sizes), draw(st.integers(1, 8))
     group = draw(st.sampled_from([16, 32, 64, 128, rows]))
@@ -26,7 +30,7 @@ def packed_weights(draw: st.DrawFn, random: np.random.Generator) -> tuple[dict[s
         "zero_points": Tensor((random.standard_normal(zero_points) * (zero_points[0] > 1)).astype(dtype), where),
         "bias": Tensor(random.standard_normal(columns).astype(np.float32), where),
     }
-    return inputs, {"rows": rows, "columns": columns, "group": group}
+    return inputs, {"rows": rows, "columns": columns, "group": group, **draw(minimums)}
 
 
 @st.composite

@@ -10,14 +10,17 @@ import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from graphopt.errors import InputError
 from graphopt.rotations import hadamard
 from graphopt.runtime_ops import library_path
+from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
 from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound as dynamic_bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference as dynamic_reference
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES
 from graphopt.runtime_ops.matmul_table.spec.bound import bound
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize, reference
+from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
 from tests.native import ISA_VARIABLE, here, needs_library
 from tests.runtime_ops.matmul_table.test_op import of_float32
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
@@ -65,9 +68,8 @@ def kernel() -> Iterator[Kernel]:
 
 def check(kernel: Kernel, case: Case) -> None:
     """Every set of instructions is within the derived bound; where sums are integers, all give the same bits."""
-    exact = case["x"].astype(np.float64) @ dequantize(
-        **{k: case[k] for k in ("codes", "scales", "table", "zero_points", "rows", "columns", "group")}
-    )
+    names = ("codes", "scales", "table", "zero_points", "rows", "columns", "group", "minimums")
+    exact = case["x"].astype(np.float64) @ dequantize(**{name: case[name] for name in names if name in case})
     exact += case["bias"]
     results = [kernel(MATMUL_TABLE.name, case, isa) for isa in here()]
     limit = bound(**case)
@@ -102,7 +104,9 @@ def test_groups_that_are_ragged_long_or_the_whole_column(
     kernel: Kernel, activations: str, shape: tuple[int, int, int]
 ) -> None:
     for count in (1, 17):
-        check(kernel, {**case_of(*shape, 6, leading=(count,), zero_points=True), "activations": activations})
+        for minimums in (False, True):
+            case = case_of(*shape, 6, leading=(count,), zero_points=True, minimums=minimums)
+            check(kernel, {**case, "activations": activations})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -203,14 +207,27 @@ def test_frozen_vectors(kernel: Kernel, frozen: dict) -> None:
             assert kernel(MATMUL_TABLE.name, {**case, "activations": activations}, isa).tolist() == frozen["y"]
 
 
+@pytest.mark.parametrize("isa", ["", "scalar"])
+@pytest.mark.parametrize("scale_type", [np.float16, np.float32])
+def test_minimums_give_the_weight_of_the_definition_to_the_last_bit(kernel: Kernel, isa: str, scale_type: type) -> None:
+    case = {**case_of(96, 37, 32, 4, minimums=True, scale_type=scale_type), "activations": "float32"}
+    case["table"] = np.arange(16, dtype=np.float32)
+    case["x"] = np.eye(96, dtype=np.float32)
+    codes = unpack(case["codes"], 96, 37)
+    logical = (codes, untile(case["scales"], 37), case["table"], untile(case["zero_points"], 37))
+    assert np.array_equal(kernel(MATMUL_TABLE.name, case, isa), dequantized(*logical, 32, 1))
+    assert np.array_equal(run_body(MATMUL_TABLE.name, case), dequantized(*logical, 32, 1))
+
+
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("clip", [1.0, 0.8])
 @pytest.mark.parametrize("weight_bits", [4, 6, 8])
 @pytest.mark.parametrize("orders", [(1, 1), (12, 8), (8, 4)])
 def test_dynamic(kernel: Kernel, bits: int, clip: float, weight_bits: int, orders: tuple[int, int]) -> None:
     left, right = (hadamard(order) for order in orders)
-    for count in (1, 5, 14):
-        case = {**case_of(96, 40, 96, weight_bits, leading=(count,)), "left": left, "right": right}
+    for count, minimums in ((1, False), (5, False), (14, False), (5, True)):
+        case = case_of(96, 40, 96, weight_bits, leading=(count,), minimums=minimums)
+        case |= {"left": left, "right": right}
         case |= {"bits": bits, "clip": clip, "table": np.arange(2**weight_bits, dtype=np.float32) - 8}
         expected, limit = dynamic_reference(**case), dynamic_bound(**case)
         results = [kernel(MATMUL_DYNAMIC.name, case, isa) for isa in here()]
@@ -230,6 +247,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "bits": ({"codes": np.zeros((2, 4, 120), np.uint8)}, "codes must have the shape"),
     "scales": ({"scales": np.ones((2, 3, 16), np.float32)}, "scales must have the shape \\[2, 2, 16\\]"),
     "zero points": ({"zero_points": np.ones((1, 1, 1), np.float32)}, "zero_points must be \\[\\[\\[0\\]\\]\\]"),
+    "type of minimums": ({"minimums": 1.0}, "its attribute minimums is of another type than it must be"),
     "bias": ({"bias": np.ones(3, np.float32)}, "bias must be \\[0\\], or have 32 numbers"),
     "table": ({"table": np.zeros(17, np.float32)}, "table must have from 1 to 16 numbers"),
     "entry": ({"table": np.full(16, np.nan, np.float32)}, "entry 0 of the table is no finite number"),
@@ -244,6 +262,15 @@ def test_what_a_file_lies_about_is_an_error_that_names_the_node(kernel: Kernel, 
     changes, message = WRONG[what]
     case = {**case_of(64, 32, 32, 4), "activations": "int8", **changes}
     with pytest.raises(Exception, match=f"ai.graphopt node 'product': {message}"):
+        kernel.session(MATMUL_TABLE.name, case)
+
+
+def test_minimums_are_one_or_none(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = {**case_of(64, 32, 32, 4), "activations": "int8", "minimums": 2}
+    with pytest.raises(InputError, match="has no body for its attributes: minimums must be 0 or 1, it is 2"):
+        kernel.session(MATMUL_TABLE.name, case)
+    monkeypatch.setattr("tests.runtime_ops.products.declare", lambda model: None)
+    with pytest.raises(Exception, match="ai.graphopt node 'product': minimums must be 0 or 1, it is 2"):
         kernel.session(MATMUL_TABLE.name, case)
 
 

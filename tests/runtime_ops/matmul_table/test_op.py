@@ -45,6 +45,8 @@ def test_body_is_the_reference(bits: int, activations: str, shape: tuple[int, in
         *shape, bits, zero_points=bits % 2 == 0, bias=bits % 3 == 0, scale_type=[np.float16, np.float32][bits % 2]
     )
     check({**case, "activations": activations})
+    if bits % 4 == 0:
+        check({**case, "minimums": 1, "activations": activations})
 
 
 @EACH_MODE

@@ -12,8 +12,8 @@ def test_a_gguf_file_gives_a_row_for_each_recipe_and_one_for_its_own_codes(tmp_p
     made = ggufs.exported(llama_folder)
     (tmp_path / "tiny-float32").symlink_to(made / "artifact")
     said: list[str] = []
-    rows = list(job.run("tiny", made / "llama.gguf", tmp_path, ["int4", "no-such-recipe"], 64, said.append))
-    assert [row.recipe for row in rows] == ["float32", "int4", "no-such-recipe", "keep_codes"]
+    rows = list(job.run("tiny", made / "llama.gguf", tmp_path, ["int4-rtn", "no-such-recipe"], 64, said.append))
+    assert [row.recipe for row in rows] == ["float32", "int4-rtn", "no-such-recipe", "keep_codes"]
     first, int4, failed, kept = rows
     assert failed.bytes is None
     assert "no-such-recipe" in (failed.error or "")

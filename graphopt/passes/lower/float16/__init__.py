@@ -50,6 +50,7 @@ class Float16(Pass[Float16Options]):
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[StepOptions]] = Float16Options
     after: ClassVar[tuple[str, ...]] = (
+        "tie_embedding",
         "lower",
         "last_logits",
     )

@@ -7,6 +7,7 @@ from math import prod
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.matmul_table.spec.schema import OPTIONAL
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
 _SCALES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
@@ -29,6 +30,7 @@ SCHEMA = Schema(
     ),
     outputs=(Port("W", Role.DATA, (ir.DataType.FLOAT,)),),
     attributes={"group": ir.AttributeType.INT},
+    optional=OPTIONAL,
     shapes=lambda shapes, attributes: (shapes["codes"],),
     cost=cost,
     coordinates=Coordinates.DECODES,

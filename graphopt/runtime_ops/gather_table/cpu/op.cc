@@ -66,7 +66,8 @@ struct Column {
       }
       const size_t group = row / weights.group;
       const float zero = zero_points ? number<float>(zero_points[16 * group]) : 0;
-      y[row] = (table.values[code] - zero) * number<float>(scales[16 * group]);
+      const float value = table.values[code], scale = number<float>(scales[16 * group]);
+      y[row] = weights.minimums ? value * scale + zero : (value - zero) * scale;
     }
     return beyond;
   }

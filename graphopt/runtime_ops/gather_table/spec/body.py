@@ -5,17 +5,21 @@ Only the tiles of the columns that are asked for are read and unpacked, so nothi
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.body import positions_of
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE
+from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.tape import ints, number_of
 
 
-def function(opset: int) -> ir.Function:
+def function(opset: int, **attributes: Any) -> ir.Function:
     """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
+    minimums = overload(**attributes)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     ids, codes, scales, table, zero_points = inputs
     tape = ir.tape.Tape()
@@ -46,12 +50,16 @@ def function(opset: int) -> ir.Function:
         return tape.op("Gather", [tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT}), of_row], {"axis": 1})
 
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
-    weight = tape.op("Mul", [tape.op("Sub", [values, for_each_row(full_zeros)]), for_each_row(scales)])
+    zeros_of_row = for_each_row(full_zeros)
+    shifted = values if minimums else tape.op("Sub", [values, zeros_of_row])
+    weight = tape.op("Mul", [shifted, for_each_row(scales)])
+    if minimums:
+        weight = tape.op("Add", [weight, zeros_of_row])
     shape = tape.op("Concat", [tape.op("Shape", [ids]), rows], {"axis": 0})
     y = tape.op("Reshape", [weight, shape], {"allowzero": 1})
     y.name = "y"
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
-    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
+    return ir.Function(DOMAIN, SCHEMA.name, minimums, graph=graph, attributes=SCHEMA.parameters_for(minimums))
 
 
 _INDEX = ir.DataType.INT32

@@ -11,12 +11,14 @@ Inputs, all of them required:
 Attributes:
     rows, columns: int, K and N.
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
+    minimums: as for ``MatMulTable``; optional.
 
 Output:
     y: float [..., K], the shape of ids with an axis of rows behind it, in float32 arithmetic. Column n = ids[...] is
         lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
 
         y[..., k] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
+        y[..., k] = table[code[k, n]] scales[t, g, r] + zero_points[t, g, r]        where minimums is 1
 
 This is bit for bit column n of the matrix that ``Dequantize`` makes of the same codes, and that ``MatMulTable``
 multiplies by. So a token embedding that is tied to the lm_head is stored once, as the product reads it.
@@ -32,6 +34,7 @@ import numpy.typing as npt
 from graphopt.runtime_ops.gather_table.spec.body import function
 from graphopt.runtime_ops.gather_table.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
+from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import Operator
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -46,6 +49,7 @@ def reference(
     rows: int,
     columns: int,
     group: int,
+    minimums: int = 0,
 ) -> npt.NDArray[np.float32]:
     """Return what the operator means, float32 [..., K].
 
@@ -60,8 +64,9 @@ def reference(
     scales_GN, zeros_GN = (untile(each.astype(np.float32), columns) for each in (scales, full_zeros))
     codes_of_ids = unpack(codes, rows, columns).T[ids]
     values = table.astype(np.float32)[codes_of_ids]
-    made: npt.NDArray[np.float32] = (values - zeros_GN.T[ids][..., of_row]) * scales_GN.T[ids][..., of_row]
+    zeros, factors = (each.T[ids][..., of_row] for each in (zeros_GN, scales_GN))
+    made: npt.NDArray[np.float32] = values * factors + zeros if minimums else (values - zeros) * factors
     return made
 
 
-GATHER_TABLE = Operator(SCHEMA, function, reference)
+GATHER_TABLE = Operator(SCHEMA, function, reference, overload)

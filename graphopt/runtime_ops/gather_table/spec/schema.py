@@ -8,7 +8,7 @@ from math import prod
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.packing import UNIT, bits_of
-from graphopt.runtime_ops.matmul_table.spec.schema import PORTS, SIZES
+from graphopt.runtime_ops.matmul_table.spec.schema import OPTIONAL, PORTS, SIZES
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
 _SHARED = ("codes", "scales", "table", "zero_points")
@@ -31,6 +31,7 @@ SCHEMA = Schema(
     ),
     outputs=(Port("y", Role.DATA, (ir.DataType.FLOAT,)),),
     attributes=SIZES,
+    optional=OPTIONAL,
     shapes=lambda shapes, attributes: ((*shapes["ids"], attributes["rows"]),),
     cost=cost,
     coordinates=Coordinates.DECODES,

@@ -66,7 +66,7 @@ def reference(
         raise ValueError(f"the last axis of x is {x.shape[-1]}, which is no multiple of {len(left)} x {len(right)}")
     runs = x.astype(np.float64).reshape(-1, len(left), len(right))
     with np.errstate(invalid="ignore", over="ignore"):  # overflow, infinity and NaN are allowed
-        turned = np.einsum("nij,ik,jl->nkl", runs, left.astype(np.float64), right.astype(np.float64))
+        turned = left.T.astype(np.float64) @ runs @ right.astype(np.float64)
         y: npt.NDArray[np.floating] = (turned.reshape(x.shape) / np.sqrt(order)).astype(x.dtype)
     return y
 

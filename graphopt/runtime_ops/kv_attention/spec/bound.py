@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, scores, softmax_weights
+from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, of_queries, scores, softmax_weights
 from graphopt.runtime_ops.kv_attention.spec.selection import UNIT, candidate_pages, is_open, page_scores
 from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
 
@@ -133,8 +133,9 @@ def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:
 
 def _products(attrs: KVAttributes, reading: Reading, numbers: Doubles) -> Doubles:
     """Return scale |q| . numbers for all stored tokens, [n, G, m], for numbers [m, D] that are not negative."""
-    of_rest, of_sinks = (np.abs(query) @ numbers.T for query in (reading.q, reading.first_q))
-    products: Doubles = np.where(reading.positions < attrs.sinks, of_sinks, of_rest)
+    if not numbers.any():
+        return np.zeros((*reading.q.shape[:2], len(numbers)))
+    products = of_queries(attrs, reading, lambda query: np.abs(query) @ numbers.T)
     return products * abs(attrs.scale)
 
 
@@ -143,9 +144,10 @@ def _shares(reading: Reading, p: Doubles, e: Doubles, e_sink: Doubles) -> Double
     e = np.where(reading.is_read[:, None], e, 0)
     # without a sink p sums to 1, up to rounding
     p_sink = 0.0 if reading.sink_logits is None else np.maximum(1 - p.sum(axis=-1, keepdims=True), 0)
-    a = (p * np.exp(e)).sum(axis=-1, keepdims=True) + p_sink * np.exp(e_sink)
-    b = (p * np.exp(-e)).sum(axis=-1, keepdims=True) + p_sink * np.exp(-e_sink)
-    shares: Doubles = np.maximum(np.exp(e) / b - 1, 1 - np.exp(-e) / a)
+    more, less = np.exp(e), np.exp(-e)
+    a = (p * more).sum(axis=-1, keepdims=True) + p_sink * np.exp(e_sink)
+    b = (p * less).sum(axis=-1, keepdims=True) + p_sink * np.exp(-e_sink)
+    shares: Doubles = np.maximum(more / b - 1, 1 - less / a)
     return shares
 
 
@@ -155,24 +157,38 @@ def _of_storage(attrs: KVAttributes, reading: Reading) -> Doubles:
     r = _shares(reading, p, e, np.zeros(1))
     values, value_error = np.abs(reading.values.numbers), _storage_error(attrs, reading.values)
     of_values = np.minimum((p * (1 + r)) @ _read(value_error), _largest_read(reading, value_error))
-    limit = _moved(reading, p, e, r, values) + of_values + _bad_reads(reading)
+    limit = _moved(reading, p, e, r, values, _largest_read(reading, values)) + of_values + _bad_reads(reading)
     if attrs.stored.largest is not None:
         cut_off = (np.abs(each.numbers) == attrs.stored.largest for each in (reading.keys, reading.values))
         limit = limit + _reads_of(reading, *cut_off)
     return limit
 
 
-def _moved(reading: Reading, p: Doubles, e: Doubles, r: Doubles, values: Doubles) -> Doubles:
-    """Return what y errs by if scores err by ``e``, [n, G, D]; ``values`` are magnitudes, [m, D]."""
+def _moved(reading: Reading, p: Doubles, e: Doubles, r: Doubles, values: Doubles, largest_value: Doubles) -> Doubles:
+    """Return what y errs by if scores err by ``e``, [n, G, D].
+
+    Args:
+        reading: what the queries find.
+        p: their weights, [n, G, m].
+        e: by how much scores err, [n, G, m].
+        r: r_j, [n, G, m].
+        values: magnitudes, [m, D].
+        largest_value: the largest of them that each query reads, [n, 1, D].
+    """
     largest = np.where(reading.is_read[:, None], e, 0).max(axis=-1, keepdims=True, initial=0)
-    moved: Doubles = np.minimum((p * r) @ _read(values), 2 * np.tanh(largest / 2) * _largest_read(reading, values))
+    moved: Doubles = np.minimum((p * r) @ _read(values), 2 * np.tanh(largest / 2) * largest_value)
     return moved
 
 
 def _largest_read(reading: Reading, numbers: Doubles) -> Doubles:
     """Return the largest of ``numbers`` [m, D], none of them negative, that each query reads, [n, 1, D]."""
-    read: Doubles = np.where(reading.is_read[..., None], _read(numbers), 0).max(axis=1, initial=0)
-    return read[:, None]
+    numbers, is_read = _read(numbers), reading.is_read
+    by_all = is_read.all(axis=0)
+    by_some = is_read.any(axis=0) & ~by_all
+    of_all = numbers[by_all].max(axis=0, initial=0)
+    of_some = np.where(is_read[:, by_some, None], numbers[by_some], 0).max(axis=1, initial=0)
+    largest: Doubles = np.maximum(of_some, of_all)
+    return largest[:, None]
 
 
 def _storage_error(attrs: KVAttributes, stored: Stored) -> Doubles:
@@ -192,8 +208,7 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     magnitude = _products(attrs, reading, np.abs(keys.low) + key_step * keys.codes)
     e = _gamma(channels + 8) * magnitude
     codes = keys.codes.sum(axis=-1)
-    of_rest, of_sinks = (_largest_factor(query, key_step) for query in (reading.q, reading.first_q))
-    largest = np.where(reading.positions < attrs.sinks, of_sinks, of_rest) * abs(attrs.scale)
+    largest = of_queries(attrs, reading, lambda query: _largest_factor(query, key_step)) * abs(attrs.scale)
     e = e + (largest * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * codes + 8 * UNIT * attrs.softcap
     read = np.where(reading.is_read[:, None], exact, -np.inf)
     top = read.max(axis=-1, keepdims=True, initial=-np.inf)
@@ -209,7 +224,8 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     heavy = np.minimum(p * (1 + r), 1)
     rounding = np.zeros((*p.shape[:2], channels))
     page = reading.positions // attrs.page
-    for these in (page == each for each in np.unique(page)):
+    pages = np.unique(page)
+    for these in (page == each for each in (pages if values.codes.any() else ())):
         factor = (heavy * value_step[:, 0])[..., these].max(axis=-1, keepdims=True)
         of_codes = reading.is_read[:, these].astype(np.float64) @ values.codes[these]
         rounding += (factor * (0.5 / LEVELS + 4 * UNIT) + _SMALLEST_FACTOR) * of_codes[:, None]
@@ -218,20 +234,24 @@ def _of_kernel(attrs: KVAttributes, reading: Reading) -> Doubles:
     rounding += heavy @ _read(values.error)
     of_values = _read(np.abs(values.low) + value_step * values.codes)
     sums = heavy @ of_values + rounding
-    roundings = 2 * (count + 4 * len(np.unique(page)) + 16)
-    gamma = _gamma(roundings)
-    tiny = 2 * count * _SMALLEST_WEIGHT * _largest_read(reading, known) + roundings * _SMALLEST_ERROR
-    limit = _moved(reading, p, np.maximum(e, e_sink), r, known) + rounding + gamma * sums + tiny + _bad_reads(reading)
+    roundings = 2 * (count + 4 * len(pages) + 16)
+    gamma, largest_value = _gamma(roundings), _largest_read(reading, known)
+    tiny = 2 * count * _SMALLEST_WEIGHT * largest_value + roundings * _SMALLEST_ERROR
+    moved = _moved(reading, p, np.maximum(e, e_sink), r, known, largest_value)
+    limit = moved + rounding + gamma * sums + tiny + _bad_reads(reading)
     fits = (np.where(reading.is_read[:, None], magnitude, 0) < np.finfo(np.float32).max / 4).all(axis=-1, keepdims=True)
     # until they are divided at the end, sums of a part have its largest weight as 1
-    fits = fits & (count * _largest_read(reading, of_values) < np.finfo(np.float32).max / 4)
+    largest_value = _largest_read(reading, of_values) if value_step.any() else largest_value
+    fits = fits & (count * largest_value < np.finfo(np.float32).max / 4)
     return np.where(fits, limit, np.inf)
 
 
 def _largest_factor(query: Doubles, step: Doubles) -> Doubles:
     """Return max_c |q_c| step_c for each query and token, [n, G, m], of steps that are not negative."""
-    factors: Doubles = (np.abs(query)[..., None, :] * step).max(axis=-1)
-    return factors
+    # The tokens of a page have the same steps: of each run of equal rows one is computed.
+    begins = np.flatnonzero(np.append(True, (step[1:] != step[:-1]).any(axis=-1))[: len(step)])
+    factors: Doubles = (np.abs(query)[..., None, :] * step[begins]).max(axis=-1)
+    return factors.repeat(np.diff(begins, append=len(step)), axis=-1)
 
 
 def _gamma(n: Any) -> Any:
@@ -252,4 +272,6 @@ def _bad_reads(reading: Reading) -> Doubles:
 def _reads_of(reading: Reading, keys: Mask, values: Mask) -> Doubles:
     """Return infinity where one of the keys or values that a mask [m, D] marks is read, else 0, [n, 1, D]."""
     bad = keys.any(axis=-1, keepdims=True) | values
+    if not bad.any():
+        return np.zeros((len(reading.is_read), 1, bad.shape[1]))
     return np.where((reading.is_read.astype(np.int64) @ bad)[:, None] > 0, np.inf, 0.0)

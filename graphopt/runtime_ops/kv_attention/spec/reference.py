@@ -59,6 +59,8 @@ def attend(attrs: KVAttributes, reading: Reading) -> Doubles:
     bad = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
     with np.errstate(invalid="ignore", over="ignore"):
         y = softmax_weights(reading, scores(attrs, reading)) @ np.where(bad, 0, V)
+    if not bad.any():
+        return y
     reads = reading.is_read.astype(np.int64) @ bad
     return np.where(reads[:, None] > 0, np.nan, y)
 
@@ -70,11 +72,20 @@ def scores(attrs: KVAttributes, reading: Reading) -> Doubles:
     """
     K = reading.keys.numbers
     turned = np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0).T
-    products = np.where(reading.positions < attrs.sinks, reading.first_q @ turned, reading.q @ turned)
+    products = of_queries(attrs, reading, lambda query: query @ turned)
     scaled: Doubles = products * attrs.scale
     if attrs.softcap:
         scaled = attrs.softcap * np.tanh(scaled / attrs.softcap)
     return scaled + np.log(reading.counts)
+
+
+def of_queries(attrs: KVAttributes, reading: Reading, computed: Callable[[Doubles], Doubles]) -> Doubles:
+    """Return what is ``computed`` [n, G, m] of the queries: for positions below ``sinks``, of those that ask there."""
+    of_rest = computed(reading.q)
+    if reading.first_q is reading.q:
+        return of_rest
+    each: Doubles = np.where(reading.positions < attrs.sinks, computed(reading.first_q), of_rest)
+    return each
 
 
 def softmax_weights(reading: Reading, scores: Doubles) -> Doubles:

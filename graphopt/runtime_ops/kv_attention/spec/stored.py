@@ -55,7 +55,7 @@ class Reading:
         columns: of the row's tokens in this call.
         head: the KV head.
         q: float64 [n, G, D], queries for positions from ``sinks`` on.
-        first_q: the same for positions below.
+        first_q: the same for positions below; the object ``q`` where they are the same queries.
         keys, values: of the stored tokens, and of those that stand for what was dropped, [m, D].
         positions: int64 [m], of the tokens.
         counts: float64 [m], the tokens that each stands for: 1 for a stored one.
@@ -108,7 +108,7 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
     # query heads are group by group: head h reads KV head h div G
     grouped = (*split[:3], query.shape[2] // width, split[3])
     queries = query.astype(np.float64).reshape(grouped)
-    first_queries = sink_query.astype(np.float64).reshape(grouped) if sink_query.size else queries
+    first_queries = sink_query.astype(np.float64).reshape(grouped) if sink_query.size else None
     logits = sink_logits.astype(np.float64).reshape(attrs.kv_heads, -1) if sink_logits.size else None
 
     def every() -> Iterator[Reading]:
@@ -119,7 +119,8 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
             asked = np.arange(tokens - count, tokens)
             these = slice(columns - count, columns)
             for head in range(attrs.kv_heads):
-                q, first_q = queries[row, these, head], first_queries[row, these, head]
+                q = queries[row, these, head]
+                first_q = q if first_queries is None else first_queries[row, these, head]
                 keys, values = stored_tokens(attrs, of_row, head, positions, tokens, split[3])
                 is_read = read_mask(attrs, head, of_row["summaries"], q, asked, positions)
                 logit = None if logits is None else logits[head]

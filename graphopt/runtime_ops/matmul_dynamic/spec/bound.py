@@ -36,6 +36,7 @@ def bound(
     group: int,
     bits: int,
     clip: float,
+    minimums: int = 0,
 ) -> Doubles:
     """Return the largest |y - (Hadamard(x) W + bias)| that the definition allows.
 
@@ -58,6 +59,7 @@ def bound(
     within = row_error(largest, m, LEVELS[bits])
     error = turning + cut_off + np.where(m - slack < 2 * TINY, largest + within, within)
     table_off = table_error(table, "int8")
+    sizes, levels = (rows, columns, group), LEVELS[bits]
     return product_bound(
-        h, error, codes, scales, table, table_off, zero_points, bias, rows, columns, group, levels=LEVELS[bits]
+        h, error, codes, scales, table, table_off, zero_points, bias, *sizes, minimums=minimums, levels=levels
     )

@@ -9,6 +9,7 @@ Attributes:
     rows, columns, group: as for MatMulTable.
     bits: int, 8 or 4.
     clip: float above 0, at most 1.
+    minimums: as for MatMulTable; optional.
 
 Output:
     y: the type of x, [..., N]::
@@ -33,7 +34,9 @@ from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.hadamard.spec.op import reference as hadamard
 from graphopt.runtime_ops.matmul_dynamic.spec.schema import SCHEMA
 from graphopt.runtime_ops.matmul_table.spec.activations import round_rows, row_rounding_nodes
+from graphopt.runtime_ops.matmul_table.spec.body import sizes_of, weight_of
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize
+from graphopt.runtime_ops.matmul_table.spec.schema import overload
 from graphopt.runtime_ops.operator import DOMAIN, Operator
 from graphopt.runtime_ops.tape import branch, choice
 
@@ -44,13 +47,15 @@ LEVELS = {8: 127, 4: 7}
 """The largest code of an activation, by bits."""
 
 
-def function(opset: int) -> ir.Function:
+def function(opset: int, **given: Any) -> ir.Function:
     """Return the body: Hadamard, the rounding, MatMulTable. It needs the bodies of both beside it.
 
-    Whether there is a rotation at all is folded when onnxruntime loads the model.
+    With minimums it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether there is a
+    rotation at all is folded when onnxruntime loads the model.
     """
+    minimums = overload(**given)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
-    x, *of_product, left, right = inputs
+    x, codes, scales, table, zero_points, bias, left, right = inputs
     tape = ir.tape.Tape()
     wide = tape.op("Cast", [x], {"to": ir.DataType.FLOAT})
     orders = [tape.op("Shape", [matrix], {"start": 0, "end": 1}) for matrix in (left, right)]
@@ -68,14 +73,17 @@ def function(opset: int) -> ir.Function:
     attributes: dict[str, Any] = {
         name: ir.RefAttr(name, name, ir.AttributeType.INT) for name in ("rows", "columns", "group")
     }
-    product = tape.op(
-        MATMUL_TABLE.name, [rounded, *of_product], {**attributes, "activations": "float32"}, domain=DOMAIN
-    )
+    if minimums:
+        weight = weight_of(tape, codes, scales, table, zero_points, sizes_of(tape), minimums=True)
+        product = tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias])
+    else:
+        attributes["activations"] = "float32"
+        product = tape.op(MATMUL_TABLE.name, [rounded, *inputs[1:6]], attributes, domain=DOMAIN)
     y = tape.op("CastLike", [product, x])
     y.name = "y"
     opsets = {"": opset, DOMAIN: MATMUL_TABLE.version}
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports=opsets, name=SCHEMA.name)
-    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
+    return ir.Function(DOMAIN, SCHEMA.name, minimums, graph=graph, attributes=SCHEMA.parameters_for(minimums))
 
 
 def reference(
@@ -92,6 +100,7 @@ def reference(
     group: int,
     bits: int,
     clip: float,
+    minimums: int = 0,
 ) -> Doubles:
     """Return what the operator means: h in float64 and then rounded to float32, q and s in float32, then float64.
 
@@ -109,10 +118,10 @@ def reference(
         raise ValueError(f"activations have 8 or 4 bits, not {bits}")
     h = hadamard(x.astype(np.float64), left, right) if len(left) * len(right) > 1 else x
     rounded = round_rows(h.astype(np.float32), LEVELS[bits], clip)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = rounded @ weight + bias.astype(np.float64)
     return y
 
 
-MATMUL_DYNAMIC = Operator(SCHEMA, function, reference)
+MATMUL_DYNAMIC = Operator(SCHEMA, function, reference, overload)

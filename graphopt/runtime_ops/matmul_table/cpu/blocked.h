@@ -65,8 +65,12 @@ void look_up_block(const Weights& weights, size_t tile, size_t first_unit, size_
           if constexpr (Kind::kLines == 8) store_line(to, values_of<Bits, 2>(table.bfloat16s, codes, part));
           if constexpr (Kind::kLines == 16) {
             store_line(to, values_of<Bits, 4>(table.floats, codes, part));
-            // taken off each value, as a sum of floats would lose what is taken off afterwards
-            if (of.with_zero_point) store_line(to, load_line<Floats>(to) - of.zero_point);
+            // done to each value, as a sum of floats would lose what is taken off afterwards
+            if (of.minimums) {
+              store_line(to, load_line<Floats>(to) * of.scale + of.zero_point);
+            } else if (of.with_zero_point) {
+              store_line(to, load_line<Floats>(to) - of.zero_point);
+            }
           }
         }
       }
@@ -161,7 +165,12 @@ void multiply_block(const Weights& weights, const Rounded& rounded, size_t tile,
       const Segment segment = segment_at(weights, index);
       ColumnScales of[2] = {column_scales(weights, tile, segment.group, inverse_step),
                             column_scales(weights, tile + second, segment.group, inverse_step)};
-      if (Kind::kLines == 16) of[0].with_zero_point = of[1].with_zero_point = false;
+      if (Kind::kLines == 16) {
+        for (ColumnScales& each : of) {
+          if (each.minimums) each.scale = all_lanes(1.0f);
+          each.with_zero_point = each.minimums = false;
+        }
+      }
       const uint8_t* const lines = block.lines + (segment.unit - begin.unit) * Kind::kLines * 2 * kLine;
       for (size_t panel = first_panel; panel < end_panel; ++panel) {
         multiply_panel<Kind, Wide>(rounded.width(panel), rounded, index * rounded.padded + panel * rounded.panel,

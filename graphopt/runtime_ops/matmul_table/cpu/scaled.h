@@ -11,8 +11,8 @@ namespace {
 
 // Scales and zero points of the columns of a tile in one segment.
 struct ColumnScales {
-  Floats scale, zero_point;  // the latter in steps of the table
-  bool with_zero_point;
+  Floats scale, zero_point;  // the latter in steps of the table; a minimum where `minimums` says so
+  bool with_zero_point, minimums;
 };
 
 inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t group, float inverse_step) {
@@ -20,19 +20,25 @@ inline ColumnScales column_scales(const Weights& weights, size_t tile, size_t gr
   ColumnScales of = {};
   of.scale = weights.scales ? load_line<Floats>(weights.scales + at) : load_halves(weights.half_scales + at);
   of.with_zero_point = weights.zero_points || weights.half_zero_points;
+  of.minimums = of.with_zero_point && weights.minimums;
   if (weights.zero_points) of.zero_point = load_line<Floats>(weights.zero_points + at) * inverse_step;
   if (weights.half_zero_points) of.zero_point = load_halves(weights.half_zero_points + at) * inverse_step;
   return of;
 }
 
-// total + what a segment gives: (sum - zero point * the sum of x) * scale of x * scale of the column.
+// total + what a segment gives: (sum - zero point * the sum of x) * scale of x * scale of the column, or
+// (sum * scale of the column + minimum * the sum of x) * scale of x.
 inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float scale, float sum_of_x) {
+  if (of.minimums) {
+    return multiply_add(sum * scale, of.scale, multiply_add(of.zero_point * sum_of_x, all_lanes(scale), total));
+  }
   if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
   return multiply_add(sum * scale, of.scale, total);
 }
 
 // The same for operands that are not integers and have no scale of their own.
 inline Floats add_scaled(const Floats& total, Floats sum, const ColumnScales& of, float sum_of_x) {
+  if (of.minimums) return multiply_add(sum, of.scale, total + of.zero_point * sum_of_x);
   if (of.with_zero_point) sum = sum - of.zero_point * sum_of_x;
   return multiply_add(sum, of.scale, total);
 }

@@ -24,6 +24,7 @@ struct Product {
     call.group = weights.group;
     call.x_type = ProductTypes::x_of(types);
     call.scale_type = ProductTypes::scales_of(types);
+    if (weights.minimums) return node.error("minimums have no kernel on a GPU; lower the model for ort-cuda");
     GRAPHOPT_RETURN_IF_ERROR(pack(info));
     const size_t count = weights.tiles() * weights.groups() * 16, bytes = count * (weights.scales ? 4 : 2);
     const void* of_scales = weights.scales;

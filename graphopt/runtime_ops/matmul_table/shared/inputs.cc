@@ -27,6 +27,12 @@ OrtStatus* read_matrix(const Node& node, const OrtKernelInfo* info, Weights* to,
   weights.rows = static_cast<size_t>(rows);
   weights.columns = static_cast<size_t>(columns);
   weights.group = static_cast<size_t>(group);
+  int64_t minimums = 0;
+  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "minimums", &minimums));
+  if (minimums != 0 && minimums != 1) {
+    return node.error("minimums must be 0 or 1, it is %lld", static_cast<long long>(minimums));
+  }
+  weights.minimums = minimums;
   Tensor codes, scales, zero_points;
   GRAPHOPT_RETURN_IF_ERROR(node.read_constant(info, kCodes, "codes", &codes));
   bool constant = true;

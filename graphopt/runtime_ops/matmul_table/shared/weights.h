@@ -39,6 +39,7 @@ struct Weights {
   const Half* half_scales = nullptr;   // one is there
   const float* zero_points = nullptr;  // neither of these two
   const Half* half_zero_points = nullptr;  // where all zero points are 0
+  bool minimums = false;                   // zero points are minimums: W = table[code] scale + minimum
   const float* bias = nullptr;             // null if absent
   Table table;
 

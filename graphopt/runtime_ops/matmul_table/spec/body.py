@@ -6,35 +6,60 @@ loads the model, and what is left is the rounding, a ``MatMul`` with float weigh
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES, bfloat16_nodes, rounding_nodes
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
-from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA
+from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.tape import choice, ints, number_of
 
 
-def function(opset: int) -> ir.Function:
+def function(opset: int, **attributes: Any) -> ir.Function:
     """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
+    minimums = overload(**attributes)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     x, codes, scales, table, zero_points, bias = inputs
     tape = ir.tape.Tape()
-    rows, columns, group = (number_of(tape, name) for name in ("rows", "columns", "group"))
+    rows, _, group = sizes = sizes_of(tape)
     mode = choice(tape, "activations", ir.AttributeType.STRING, MODES)
     is_bfloat16 = tape.op("Equal", [mode, ints(tape, MODES.index("bfloat16"))])
     values = tape.op("Where", [is_bfloat16, bfloat16_nodes(tape, table), table])
-    indices = tape.op("Cast", [_unpacked(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
-    looked_up = tape.op("Gather", [values, indices], {"axis": 0})
-    full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
-    shifted = tape.op("Sub", [looked_up, _for_each_row(tape, full_zeros, rows, columns, group)])
-    weight = tape.op("Mul", [shifted, _for_each_row(tape, scales, rows, columns, group)])
+    weight = weight_of(tape, codes, scales, values, zero_points, sizes, minimums=bool(minimums))
     rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
     y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias]), x])
     y.name = "y"
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
-    return ir.Function(DOMAIN, SCHEMA.name, graph=graph, attributes=SCHEMA.parameters)
+    return ir.Function(DOMAIN, SCHEMA.name, minimums, graph=graph, attributes=SCHEMA.parameters_for(minimums))
+
+
+def sizes_of(tape: ir.tape.Tape) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Return the attributes rows, columns and group of the node, int64 [1] each."""
+    return number_of(tape, "rows"), number_of(tape, "columns"), number_of(tape, "group")
+
+
+def weight_of(
+    tape: ir.tape.Tape,
+    codes: ir.Value,
+    scales: ir.Value,
+    table: ir.Value,
+    zero_points: ir.Value,
+    sizes: tuple[ir.Value, ir.Value, ir.Value],
+    *,
+    minimums: bool,
+) -> ir.Value:
+    """Return the weight float [rows, columns] that a product multiplies by."""
+    rows, columns, _ = sizes
+    indices = tape.op("Cast", [_unpacked(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
+    looked_up = tape.op("Gather", [table, indices], {"axis": 0})
+    full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
+    zeros_of_row = _for_each_row(tape, full_zeros, *sizes)
+    shifted = looked_up if minimums else tape.op("Sub", [looked_up, zeros_of_row])
+    weight = tape.op("Mul", [shifted, _for_each_row(tape, scales, *sizes)])
+    return tape.op("Add", [weight, zeros_of_row]) if minimums else weight
 
 
 def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:

@@ -11,7 +11,7 @@ with sums that are exact or of float32, in any order. Its distance to x W + bias
 where each term of the last line meets at most n = K + G + 8 roundings: K - 1 additions within groups, G across them and
 with the bias, and one each for x', t' - z, W or s c, their product, z times a sum, and its subtraction (Higham 2002,
 Accuracy and stability, lemma 3.1: n relative errors of at most u are one of gamma). |t'| + |z| stands where |t' - z|
-might: z may be taken off after the sums.
+might: z may be taken off after the sums. Minimums m take the same roundings: |t'| |c| + |m| stands in its place.
 
 int8 and int16: let L be the levels and m = max|x| over the group. q is round(v') with v' = fl(x fl(L / m)), which is
 off x L / m by at most 2.01 u L as |x| <= m, so |x L / m - q| <= 1/2 + 2.01 u L. s = fl(m / L) is off m / L by a share
@@ -64,6 +64,7 @@ def bound(
     columns: int,
     group: int,
     activations: str,
+    minimums: int = 0,
     unit: float = UNIT,
 ) -> Doubles:
     """Return the largest |y - (x W + bias)| that the definition allows, with x as it was before rounding.
@@ -74,9 +75,8 @@ def bound(
     error = activation_error(x, group, activations)
     table_off = table_error(table, activations)
     levels = LEVELS.get(activations, 0)
-    return product_bound(
-        x, error, codes, scales, table, table_off, zero_points, bias, rows, columns, group, levels=levels, unit=unit
-    )
+    weight, sizes = (codes, scales, table, table_off, zero_points, bias), (rows, columns, group)
+    return product_bound(x, error, *weight, *sizes, minimums=minimums, levels=levels, unit=unit)
 
 
 def activation_error(x: Floats, group: int, activations: str) -> Doubles:
@@ -122,6 +122,7 @@ def product_bound(
     columns: int,
     group: int,
     *,
+    minimums: int = 0,
     levels: int,
     unit: float = UNIT,
 ) -> Doubles:
@@ -130,9 +131,10 @@ def product_bound(
     An addition errs by a share of ``unit`` at most: :data:`UNIT`, or :data:`TENSOR_CORE_UNIT`.
     """
     shape, size = (rows, columns, group), np.abs(scales.astype(np.float64))
-    weight = np.abs(dequantize(codes, scales, table, zero_points, *shape))
+    weight = np.abs(dequantize(codes, scales, table, zero_points, *shape, minimums))
     weight_off = dequantize(codes, size, table_off, np.zeros((1, 1, 1)), *shape)
-    terms = dequantize(codes, size, np.abs(table) + table_off, -np.abs(zero_points), *shape)
+    magnitudes = np.abs(zero_points) if minimums else -np.abs(zero_points)
+    terms = dequantize(codes, size, np.abs(table) + table_off, magnitudes, *shape, minimums)
     n = rows + len(range(0, rows, group)) + 8
     gamma = n * unit / (1 - n * unit)
     largest = np.abs(x.astype(np.float64)) + error

@@ -12,11 +12,13 @@ Attributes:
     rows, columns: int, K and N.
     group: int, the rows that share a scale: a multiple of 16, or K. The last group may be shorter.
     activations: string, what x is rounded to, below.
+    minimums: int, 1 where zero_points are minimums, in units of W and not of the table; optional, else 0.
 
 Output:
     y: the type of x, [..., N]. Column n is lane r = n mod 16 of tile t = n div 16, row k is in group g = k div group::
 
         W[k, n] = (table[code[k, n]] - zero_points[t, g, r]) scales[t, g, r]
+        W[k, n] = table[code[k, n]] scales[t, g, r] + zero_points[t, g, r]        where minimums is 1
         y = round(x) W + bias
 
     float32    round(x) = x
@@ -40,7 +42,7 @@ import numpy.typing as npt
 from graphopt.runtime_ops.matmul_table.spec.activations import round_activations, to_bfloat16
 from graphopt.runtime_ops.matmul_table.spec.body import function
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
-from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA
+from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import Operator
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -58,6 +60,7 @@ def reference(
     columns: int,
     group: int,
     activations: str,
+    minimums: int = 0,
 ) -> Doubles:
     """Return what the operator means: x rounded in float32 arithmetic, everything behind it in float64.
 
@@ -71,7 +74,7 @@ def reference(
     rounded = round_activations(x, group, activations)
     if activations == "bfloat16":
         table = to_bfloat16(table)
-    weight = dequantize(codes, scales, table, zero_points, rows, columns, group)
+    weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
         y: Doubles = rounded @ weight + bias.astype(np.float64)
     return y
@@ -85,6 +88,7 @@ def dequantize(
     rows: int,
     columns: int,
     group: int,
+    minimums: int = 0,
 ) -> Doubles:
     """Return the weight [K, N] that the operator's inputs stand for, exact but for the rounding of float64."""
     scales_GN = untile(scales.astype(np.float64), columns)
@@ -93,8 +97,9 @@ def dequantize(
         raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {len(scales_GN)}")
     of_row = np.arange(rows) // group
     values = table.astype(np.float64)[unpack(codes, rows, columns)]
-    weight: Doubles = (values - zeros_GN[of_row]) * scales_GN[of_row]
+    zeros, factors = zeros_GN[of_row], scales_GN[of_row]
+    weight: Doubles = values * factors + zeros if minimums else (values - zeros) * factors
     return weight
 
 
-MATMUL_TABLE = Operator(SCHEMA, function, reference)
+MATMUL_TABLE = Operator(SCHEMA, function, reference, overload)

@@ -25,6 +25,21 @@ PORTS = (
 
 SIZES = dict.fromkeys(("rows", "columns", "group"), ir.AttributeType.INT)
 
+OPTIONAL = {"minimums": ir.AttributeType.INT}
+"""1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
+
+
+def overload(*, minimums: int = 0, **others: Any) -> str:
+    """Return the name of the body for a node's attributes: there is one for zero points and one for minimums.
+
+    Raises:
+        ValueError: ``minimums`` is neither 0 nor 1.
+    """
+    del others
+    if minimums not in (0, 1):
+        raise ValueError(f"minimums must be 0 or 1, it is {minimums}")
+    return "minimums" if minimums else ""
+
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """Return what a call takes, with float scales and the padding of the last tile."""
@@ -46,6 +61,7 @@ SCHEMA = Schema(
     inputs=PORTS,
     outputs=(Port("y", Role.DATA, like="x"),),
     attributes={**SIZES, "activations": ir.AttributeType.STRING},
+    optional=OPTIONAL,
     shapes=lambda shapes, attributes: ((*shapes["x"][:-1], attributes["columns"]),),
     cost=cost,
     coordinates=Coordinates.MULTIPLIES,

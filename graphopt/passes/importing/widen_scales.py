@@ -1,0 +1,64 @@
+"""Scales that are stored in float16 for the file's sake become the float32 that operators read."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import onnx_ir as ir
+
+from graphopt.analysis.scales import widened_scales
+from graphopt.editing import bypass
+from graphopt.facts import Effect, Rule
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
+
+WIDENED = Rule("widen_scales.widened", "{scales} in float32, as it is read")
+
+
+class WidenScalesOptions(StepOptions):
+    """This step has no options."""
+
+    step: Literal["widen_scales"] = "widen_scales"
+
+
+class WidenScales(Pass[WidenScalesOptions]):
+    """Undo the step ``compact_scales``, so that every pass meets scales as constants.
+
+    before::
+
+        W = DequantizeLinear(codes, Cast(scales; to float32))               scales: float16
+
+    after::
+
+        W = DequantizeLinear(codes, scales')                                scales': float32
+
+    float32 holds every number of float16, so nothing changes. graphopt adds this step itself to every recipe for a
+    graph with such scales.
+    """
+
+    name: ClassVar[str] = "widen_scales"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = WidenScalesOptions
+
+    @classmethod
+    def needed(cls, graph: ir.Graph) -> bool:
+        """Return whether scales are stored in float16 and read in float32."""
+        return bool(widened_scales(graph))
+
+    def requires(self, model: ir.Model) -> None:
+        """Demand nothing: the opset is raised later."""
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Put a constant in the place of every such ``Cast``."""
+        graph = model.graph
+        made_of: dict[str, WeightTensor] = {}
+        for cast, stored in widened_scales(graph).items():
+            name, alone = stored.name or "scales", len(stored.uses()) == 1
+            expression = expression_of(stored.const_value)
+            wide = made_of.setdefault(expression.digest, WeightTensor(Cast(expression, ir.DataType.FLOAT)))
+            if alone:
+                del graph.initializers[name]
+            scales = new_weight(graph, name, wide)
+            context.ledger.changed(scales, WIDENED(scales=scales.name), [cast])
+            bypass(cast, scales)

@@ -1,0 +1,66 @@
+"""An lm_head that is the transposed token embedding, both in floats, is stored once."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import onnx_ir as ir
+
+from graphopt.analysis.structure import token_lookups
+from graphopt.editing import drop, name_output
+from graphopt.facts import Effect, Rule
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.codes.tied import tied_lookups
+from graphopt.passes.context import Context
+from graphopt.weights import weight_of
+
+TIED = Rule("tie_embedding.tied", "the transposed {table}, in the place of {weight}: both are stored once")
+
+
+class TieEmbeddingOptions(StepOptions):
+    """This step has no options."""
+
+    step: Literal["tie_embedding"] = "tie_embedding"
+
+
+class TieEmbedding(Pass[TieEmbeddingOptions]):
+    """Let an lm_head in floats read the token embedding that it is the transpose of.
+
+    before::
+
+        y = MatMul(x, W)                                   e = Gather(E, ids)                       W = E^T, to the byte
+
+    after::
+
+        y = MatMul(x, Transpose(E))                        e = Gather(E, ids)
+
+    ``canonicalize`` makes a matrix of its own of a transposed embedding, as every step wants products, and a file would
+    hold both. onnxruntime folds the ``Transpose`` when it loads the model, so what runs is the same. Codes that both
+    share are stored once by ``quantize_weights`` and ``keep_codes``; a rotation makes the two differ.
+
+    A recipe that leaves weights as they are gets this step where a model has such an embedding.
+    """
+
+    name: ClassVar[str] = "tie_embedding"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = TieEmbeddingOptions
+    after: ClassVar[tuple[str, ...]] = ("lower",)
+
+    @classmethod
+    def needed(cls, graph: ir.Graph) -> bool:
+        """Return whether a token embedding is transposed, or was, for another node to read."""
+        tables = {node.inputs[0] for node in token_lookups(graph)}
+        turned = any(node.op_type == "Transpose" and node.inputs[0] in tables for node in graph)
+        return turned or bool(tied_lookups(graph))
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Transpose the embedding in front of each lm_head that is tied to it."""
+        graph = model.graph
+        for product, lookups in tied_lookups(graph).items():
+            table, weight = weight_of(lookups[0], 0), weight_of(product, 1)
+            assert table is not None and weight is not None
+            turned = ir.node("Transpose", [table], {"perm": [1, 0]}, name=f"{product.name}.tied")
+            graph.insert_before(product, turned)
+            product.replace_input_with(1, name_output(turned, weight))
+            context.ledger.changed(turned, TIED(table=table.name, weight=weight.name), [product, table])
+            drop(graph, weight)

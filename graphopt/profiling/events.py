@@ -1,0 +1,102 @@
+"""Events of onnxruntime's profile, and the nodes of the file that they stand for.
+
+onnxruntime runs another graph than the file holds: nodes are fused, folded, and bodies of operators inlined. Its names
+are joined with those of the file by what they make: a value that keeps its name names the node that made it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+
+_KERNEL = "_kernel_time"
+
+
+@dataclass(frozen=True)
+class Event:
+    """One kernel that ran.
+
+    Attributes:
+        node: the name of the node that onnxruntime ran.
+        operator: its type.
+        start: in microseconds.
+        duration: likewise.
+    """
+
+    node: str
+    operator: str
+    start: int
+    duration: int
+
+
+def read_events(file: Path) -> tuple[list[list[Event]], list[int]]:
+    """Read a profile: the kernels of each run of the model, in order, and what each run took, in microseconds.
+
+    Raises:
+        InputError: it is no profile.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        kernels = [
+            Event(each["name"].removesuffix(_KERNEL), each["args"].get("op_name", "?"), each["ts"], each["dur"])
+            for each in found
+            if each.get("cat") == "Node" and each["name"].endswith(_KERNEL)
+        ]
+        runs = [(each["ts"], each["dur"]) for each in found if each["name"] == "model_run"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"the profile of onnxruntime cannot be read: {error}", file=file) from error
+    if not runs:
+        raise InputError("the profile of onnxruntime holds no run of the model", file=file)
+    runs.sort()
+    kernels.sort(key=lambda each: each.start)
+    return list(_by_run(kernels, runs)), [duration for _, duration in runs]
+
+
+def _by_run(kernels: Sequence[Event], runs: Sequence[tuple[int, int]]) -> Iterator[list[Event]]:
+    at = 0
+    for start, duration in runs:
+        while at < len(kernels) and kernels[at].start < start:
+            at += 1
+        begin = at
+        while at < len(kernels) and kernels[at].start <= start + duration:
+            at += 1
+        yield list(kernels[begin:at])
+
+
+def origins(file: ir.Graph, optimized: ir.Graph) -> Mapping[str, str]:
+    """Return, for the name of each node that onnxruntime runs, the name of the node of the file that it stands for.
+
+    A fused node makes the value that the last of its nodes made. A node of an inlined body makes values that the file
+    does not know: it stands for what makes, in the file, that input of its reader, or for what its reader stands for.
+    What leads nowhere keeps its own name.
+    """
+    makers = {value.name: node.name or "" for node in file for value in node.outputs if value.name}
+    there = {node.name: node for node in file if node.name}
+    found: dict[str, str] = {}
+    by_node: dict[ir.Node, str] = {}
+    for node in reversed(list(optimized)):
+        named = next((makers[value.name] for value in node.outputs if value.name in makers), None)
+        origin = named or (node.name if node.name in there else None)
+        uses = [] if origin is not None else [use for value in node.outputs for use in value.uses()]
+        origin = origin or next(
+            (each for use in uses if (each := _made_for(use.node, use.idx, there)) is not None), None
+        )
+        origin = origin or next((by_node[use.node] for use in uses if use.node in by_node), None)
+        if origin is not None:
+            by_node[node] = origin
+            found[node.name or ""] = origin
+    return found
+
+
+def _made_for(node: ir.Node, place: int, there: Mapping[str, ir.Node]) -> str | None:
+    """Return the node of the file that makes what a node, known by its name, reads in this place."""
+    reader = there.get(node.name or "")
+    value = None if reader is None or place >= len(reader.inputs) else reader.inputs[place]
+    maker = None if value is None else value.producer()
+    return None if maker is None else maker.name

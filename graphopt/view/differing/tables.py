@@ -1,0 +1,122 @@
+"""A difference in a few lines and one table: equal edits of many layers are one row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphopt.view.plain import plain, ranges
+from graphopt.view.tables import megabytes
+from graphopt.view.trace import Change, Diff, Edge, Group
+
+_CHANGES, _NAME, _LISTED = 4, 44, 6
+
+
+def heading(found: Diff) -> Iterator[str]:
+    """Say in a few lines how much is different."""
+    yield f"before: {plain(found.before, 200)}: {found.nodes[0]:,} nodes, {_size(found, 0)}"
+    yield f"after:  {plain(found.after, 200)}: {found.nodes[1]:,} nodes, {_size(found, 1)}"
+    if found.stages:
+        yield f"passes: {', '.join(dict.fromkeys(stage.name for stage in found.stages))}"
+    kinds = Counter(edge.kind for edge in found.edges)
+    said = ", ".join(f"{kinds[kind]:,} {kind}" for kind in ("edited", "replaced", "added", "removed") if kinds[kind])
+    yield f"{found.kept:,} nodes are kept as they are" + (f"; {said}" if said else "")
+    for change in found.ports:
+        yield f"{change.what} {change.name}: {change.before} -> {change.after}"
+    yield from (f"note: {note}" for note in found.notes)
+    if found.equal:
+        yield "equal: both compute the same, with the same numbers"
+
+
+def groups_table(found: Diff) -> Table | None:
+    """Show what is different, equal edits together; ``None`` where nothing is."""
+    names = ("", Column("x", justify="right"), "layers", "role", "before -> after", "what is different", "cause")
+    table = Table(*names)
+    for group, edges in rows_of(found):
+        alone = len(group.edges) == 1
+        edge = edges[0]
+        table.add_row(
+            edge.kind,
+            str(len(group.edges)),
+            Text(where(group)),
+            Text(edge.role),
+            Text(became(edge, alone) if len(edges) == 1 else _listed(edges)),
+            Text("\n".join(told(edge, alone))),
+            Text(cause(edge)),
+        )
+    return table if table.row_count else None
+
+
+def rows_of(found: Diff) -> Iterator[tuple[Group, list[Edge]]]:
+    """Yield the groups, with their edges where they are shown; what was only added or removed in one place together."""
+    several: dict[Hashable, list[Group]] = {}
+    for number, group in enumerate(found.groups):
+        edge = found.edges[group.edges[0]]
+        alone = edge.kind in ("replaced", "edited")
+        place = number if alone else (edge.kind, edge.role, tuple(edge.passes), edge.by, tuple(group.layers))
+        several.setdefault(place, []).append(group)
+    for groups in several.values():
+        if len(groups) == 1:
+            yield groups[0], [found.edges[groups[0].edges[0]]]
+        else:
+            edges = [number for group in groups for number in group.edges]
+            joined = Group(edges=edges, layers=groups[0].layers, missing=groups[0].missing)
+            yield joined, [found.edges[number] for number in edges]
+
+
+def _listed(edges: Sequence[Edge]) -> str:
+    found = Counter(name for edge in edges for name in (*edge.operators[0], *edge.operators[1]))
+    most = ", ".join(f"{count} x {name}" for name, count in found.most_common(_LISTED))
+    rest = len(found) - _LISTED
+    return most + (f" and {rest} other operators" if rest > 0 else "")
+
+
+def cause(edge: Edge) -> str:
+    """Return what did it: the passes, or what tells that the nodes belong together."""
+    return ", ".join(edge.passes) or (f"matched by {edge.by}" if edge.by not in ("", "record") else "")
+
+
+def where(group: Group) -> str:
+    """Return the layers of a group, with those that lack it."""
+    missing = f" (not {ranges(group.missing)})" if group.missing else ""
+    return ranges(group.layers) + missing if group.layers else "outside"
+
+
+def became(edge: Edge, alone: bool) -> str:
+    """Return what became what: operators, with names where there is one edge only."""
+    before, after = (", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(each).items())
+                     for each in edge.operators)  # fmt: skip
+    said = after if before == after or not before else before if not after else f"{before} -> {after}"
+    if not alone:
+        return said
+    return f"{said} {', '.join(plain(name, _NAME) for name in (edge.after or edge.before)[:2])}"
+
+
+def told(edge: Edge, alone: bool) -> Iterator[str]:
+    """Yield what is different, in words; of an edge that stands for many, without the names of what is read."""
+    shown = list(dict.fromkeys(_line(change, alone) for change in edge.changes))
+    yield from shown[:_CHANGES]
+    if len(shown) > _CHANGES:
+        yield f"and {len(shown) - _CHANGES} more"
+
+
+def _line(change: Change, alone: bool) -> str:
+    if change.what == "operator":
+        return "another operator"
+    if change.what == "input":
+        return f"input {change.name}: {change.before} -> {change.after}" if alone else f"input {change.name} is another"
+    if change.what == "attribute":
+        return f"{change.name}: {change.before} -> {change.after}"
+    if change.before != change.after:
+        return f"weight {change.before} -> {change.after}"
+    figures = change.figures
+    moved = f", moved by {figures['relative']:.2g} of their size" if "relative" in figures else ""
+    share = f"{figures['changed']:.1%} of " if figures.get("changed", 1) < 1 else ""
+    return f"weight {change.before}: {share}its numbers are others{moved}"
+
+
+def _size(found: Diff, side: int) -> str:
+    return f"{found.parameters[side]:,} parameters in {megabytes(found.bytes[side])}"

@@ -1,0 +1,55 @@
+"""Writes the page about a model: opens it, compares it with what it was made from, measures what is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graphopt.errors import InputError
+from graphopt.profiling import profile
+from graphopt.progress import Progress, silent
+from graphopt.quality.losses import losses
+from graphopt.view.differing import diff_of
+from graphopt.view.page.report import report
+from graphopt.view.tracing import opened, trace_of
+
+
+def write(
+    model: Path,
+    output: Path,
+    *,
+    before: Path | None = None,
+    where: bool = False,
+    time: bool = False,
+    context: int = 1024,
+    on_stage: Progress = silent,
+) -> None:
+    """Write the page about a model.
+
+    Args:
+        model: an artifact, or an .onnx file, of graphopt or not.
+        output: the HTML file; one that is there is replaced.
+        before: what it was made from.
+        where: whether to run both, to show where quality was lost.
+        time: whether to run it, to show where time goes.
+        context: tokens in the cache, for figures per token.
+        on_stage: called when a stage begins.
+
+    Raises:
+        InputError: a model cannot be read or run, or the file cannot be written.
+    """
+    if where and before is None:
+        raise InputError("where quality was lost is told beside the model before", remedy="give --before FOLDER")
+    on_stage("reading the model")
+    graph, manifest = opened(model, weights=before is not None)
+    trace = trace_of(graph, manifest, str(model), context)
+    found = None
+    if before is not None:
+        on_stage("comparing it with the model before")
+        found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
+    lost = losses(before, model, on_stage=on_stage) if where and before is not None else None
+    taken = profile(model, on_stage=on_stage) if time else None
+    page = report(trace, manifest, found, lost, taken)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the page cannot be written: {error.strerror}", file=output) from error

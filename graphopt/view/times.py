@@ -1,0 +1,121 @@
+"""Where time goes, as tables: kinds of nodes with all layers together, and the passes that made them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphopt.profiling import Profile, Run
+from graphopt.view.plain import counted, plain
+from graphopt.view.trace import Trace
+from graphopt.view.tracing import BYTES
+
+ROWS, _KERNELS = 25, 3
+OUTSIDE = "between kernels"
+
+
+@dataclass
+class Row:
+    """Nodes of one role, by what runs them.
+
+    Attributes:
+        role: what they are for; the operator for those that no rule knows.
+        nodes: how many took time.
+        seconds: of one run.
+        bytes: of weights and caches that a token reads.
+        kernels: the operators that onnxruntime ran.
+        worst: the node that took most, and its seconds.
+    """
+
+    role: str
+    nodes: int = 0
+    seconds: float = 0.0
+    bytes: float = 0.0
+    kernels: Counter[str] = field(default_factory=Counter)
+    worst: tuple[float, str] = (0.0, "")
+
+
+def rows(trace: Trace, run: Run) -> list[Row]:
+    """Put nodes of one role together, the slowest role first; what no kernel took is the row :data:`OUTSIDE`."""
+    known = {node.name: node for node in trace.nodes}
+    read = {each.subject: each.value for each in trace.measures if each.metric == BYTES}
+    found: dict[str, Row] = {}
+    for name, seconds in run.nodes.items():
+        node = known.get(name)
+        plain_role = node is None or node.role in ("other", "shared")
+        role = node.operator if node is not None and plain_role else node.role if node is not None else "added at load"
+        row = found.setdefault(role, Row(role))
+        row.nodes += 1
+        row.seconds += seconds
+        row.bytes += read.get(name, 0.0)
+        row.kernels.update(run.kernels.get(name, ()))
+        row.worst = max(row.worst, (seconds, name))
+    found[OUTSIDE] = Row(OUTSIDE, seconds=run.between)
+    return sorted(found.values(), key=lambda row: -row.seconds)
+
+
+def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:
+    """Return the seconds of nodes by the last pass that touched them, the most first."""
+    known = {node.name: node for node in trace.nodes}
+    found: dict[str, float] = {}
+    for name, seconds in run.nodes.items():
+        node = known.get(name)
+        last = node.passes[-1] if node is not None and node.passes else "as it came in"
+        found[last] = found.get(last, 0.0) + seconds
+    return sorted(found.items(), key=lambda each: -each[1])
+
+
+def times_table(trace: Trace, run: Run, bandwidth: float) -> Table:
+    """Show where the time of one run goes; of a single token also which share of the bandwidth a role reaches."""
+    one = run.tokens == 1
+    right = [
+        Column(name, justify="right") for name in ("nodes", "time", "share", *(["MB", "bandwidth"] if one else []))
+    ]
+    made = Table("role", *right, "kernels", "slowest node")
+    for row in rows(trace, run)[:ROWS]:
+        reads = [f"{row.bytes / 1e6:.2f}", f"{reached(row, bandwidth):.0%}"] if row.bytes else ["", ""]
+        made.add_row(
+            Text(row.role),
+            str(row.nodes or ""),
+            duration(row.seconds),
+            f"{row.seconds / run.seconds:.1%}",
+            *(reads if one else []),
+            Text(kernels_of(row)),
+            Text(f"{plain(row.worst[1], 44)} {duration(row.worst[0])}" if row.worst[1] else ""),
+        )
+    return made
+
+
+def told(trace: Trace, found: Profile) -> Iterator[str]:
+    """Say what was run, and how long it took."""
+    for run in (found.prompt, found.token):
+        if run is not None:
+            what = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
+            yield (
+                f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s; while it was profiled "
+                f"{duration(run.profiled)}, and shares are scaled to the time without"
+            )
+            yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
+    yield f"memory was read at {found.bandwidth / 1e9:.1f} GB/s meanwhile"
+
+
+def duration(seconds: float) -> str:
+    """Return a time with three digits and its unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.2g} us" if seconds else "0"
+
+
+def reached(row: Row, bandwidth: float) -> float:
+    """Return which share of the bandwidth of the memory the nodes of a row reach."""
+    return row.bytes / row.seconds / bandwidth if row.seconds and bandwidth else 0.0
+
+
+def kernels_of(row: Row) -> str:
+    """Return the operators that onnxruntime ran for a row, those of most nodes first."""
+    return counted(dict(row.kernels.most_common(_KERNELS))) + (", ..." if len(row.kernels) > _KERNELS else "")

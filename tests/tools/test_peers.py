@@ -1,0 +1,60 @@
+"""What the benchmark of quality hands to other quantizers, and takes back."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from graphopt.gguf.file import open_gguf
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.pipeline import optimize
+from graphopt.quality.compare import compare
+from graphopt.recipe import Recipe
+from tests import ggufs
+from tools.peers import gguf as llama_cpp
+from tools.peers import nbits
+from tools.real.dither import dithered
+
+
+def test_floats_are_the_file_with_other_numbers(tmp_path: Path) -> None:
+    ggufs.write_llama(ggufs.llama(), tmp_path / "codes.gguf", {"token_embd": "Q8_0", "attn_q": "Q4_0"})
+    file = dithered(open_gguf(tmp_path / "codes.gguf"), 0)
+    llama_cpp.write_floats(file, tmp_path / "floats.gguf")
+    written = open_gguf(tmp_path / "floats.gguf")
+    assert written.metadata == file.metadata
+    assert list(written.tensors) == list(file.tensors)
+    for name, tensor in written.tensors.items():
+        assert np.array_equal(tensor.numpy(), file.tensors[name].numpy())
+    assert llama_cpp.kinds(written) == "F32"
+    assert llama_cpp.kinds(open_gguf(tmp_path / "codes.gguf")).split(", ")[0] == "F32"
+    assert llama_cpp.weight_bytes(written) == sum(4 * np.prod(each.shape) for each in written.tensors.values())
+
+
+def test_an_importance_matrix_lies_as_llama_cpp_reads_it(tmp_path: Path) -> None:
+    squares = {"blk.0.attn_q.weight": np.arange(3.0), "blk.0.ffn_down.weight": np.ones(5)}
+    llama_cpp.write_importance(squares, tmp_path / "importance.dat")
+    data = (tmp_path / "importance.dat").read_bytes()
+    (count,) = struct.unpack_from("<i", data)
+    place, found = 4, {}
+    for _ in range(count):
+        (length,) = struct.unpack_from("<i", data, place)
+        name = data[place + 4 : place + 4 + length].decode()
+        calls, size = struct.unpack_from("<ii", data, place + 4 + length)
+        begin = place + 12 + length
+        found[name] = np.frombuffer(data, "<f4", size, begin) / calls
+        place = begin + 4 * size
+    assert place == len(data)
+    assert found.keys() == squares.keys()
+    assert all(np.array_equal(found[name], squares[name]) for name in squares)
+
+
+def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), tmp_path / "plain")
+    size = nbits.quantized(tmp_path / "plain", "RTN", 32, tmp_path / "made")
+    floats = (tmp_path / "plain" / "model.onnx.data").stat().st_size
+    # 4 bits, a float32 scale and half a byte for 32 weights, where there were 32; norms stay
+    assert size < 0.2 * floats
+    quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
+    assert 0 < quality.kl_mean < 1

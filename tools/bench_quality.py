@@ -1,0 +1,184 @@
+"""Quality over bytes: presets of graphopt beside onnxruntime's quantizers and llama.cpp's, on one model and one text.
+
+    python tools/bench_quality.py smollm2.gguf -o work                                  # ours and onnxruntime's
+    python tools/bench_quality.py smollm2.gguf -o work --llama-quantize llama.cpp/build/bin/llama-quantize
+
+The model is a GGUF file whose weights lie on a grid of codes; they get noise of half a step (seed 0), so that none
+profits from the grid. Every row is compared with that float model on the text of the verdict (docs/quality.md): half
+English, half Python, which nothing here is calibrated on. MB are those of the weights, all of them.
+
+llama.cpp's files are decoded and run as floats, and so are its inputs; ours and onnxruntime's run as they do in an app.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import graphopt
+from graphopt import artifact
+from graphopt.analysis.structure import linear_nodes
+from graphopt.calibrate.inputs import collect
+from graphopt.errors import GraphoptError
+from graphopt.gguf.blocks import Ggml
+from graphopt.gguf.file import GgufFile, open_gguf
+from graphopt.models.gguf.checkpoint import empty_model, expressions_of
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.quality.compare import Quality, compare
+from graphopt.quality.texts import held_out_texts
+from graphopt.recipe import Recipe
+from graphopt.weights.expression import nodes_below
+from tools.peers import gguf as llama_cpp
+from tools.peers import nbits
+from tools.real.dither import dither, dithered, put_weights
+
+RECIPES = ("int3", "int4-rtn", "int4", "nf4", "small", "medium", "fp6", "large")
+KINDS = ("IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")
+_WINDOW = 512
+
+
+@dataclass(frozen=True)
+class Row:
+    """One artifact.
+
+    Attributes:
+        engine: who made it.
+        name: what it calls the way.
+        bytes: of its weights.
+        quality: beside the float model.
+    """
+
+    engine: str
+    name: str
+    bytes: int
+    quality: Quality
+
+    def __str__(self) -> str:
+        found = self.quality
+        return (
+            f"| {self.engine} | {self.name} | {self.bytes / 1e6:.1f} | {found.kl_mean:.4f} +- {found.kl_error:.4f} | "
+            f"{found.kl_99:.3f} | {found.same_first_choice:.1%} | {found.perplexity:.2f} |"
+        )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The float model and where everything goes.
+
+    Attributes:
+        file: the GGUF file.
+        floats: the artifact that every row is compared with.
+        folder: where artifacts go.
+        tokens: of text that is scored.
+    """
+
+    file: Path
+    floats: Path
+    folder: Path
+    tokens: int
+
+    def row(self, engine: str, name: str, made: Path, size: int) -> Row:
+        """Compare an artifact, or a folder with a model, with the float model."""
+        return Row(engine, name, size, compare(self.floats, made, held_out_texts(), tokens=self.tokens, window=_WINDOW))
+
+    def ours(self, recipe: str) -> Row:
+        """Return the row of a preset or recipe."""
+        folder = self.folder / "made"
+        kept = self.folder / "statistics"
+        made = graphopt.optimize(
+            self.floats, recipe, folder, overwrite=True, quality_tokens=0, statistics=kept, target="ort-cpu"
+        )
+        assert made.manifest.weights is not None
+        return self.row("graphopt", Path(recipe).stem, folder, made.manifest.weights.bytes)
+
+    def onnxruntime(self, method: str, group: int) -> Row:
+        """Return the row of one of onnxruntime's quantizers."""
+        plain, folder = self.folder / "canonical", self.folder / "nbits"
+        if not plain.exists():
+            graphopt.optimize(self.floats, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), plain)
+        size = nbits.quantized(plain, method, group, folder)
+        name = method if method == "k-quant" else f"{method}, groups of {group}"
+        return self.row("onnxruntime", name, folder, size)
+
+    def llama_cpp(self, binary: Path, kinds: list[str]) -> Iterator[Row]:
+        """Yield a row for each type of llama.cpp's."""
+        file = open_gguf(self.file)
+        floats, importance = self.folder / "floats.gguf", self.folder / "importance.dat"
+        if not floats.exists():
+            llama_cpp.write_floats(dithered(file, 0), floats)
+        llama_cpp.write_importance(self.mean_squares(file), importance)
+        for kind in kinds:
+            made = llama_cpp.quantized(binary, floats, kind, importance, self.folder / "quantized.gguf")
+            # The float model's weights are the file's with noise, so the artifact is made of what was exported.
+            put_weights(self.folder / "exported", file, made, f"{kind} of {self.file.name}", self.folder / "decoded")
+            name = f"{kind} ({llama_cpp.kinds(made)})"
+            yield self.row("llama.cpp", name, self.folder / "decoded", llama_cpp.weight_bytes(made))
+
+    def mean_squares(self, file: GgufFile) -> dict[str, np.ndarray]:
+        """Return the mean squares of the inputs of each product, by the name of its tensor in the file."""
+        found = {each.value: each for each in collect(self.floats, "int4", self.folder / "statistics")}
+        parts = expressions_of(file, empty_model(file))
+        names = {tensor: name for name, tensor in file.tensors.items()}
+        squares: dict[str, np.ndarray] = {}
+        for node in linear_nodes(artifact.read(self.floats).model.graph):
+            x, weight = node.inputs
+            assert weight is not None
+            assert x is not None
+            expression = parts.get(weight.name or "")
+            stored = [] if expression is None else [each for each in nodes_below(expression) if isinstance(each, Ggml)]
+            for tensor in stored:
+                squares[names[tensor]] = np.diagonal(found[x.name or ""].hessian().numpy())
+        return squares
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="a GGUF file in Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="where artifacts and statistics go")],
+    recipe: Annotated[list[str] | None, typer.Option(help="presets or files, instead of the usual ones")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="of held-out text to score")] = 2048,
+    group: Annotated[list[int] | None, typer.Option(help="groups of onnxruntime's quantizers")] = None,
+    llama_quantize: Annotated[Path | None, typer.Option(help="llama.cpp's program; without it its rows fail")] = None,
+    kind: Annotated[list[str] | None, typer.Option(help="types of llama.cpp's, instead of the usual ones")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="graphopt, onnxruntime, llama.cpp: some of them")] = None,
+) -> None:
+    """Make every row, print it as it comes, and the rows that are best for their bytes at the end."""
+    output.mkdir(parents=True, exist_ok=True)
+    if not (output / "exported").exists():
+        graphopt.export(model, output / "exported")
+    if not (output / "floats").exists():
+        dither(output / "exported", model, output / "floats")
+    bench, engines = Bench(model, output / "floats", output, tokens), only or ["graphopt", "onnxruntime", "llama.cpp"]
+    print("| engine | way | MB | divergence, nats | 99% | same first choice | perplexity |")
+    print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
+    jobs: list[Callable[[], Row]] = []
+    if "graphopt" in engines:
+        jobs += [lambda name=name: bench.ours(name) for name in recipe or RECIPES]  # type: ignore[misc]
+    if "onnxruntime" in engines:
+        ways = [(method, size) for method in nbits.METHODS for size in group or [32]]
+        jobs += [lambda way=way: bench.onnxruntime(*way) for way in ways]  # type: ignore[misc]
+    rows: list[Row] = []
+    for job in jobs:
+        try:
+            rows.append(job())
+            print(rows[-1], flush=True)
+        except (GraphoptError, ImportError, ValueError, RuntimeError) as error:
+            print(f"| failed: {error} |", flush=True)
+    if "llama.cpp" in engines and llama_quantize is not None:
+        for row in bench.llama_cpp(llama_quantize, kind or list(KINDS)):
+            rows.append(row)
+            print(row, flush=True)
+    rows.sort(key=lambda row: row.bytes)
+    best = [row for row in rows if all(row.quality.kl_mean < o.quality.kl_mean for o in rows if o.bytes < row.bytes)]
+    print("best for their bytes:", ", ".join(f"{row.engine} {row.name}" for row in best))
+
+
+if __name__ == "__main__":
+    typer.run(main)
