@@ -5,7 +5,7 @@
 #   make test       the tests
 #   make quick      a first signal: style, types, and the tests of what changed since the last commit, with a fixed core
 #   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models; where
-#                     nvcc is, also every CUDA kernel for sm_80 and sm_90 with warnings as errors, none of which may spill
+#                     nvcc is, also every CUDA kernel for sm_80 and sm_90a with warnings as errors, none of which may spill
 #   make lint       style and types
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too

@@ -1,6 +1,6 @@
 """What each CUDA kernel takes of a GPU: registers, shared memory, and what it spills, which must be nothing.
 
-Every ``.cu`` file of ``graphopt/runtime_ops`` is compiled for sm_80 and sm_90 as the library's CMakeLists.txt says,
+Every ``.cu`` file of ``graphopt/runtime_ops`` is compiled for sm_80 and sm_90a as the library's CMakeLists.txt says,
 with every warning as an error, and ``ptxas`` is asked. Shared memory is what a kernel states at compile time; ours is
 dynamic, and said at the launch. No GPU is needed::
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 OPERATORS = Path(__file__).parents[1] / "graphopt" / "runtime_ops"
-ARCHITECTURES = ("sm_80", "sm_90")
+ARCHITECTURES = ("sm_80", "sm_90a")
 OPTIONS = ["-std=c++17", "-O3", "-fmad=false", f"-I{OPERATORS}", "-Werror", "all-warnings"]
 OPTIONS += ["-Xcompiler", "-Wall,-Wextra,-fno-exceptions,-fno-rtti", "-Xptxas", "-v"]
 
@@ -38,7 +38,7 @@ class Resources:
 
     Attributes:
         kernel: its name, demangled.
-        architecture: such as ``sm_90``.
+        architecture: such as ``sm_90a``.
         registers: of a thread.
         spilled: bytes that a thread stores and loads again for want of registers.
         stack: bytes of a thread's local memory, the spilled ones among them.
@@ -80,8 +80,8 @@ def compile_one(nvcc: str, source: Path, folder: Path) -> list[Resources]:
     Raises:
         SystemExit: it does not compile, or nvcc warns of it.
     """
-    codes = f"-gencode=arch=compute_80,code=[{','.join(ARCHITECTURES)}]"
-    command = [nvcc, *OPTIONS, codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+    codes = [f"-gencode=arch={name.replace('sm', 'compute')},code={name}" for name in ARCHITECTURES]
+    command = [nvcc, *OPTIONS, *codes, "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
     done = subprocess.run(command, capture_output=True, text=True)
     said = done.stderr + done.stdout
     if done.returncode:

@@ -17,7 +17,7 @@ ptxas info    : Function properties for _ZN8graphopt3oneE
     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 ptxas info    : Used 96 registers, used 1 barriers, 832 bytes cmem[0]
 ptxas info    : Compile time = 61.318 ms
-ptxas info    : Compiling entry function '_ZN8graphopt3twoE' for 'sm_90'
+ptxas info    : Compiling entry function '_ZN8graphopt3twoE' for 'sm_90a'
 ptxas info    : Function properties for _ZN8graphopt3twoE
     40 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads
 ptxas info    : Used 255 registers, used 1 barriers, 1024 bytes smem
@@ -41,7 +41,7 @@ needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is n
 def test_figures_of_each_kernel_are_read() -> None:
     one, two = cuda_resources.resources_of(SAID)
     assert (one.architecture, one.registers, one.spilled, one.stack, one.shared) == ("sm_80", 96, 0, 0, 0)
-    assert (two.architecture, two.registers, two.spilled, two.stack, two.shared) == ("sm_90", 255, 40, 40, 1024)
+    assert (two.architecture, two.registers, two.spilled, two.stack, two.shared) == ("sm_90a", 255, 40, 40, 1024)
 
 
 def test_without_nvcc_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
