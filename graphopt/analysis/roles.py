@@ -185,8 +185,8 @@ def _looks_up(node: ir.Node, finder: _Finder) -> bool:
 
 def _rows(node: ir.Node) -> int | None:
     """Return how many rows the table of a lookup has."""
-    if signature_of(node) is not None:
-        return node.attributes.get_int("columns", 0)
+    if columns := node.attributes.get_int("columns", 0):
+        return columns
     table, axis = node.inputs[0], node.attributes.get_int("gather_axis", node.attributes.get_int("axis", 0))
     size = table.shape[axis] if table is not None and table.shape and axis < len(table.shape) else None
     return size if isinstance(size, int) else None

@@ -14,6 +14,7 @@ from graphopt.analysis.folding import fold
 from graphopt.analysis.folding.trunk import constant_nodes
 from graphopt.analysis.roles import roles_of
 from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe
 from tests.decoders import shuffle_names
 
 SPLIT = {"q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 1, "down_proj": 1, "attention": 1}
@@ -64,3 +65,12 @@ def test_roles_outlive_the_compiler(llama_artifact: Path, preset: str) -> None:
 def test_a_target_merges_roles(llama_artifact: Path) -> None:
     graph = optimize(llama_artifact, "fp6-rtn", run=False, target="ort-cpu").model.graph
     assert counted(graph, 1) == MERGED | {"gate_up_proj": 1, "norm": 2}
+
+
+def test_an_lm_head_that_is_tied_to_packed_codes_is_told(llama_artifact: Path) -> None:
+    """The lookup is onnxruntime's own, of codes in blocks: its table says how many tokens there are."""
+    recipe = Recipe(name="tied", steps=[{"step": "quantize_weights", "lm_head": {"format": "uint4", "group": 32}}])
+    model = optimize(llama_artifact, recipe, run=False).model
+    outside = counted(model.graph, None)
+    assert outside["lm_head"] == 1
+    assert outside["embedding"] >= 1
