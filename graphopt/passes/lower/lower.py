@@ -88,8 +88,8 @@ class Lower(Pass[LowerOptions]):
     ``MatMulTable`` where graphopt's kernel was measured to be faster, for ``ort-cuda`` where it can. onnxruntime fuses
     the standard form into ``MatMulNBits``, which rounds x to int8 in groups unless a session entry forbids it;
     ``MatMulTable`` says in the graph what x is rounded to. The graph then means that rounding, where before it meant
-    none: the pass counts as lossy, and is measured. With ``bfloat16`` the product rounds the table too. Nothing was
-    measured on a GPU yet: there the report states an estimate, from bytes and a nominal bandwidth.
+    none: the pass counts as lossy, and is measured. With ``bfloat16`` the product rounds the table too. For GPUs the
+    report states an estimate, from bytes and a nominal bandwidth.
 
     Every recipe has this step: one that does not name it gets it at its place, for the target ``portable``.
     """

@@ -112,6 +112,7 @@ def test_formats_with_decoders_of_their_own(
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=any_case(), dtype=st.sampled_from(TYPES), seed=st.integers(0, 2**31))
 def test_any_product(products: Products, case: Case, dtype: type, seed: int) -> None:
+    case.pop("minimums", None)  # which no kernel on a GPU has; its numbers are as good as zero points
     check(products, {**case, "x": case["x"].astype(dtype)}, seeds=(seed, seed + 1))
 
 
