@@ -9,37 +9,10 @@
 // values there are done with. Codes are copied by the lane that multiplies them.
 #pragma once
 
+#include "kv_attention/cuda/bytes.h"
 #include "kv_attention/cuda/slots.h"
 
 namespace graphopt {
-
-// Four numbers as integers of 16 bits: their high bytes, rounded, and what is left, a byte with a sign too.
-struct Bytes {
-  uint32_t high, rest;
-
-  static constexpr float kMost = 32512;  // rounds to 127 in the high byte, and the inverse of its unit errs a little
-
-  GRAPHOPT_DEVICE Bytes(const float (&numbers)[4], float inverse) {
-    uint32_t bits[4];
-    // as a float from 2^23 on, a number ends with its integer; 128 rounds the high byte
-    GRAPHOPT_UNROLL
-    for (int i = 0; i < 4; ++i) bits[i] = bits_of_float(multiply_add(numbers[i], inverse, 0x1.8p23f + 128));
-    const uint32_t first = byte_permute(bits[0], bits[1], 0x5410), second = byte_permute(bits[2], bits[3], 0x5410);
-    high = byte_permute(first, second, 0x7531), rest = byte_permute(first, second, 0x6420) ^ 0x80808080u;
-  }
-  // What a number counts whose products were summed as both bytes.
-  static GRAPHOPT_DEVICE float sum_of(int32_t high, int32_t rest) { return static_cast<float>(high * 256 + rest); }
-};
-
-// What integers are counted in where the largest number is `most`; NaN unless that is finite.
-struct Unit {
-  float unit, inverse;
-
-  GRAPHOPT_DEVICE explicit Unit(float most) {
-    const float some = most < 0x1p-110f ? 0x1p-110f : most;  // a NaN stays itself
-    inverse = Bytes::kMost / some, unit = spoil(some * (1 / Bytes::kMost));
-  }
-};
 
 template <int Bits, int Spans>
 struct CodePages : CodePlaces {
@@ -157,17 +130,6 @@ struct CodePages : CodePlaces {
     return state.recent + place * layout.slot_floats() + static_cast<size_t>(tile.offset) * layout.size;
   }
 
-  // Codes of two rows, of a lane's words, as an operand.
-  static GRAPHOPT_DEVICE void rows_of(const Word4 (&loaded)[kLoads], int row, uint32_t (&a)[4]) {
-    const uint32_t first = loaded[0].words[2 * row], second = loaded[0].words[2 * row + 1];
-    if constexpr (kNarrow) {
-      a[0] = first & 0x0f0f0f0fu, a[1] = second & 0x0f0f0f0fu;
-      a[2] = first >> 4 & 0x0f0f0f0fu, a[3] = second >> 4 & 0x0f0f0f0fu;
-    } else {
-      a[0] = first, a[1] = second;
-      a[2] = loaded[kLoads - 1].words[2 * row], a[3] = loaded[kLoads - 1].words[2 * row + 1];
-    }
-  }
   static GRAPHOPT_DEVICE void load(const Word4* from, Word4 (&loaded)[kLoads]) {
     GRAPHOPT_UNROLL
     for (int i = 0; i < kLoads; ++i) loaded[i] = load16(from + i * kWarp);
@@ -227,7 +189,7 @@ struct CodePages : CodePlaces {
         GRAPHOPT_UNROLL
         for (int row = 0; row < 2; ++row) {
           uint32_t a[4];
-          rows_of(loaded, row, a);
+          codes_of_rows<Bits>(loaded, row, a);
           multiply_u8s8(sums[i + row], a, column[step]);
         }
       }
@@ -306,7 +268,7 @@ struct CodePages : CodePlaces {
         GRAPHOPT_UNROLL
         for (int row = 0; row < 2; ++row) {
           uint32_t a[4];
-          rows_of(loaded, row, a);
+          codes_of_rows<Bits>(loaded, row, a);
           multiply_u8s8(products[row], a, column[half]);
         }
       }
