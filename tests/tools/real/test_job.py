@@ -18,7 +18,7 @@ def test_a_gguf_file_gives_a_row_for_each_recipe_and_one_for_its_own_codes(tmp_p
     assert failed.bytes is None
     assert "no-such-recipe" in (failed.error or "")
     assert [row.error for row in (first, int4, kept)] == [None] * 3
-    assert said == ["tiny: dithering", "tiny: int4", "tiny: no-such-recipe", "tiny: keep_codes"]
+    assert said == ["tiny: dithering", "tiny: int4-rtn", "tiny: no-such-recipe", "tiny: keep_codes"]
     assert (first.bits_per_weight, first.quality) == (32, {})
     assert first.bytes is not None
     assert int4.bytes is not None
