@@ -183,7 +183,7 @@ def test_a_limit_on_the_size_of_files_is_said(llama_artifact: Path, tmp_path: Pa
         "import resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))\n"
         "from graphopt.cli import main\nsys.argv = ['graphopt', *sys.argv[1:]]\nmain()"
     )
-    arguments = ["optimize", str(llama_artifact), "-o", str(tmp_path / "out"), "--no-run"]
+    arguments = ["optimize", str(llama_artifact), "-r", "int4-rtn", "-o", str(tmp_path / "out"), "--no-run"]
     ran = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False)
     assert ran.returncode == 2
     assert "the file cannot be written (File too large)" in ran.stderr

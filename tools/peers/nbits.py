@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 
 METHODS: dict[str, Callable[[int], dict[str, Any]]] = {}
@@ -42,6 +43,18 @@ def _k_quant(group: int) -> dict[str, Any]:
     return {"algo_config": KQuantWeightOnlyQuantConfig()}
 
 
+def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Give each transposed initializer a tensor of its own: a tied lm_head is one, and the quantizers take none such."""
+    graph = model.graph
+    stored = {tensor.name: tensor for tensor in graph.initializer}
+    for node in [node for node in graph.node if node.op_type == "Transpose" and node.input[0] in stored]:
+        order = next((list(attribute.ints) for attribute in node.attribute if attribute.name == "perm"), None)
+        turned = onnx.numpy_helper.to_array(stored[node.input[0]]).transpose(order)
+        graph.initializer.append(onnx.numpy_helper.from_array(np.ascontiguousarray(turned), node.output[0]))
+        graph.node.remove(node)
+    return model
+
+
 def quantized(model: Path, method: str, group: int, output: Path) -> int:
     """Quantize the model in the folder ``model`` into the folder ``output``; return the bytes of its weights.
 
@@ -50,7 +63,7 @@ def quantized(model: Path, method: str, group: int, output: Path) -> int:
     """
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
-    loaded = onnx.load(model / "model.onnx")
+    loaded = with_matrices(onnx.load(model / "model.onnx"))
     quantizer = MatMulNBitsQuantizer(loaded, **METHODS[method](group))
     quantizer.process()
     output.mkdir(parents=True, exist_ok=True)

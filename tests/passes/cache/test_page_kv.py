@@ -157,7 +157,11 @@ def test_a_rotation_that_comes_too_late_is_refused_for_heads_and_certified(
     make_artifact: MakeArtifact, tmp_path: Path
 ) -> None:
     first = [{"step": "canonicalize"}, {"step": "page_kv"}]
-    late = [{"step": "fold_norms"}, {"step": "rotate", "value": "hadamard", "query_key": "hadamard"}]
+    late = [
+        {"step": "canonicalize"},
+        {"step": "fold_norms"},
+        {"step": "rotate", "value": "hadamard", "query_key": "hadamard"},
+    ]
     paged = optimize(make_artifact("llama"), Recipe.model_validate({"name": "paged", "steps": first}))
     made = optimize(paged, Recipe.model_validate({"name": "late", "steps": late}), tmp_path / "out")
     report = made.manifest.passes[-2]
