@@ -44,7 +44,7 @@ def _k_quant(group: int) -> dict[str, Any]:
 
 
 def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
-    """Give each transposed initializer a tensor of its own: a tied lm_head is one, and the quantizers take none such."""
+    """Give each transposed initializer a tensor of its own: a tied lm_head is one, which the quantizers do not take."""
     graph = model.graph
     stored = {tensor.name: tensor for tensor in graph.initializer}
     for node in [node for node in graph.node if node.op_type == "Transpose" and node.input[0] in stored]:
