@@ -84,7 +84,7 @@ def test_what_onnxruntime_runs_leads_back_to_the_file(
     for run in (found.prompt, found.token):
         assert run is not None
         lost = {name for name in run.nodes if name not in nodes}
-        assert len(lost) <= 2, lost
+        assert not lost, lost
     # products are told by themselves, not by what reads them
     assert found.token is not None
     products = {name for name in found.token.nodes if name.endswith("_proj.MatMul")}

@@ -57,4 +57,5 @@ def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, t
     # 4 bits, a float32 scale and half a byte for 32 weights, where there were 32; norms stay
     assert size < 0.2 * floats
     quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
-    assert 0 < quality.kl_mean < 1
+    # 0.07 seen; nothing is lost where nothing was rounded, and broken codes lose more than 1
+    assert 0 < quality.kl_mean < 0.2

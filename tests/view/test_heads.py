@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -8,19 +9,15 @@ from graphopt.analysis.heads import Calibration, HeadFigures, LayerFigures, Read
 from graphopt.view.heads import heads_table, policies_table
 
 
+def calibration(policy: ReadPolicy, layers: Sequence[LayerFigures]) -> Calibration:
+    figures = {"tokens": 1, "window": 1, "queries": 1, "block": 1, "repeats": 4}
+    return Calibration(origin="a", model="m", **figures, policies={"streaming": policy}, layers=tuple(layers))
+
+
 def test_the_tables_show_every_head_and_policy() -> None:
     head = HeadFigures(induction=(0.1, 0.75), echo=(0.0, 0.25), kept={"streaming": (0.5, 0.625)})
-    found = Calibration(
-        origin="a",
-        model="m",
-        tokens=1,
-        window=1,
-        queries=1,
-        block=1,
-        repeats=4,
-        policies={"streaming": ReadPolicy(attributes={"policy": "streaming", "sinks": 4}, read=0.25, kept=0.5625)},
-        layers=(LayerFigures(number=3, heads=(head,)),),
-    )
+    policy = ReadPolicy(attributes={"policy": "streaming", "sinks": 4}, read=0.25, kept=0.5625)
+    found = calibration(policy, [LayerFigures(number=3, heads=(head,))])
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(heads_table(found))
     console.print(policies_table(found))
@@ -37,19 +34,7 @@ def head(score: float) -> HeadFigures:
 def test_layers_without_a_retrieval_head_are_one_row() -> None:
     layers = [LayerFigures(number=number, heads=(head(0.02), head(0.03))) for number in range(32)]
     layers[20] = LayerFigures(number=20, heads=(head(0.05), head(0.9)))
-    policies = {"streaming": ReadPolicy(attributes={}, read=0.25, kept=0.5)}
-    found = Calibration(
-        origin="a",
-        model="m",
-        tokens=1,
-        window=1,
-        queries=1,
-        block=1,
-        repeats=4,
-        policies=policies,
-        layers=tuple(layers),
-    )
-    table = heads_table(found)
+    table = heads_table(calibration(ReadPolicy(attributes={}, read=0.25, kept=0.5), layers))
     rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
     assert rows == [
         ("0-19", "40 others", "0.030", "0.010", "0.750"),

@@ -239,6 +239,7 @@ def test_a_third_of_8000_nodes_in_a_third_of_10_seconds() -> None:
     plant(after, "weight", 80)
     shuffle_names(after)
     assert len(list(before.graph)) > 8000 / 3
+    # 8,000 nodes may take 10 s of CPU time; a third of these a third
     began = time.process_time()
     found = compared(before, after)
     assert time.process_time() - began < 10 / 3
@@ -251,6 +252,7 @@ def test_hostile_names_are_text() -> None:
     for model in (before, after):
         named(model)["attention1"].name = "[red]<script>\x1b[2J\n" + "x" * 10_000
     found = compared(before, after)
+    # a name of 10,000 letters is cut, and with what stands around it a line stays readable
     assert all("\n" not in line and len(line) < 400 for line in heading(found))
     cells = [str(cell) for column in groups_table(found).columns for cell in column.cells]
     assert any("[red]<script>" in cell and "\x1b" not in cell for cell in cells)

@@ -126,6 +126,7 @@ def test_hostile_names_are_text(name: str) -> None:
     assert page.scripts[2] == plain_page.scripts[2]
     words = page.data["words"]
     assert any(name[:3000] in str(word) for word in words)
+    # names are in the page a few times each: it does not grow with the square of a name
     assert len(text) < 2 * len(report(traced(model))) + 100_000
     assert "\x00" not in text
     assert "\x1b" not in page.text
@@ -151,6 +152,7 @@ QUERIES = [
 
 
 def test_the_page_finds_what_inspect_finds(tmp_path: Path) -> None:
+    # the page's script is JavaScript, and node is no package of PyPI
     node = shutil.which("node") or pytest.skip("there is no node to run the page's script")
     found = traced(mixed())
     page = Page(report(found))
@@ -184,6 +186,7 @@ WRONG = ["colour:red", "layer:first", "layer:1-", "name:'open"]
 
 def opened_in_a_browser(file: Path, fragment: str = "") -> str:
     """Return the page's elements when its script has run, in headless Chromium."""
+    # no dependency of the project is a browser: what the page holds is tested without one
     browser = shutil.which("chromium") or pytest.skip("there is no Chromium")
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=4000", "--dump-dom"]
     command = [browser, *options, f"--user-data-dir={file.parent / 'profile'}", f"file://{file}{fragment}"]
@@ -239,7 +242,7 @@ def test_many_nodes_are_a_small_page() -> None:
     run_pass(model, "quantize_weights", linear={"format": "int4", "group": 16})
     began = time.process_time()
     text = report(traced(model))
-    # 8,000 nodes may take 10 MB; a third of these a third, and the drawing is of one layer
+    # 8,000 nodes may take 10 MB and 10 s; a third of these a third of the bytes, and the drawing is of one layer
     assert len(text) < 1e7 / 3
     assert time.process_time() - began < 10
     assert len(Page(text).data["nodes"]) == len(list(model.graph))

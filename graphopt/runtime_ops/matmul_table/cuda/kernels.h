@@ -13,7 +13,8 @@ const char* start_narrow(const Product& product, Operands operands, Decoder deco
 const char* start_wide(const Product& product, Operands operands, Decoder decoder, void* stream);
 const char* start_tiles(const Product& product, Operands operands, Decoder decoder, void* stream);
 
-// Whether there is a kernel for up to 16 rows at once, for tiles on this GPU, or for tiles: others take few rows at a time.
+// Whether there is a kernel for up to 16 rows at once, for many on this GPU, or for tiles: others take few rows at a
+// time.
 bool has_narrow(const Product& product, Operands operands, Decoder decoder);
 bool has_wide(const Product& product, Operands operands, Decoder decoder);
 bool has_tiles(const Product& product, Operands operands, Decoder decoder);

@@ -54,7 +54,7 @@ GRAPHOPT_DEVICE float of_column(const Product& p, const void* numbers, unsigned 
 
 GRAPHOPT_DEVICE uint32_t load_word(const uint8_t* from) { return *reinterpret_cast<const uint32_t*>(from); }
 
-// A scale as it lies in memory: what is loaded is waited for where it is first computed with, so that a kernel that loads
+// A scale as it lies in memory: what is loaded is waited for where it is first computed with, so a kernel that loads
 // ahead must not convert at once.
 GRAPHOPT_DEVICE uint32_t load_scale(const Product& p, const uint8_t* from) {
   if (p.half_scales) return *reinterpret_cast<const uint16_t*>(from);

@@ -1,8 +1,8 @@
 // Products by a group of four warps on sm_90a, which multiply what they have in registers by what is in shared memory,
 // while they do other work. Only for nvcc: where the target is another one, and in the interpreter, nothing calls this.
 //
-// A [64, 16] is in registers: warp w has rows 16 w to 16 w + 15 as in m16n8k16. B [16, 128] is 128 rows of 32 bytes of a
-// part of 64 numbers of K: rows follow one another by 128 bytes, and 16 bytes number c of row r are at c ^ (r % 8) (the
+// A [64, 16] is in registers: warp w has rows 16 w to 16 w + 15 as in m16n8k16. B [16, 128] is 128 rows of 32 bytes of
+// a part of 64 numbers of K: rows follow one another by 128 bytes, and 16 bytes number c of row r are at c ^ (r % 8) (the
 // swizzle of 128 bytes). D [64, 128] as in m16n8k16 for each 8 columns: d[4 j + i].
 #pragma once
 
@@ -13,6 +13,14 @@
 #else
 #define GRAPHOPT_WGMMA 0
 #endif
+
+// The sums of a lane as operands of assembly.
+#define GRAPHOPT_SUMS_8(d, i)                                                                                    \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define GRAPHOPT_SUMS(d)                                                                                         \
+  GRAPHOPT_SUMS_8(d, 0), GRAPHOPT_SUMS_8(d, 8), GRAPHOPT_SUMS_8(d, 16), GRAPHOPT_SUMS_8(d, 24),               \
+      GRAPHOPT_SUMS_8(d, 32), GRAPHOPT_SUMS_8(d, 40), GRAPHOPT_SUMS_8(d, 48), GRAPHOPT_SUMS_8(d, 56)
 
 namespace graphopt {
 
@@ -43,22 +51,7 @@ GRAPHOPT_DEVICE void commit_products() {
 GRAPHOPT_DEVICE void wait_products(float (&d)[64]) {
 #if GRAPHOPT_WGMMA
   asm volatile("wgmma.wait_group.sync.aligned 0;"
-               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-                 "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-                 "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-                 "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-                 "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-                 "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-                 "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-                 "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-                 "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-                 "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-                 "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-                 "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-                 "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-                 "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-                 "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-                 "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+               : GRAPHOPT_SUMS(d)
                :
                : "memory");
 #else
@@ -119,22 +112,7 @@ GRAPHOPT_DEVICE void multiply_64x128(float (&d)[64], const uint32_t (&a)[4], uin
           "%48, %49, %50, %51, %52, %53, %54, %55, "
           "%56, %57, %58, %59, %60, %61, %62, %63"
       "}, {%64, %65, %66, %67}, %68, adds, 1, 1, 0;\n}\n"
-          : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-            "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-            "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-            "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-            "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-            "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-            "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-            "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-            "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]),
-            "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-            "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]),
-            "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-            "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]),
-            "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-            "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]),
-            "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+          : GRAPHOPT_SUMS(d)
           : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds)));
 #else
   (void)d, (void)a, (void)b, (void)adds;

@@ -160,7 +160,8 @@ struct WideWarp {
     const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
     GRAPHOPT_UNROLL
     for (int i = 0; i < 64; ++i) {
-      const unsigned column = tile * kTileColumns + g + 8 * (i / 2 % 2), row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
+      const unsigned column = tile * kTileColumns + g + 8 * (i / 2 % 2);
+      const unsigned row = place.first_row + 8 * (i / 4) + 2 * t + i % 2;
       if (column < p.columns && row < p.rows) put_sum(p, block_index().y, row, column, totals[i]);
     }
   }
