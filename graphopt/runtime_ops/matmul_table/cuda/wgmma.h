@@ -2,8 +2,8 @@
 // while they do other work. Only for nvcc: where the target is another one, and in the interpreter, nothing calls this.
 //
 // A [64, 16] is in registers: warp w has rows 16 w to 16 w + 15 as in m16n8k16. B [16, 128] is 128 rows of 32 bytes of
-// a part of 64 numbers of K: rows follow one another by 128 bytes, and 16 bytes number c of row r are at c ^ (r % 8) (the
-// swizzle of 128 bytes). D [64, 128] as in m16n8k16 for each 8 columns: d[4 j + i].
+// a part of 64 numbers of K: rows follow one another by 128 bytes, and 16 bytes number c of row r are at c ^ (r % 8)
+// (the swizzle of 128 bytes). D [64, 128] as in m16n8k16 for each 8 columns: d[4 j + i].
 #pragma once
 
 #include "cuda/device.h"
