@@ -35,6 +35,13 @@ def _of_registry(step: object) -> object:
 Step = Annotated[SerializeAsAny[StepOptions], BeforeValidator(_of_registry)]
 """The options of one pass, told apart by ``step``; which there are is what :data:`graphopt.passes.PASSES` holds."""
 
+_OF_TARGET: dict[Target, tuple[str, ...]] = {
+    "portable": (),
+    "ort-cpu": ("merge_products", "flatten_heads"),
+    "ort-cuda": ("merge_products",),
+}
+"""The steps beside ``lower`` that a target adds to every recipe."""
+
 
 class Recipe(BaseModel):
     """What to do to a model.
@@ -77,14 +84,16 @@ class Recipe(BaseModel):
         """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
 
         Args:
-            target: what ``lower`` is for; any but ``portable`` merges products too. ``None`` leaves a step ``lower`` as
-                it is, and adds one for ``portable``.
+            target: what ``lower`` is for; any but ``portable`` merges products too, and ``ort-cpu`` flattens heads.
+                ``None`` leaves a step ``lower`` as it is, and adds one for ``portable``.
         """
         recipe = self.adding("lower")
         if target is None:
             return recipe
         recipe = recipe.setting("lower", target=target)
-        return recipe if target == "portable" else recipe.adding("merge_products")
+        for step in _OF_TARGET[target]:
+            recipe = recipe.adding(step)
+        return recipe
 
     def importing(self, graph: ir.Graph) -> Recipe:
         """Return the recipe with the steps of the phase ``importing`` that ``graph`` needs."""

@@ -178,7 +178,12 @@ def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
     # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers
     assert made.manifest.precision.count("MatMulTable", "int8") == 8
     assert made.manifest.precision.storage["int4"] == 8
-    assert [report.name for report in made.manifest.passes][-3:] == ["merge_products", "lower", "compact_scales"]
+    assert [report.name for report in made.manifest.passes][-4:] == [
+        "merge_products",
+        "flatten_heads",
+        "lower",
+        "compact_scales",
+    ]
     # both round activations to int8 in groups; the order of sums and ties are all that differs
     assert made.manifest.check("logits", after="lower").figures["largest_change"] < 2e-2
     # weights and scales are the numbers that they were, with zeros in the last tile of what 16 columns do not divide

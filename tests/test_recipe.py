@@ -15,6 +15,7 @@ from graphopt.passes.base import StepOptions
 from graphopt.passes.codes.quantize_activations import QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeightsOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lower.flatten_heads import FlattenHeadsOptions
 from graphopt.passes.lower.float16 import Float16Options
 from graphopt.passes.lower.last_logits import LastLogitsOptions
 from graphopt.passes.lower.lower import LowerOptions
@@ -188,7 +189,12 @@ def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
 def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     recipe = load_recipe("int4-rtn")
     lowered = recipe.lowered("ort-cpu")
-    assert lowered.steps == (*recipe.steps, MergeProductsOptions(), LowerOptions(target="ort-cpu"))
+    assert lowered.steps == (
+        *recipe.steps,
+        MergeProductsOptions(),
+        FlattenHeadsOptions(),
+        LowerOptions(target="ort-cpu"),
+    )
     assert lowered.lowered("ort-cpu") == lowered
     assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
 

@@ -66,7 +66,7 @@ class _Reader:
             for name in [*(value.name for value in node.outputs), node.name]:
                 if name:
                     self.names[name] = node
-        self.constants = set(before.graph.initializers)
+        self.given = {*before.graph.initializers, *(value.name or "" for value in before.graph.inputs)}
 
     def read(self) -> Record | None:
         """Return what the record says, or ``None``."""
@@ -112,7 +112,7 @@ class _Reader:
         for step in steps:
             for name in step.sources or (step.made,):
                 node = self.names.get(name)
-                known = known or node is not None or name in self.constants
+                known = known or node is not None or name in self.given
                 if node is not None and node not in self.before.constant and (name not in made or name in step.sources):
                     found[node] = None
         return known, list(found)

@@ -14,6 +14,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, split_gemm
+from graphopt.passes.lift.canonicalize.flat_heads import take_heads_apart
 from graphopt.passes.lift.canonicalize.flattened import drop_idle_casts, drop_idle_reshapes, unflatten_products
 from graphopt.passes.lift.canonicalize.fused_activations import lift_fused_activations
 from graphopt.passes.lift.canonicalize.fused_norms import lift_fused_norms
@@ -92,6 +93,7 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         lift_rotary_tables(model, angles, ledger)
         lift_group_query(model, angles, context)
         lift_multi_head(model, ledger)
+        take_heads_apart(model, ledger)
         lift_scores(model, ledger)
         group_heads(model, ledger)
         if context.task.caches:
