@@ -1,7 +1,7 @@
-// Few rows of 8 bits: every code is read, looked up and multiplied at once, as fast as memory hands it over.
+// Few rows of integers: every code is read, looked up and multiplied at once, as fast as memory hands it over.
 #pragma once
 
-#include "matmul_table/cpu/decode.h"
+#include "matmul_table/cpu/operands.h"
 #include "matmul_table/cpu/scaled.h"
 
 namespace graphopt {
@@ -9,6 +9,12 @@ namespace {
 
 // How far ahead of its use a line is prefetched: further than the processor does by itself.
 constexpr size_t kAhead = 1536;
+
+template <size_t Bytes>
+inline void prefetch_ahead(const uint8_t* unit) {
+#pragma GCC unroll 4
+  for (size_t at = 0; at < Bytes; at += kLine) __builtin_prefetch(unit + kAhead + at);
+}
 
 template <size_t Count>
 inline Integers total_of(const Integers (&sums)[Count]) {
@@ -20,13 +26,13 @@ inline Integers total_of(const Integers (&sums)[Count]) {
   return total;
 }
 
-template <int Bits, bool Wide, bool ByXor, bool Small, size_t Width>
+template <int Bits, typename Operand, size_t Width>
 void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size_t first_tile, size_t end_tile) {
-  constexpr size_t kUnitBytes = 32 * Bits;
+  constexpr size_t kUnitBytes = 32 * Bits, kWords = Operand::kWords, kPlanes = Operand::kPlanes;
   // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
-  constexpr size_t kSums = Width < 4 ? 4 / Width : 1;
-  const Table& table = weights.table;
-  const float inverse_step = static_cast<float>(1 / table.step);
+  constexpr size_t kSums = kByPairs ? 1 : Width < 4 ? 4 / Width : 1;
+  const Operand operand(weights.table);
+  const float inverse_step = static_cast<float>(1 / weights.table.step);
   const size_t rows = rounded.rows(), segments = weights.segments();
   const bool two = rounded.kind == Activations::kInt16;
   for (size_t tile = first_tile; tile < end_tile; ++tile) {
@@ -36,28 +42,25 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
     for (size_t index = 0; index < segments; ++index) {
       const Segment segment = segment_at(weights, index);
       const size_t of_rows = index * Width;
-      Integers low[Width][kSums] = {}, high[Wide ? Width : 1][kSums] = {};
+      Integers sums[kPlanes][Width][kSums] = {};
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
-        low[row][0] = all_lanes(rounded.starts[0][of_rows + row]);
-        if constexpr (Wide) high[row][0] = all_lanes(rounded.starts[1][of_rows + row]);
+#pragma GCC unroll 2
+        for (size_t plane = 0; plane < kPlanes; ++plane) {
+          sums[plane][row][0] = all_lanes(rounded.starts[plane][of_rows + row]);
+        }
       }
-      for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * Width) {
-#pragma GCC unroll 4
-        for (size_t at = 0; at < kUnitBytes; at += kLine) __builtin_prefetch(unit + kAhead + at);
+      for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * kWords * Width) {
+        prefetch_ahead<kUnitBytes>(unit);
         for_each_line([&](auto j) {
           constexpr size_t J = decltype(j)::value;
-          const Bytes codes = codes_of_line<Bits, !(ignores_upper_bits(Bits) && !ByXor), J>(unit);
-          const Bytes below = integers_of<Bits, ByXor>(table.low, codes);
-#pragma GCC unroll 8
-          for (size_t row = 0; row < Width; ++row) {
-            low[row][J % kSums] = dot<Small>(low[row][J % kSums], below, word[J * Width + row]);
-          }
-          if constexpr (Wide) {
-            const Bytes above = integers_of<Bits, false>(table.high, codes);
+          const auto values = operand(codes_of_line<Bits, Operand::kExact, J>(unit));
+#pragma GCC unroll 2
+          for (size_t plane = 0; plane < kPlanes; ++plane) {
 #pragma GCC unroll 8
             for (size_t row = 0; row < Width; ++row) {
-              high[row][J % kSums] = dot<false>(high[row][J % kSums], above, word[J * Width + row]);
+              Integers& sum = sums[plane][row][J % kSums];
+              sum = Operand::multiply(plane, sum, values, word + J * kWords * Width + row, Width);
             }
           }
         });
@@ -65,8 +68,8 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
       const ColumnScales of = column_scales(weights, tile, segment.group, inverse_step);
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
-        Floats sum = to_floats(total_of(low[row]));
-        if constexpr (Wide) sum = to_floats(total_of(high[row])) * 256.0f + sum;
+        Floats sum = to_floats(total_of(sums[0][row]));
+        if constexpr (kPlanes == 2) sum = to_floats(total_of(sums[1][row])) * 256.0f + sum;
         totals[row] = add_scaled(totals[row], sum, of, rounded.scales[of_rows + row], rounded.sums[of_rows + row]);
       }
     }

@@ -5,18 +5,31 @@
 #include "abi/instructions.h"
 #include "matmul_table/cpu/blocked.h"
 #include "matmul_table/cpu/few.h"
+#include "matmul_table/cpu/one.h"
 #include "matmul_table/cpu/round.h"
 
 namespace graphopt {
 namespace {
 
 #if defined(__AVX512F__)
-constexpr size_t kFew = 8, kPanel = 12;
+constexpr size_t kFew = 8, kFewFloats = 0, kPanel = 12, kWidths[] = {1, 2, 4, 8, 12};
 #elif defined(__AVX2__)
-constexpr size_t kFew = 4, kPanel = 2;  // what 16 registers hold
+constexpr size_t kFew = 4, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
 #else
-constexpr size_t kFew = 4, kPanel = 2;
+constexpr size_t kFew = 4, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2, 4};
 #endif
+
+// Without an instruction for it, four products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
+Words form_for(const Weights& weights, Activations kind) {
+  if (kind == Activations::kFloat) return Words::kFloats;
+  if (kind == Activations::kBfloat16) return kByPairs ? Words::kFloats : Words::kBfloat16s;
+  return kByPairs && (weights.table.wide || weights.table.most > 128) ? Words::kPairs : Words::kBytes;
+}
+
+// Whether zero points or minimums are part of each value: with floats alone.
+bool shifts(const Weights& weights, const Rounded& rounded) {
+  return rounded.kind == Activations::kFloat && (weights.zero_points || weights.half_zero_points);
+}
 
 // Calls with_bits(bits), known to the compiler.
 template <typename WithBits>
@@ -33,50 +46,77 @@ void choose_bits(int bits, const WithBits& with_bits) {
   }
 }
 
-// Calls with_small(small), known to the compiler.
-template <typename WithSmall>
-void choose_small(const Table& table, const WithSmall& with_small) {
-  if (kSmallIsFaster && table.small) return with_small(std::bool_constant<kSmallIsFaster>());
-  return with_small(std::false_type());
+// Calls with(flag), known to the compiler.
+template <typename With>
+void choose_flag(bool flag, const With& with) {
+  flag ? with(std::true_type()) : with(std::false_type());
 }
 
-template <int Bits, size_t Width>
-void few_of_width(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-  if (weights.table.wide) return multiply_few<Bits, true, false, false, Width>(weights, rounded, y, first, end);
-  choose_small(weights.table, [&](auto small) {
-    constexpr bool kSmall = decltype(small)::value;
-    // where a table is one register, looking up costs no more than the exclusive or
-    if constexpr (!(kVectorBytes == kLine && Bits <= 6)) {
-      if (weights.table.by_xor) return multiply_few<Bits, false, true, kSmall, Width>(weights, rounded, y, first, end);
-    }
-    return multiply_few<Bits, false, false, kSmall, Width>(weights, rounded, y, first, end);
+template <int Bits>
+void one(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
+  choose_decoder<Bits>(weights.table, rounded.kind, [&](const auto& decoder) {
+    choose_flag(shifts(weights, rounded), [&](auto shifted) {
+      multiply_one<Bits, decltype(shifted)::value>(weights, rounded, decoder, y, first, end);
+    });
   });
 }
 
 void few(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
   choose_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
-    switch (rounded.width(0)) {
-      case 1: return few_of_width<kBits, 1>(weights, rounded, y, first, end);
-      case 2: return few_of_width<kBits, 2>(weights, rounded, y, first, end);
-      case 4: return few_of_width<kBits, 4>(weights, rounded, y, first, end);
-      default:
-        if constexpr (kFew >= 8) return few_of_width<kBits, 8>(weights, rounded, y, first, end);
+    if constexpr (kFewFloats) {
+      if (rounded.form == Words::kFloats) return one<kBits>(weights, rounded, y, first, end);
     }
+    choose_operand<kBits>(weights.table, rounded.form, [&](auto* null) {
+      using Operand = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
+      switch (rounded.width(0)) {
+        case 1: return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
+        case 2: return multiply_few<kBits, Operand, 2>(weights, rounded, y, first, end);
+        case 4: return multiply_few<kBits, Operand, 4>(weights, rounded, y, first, end);
+        default:
+          if constexpr (kFew >= 8) return multiply_few<kBits, Operand, 8>(weights, rounded, y, first, end);
+      }
+    });
+  });
+}
+
+// Calls with_filling(filling) with what fills blocks with values for x in this form.
+template <int Bits, typename WithFilling>
+void choose_filling(const Weights& weights, const Rounded& rounded, const WithFilling& with_filling) {
+  if (rounded.form == Words::kFloats) {
+    return choose_decoder<Bits>(weights.table, rounded.kind, [&](const auto& decoder) {
+      using Decoder = std::remove_const_t<std::remove_reference_t<decltype(decoder)>>;
+      choose_flag(shifts(weights, rounded), [&](auto shifted) {
+        constexpr bool kShifted = decltype(shifted)::value;
+        with_filling(Filling{fill_with_floats<Bits, kShifted, Decoder>, &decoder, decoder.unit()});
+      });
+    });
+  }
+  if (rounded.form == Words::kBfloat16s) return with_filling(Filling{fill_with_bfloat16s<Bits>, nullptr, 1});
+  choose_operand<Bits>(weights.table, rounded.form, [&](auto* null) {
+    using Operand = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
+    const Operand operand(weights.table);
+    with_filling(Filling{fill_with_integers<Bits, Operand>, &operand, 1});
   });
 }
 
 void many(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-  choose_bits(weights.bits, [&](auto bits) {
-    constexpr int kBits = decltype(bits)::value;
-    if (rounded.kind == Activations::kFloat) return multiply_many<Float, kBits, false>(weights, rounded, y, first, end);
-    if (rounded.kind == Activations::kBfloat16)
-      return multiply_many<Bfloat16, kBits, false>(weights, rounded, y, first, end);
-    if (weights.table.wide) return multiply_many<Int8<false>, kBits, true>(weights, rounded, y, first, end);
-    choose_small(weights.table, [&](auto small) {
-      return multiply_many<Int8<decltype(small)::value>, kBits, false>(weights, rounded, y, first, end);
-    });
-  });
+  const auto with_filling = [&](const Filling& fill) {
+    const bool shifted = shifts(weights, rounded);
+    if (rounded.form == Words::kFloats) {
+      return multiply_many<Float, false>(weights, rounded, fill, shifted, y, first, end);
+    }
+    if constexpr (kByPairs) {
+      if (rounded.form == Words::kPairs)
+        return multiply_many<Int16, false>(weights, rounded, fill, false, y, first, end);
+    } else {
+      if (rounded.form == Words::kBfloat16s)
+        return multiply_many<Bfloat16, false>(weights, rounded, fill, false, y, first, end);
+      if (weights.table.wide) return multiply_many<Int8<false>, true>(weights, rounded, fill, false, y, first, end);
+    }
+    multiply_many<Int8<kByPairs>, false>(weights, rounded, fill, false, y, first, end);
+  };
+  choose_bits(weights.bits, [&](auto bits) { choose_filling<decltype(bits)::value>(weights, rounded, with_filling); });
 }
 
 int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
@@ -99,6 +139,7 @@ int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
 
 }  // namespace
 
-const MatMulKernels GRAPHOPT_NAME(kMatMul) = {kFew, kPanel, round_panel, few, many, largest_code};
+const MatMulKernels GRAPHOPT_NAME(kMatMul) = {
+    kFew, kFewFloats, kPanel, kWidths, form_for, round_panel, few, many, largest_code};
 
 }  // namespace graphopt

@@ -6,13 +6,19 @@
 
 namespace graphopt {
 
+// What a word of 32 bits holds of a rounded row: 4 numbers of 8 bits, 2 of 16 bits, 2 bfloat16 or 1 float. Pairs of 16
+// bits are numbers 0 and 2 of four, then 1 and 3: so are bytes that stand side by side taken apart.
+enum class Words { kBytes, kPairs, kBfloat16s, kFloats };
+
 // Rows of x, rounded and laid out for the products.
 //
-// A row is cut into words of 32 bits: 4 numbers of 8 bits, 2 bfloat16 or 1 float. Rows stand together in panels, so
-// that a product reads from one end to the other: [segment][panel][word of the segment][row of the panel]. What is
-// rounded to 16 bits is 128 * upper + lower, two rows of 8 bits.
+// A row is cut into words of 32 bits. Rows stand together in panels, so that a product reads from one end to the other:
+// [segment][panel][word of the segment][row of the panel]. What is rounded to 16 bits is 128 * upper + lower, two rows
+// of 8 bits.
 struct Rounded {
   Activations kind = Activations::kFloat;
+  Words form = Words::kFloats;
+  const size_t* widths = nullptr;  // that a panel may have, those of the kernels
   int levels = 127;        // the largest magnitude of a rounded number, upper half by itself where there are two
   float clip = 1;          // times the largest magnitude is what `levels` represents
   bool whole_row = false;  // a row has one scale, not one for each group of the weights
@@ -28,33 +34,32 @@ struct Rounded {
   size_t rows_of_one() const { return kind == Activations::kInt16 ? 2 : 1; }  // that a row of x becomes
   size_t rows() const { return rows_of_one() * rows_of_x; }
   size_t panels() const { return (rows() + panel - 1) / panel; }
-  size_t words_of_unit() const { return kind == Activations::kFloat ? 16 : kind == Activations::kBfloat16 ? 8 : 4; }
+  size_t words_of_unit() const { return form == Words::kFloats ? 16 : form == Words::kBytes ? 4 : 8; }
+  // The least width that `count` rows fit in; they are no more than the last of the widths.
+  size_t width_for(size_t count) const {
+    const size_t* width = widths;
+    while (*width < count) ++width;
+    return *width;
+  }
   // Rows that panel `index` has room for: enough for those that are left.
-  size_t width(size_t index) const;
+  size_t width(size_t index) const {
+    const size_t left = rows() - index * panel;
+    return left < panel ? width_for(left) : panel;
+  }
   // The words of a panel in a segment of `units` units from `unit` on.
   uint32_t* words_of(size_t unit, size_t units, size_t index) const {
     return words + (unit * padded + units * index * panel) * words_of_unit();
   }
 };
 
-// The widths that kernels are made for; `rows` is at most the last of them.
-constexpr size_t kWidths[] = {1, 2, 4, 8, 12}, kMostRows = 12;
-inline size_t width_for(size_t rows) {
-  for (size_t width : kWidths) {
-    if (rows <= width) return width;
-  }
-  return 0;
-}
-
-inline size_t Rounded::width(size_t index) const {
-  const size_t left = rows() - index * panel;
-  return left < panel ? width_for(left) : panel;
-}
+constexpr size_t kMostRows = 12;  // of a panel
 
 struct MatMulKernels {
-  // With up to `few` rows of 8 bits, codes are looked up as they are multiplied; with more rows, or other types, the
-  // looked up values of two tiles are kept for panels of `panel` rows.
-  size_t few, panel;
+  // With up to `few` rows of integers, or `few_floats` of floats, codes are looked up as they are multiplied; with more
+  // rows the looked up values of two tiles are kept for panels of `panel` rows.
+  size_t few, few_floats, panel;
+  const size_t* widths;  // that a panel may have, rising; `few`, `few_floats` and `panel` are among them
+  Words (*form)(const Weights&, Activations);
   void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
   void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
   void (*multiply)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);

@@ -58,6 +58,18 @@ inline void place(const void* row, uint32_t* to, size_t count, size_t width) {
   for (size_t i = 0; i < count; ++i) to[i * width] = words[i];
 }
 
+// Words of 4 numbers of 8 bits as two words of 16 bits each: numbers 0 and 2, then 1 and 3.
+inline void to_pairs(const uint32_t* words, size_t count, uint32_t* pairs) {
+  for (size_t i = 0; i < count; ++i) {
+    const uint32_t word = words[i];
+    const auto pair = [](int32_t lower, int32_t upper) {
+      return (static_cast<uint32_t>(lower) & 0xffffu) | (static_cast<uint32_t>(upper) & 0xffff0000u);
+    };
+    pairs[2 * i] = pair(static_cast<int32_t>(word << 24) >> 24, static_cast<int32_t>(word << 8) >> 8);
+    pairs[2 * i + 1] = pair(static_cast<int32_t>(word << 16) >> 24, static_cast<int32_t>(word) >> 8);
+  }
+}
+
 // One row of a panel, on its way to where the products read it.
 struct Row {
   const Weights* weights;
@@ -74,7 +86,13 @@ struct Row {
     return left < segment.units * 16 ? left : segment.units * 16;
   }
   void put_integers(const Segment& segment, const uint32_t* integers, size_t after, float of_one, int32_t sum) const {
-    place(integers, words(segment) + after, segment.units * 4, width);
+    if (rounded->form == Words::kPairs) {
+      uint32_t pairs[kMost / 2];
+      to_pairs(integers, segment.units * 4, pairs);
+      place(pairs, words(segment) + after, segment.units * 8, width);
+    } else {
+      place(integers, words(segment) + after, segment.units * 4, width);
+    }
     rounded->scales[at(segment) + after] = of_one * static_cast<float>(weights->table.step);
     rounded->sums[at(segment) + after] = static_cast<float>(sum);
     rounded->starts[0][at(segment) + after] = -weights->table.low.offset * sum;
@@ -130,12 +148,16 @@ inline void round_to_floats(const Row& row, const Segment& segment) {
   if (count < segment.units * 16) __builtin_memset(words, 0, all * sizeof(uint32_t));
   float sum = 0;
   if (row.rounded->kind == Activations::kBfloat16) {
-    auto* const halves = reinterpret_cast<uint16_t*>(words);
-    for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
+    if (row.rounded->form == Words::kFloats) {
+      for (size_t i = 0; i < count; ++i) words[i] = static_cast<uint32_t>(bfloat16(from[i])) << 16;
+    } else {
+      auto* const halves = reinterpret_cast<uint16_t*>(words);
+      for (size_t i = 0; i < count; ++i) halves[i] = bfloat16(from[i]);
+    }
     // nothing else reads the sums
     const bool with_zero_points = row.weights->zero_points || row.weights->half_zero_points;
     for (size_t i = 0; with_zero_points && i < count; ++i) {
-      sum += bits_of<float>(static_cast<uint32_t>(halves[i]) << 16);
+      sum += bits_of<float>(static_cast<uint32_t>(bfloat16(from[i])) << 16);
     }
   } else {
     __builtin_memcpy(words, from, count * sizeof(float));

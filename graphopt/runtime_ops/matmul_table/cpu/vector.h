@@ -96,11 +96,12 @@ inline Floats load_halves(const Half* from) {
 #endif
 }
 
-// Whether bytes up to 128 make `dot` cheaper: vpmaddubsw sums up two products in 16 bits, 2 * 128 * 127 at most.
+// Whether numbers of 16 bits are what products of bytes are made of: `dot` of bytes up to 128 is cheap as two products
+// of them fit 16 bits, and anything else is better multiplied by `dot_pairs`.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
-constexpr bool kSmallIsFaster = true;
+constexpr bool kByPairs = true;
 #else
-constexpr bool kSmallIsFaster = false;
+constexpr bool kByPairs = false;
 #endif
 
 // sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them
@@ -138,6 +139,30 @@ inline Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t w
     sums[r] += u[4 * r] * x[0] + u[4 * r + 1] * x[1] + u[4 * r + 2] * x[2] + u[4 * r + 3] * x[3];
   }
   return load_line<Integers>(sums);
+#endif
+}
+
+// sum + the products of the 2 signed numbers of 16 bits of each lane of `pairs` and the 2 of `word`; exact.
+inline Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint32_t word) {
+#if defined(__AVX512VNNI__)
+  return {{reinterpret_cast<Integers::Part>(
+      _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(pairs.part[0]),
+                          _mm512_set1_epi32(static_cast<int>(word))))}};
+#elif defined(__AVX2__)
+  const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
+  return by_parts<Integers>([&](size_t i) {
+    const __m256i products = _mm256_madd_epi16(reinterpret_cast<__m256i>(pairs.part[i]), x);
+    return sum.part[i] + reinterpret_cast<Integers::Part>(products);
+  });
+#else
+  using Lanes = Integers::Part;
+  typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
+  const int32_t even = static_cast<int16_t>(word & 0xffff), odd = static_cast<int16_t>(word >> 16);
+  return by_parts<Integers>([&](size_t i) {
+    const Lanes lanes = reinterpret_cast<Lanes>(pairs.part[i]);
+    const Lanes low = reinterpret_cast<Lanes>(reinterpret_cast<Naturals>(lanes) << 16) >> 16;
+    return sum.part[i] + (low * even + (lanes >> 16) * odd);
+  });
 #endif
 }
 

@@ -56,10 +56,17 @@ void Table::make(const float* values, size_t entries, int bits) {
     high.table[i] = static_cast<uint8_t>((integer >> 8) + high.offset);
   }
   low.mask = low.table[0];
-  by_xor = small = !wide;
+  by_xor = !wide;
+  holds_signed_bytes = holds_unsigned_bytes = !wide && step >= 0x1p-16 && step <= 0x1p16;
+  holds_bfloat16s = true;
+  most = wide ? 255 : 0;
   for (size_t code = 0; code < size; ++code) {
     by_xor = by_xor && low.table[code] == (code ^ low.mask);
-    small = small && low.table[code] <= 128;
+    if (!wide && low.table[code] > most) most = low.table[code];
+    const int integer = low.table[code] - low.offset;
+    holds_signed_bytes = holds_signed_bytes && integer >= -128 && integer <= 127;
+    holds_unsigned_bytes = holds_unsigned_bytes && integer >= 0;
+    holds_bfloat16s = holds_bfloat16s && !floats[0][code] && !floats[1][code];
   }
 }
 

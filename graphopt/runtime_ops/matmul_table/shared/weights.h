@@ -23,8 +23,12 @@ struct Table {
   uint8_t floats[4][256], bfloat16s[2][256];
   // value = step * integer, or the nearest such value; integer = low + 256 * high, where high exists only if `wide`.
   double step = 1;
-  // `small`: there is only low, and no byte of it exceeds 128.
-  bool wide = false, by_xor = false, small = false;
+  // `most`: the largest byte of low, where there is only low.
+  bool wide = false, by_xor = false;
+  int most = 255;
+  // Whether all integers fit a signed byte, or an unsigned one, by a step that floats are safely multiplied by; whether
+  // all values are bfloat16.
+  bool holds_signed_bytes = false, holds_unsigned_bytes = false, holds_bfloat16s = false;
   IntegerPlane low, high;
 
   // entries: 1 to 256 finite values; bits: those of a code, 2^bits >= entries.

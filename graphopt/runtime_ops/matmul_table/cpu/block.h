@@ -1,0 +1,88 @@
+// Looked up values of two tiles, which stay in the cache while panels of rows pass by.
+#pragma once
+
+#include "matmul_table/cpu/floats.h"
+#include "matmul_table/cpu/operands.h"
+
+namespace graphopt {
+namespace {
+
+constexpr size_t kMostUnits = Weights::kSegment / 16;
+
+// Values of one or two tiles, or of the two bytes of one: [line][2].
+struct Block {
+  alignas(64) uint8_t lines[2 * kMostUnits * 16 * kLine];
+};
+
+// The units of a tile that are put into a block, from `to` on.
+struct Part {
+  size_t tile, first_unit, units;
+  uint8_t* to;
+};
+
+// Fills a part of a block; `unit` is what the values are multiples of, where they are floats.
+struct Filling {
+  void (*fill)(const void* decoder, const Weights& weights, const Part& part);
+  const void* decoder;
+  float unit;
+
+  void operator()(const Weights& weights, const Part& part) const { fill(decoder, weights, part); }
+};
+
+// Calls with_line(codes, index of the unit) for each line of codes.
+template <int Bits, bool Exact, typename WithLine>
+inline void for_each_line_of(const Weights& weights, const Part& part, const WithLine& with_line) {
+  constexpr size_t kUnitBytes = 32 * Bits;
+  const uint8_t* unit = weights.codes + part.tile * weights.tile_bytes() + part.first_unit * kUnitBytes;
+  for (size_t i = 0; i < part.units; ++i, unit += kUnitBytes) {
+    // the codes of the next block, which no loop prefetches
+#pragma GCC unroll 4
+    for (size_t at = 0; at < kUnitBytes; at += kLine) {
+      __builtin_prefetch(unit + part.units * kUnitBytes + at, 0, 2);
+    }
+    for_each_line([&](auto j) { with_line(codes_of_line<Bits, Exact, decltype(j)::value>(unit), part.first_unit + i); });
+  }
+}
+
+template <int Bits, typename Operand>
+void fill_with_integers(const void* decoder, const Weights& weights, const Part& part) {
+  const Operand operand = *static_cast<const Operand*>(decoder);
+  uint8_t* to = part.to;
+  for_each_line_of<Bits, Operand::kExact>(weights, part, [&](const Bytes& codes, size_t) {
+    const auto values = operand(codes);
+    to = Operand::store(values, to);
+  });
+}
+
+template <int Bits>
+void fill_with_bfloat16s(const void*, const Weights& weights, const Part& part) {
+  uint8_t* to = part.to;
+  for_each_line_of<Bits, LookUp<Bits>::kExact>(weights, part, [&](const Bytes& codes, size_t) {
+#pragma GCC unroll 2
+    for (size_t half = 0; half < 2; ++half, to += 2 * kLine) {
+      store_line(to, values_of<Bits, 2>(weights.table.bfloat16s, codes, half));
+    }
+  });
+}
+
+template <int Bits, bool Shifted, typename Decoder>
+void fill_with_floats(const void* given, const Weights& weights, const Part& part) {
+  const Decoder decoder = *static_cast<const Decoder*>(given);
+  uint8_t* to = part.to;
+  size_t group = ~size_t{0};
+  ColumnScales of = {};
+  for_each_line_of<Bits, Decoder::kExact>(weights, part, [&](const Bytes& codes, size_t unit) {
+    if (Shifted && unit * 16 / weights.group != group) {
+      group = unit * 16 / weights.group;
+      of = column_scales(weights, part.tile, group, 1);
+    }
+    const Rows rows = decoder(codes);
+#pragma GCC unroll 4
+    for (size_t i = 0; i < 4; ++i, to += 2 * kLine) {
+      store_line(to, Shifted ? shifted(rows.row[i], decoder.unit(), of) : rows.row[i]);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,197 @@
+// Codes to floats: the four rows of a line, each of 16 columns.
+//
+// A decoder's values are multiples of `unit()`, which is a power of two: value of the table = decoded * unit.
+#pragma once
+
+#include "matmul_table/cpu/lookup.h"
+#include "matmul_table/cpu/scaled.h"
+
+namespace graphopt {
+namespace {
+
+struct Rows {
+  Floats row[4];
+};
+
+// Takes zero points off each value, or adds minimums: a sum of floats would lose what is taken off afterwards.
+inline Floats shifted(const Floats& decoded, float unit, const ColumnScales& of) {
+  if (of.minimums) return decoded * unit * of.scale + of.zero_point;
+  return decoded * unit - of.zero_point;
+}
+
+// What is left to be done to a sum of such values.
+inline ColumnScales after_shift(ColumnScales of) {
+  if (of.minimums) of.scale = all_lanes(1.0f);
+  of.with_zero_point = of.minimums = false;
+  return of;
+}
+
+// Byte k of each value: `repeat` copies each code to all bytes of its value, and byte k is looked up in table k.
+//
+// Line `part` of the result holds rows part * 4 / Size .. of 4 / Size rows each.
+template <int Bits, size_t Size>
+inline Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
+  constexpr size_t kRows = 4 / Size;
+#if defined(__AVX512VBMI__)
+  uint8_t pattern[16];
+  for (size_t i = 0; i < 16; ++i) pattern[i] = static_cast<uint8_t>(i / 4 * 4 + part * kRows + i % 4 / Size);
+  const __m512i repeat = _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(pattern)));
+  const __m512i index = _mm512_shuffle_epi8(reinterpret_cast<__m512i>(codes.part[0]), repeat);
+  const Bytes repeated = {{reinterpret_cast<Bytes::Part>(index)}};
+  const auto byte = [&](size_t k) { return reinterpret_cast<__m512i>(LookUp<Bits>(tables[k])(repeated).part[0]); };
+  __m512i found = byte(0);
+#pragma GCC unroll 4
+  for (size_t k = 1; k < Size; ++k) {
+    const __mmask64 here = (Size == 2 ? 0x5555555555555555u : 0x1111111111111111u) << k;
+    found = _mm512_mask_mov_epi8(found, here, byte(k));
+  }
+  return {{reinterpret_cast<Bytes::Part>(found)}};
+#else
+  uint8_t from[kLine], to[kLine];
+  store_line(from, codes);
+  for (size_t i = 0; i < kLine; ++i) to[i] = tables[i % Size][from[i / 4 * 4 + part * kRows + i % 4 / Size]];
+  return load_line<Bytes>(to);
+#endif
+}
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+
+// Tables of integers that fit a byte, signed or not: the byte of each row goes to the end of its lane.
+template <int Bits, bool ByXor, bool Signed>
+class FloatsOfIntegers {
+ public:
+  static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
+
+  FloatsOfIntegers(const Table& table, Activations) : to_byte_(shifted(table.low)), unit_(table.step) {}
+  float unit() const { return unit_; }
+
+  Rows operator()(const Bytes& codes) const {
+    typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
+    typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
+    using Lanes = std::conditional_t<Signed, Ints, Naturals>;
+    const Bytes bytes = to_byte_(codes);
+    Rows rows;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      rows.row[i] = by_parts<Floats>([&](size_t part) {
+        const auto lanes = reinterpret_cast<Lanes>(reinterpret_cast<Naturals>(bytes.part[part]) << (24 - 8 * i)) >> 24;
+        return __builtin_convertvector(reinterpret_cast<Ints>(lanes), Floats::Part);
+      });
+    }
+    return rows;
+  }
+
+ private:
+  // The table with its offset taken off.
+  static IntegerPlane shifted(const IntegerPlane& from) {
+    IntegerPlane plane = from;
+    for (uint8_t& entry : plane.table) entry = static_cast<uint8_t>(entry - from.offset);
+    plane.mask = plane.table[0];
+    return plane;
+  }
+
+  ToByte<Bits, ByXor> to_byte_;
+  float unit_;
+};
+
+// Any table, a byte of each float at a time; two of them where all floats are bfloat16.
+template <int Bits, size_t Planes>
+class FloatsOfBytes {
+ public:
+  static constexpr bool kExact = LookUp<Bits>::kExact;
+
+  FloatsOfBytes(const Table& table, Activations kind) {
+    const bool halves = kind == Activations::kBfloat16;
+    for (size_t i = 0; i < Planes; ++i) {
+      planes_[i] = LookUp<Bits>(halves ? table.bfloat16s[i] : table.floats[4 - Planes + i]);
+    }
+  }
+  float unit() const { return 1; }
+
+  Rows operator()(const Bytes& codes) const {
+    // the bytes of a row side by side: they are [column][row], 4 by 4
+    const __m256i turn = _mm256_broadcastsi128_si256(
+        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const Bytes turned = by_parts<Bytes>([&](size_t part) {
+      return reinterpret_cast<Bytes::Part>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(codes.part[part]), turn));
+    });
+    Bytes found[Planes];
+#pragma GCC unroll 4
+    for (size_t i = 0; i < Planes; ++i) found[i] = planes_[i](turned);
+    Rows rows;
+#pragma GCC unroll 4
+    for (size_t part = 0; part < kParts; ++part) {
+      const auto plane = [&](size_t i) { return reinterpret_cast<__m256i>(found[i].part[part]); };
+      __m256i below[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
+      if constexpr (Planes == 4) {
+        below[0] = _mm256_unpacklo_epi8(plane(0), plane(1));
+        below[1] = _mm256_unpackhi_epi8(plane(0), plane(1));
+      }
+      const __m256i above[2] = {_mm256_unpacklo_epi8(plane(Planes - 2), plane(Planes - 1)),
+                                _mm256_unpackhi_epi8(plane(Planes - 2), plane(Planes - 1))};
+#pragma GCC unroll 2
+      for (size_t i = 0; i < 2; ++i) {
+        rows.row[2 * i].part[part] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(below[i], above[i]));
+        rows.row[2 * i + 1].part[part] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(below[i], above[i]));
+      }
+    }
+    return rows;
+  }
+
+ private:
+  LookUp<Bits> planes_[Planes];
+};
+
+// Calls with_decoder(decoder) with the fastest for these weights.
+template <int Bits, typename WithDecoder>
+void choose_decoder(const Table& table, Activations kind, const WithDecoder& with_decoder) {
+  if (table.holds_signed_bytes) {
+    // exclusive or gives the integer itself where the offset is half of what a byte holds
+    if constexpr (Bits == 8) {
+      if (table.by_xor && table.low.offset == 128) return with_decoder(FloatsOfIntegers<8, true, true>(table, kind));
+    }
+    return with_decoder(FloatsOfIntegers<Bits, false, true>(table, kind));
+  }
+  if constexpr (Bits == 8) {
+    if (table.by_xor && table.holds_unsigned_bytes) {
+      return with_decoder(FloatsOfIntegers<8, true, false>(table, kind));
+    }
+  }
+  if (kind == Activations::kBfloat16 || table.holds_bfloat16s) return with_decoder(FloatsOfBytes<Bits, 2>(table, kind));
+  with_decoder(FloatsOfBytes<Bits, 4>(table, kind));
+}
+
+#else
+
+template <int Bits>
+class FloatsOfTable {
+ public:
+  static constexpr bool kExact = LookUp<Bits>::kExact;
+
+  explicit FloatsOfTable(const Table& table) : table_(table) {}
+  float unit() const { return 1; }
+
+  Rows operator()(const Bytes& codes) const {
+    Rows rows;
+#pragma GCC unroll 4
+    for (size_t i = 0; i < 4; ++i) {
+      const Bytes bytes = values_of<Bits, 4>(table_.floats, codes, i);
+      const auto part = [&](size_t k) { return reinterpret_cast<Floats::Part>(bytes.part[k]); };
+      rows.row[i] = by_parts<Floats>(part);
+    }
+    return rows;
+  }
+
+ private:
+  const Table& table_;
+};
+
+template <int Bits, typename WithDecoder>
+void choose_decoder(const Table& table, Activations, const WithDecoder& with_decoder) {
+  with_decoder(FloatsOfTable<Bits>(table));
+}
+
+#endif
+
+}  // namespace
+}  // namespace graphopt

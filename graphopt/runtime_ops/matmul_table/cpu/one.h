@@ -1,0 +1,57 @@
+// One row of floats: codes become floats in registers and are multiplied at once.
+#pragma once
+
+#include "matmul_table/cpu/few.h"
+#include "matmul_table/cpu/floats.h"
+
+namespace graphopt {
+namespace {
+
+// Two tiles at a time: a sum waits for its last product, and meanwhile the other goes on. Products are added in the
+// order that `multiply_many` has, so a row gives the same bits whatever rows stand beside it.
+template <int Bits, bool Shifted, typename Decoder>
+void multiply_one(const Weights& weights, const Rounded& rounded, const Decoder& decoder, float* y, size_t first_tile,
+                  size_t end_tile) {
+  constexpr size_t kUnitBytes = 32 * Bits;
+  const size_t segments = weights.segments();
+  const float unit = decoder.unit();
+  for (size_t tile = first_tile; tile < end_tile; tile += 2) {
+    const size_t tiles[2] = {tile, tile + 1 < end_tile ? tile + 1 : tile};
+    const uint8_t* codes[2] = {weights.codes + tiles[0] * weights.tile_bytes(),
+                               weights.codes + tiles[1] * weights.tile_bytes()};
+    const uint32_t* word = rounded.words;
+    Floats totals[2] = {};
+    for (size_t index = 0; index < segments; ++index) {
+      const Segment segment = segment_at(weights, index);
+      ColumnScales of[2] = {column_scales(weights, tiles[0], segment.group, 1),
+                            column_scales(weights, tiles[1], segment.group, 1)};
+      Floats sums[2] = {};
+      for (size_t left = segment.units; left; --left, word += 16, codes[0] += kUnitBytes, codes[1] += kUnitBytes) {
+        prefetch_ahead<kUnitBytes>(codes[0]);
+        prefetch_ahead<kUnitBytes>(codes[1]);
+        for_each_line([&](auto j) {
+          constexpr size_t J = decltype(j)::value;
+#pragma GCC unroll 2
+          for (size_t side = 0; side < 2; ++side) {
+            const Rows rows = decoder(codes_of_line<Bits, Decoder::kExact, J>(codes[side]));
+#pragma GCC unroll 4
+            for (size_t i = 0; i < 4; ++i) {
+              const Floats line = Shifted ? shifted(rows.row[i], unit, of[side]) : rows.row[i];
+              sums[side] = dot_float(sums[side], line, word[4 * J + i]);
+            }
+          }
+        });
+      }
+#pragma GCC unroll 2
+      for (size_t side = 0; side < 2; ++side) {
+        const ColumnScales rest = Shifted ? after_shift(of[side]) : of[side];
+        const Floats sum = Shifted ? sums[side] : sums[side] * unit;
+        totals[side] = add_scaled(totals[side], sum, rest, rounded.sums[index]);
+      }
+    }
+    for (size_t side = 0; side < 2; ++side) finish(weights, totals[side], tiles[side], y);
+  }
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,119 @@
+// How codes that become integers are multiplied with the words of x.
+//
+// An operand makes `Values` of the codes of a line, and says how many words belong to a line and how many planes of sums
+// there are: sum = plane 0 + 256 * plane 1.
+#pragma once
+
+#include "matmul_table/cpu/lookup.h"
+
+namespace graphopt {
+namespace {
+
+// As unsigned bytes: the low one, and the high one of wide tables.
+template <int Bits, bool Wide, bool ByXor, bool Small>
+class AsBytes {
+ public:
+  static constexpr size_t kWords = 1, kPlanes = Wide ? 2 : 1;
+  static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
+
+  explicit AsBytes(const Table& table) : low_(table.low) {
+    if constexpr (Wide) high_ = LookUp<Bits>(table.high.table);
+  }
+
+  struct Values {
+    Bytes plane[kPlanes];
+  };
+  Values operator()(const Bytes& codes) const {
+    Values values = {{low_(codes)}};
+    if constexpr (Wide) values.plane[1] = high_(codes);
+    return values;
+  }
+
+  // Puts the values into a block, and returns where those of the next line go.
+  static uint8_t* store(const Values& values, uint8_t* to) {
+#pragma GCC unroll 2
+    for (size_t plane = 0; plane < kPlanes; ++plane) store_line(to + plane * kLine, values.plane[plane]);
+    return to + 2 * kLine;
+  }
+
+  static Integers multiply(size_t plane, const Integers& sum, const Values& values, const uint32_t* word, size_t) {
+    return plane ? dot<false>(sum, values.plane[plane], *word) : dot<Small>(sum, values.plane[0], *word);
+  }
+
+ private:
+  struct Nothing {};
+  ToByte<Bits, ByXor> low_;
+  std::conditional_t<Wide, LookUp<Bits>, Nothing> high_;
+};
+
+// As numbers of 16 bits, of both bytes where the table is wide: rows 0 and 2 of a line, and rows 1 and 3. The sums of
+// wide tables are those of `AsBytes`, plane 0 + 256 * plane 1, which fits 32 bits.
+template <int Bits, bool Wide, bool ByXor>
+class AsPairs {
+ public:
+  static constexpr size_t kWords = 2, kPlanes = 1;
+  static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
+
+  explicit AsPairs(const Table& table) : low_(table.low) {
+    if constexpr (Wide) high_ = LookUp<Bits>(table.high.table, static_cast<uint8_t>(table.high.offset));
+  }
+
+  struct Values {
+    Bytes even, odd;
+  };
+  Values operator()(const Bytes& codes) const {
+    const Bytes low = low_(codes);
+    Bytes high = {};
+    if constexpr (Wide) high = high_(codes);
+    Values values;
+#pragma GCC unroll 4
+    for (size_t i = 0; i < kParts; ++i) {
+      const Pairs below = reinterpret_cast<Pairs>(low.part[i]), above = reinterpret_cast<Pairs>(high.part[i]);
+      const Pairs even = Wide ? (below & 0x00ff) | above << 8 : below & 0x00ff;
+      const Pairs odd = Wide ? below >> 8 | (above & 0xff00) : below >> 8;
+      values.even.part[i] = reinterpret_cast<Bytes::Part>(even);
+      values.odd.part[i] = reinterpret_cast<Bytes::Part>(odd);
+    }
+    return values;
+  }
+
+  static uint8_t* store(const Values& values, uint8_t* to) {
+    store_line(to, values.even);
+    store_line(to + 2 * kLine, values.odd);
+    return to + 4 * kLine;
+  }
+
+  // `word` is the first word of the line, `width` words before the second.
+  static Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word, size_t width) {
+    return dot_pairs(dot_pairs(sum, values.even, word[0]), values.odd, word[width]);
+  }
+
+ private:
+  typedef uint16_t Pairs __attribute__((vector_size(kVectorBytes)));
+  struct Nothing {};
+  ToByte<Bits, ByXor> low_;
+  std::conditional_t<Wide, LookUp<Bits>, Nothing> high_;
+};
+
+// Calls with_operand(type) where `type` is a pointer to the operand of these weights.
+template <int Bits, typename WithOperand>
+void choose_operand(const Table& table, Words form, const WithOperand& with_operand) {
+  // where a table is one register, looking up costs no more than the exclusive or
+  constexpr bool kXorIsFaster = !(kVectorBytes == kLine && Bits <= 6);
+  const bool by_xor = kXorIsFaster && table.by_xor;
+  if constexpr (kByPairs) {
+    if (form == Words::kPairs) {
+      if (table.wide) return with_operand(static_cast<const AsPairs<Bits, true, false>*>(nullptr));
+      if (by_xor) return with_operand(static_cast<const AsPairs<Bits, false, kXorIsFaster>*>(nullptr));
+      return with_operand(static_cast<const AsPairs<Bits, false, false>*>(nullptr));
+    }
+  } else {
+    (void)form;
+    if (table.wide) return with_operand(static_cast<const AsBytes<Bits, true, false, false>*>(nullptr));
+  }
+  if (by_xor) return with_operand(static_cast<const AsBytes<Bits, false, kXorIsFaster, kByPairs>*>(nullptr));
+  return with_operand(static_cast<const AsBytes<Bits, false, false, kByPairs>*>(nullptr));
+}
+
+}  // namespace
+}  // namespace graphopt
