@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from graphopt.errors import InputError
+from graphopt.formats import FORMATS
 from graphopt.rotations import hadamard
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
@@ -36,6 +37,17 @@ TABLES = {
         s * (m / 16 if not e else (1 + m / 4) * 2 ** (e - 3)) for s in (1, -1) for e in range(8) for m in range(4)
     ],
 }
+OTHER_TABLES = {
+    "int8": [float(code if code < 128 else code - 256) for code in range(256)],
+    "int8 in order": [code - 128.0 for code in range(256)],
+    "uint8": [float(code) for code in range(256)],
+    "even, backwards": [510.0 - 2 * code for code in range(256)],
+    "seven bits around 60": [code - 60.0 for code in range(128)],
+    "huge steps": [code * 2.0**40 for code in range(8)],
+    "nf4": list(FORMATS["nf4"].table),
+    "float8": list(FORMATS["fp8-e4m3"].table),
+}
+"""One for each way in which a kernel reads a table."""
 
 
 class Kernel:
@@ -107,6 +119,16 @@ def test_groups_that_are_ragged_long_or_the_whole_column(
         for minimums in (False, True):
             case = case_of(*shape, 6, leading=(count,), zero_points=True, minimums=minimums)
             check(kernel, {**case, "activations": activations})
+
+
+@pytest.mark.parametrize("activations", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", [*TABLES, *OTHER_TABLES])
+def test_every_kind_of_table(kernel: Kernel, name: str, activations: str) -> None:
+    table = np.nan_to_num(np.array({**TABLES, **OTHER_TABLES}[name], np.float32))
+    bits = (len(table) - 1).bit_length()
+    for count, zero_points in ((1, activations == "float32"), (7, False)):
+        case = case_of(176, 37, 64, bits, leading=(count,), zero_points=zero_points)
+        check(kernel, {**case, "table": table, "activations": activations})
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -44,15 +44,11 @@ struct SegmentScales {
 constexpr size_t kRowsOfBlock = 504;
 
 // Sides of a block that are multiplied at once: as many as there are registers for the sums.
-#if defined(__AVX2__) && !defined(__AVX512F__)
-constexpr size_t kSides = 1;
-#else
-constexpr size_t kSides = 2;
-#endif
+constexpr size_t sides_at_once(size_t width) { return kVectorBytes == 32 && width > 2 ? 1 : 2; }
 
-template <typename Kind, size_t Width>
-inline void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
-                           size_t count) {
+template <typename Kind, size_t Width, size_t kSides>
+GRAPHOPT_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
+                                    size_t count) {
   for (size_t left = count; left; --left, line += 2 * kLine, word += Width) {
     Bytes values[kSides];
 #pragma GCC unroll 2
@@ -72,6 +68,7 @@ template <typename Kind, bool Wide, size_t Width>
 void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words, size_t units,
                     const SegmentScales& scales, Floats* totals) {
   constexpr bool kIntegers = std::is_same_v<typename Kind::Sum, Integers>;
+  constexpr size_t kSides = sides_at_once(Width);
   for (size_t first = 0; first < scales.sides; first += kSides) {
     typename Kind::Sum sums[Width][kSides] = {};
     if constexpr (kIntegers) {
@@ -83,7 +80,7 @@ void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, con
         }
       }
     }
-    multiply_lines<Kind, Width>(sums, lines + first * kLine, words, units * Kind::kLines);
+    multiply_lines<Kind, Width, kSides>(sums, lines + first * kLine, words, units * Kind::kLines);
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
       Floats* const total = totals + 2 * row + first;
@@ -148,7 +145,7 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
   const bool integers = std::is_same_v<typename Kind::Sum, Integers>;
   const float inverse_step = integers ? static_cast<float>(1 / weights.table.step) : 1.0f;
   Block block;
-  if (kSides == 2 && !Wide && !second) __builtin_memset(&block, 0, sizeof block);
+  if (!Wide && !second) __builtin_memset(&block, 0, sizeof block);
   for (size_t index = 0; index < segments;) {
     const size_t end = index + segments_of_block<Kind>(weights, index);
     const Segment begin = segment_at(weights, index), last = segment_at(weights, end - 1);

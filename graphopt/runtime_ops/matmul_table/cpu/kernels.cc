@@ -14,7 +14,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr size_t kFew = 8, kFewFloats = 0, kPanel = 12, kWidths[] = {1, 2, 4, 8, 12};
 #elif defined(__AVX2__)
-constexpr size_t kFew = 4, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
+constexpr size_t kFew = 2, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
 #else
 constexpr size_t kFew = 4, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2, 4};
 #endif
@@ -72,7 +72,9 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
       switch (rounded.width(0)) {
         case 1: return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
         case 2: return multiply_few<kBits, Operand, 2>(weights, rounded, y, first, end);
-        case 4: return multiply_few<kBits, Operand, 4>(weights, rounded, y, first, end);
+        case 4:
+          if constexpr (kFew >= 4) return multiply_few<kBits, Operand, 4>(weights, rounded, y, first, end);
+          break;
         default:
           if constexpr (kFew >= 8) return multiply_few<kBits, Operand, 8>(weights, rounded, y, first, end);
       }

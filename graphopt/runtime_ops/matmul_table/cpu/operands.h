@@ -23,20 +23,20 @@ class AsBytes {
   struct Values {
     Bytes plane[kPlanes];
   };
-  Values operator()(const Bytes& codes) const {
+  GRAPHOPT_INLINE Values operator()(const Bytes& codes) const {
     Values values = {{low_(codes)}};
     if constexpr (Wide) values.plane[1] = high_(codes);
     return values;
   }
 
   // Puts the values into a block, and returns where those of the next line go.
-  static uint8_t* store(const Values& values, uint8_t* to) {
+  static GRAPHOPT_INLINE uint8_t* store(const Values& values, uint8_t* to) {
 #pragma GCC unroll 2
     for (size_t plane = 0; plane < kPlanes; ++plane) store_line(to + plane * kLine, values.plane[plane]);
     return to + 2 * kLine;
   }
 
-  static Integers multiply(size_t plane, const Integers& sum, const Values& values, const uint32_t* word, size_t) {
+  static GRAPHOPT_INLINE Integers multiply(size_t plane, const Integers& sum, const Values& values, const uint32_t* word, size_t) {
     return plane ? dot<false>(sum, values.plane[plane], *word) : dot<Small>(sum, values.plane[0], *word);
   }
 
@@ -61,7 +61,7 @@ class AsPairs {
   struct Values {
     Bytes even, odd;
   };
-  Values operator()(const Bytes& codes) const {
+  GRAPHOPT_INLINE Values operator()(const Bytes& codes) const {
     const Bytes low = low_(codes);
     Bytes high = {};
     if constexpr (Wide) high = high_(codes);
@@ -77,14 +77,14 @@ class AsPairs {
     return values;
   }
 
-  static uint8_t* store(const Values& values, uint8_t* to) {
+  static GRAPHOPT_INLINE uint8_t* store(const Values& values, uint8_t* to) {
     store_line(to, values.even);
     store_line(to + 2 * kLine, values.odd);
     return to + 4 * kLine;
   }
 
   // `word` is the first word of the line, `width` words before the second.
-  static Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word, size_t width) {
+  static GRAPHOPT_INLINE Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word, size_t width) {
     return dot_pairs(dot_pairs(sum, values.even, word[0]), values.odd, word[width]);
   }
 
