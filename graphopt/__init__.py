@@ -17,6 +17,10 @@ from graphopt.version import VERSION
 if TYPE_CHECKING:
     from graphopt.artifact import Artifact as Artifact
     from graphopt.artifact import read as read
+    from graphopt.conversation.conversation import Conversation as Conversation
+    from graphopt.conversation.conversation import chat as chat
+    from graphopt.decoding.continuation import Settings as Settings
+    from graphopt.decoding.grammar import Grammar as Grammar
     from graphopt.decoding.sampling import Sampling as Sampling
     from graphopt.embeddings import EmbeddingEvaluation as EmbeddingEvaluation
     from graphopt.embeddings import EncoderSession as EncoderSession
@@ -46,17 +50,21 @@ __version__ = VERSION
 _HOMES = {
     "Artifact": "graphopt.artifact",
     "Completion": "graphopt.generation",
+    "Conversation": "graphopt.conversation.conversation",
     "EmbeddingEvaluation": "graphopt.embeddings",
     "EncoderSession": "graphopt.embeddings",
     "Evaluation": "graphopt.evaluation",
     "GraphoptError": "graphopt.errors",
+    "Grammar": "graphopt.decoding.grammar",
     "InputError": "graphopt.errors",
     "Manifest": "graphopt.manifest",
     "MissingDependencyError": "graphopt.errors",
     "Recipe": "graphopt.recipe",
     "Sampling": "graphopt.decoding.sampling",
     "Session": "graphopt.session",
+    "Settings": "graphopt.decoding.continuation",
     "VerificationError": "graphopt.errors",
+    "chat": "graphopt.conversation.conversation",
     "evaluate": "graphopt.evaluation",
     "evaluate_embeddings": "graphopt.embeddings",
     "export": "graphopt.models.export",

@@ -1,33 +1,31 @@
 """Text from a model: prompts in, tokens out, one step at a time for the whole batch.
 
 Prompts of different length share a batch by padding on the left, so that the last column is every row's newest token.
+There is one loop, :func:`run`: completions, conversations and grammars go through it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.decoding.continuation import Continuation, Settings, Stopped, start
 from graphopt.decoding.decoder import Decoder, Logits
-from graphopt.decoding.detokenize import TextStream
+from graphopt.decoding.grammar import Grammar
+from graphopt.decoding.logprobs import TokenLogprob
 from graphopt.decoding.sampling import GREEDY, Sampling
 from graphopt.errors import InputError
 from graphopt.session import Session
 from graphopt.tasks.ports import IntArray
 
 Prompt = str | Sequence[int]
-Stopped = Literal["end of text", "length", "positions"]
 
 _AHEAD = 512
 """New tokens that a cache in pages reserves room for in advance, at most: a text may end before."""
-
-_AT_LENGTH: Stopped = "length"
-_AT_POSITIONS: Stopped = "positions"
 
 
 class Completion(BaseModel):
@@ -36,9 +34,11 @@ class Completion(BaseModel):
     Attributes:
         prompt: the tokens of the prompt.
         tokens: the new tokens, without the token that ended the text.
-        text: the text of the new tokens, such that prompt and text can be joined; ``None`` without a tokenizer.
-        stopped: why there are no more: the model ended the text, ``max_new_tokens`` is reached, or the model has no
-            position left.
+        text: the text of the new tokens up to a stop string, such that prompt and text can be joined; ``None`` without a
+            tokenizer.
+        stopped: why there are no more: the model ended the text, or the grammar allows no more; a stop string was
+            found; ``max_new_tokens`` is reached; the model has no position left; or the caller interrupted it.
+        logprobs: of each new token, where they were asked for.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -47,6 +47,18 @@ class Completion(BaseModel):
     tokens: list[int]
     text: str | None
     stopped: Stopped
+    logprobs: list[TokenLogprob] | None = None
+
+    @classmethod
+    def of(cls, row: Continuation) -> Completion:
+        """Return what a row has become."""
+        return cls(
+            prompt=row.prompt,
+            tokens=row.tokens,
+            text=None if row.session.tokenizer is None else row.text,
+            stopped=row.stopped or "interrupted",
+            logprobs=None if row.settings.logprobs is None else row.logprobs,
+        )
 
 
 @dataclass(frozen=True)
@@ -55,43 +67,16 @@ class Step:
 
     Attributes:
         tokens: the new token, or ``None`` where the row has ended, now or before.
-        texts: the text that the token completes; characters whose last bytes are still missing are held back.
+        texts: the text that the token completes; characters whose last bytes are still missing are held back, and so is
+            what may become a stop string.
         stopped: why the row has ended, or ``None`` while it continues.
+        logprobs: of the new token, or ``None`` where there is none or it was not asked for.
     """
 
     tokens: tuple[int | None, ...]
     texts: tuple[str, ...]
     stopped: tuple[Stopped | None, ...]
-
-
-@dataclass
-class _Row:
-    """One sequence of the batch while it grows."""
-
-    prompt: list[int]
-    limit: int
-    stopped_at_limit: Stopped
-    random: np.random.Generator
-    stream: TextStream | None
-    tokens: list[int] = field(default_factory=list)
-    text: str = ""
-    stopped: Stopped | None = None
-
-    def take(self, token: int, eos: Sequence[int]) -> tuple[int | None, str]:
-        """Add a token, or end; return the token that was added and the text that it completed."""
-        added = None if token in eos else token
-        piece = ""
-        if added is None:
-            self.stopped = "end of text"
-        else:
-            self.tokens.append(token)
-            if len(self.tokens) == self.limit:
-                self.stopped = self.stopped_at_limit
-        if self.stream is not None:
-            piece += self.stream.push(token) if added is not None else ""
-            piece += self.stream.finish() if self.stopped is not None else ""
-        self.text += piece
-        return added, piece
+    logprobs: tuple[TokenLogprob | None, ...]
 
 
 def generate(
@@ -100,20 +85,12 @@ def generate(
     *,
     max_new_tokens: int = 64,
     sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
+    logprobs: int | None = None,
 ) -> list[Completion]:
     """Complete each prompt; see :func:`stream` for the arguments and errors."""
-    rows = _rows(session, prompts, max_new_tokens, sampling)
-    for _ in _steps(session, rows, sampling):
-        pass
-    return [
-        Completion(
-            prompt=row.prompt,
-            tokens=row.tokens,
-            text=None if row.stream is None else row.text,
-            stopped=row.stopped or row.stopped_at_limit,
-        )
-        for row in rows
-    ]
+    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs))
 
 
 def stream(
@@ -122,6 +99,9 @@ def stream(
     *,
     max_new_tokens: int = 64,
     sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
+    logprobs: int | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
@@ -130,42 +110,90 @@ def stream(
         prompts: texts, or lists of tokens; a text gets the BOS token that its tokenizer adds, a list is used as it is.
         max_new_tokens: tokens to make for each prompt, at most.
         sampling: how tokens are chosen.
+        stop: strings that end a text, which ends before the first of them.
+        grammar: the form that each text must have; needs ``graphopt[chat]``.
+        logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
-            is below 1; there is a text but no tokenizer; prompts differ in length and the graph has no
-            ``attention_mask``.
+            is below 1 or ``logprobs`` below 0; there is a text, a stop string or a grammar but no tokenizer; the grammar
+            cannot be used; prompts differ in length and the graph has no ``attention_mask``.
+        MissingDependencyError: there is a grammar, and llguidance is not installed.
     """
-    return _steps(session, _rows(session, prompts, max_new_tokens, sampling), sampling)
+    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs))
 
 
-def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int, sampling: Sampling) -> list[_Row]:
-    if max_new_tokens < 1:
-        raise InputError(f"max_new_tokens cannot be {max_new_tokens}", remedy="ask for 1 or more")
-    rows: list[_Row] = []
+def complete(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> list[Completion]:
+    """Complete each prompt, as :func:`generate` does."""
+    rows = _rows(session, prompts, settings)
+    for _ in _together(session, rows):
+        pass
+    return [Completion.of(row) for row in rows]
+
+
+def steps(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> Iterator[Step]:
+    """Complete the prompts step by step, as :func:`stream` does."""
+    return _together(session, _rows(session, prompts, settings))
+
+
+def run(
+    decoder: Decoder,
+    rows: Sequence[Continuation],
+    ids: IntArray,
+    mask: IntArray | None = None,
+    halted: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
+    """Continue rows until all of them have ended.
+
+    Args:
+        decoder: what feeds the model; its cache may hold the beginnings of the rows.
+        rows: the texts, by row of the batch.
+        ids: the tokens of the rows that are not fed yet, [batch, length].
+        mask: which of them are tokens, as for :meth:`Decoder.step`.
+        halted: asked after each run of the model, a part of a long prompt included; where it says yes, all rows end
+            where they are, and the decoder tells what it was fed.
+    """
+    while True:
+        newest: Logits = np.empty((0, 0), np.float32)
+        interrupted = False
+        for _, logits in decoder.feed(ids, mask):
+            newest = logits[:, -1]
+            interrupted = halted()
+            if interrupted:
+                break
+        if interrupted:
+            taken = [row.interrupt() for row in rows]
+        else:
+            taken = [row.step(values) for row, values in zip(rows, newest, strict=True)]
+        tokens = tuple(each.token for each in taken)
+        yield Step(
+            tokens,
+            tuple(each.text for each in taken),
+            tuple(row.stopped for row in rows),
+            tuple(each.logprob for each in taken),
+        )
+        if all(row.stopped is not None for row in rows):
+            return
+        # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
+        ids = np.array([[0 if token is None else token] for token in tokens], np.int64)
+        live = [row.stopped is None for row in rows]
+        mask = None if all(live) else np.array(live, np.int64)[:, None]
+
+
+def room_for(rows: Sequence[Continuation]) -> int:
+    """Return for how many tokens a row a cache should reserve room at once."""
+    return max(len(row.prompt) + min(row.limit, _AHEAD) for row in rows)
+
+
+def _rows(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> list[Continuation]:
+    rows: list[Continuation] = []
     seen: Counter[tuple[int, ...]] = Counter()
     for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts, start=1):
         if len(prompt) == 0:
             raise InputError(f"prompt {number} is empty", remedy="give it a text or at least one token")
         ids = session.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
-        session.check_tokens(ids)
-        if not ids:
-            raise InputError(f"prompt {number} has no tokens", remedy="give it a text that the tokenizer knows")
-        limit, at_limit = max_new_tokens, _AT_LENGTH
-        if session.max_positions is not None:
-            if len(ids) > session.max_positions:
-                raise InputError(
-                    f"prompt {number} has {len(ids)} tokens, and the model only {session.max_positions} positions",
-                    file=session.file,
-                    remedy="shorten the prompt",
-                )
-            # The last token is chosen but never fed, so it takes no position.
-            room = session.max_positions - len(ids) + 1
-            if room < limit:
-                limit, at_limit = room, _AT_POSITIONS
         key = tuple(ids)
-        text_stream = None if session.tokenizer is None else TextStream(session, ids)
-        rows.append(_Row(ids, limit, at_limit, sampling.stream(ids, seen[key]), text_stream))
+        rows.append(start(session, ids, settings, name=f"prompt {number}", occurrence=seen[key]))
         seen[key] += 1
     if not rows:
         raise InputError("there is no prompt", remedy="give at least one")
@@ -178,27 +206,9 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], max_new_tokens: int
     return rows
 
 
-def _steps(session: Session, rows: Sequence[_Row], sampling: Sampling) -> Iterator[Step]:
-    decoder = Decoder(session, len(rows), expected=max(len(row.prompt) + min(row.limit, _AHEAD) for row in rows))
-    eos = session.manifest.model.eos_token_ids
-    mask: IntArray | None
-    ids, mask = _padded_left([row.prompt for row in rows])
-    while True:
-        newest: Logits = np.empty((0, 0), np.float32)
-        for _, logits in decoder.feed(ids, mask):
-            newest = logits[:, -1]
-        taken = [
-            row.take(sampling.choose(values, row.random), eos) if row.stopped is None else (None, "")
-            for row, values in zip(rows, newest, strict=True)
-        ]
-        tokens, texts = zip(*taken, strict=True)
-        yield Step(tokens, texts, tuple(row.stopped for row in rows))
-        if all(row.stopped is not None for row in rows):
-            return
-        # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
-        ids = np.array([[0 if token is None else token] for token in tokens], np.int64)
-        live = [row.stopped is None for row in rows]
-        mask = None if all(live) else np.array(live, np.int64)[:, None]
+def _together(session: Session, rows: Sequence[Continuation]) -> Iterator[Step]:
+    decoder = Decoder(session, len(rows), expected=room_for(rows))
+    return run(decoder, rows, *_padded_left([row.prompt for row in rows]))
 
 
 def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:

@@ -84,7 +84,7 @@ class Session:
     @cached_property
     def beginning(self) -> tuple[int, ...]:
         """The tokens that the tokenizer puts before every text: a BOS token, or none."""
-        return beginning_of(self._tokenizer())
+        return beginning_of(self.require_tokenizer())
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of ``text``, with those that the tokenizer puts before it (see :attr:`beginning`).
@@ -92,7 +92,7 @@ class Session:
         Raises:
             InputError: the folder has no tokenizer.
         """
-        return list(self._tokenizer().encode(text).ids)
+        return list(self.require_tokenizer().encode(text).ids)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids`` without special tokens.
@@ -100,7 +100,7 @@ class Session:
         Raises:
             InputError: the folder has no tokenizer.
         """
-        return str(self._tokenizer().decode(list(ids), skip_special_tokens=True))
+        return str(self.require_tokenizer().decode(list(ids), skip_special_tokens=True))
 
     def logits(self, input_ids: IntArray) -> Floats:
         """Return the logits of sequences that have no past and no padding, in one run.
@@ -172,13 +172,12 @@ class Session:
         """Return an error that passes on what onnxruntime said about a failed run."""
         return InputError(f"onnxruntime cannot run the model: {error}", file=self.file)
 
-    def _run(self, feeds: Mapping[str, Array]) -> npt.NDArray[Any]:
-        try:
-            return run(self.inference, ["logits"], feeds)[0]
-        except Exception as error:
-            raise self.failure(error) from error
+    def require_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer.
 
-    def _tokenizer(self) -> Tokenizer:
+        Raises:
+            InputError: the folder has none.
+        """
         if self.tokenizer is None:
             raise InputError(
                 f"this model has no {TOKENIZER}, so it can read and write tokens but no text",
@@ -186,6 +185,12 @@ class Session:
                 remedy=f"put the {TOKENIZER} of the model into the folder, or give tokens",
             )
         return self.tokenizer
+
+    def _run(self, feeds: Mapping[str, Array]) -> npt.NDArray[Any]:
+        try:
+            return run(self.inference, ["logits"], feeds)[0]
+        except Exception as error:
+            raise self.failure(error) from error
 
 
 def load(path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu") -> Session:

@@ -1,8 +1,7 @@
-"""Commands that run a model: ``run``, ``eval``, ``heads``, ``profile``."""
+"""Commands that measure a model as it runs: ``eval``, ``heads``, ``profile``."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -10,59 +9,9 @@ import typer
 from rich.table import Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, OnDevice, Threads, chosen_text, out, print_json, progress, write_text
-from graphopt.cli.encoders import print_closeness, print_embeddings
+from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, write_text
+from graphopt.cli.encoders import print_closeness
 from graphopt.errors import InputError
-
-
-@command("run")
-def run(
-    folder: Annotated[Path, typer.Argument(help="an artifact")],
-    prompt: Annotated[
-        list[str], typer.Option("--prompt", help="a text to complete, or to embed; several make a batch")
-    ],
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 64,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(help="draw among the k most likely tokens")] = None,
-    top_p: Annotated[float, typer.Option(help="draw among the most likely tokens that reach this probability")] = 1.0,
-    seed: int = 0,
-    threads: Threads = 0,
-    device: OnDevice = "cpu",
-    as_json: Json = False,
-) -> None:
-    """Complete one or more prompts, streaming as the model goes; of an encoder, print the cosines of embeddings.
-
-    The options of generating (--max-new-tokens, --temperature, --top-k, --top-p, --seed) are refused with an encoder.
-    """
-    from graphopt.decoding.sampling import Sampling
-    from graphopt.generation import generate, stream
-    from graphopt.session import open_folder, session_from
-
-    opened = open_folder(folder, threads=threads, device=device)
-    if opened.manifest.task == "encoder":
-        if (max_new_tokens, temperature, top_k, top_p, seed) != (64, 0.0, None, 1.0, 0):
-            raise InputError("an encoder generates nothing", file=folder, remedy="leave out the options of generating")
-        return print_embeddings(opened, prompt, as_json)
-    session = session_from(opened, device=device)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    if as_json:
-        completions = generate(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-        return print_json([{"prompt_text": t, **c.model_dump()} for t, c in zip(prompt, completions, strict=True)])
-    if len(prompt) == 1:
-        steps = stream(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-        sys.stdout.write(prompt[0])
-        for step in steps:
-            sys.stdout.write(step.texts[0])
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        return None
-    with progress() as say:
-        say("generating")
-        completions = generate(session, prompt, max_new_tokens=max_new_tokens, sampling=sampling)
-    for number, (text, completion) in enumerate(zip(prompt, completions, strict=True), start=1):
-        out.rule(f"{number} ({completion.stopped})")
-        out.print(text + (completion.text or ""), markup=False, highlight=False)
-    return None
 
 
 @command("eval")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from graphopt.runtime import import_onnxruntime
+import numpy as np
+
+from graphopt.runtime import array_of, import_onnxruntime, ort_value
 from graphopt.targets import Device
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
@@ -70,3 +72,8 @@ class GrowingCache:
         """See :class:`Cache`."""
         _, *caches = binding.get_outputs()
         self._values = dict(zip(self._present, caches, strict=True))
+
+    def rewind(self, columns: int) -> None:
+        """Keep the first columns only; what stays is copied."""
+        for name, value in self._values.items():
+            self._values[name] = ort_value(np.ascontiguousarray(array_of(value)[:, :, :columns]))

@@ -160,12 +160,8 @@ class Decoder:
 
     @property
     def tokens(self) -> IntArray:
-        """Tokens that each row has stored, int64 [batch], for a graph with caches in pages.
-
-        Raises:
-            InputError: the graph's caches are not in pages.
-        """
-        return self._paged()[1].tokens.copy()
+        """Tokens that each row has stored, int64 [batch]."""
+        return self._rows.tokens.copy()
 
     def rewind(self, tokens: int | IntArray) -> None:
         """Forget the newest tokens of each row.
@@ -174,12 +170,17 @@ class Decoder:
             tokens: how many to keep, of every row or int64 [batch].
 
         Raises:
-            InputError: a row has fewer, what it would read again was overwritten, or the graph has no caches in pages.
+            InputError: a row has fewer; what it would read again was overwritten; or the caches are not in pages, and
+                rows would lose different columns.
         """
-        cache, rows = self._paged()
+        rows = self._rows
         kept = np.broadcast_to(np.asarray(tokens, np.int64), rows.tokens.shape).copy()
-        cache.rewind(rows.tokens, kept)
-        self._rows = CountedRows(self._session.interface, kept, rows.columns)
+        if isinstance(self._cache, GrowingCache) and isinstance(rows, MaskedRows):
+            self._cache.rewind(rows.rewind(kept))
+            return
+        cache, counted = self._paged()
+        cache.rewind(counted.tokens, kept)
+        self._rows = CountedRows(self._session.interface, kept, counted.columns)
 
     def fork(self, rows: Sequence[int]) -> Decoder:
         """Return a decoder whose rows continue from copies of these rows; a row may be named any number of times.
@@ -229,7 +230,7 @@ class Decoder:
     def _paged(self) -> tuple[PagedCache, CountedRows]:
         if not isinstance(self._cache, PagedCache) or not isinstance(self._rows, CountedRows):
             raise InputError(
-                "the caches of this graph grow, and cannot be rewound, forked or saved",
+                "the caches of this graph grow, and cannot be forked or saved",
                 file=self._session.file,
                 remedy="add the step page_kv to the recipe",
             )

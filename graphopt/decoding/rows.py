@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from graphopt.errors import InputError
 from graphopt.tasks.causal_lm.interface import Interface, new_lengths
 from graphopt.tasks.ports import Array, IntArray
 
@@ -36,6 +37,10 @@ class Rows(Protocol):
     def columns(self) -> int:
         """Columns fed so far, padding included."""
 
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens that each row has stored, int64 [batch]."""
+
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
         """Return the step of new columns, of which ``mask`` marks the tokens; all are tokens by default.
 
@@ -60,6 +65,37 @@ class MaskedRows:
         """See :class:`Rows`."""
         return int(self._mask.shape[1])
 
+    @property
+    def tokens(self) -> IntArray:
+        """See :class:`Rows`."""
+        return self._mask.sum(axis=1)
+
+    def rewind(self, kept: IntArray) -> int:
+        """Forget the newest tokens of each row and return how many columns stay.
+
+        Args:
+            kept: tokens of each row that stay, int64 [batch].
+
+        Raises:
+            InputError: a row has fewer; or rows would end at different columns, or in the middle of padding.
+        """
+        columns, tokens = self.columns, self.tokens
+        for row, (have, keep) in enumerate(zip(tokens.tolist(), kept.tolist(), strict=True)):
+            if not 0 <= keep <= have:
+                raise InputError(
+                    f"row {row} has {have} tokens and cannot be rewound to {keep}",
+                    remedy=f"give a number from 0 to {have}",
+                )
+        dropped = tokens - kept
+        first = columns - int(dropped.max(initial=0))
+        if (dropped != dropped[0]).any() or not self._mask[:, first:].all():
+            raise InputError(
+                "rows of a cache that grows can only be rewound by the same columns, which hold tokens of all rows",
+                remedy="rewind all rows by the same number of tokens, or add the step page_kv to the recipe",
+            )
+        self._mask = self._mask[:, :first]
+        return first
+
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
         """See :class:`Rows`."""
         self._next = np.concatenate((self._mask, np.ones_like(input_ids) if mask is None else mask), axis=1)
@@ -83,13 +119,18 @@ class CountedRows:
 
     def __init__(self, interface: Interface, tokens: IntArray, columns: int = 0) -> None:
         self._has_positions = "position_ids" in interface.inputs
-        self.tokens = tokens
+        self._tokens = tokens
         self._next, self._columns, self._new_columns = tokens, columns, 0
 
     @property
     def columns(self) -> int:
         """See :class:`Rows`."""
         return self._columns
+
+    @property
+    def tokens(self) -> IntArray:
+        """See :class:`Rows`."""
+        return self._tokens
 
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
         """See :class:`Rows`."""
@@ -105,4 +146,4 @@ class CountedRows:
 
     def finish(self) -> None:
         """See :class:`Rows`."""
-        self.tokens, self._columns = self._next, self._columns + self._new_columns
+        self._tokens, self._columns = self._next, self._columns + self._new_columns

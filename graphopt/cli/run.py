@@ -1,0 +1,132 @@
+"""The command ``run``: complete texts, chat, or embed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from graphopt.cli.commands import command
+from graphopt.cli.console import Json, OnDevice, Threads, out, print_json, progress, read_text
+from graphopt.cli.encoders import print_embeddings
+from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from graphopt.decoding.continuation import Settings
+    from graphopt.decoding.grammar import Grammar
+    from graphopt.session import Session
+
+_MAKES = "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs"
+
+
+@command("run")
+def run(
+    folder: Annotated[Path, typer.Argument(help="an artifact")],
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option("--prompt", help="a text to complete, or to embed; several make a batch, or turns of a chat"),
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="talk with a model that was trained to chat")] = False,
+    system: Annotated[
+        str | None,
+        typer.Option("--system", help="what the model is told before a chat; by default what its maker says"),
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens to make at most; by default 64, or 1024 for a reply of a chat")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="draw among the k most likely tokens")] = None,
+    top_p: Annotated[float, typer.Option(help="draw among the most likely tokens that reach this probability")] = 1.0,
+    seed: int = 0,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="end a text before this string")] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option("--json-schema", help="a file: write JSON that this schema describes")
+    ] = None,
+    regex: Annotated[
+        str | None, typer.Option("--regex", help="write a text that this regular expression matches as a whole")
+    ] = None,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="list log probabilities of chosen tokens and of this many others; with --json"),
+    ] = None,
+    threads: Threads = 0,
+    device: OnDevice = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Complete one or more prompts, or chat, streaming as the model goes; of an encoder, print cosines of embeddings.
+
+    In a chat Ctrl-C ends a reply, Ctrl-D the chat, and /help lists what else there is. Where standard input is no
+    terminal, each line of it is a turn. The options of generating are refused with an encoder.
+    """
+    from graphopt.decoding.continuation import Settings
+    from graphopt.decoding.sampling import Sampling
+    from graphopt.session import open_folder, session_from
+
+    if not chat and not prompt:
+        raise InputError("there is no prompt", remedy="give --prompt TEXT, or --chat")
+    if system is not None and not chat:
+        raise InputError("--system is told before a chat", remedy="add --chat, or leave it out")
+    if logprobs is not None and not as_json:
+        raise InputError("--logprobs are part of the JSON report", remedy="add --json")
+    grammar = _grammar(json_schema, regex)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    usual = Settings(64, stop=(), grammar=None)
+    settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
+    opened = open_folder(folder, threads=threads, device=device)
+    if opened.manifest.task == "encoder":
+        if chat or max_new_tokens is not None or settings != usual:
+            raise InputError(
+                "an encoder generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
+            )
+        return print_embeddings(opened, prompt or [], as_json)
+    session = session_from(opened, device=device)
+    if chat:
+        from graphopt.conversation.terminal import converse
+
+        turns = converse(session, system=system, said=prompt or [], settings=settings, streams=not as_json)
+        return print_json(turns) if as_json else None
+    return _complete(session, prompt or [], settings, as_json)
+
+
+def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
+    """Return the form that is asked for.
+
+    Raises:
+        InputError: there are two, or the schema cannot be read.
+    """
+    from graphopt.decoding.grammar import Grammar
+
+    if json_schema is not None and regex is not None:
+        raise InputError("a text cannot have two forms", remedy="give either --json-schema or --regex")
+    if json_schema is not None:
+        try:
+            return Grammar.json_schema(read_text(json_schema))
+        except InputError as error:
+            raise InputError(error.what, file=json_schema, remedy=error.remedy) from error
+    return None if regex is None else Grammar.regex(regex)
+
+
+def _complete(session: Session, prompts: Sequence[str], settings: Settings, as_json: bool) -> None:
+    from graphopt.generation import complete, steps
+
+    if as_json:
+        completions = complete(session, prompts, settings)
+        return print_json([{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)])
+    if len(prompts) == 1:
+        found = steps(session, prompts, settings)
+        sys.stdout.write(prompts[0])
+        for step in found:
+            sys.stdout.write(step.texts[0])
+            sys.stdout.flush()
+        sys.stdout.write("\n")
+        return None
+    with progress() as say:
+        say("generating")
+        completions = complete(session, prompts, settings)
+    for number, (text, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
+        out.rule(f"{number} ({completion.stopped})")
+        out.print(text + (completion.text or ""), markup=False, highlight=False)
+    return None

@@ -1,0 +1,54 @@
+"""Stop strings: a text ends before the first of them, and no part of one is ever given out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from graphopt.errors import InputError
+
+
+class StopStrings:
+    """Watches a text that arrives in pieces.
+
+    The end of the text that may be the beginning of a stop string is held back until the next piece decides.
+
+    Args:
+        strings: the stop strings.
+
+    Attributes:
+        found: the stop string that ended the text, or ``None`` so far.
+
+    Raises:
+        InputError: one of them is empty.
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        if "" in strings:
+            raise InputError("a stop string is empty", remedy="give at least one character, or leave it out")
+        self._strings = tuple(strings)
+        self._held = ""
+        self.found: str | None = None
+
+    def push(self, piece: str) -> str:
+        """Add a piece and return the text that is certain to stand before any stop string."""
+        text = self._held + piece
+        # Of two that begin at the same place the longer one ends the text, which makes no difference to the text.
+        places = [(text.find(each), -len(each), each) for each in self._strings if each in text]
+        if places:
+            place, _, self.found = min(places)
+            self._held = ""
+            return text[:place]
+        keep = len(text) - max((_overlap(text, each) for each in self._strings), default=0)
+        self._held = text[keep:]
+        return text[:keep]
+
+    def finish(self) -> str:
+        """Return what was held back: the text has ended for another reason."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of ``text`` with which ``stop`` begins, but not all of ``stop``."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
