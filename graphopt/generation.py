@@ -34,8 +34,8 @@ class Completion(BaseModel):
     Attributes:
         prompt: the tokens of the prompt.
         tokens: the new tokens, without the token that ended the text.
-        text: the text of the new tokens up to a stop string, such that prompt and text can be joined; ``None`` without a
-            tokenizer.
+        text: the text of the new tokens up to a stop string, such that prompt and text can be joined; ``None`` without
+            a tokenizer.
         stopped: why there are no more: the model ended the text, or the grammar allows no more; a stop string was
             found; ``max_new_tokens`` is reached; the model has no position left; or the caller interrupted it.
         logprobs: of each new token, where they were asked for.
@@ -116,8 +116,8 @@ def stream(
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
-            is below 1 or ``logprobs`` below 0; there is a text, a stop string or a grammar but no tokenizer; the grammar
-            cannot be used; prompts differ in length and the graph has no ``attention_mask``.
+            is below 1 or ``logprobs`` below 0; there is a text, a stop string or a grammar but no tokenizer; the
+            grammar cannot be used; prompts differ in length and the graph has no ``attention_mask``.
         MissingDependencyError: there is a grammar, and llguidance is not installed.
     """
     return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs))

@@ -43,7 +43,7 @@ def environment(jinja2: Any) -> Any:
         jinja2: the module, as from :func:`import_jinja2`.
     """
 
-    class Generation(jinja2.ext.Extension):  # type: ignore[misc, name-defined]
+    class Generation(jinja2.ext.Extension):  # type: ignore[misc]
         """``{% generation %}``, by which templates mark the model's own words for training: its text as it is."""
 
         tags = frozenset({"generation"})
@@ -53,7 +53,7 @@ def environment(jinja2: Any) -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body).set_lineno(line)
 
-    class Namespace(jinja2.utils.Namespace):  # type: ignore[misc, name-defined]
+    class Namespace(jinja2.utils.Namespace):  # type: ignore[misc]
         """A namespace that refuses names with an underscore in front, which lead to Python's internals."""
 
         def __init__(*args: Any, **names: Any) -> None:

@@ -64,8 +64,8 @@ class _Chat:
     streams: bool
 
     def __post_init__(self) -> None:
-        self.conversation, self.turns, self.ended, self.seconds = self.new(), [], False, 0.0
-        self.turns: list[dict[str, Any]]
+        self.conversation, self.ended, self.seconds = self.new(), False, 0.0
+        self.turns: list[dict[str, Any]] = []
 
     def turn(self, message: str, interactive: bool) -> None:
         """Say something and print the reply as it comes."""
@@ -109,7 +109,7 @@ class _Chat:
         elif word == "/tokens":
             self.err.print(f"[dim]{self._counts()}[/dim]", highlight=False, soft_wrap=True)
         elif word == "/help":
-            self.err.print(_HELP, markup=False, highlight=False)
+            self.err.print(_HELP, markup=False, highlight=False, soft_wrap=True)
         elif interactive and line.startswith("/") and "/" not in word[1:] and " " not in word:
             self.err.print(
                 f"there is no command {word}; a space in front makes it a message", markup=False, highlight=False

@@ -166,8 +166,8 @@ def start(
         occurrence: how many rows before this one have the same prompt, see :meth:`Sampling.stream`.
 
     Raises:
-        InputError: the prompt has no tokens, more than the model has positions, or an unknown one; there is no tokenizer
-            for stop strings or a grammar; or the grammar cannot be used.
+        InputError: the prompt has no tokens, more than the model has positions, or an unknown one; there is no
+            tokenizer for stop strings or a grammar; or the grammar cannot be used.
     """
     ids = list(prompt)
     session.check_tokens(ids)

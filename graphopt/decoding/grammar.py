@@ -21,8 +21,8 @@ from graphopt.errors import GraphoptError, InputError, MissingDependencyError
 from graphopt.session import Session
 
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: where any white space is allowed,
-small models write nothing else until their tokens run out."""
+"""JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: where any white space is
+allowed, small models write nothing else until their tokens run out."""
 
 
 @dataclass(frozen=True)
@@ -74,19 +74,15 @@ class Grammar:
             InputError: the grammar cannot be used, with what llguidance says about it; or there is no tokenizer.
             MissingDependencyError: llguidance is not installed.
         """
-        library, tokens = _llguidance(), _tokens(session, tuple(eos))
-        try:
-            if self.kind == "JSON schema":
-                form = library.LLMatcher.grammar_from_json_schema(self.text, defaults=_JSON_STYLE)
-            else:
-                form = library.LLMatcher.grammar_from_regex(self.text)
-            wrong, messages = library.LLMatcher.validate_grammar_with_warnings(form, tokens)
-        except ValueError as error:
-            wrong, messages = True, [str(error)]
+        make, tokens = _llguidance().LLMatcher, _tokens(session, tuple(eos))
+        if self.kind == "JSON schema":
+            form = make.grammar_from_json_schema(self.text, defaults=_JSON_STYLE)
+        else:
+            form = make.grammar_from_regex(self.text)
+        wrong, messages = make.validate_grammar_with_warnings(form, tokens)
         if wrong:
-            reason = " ".join(messages[0].split()) if messages else "llguidance gives no reason"
-            raise InputError(f"the {self.kind} cannot be used: {reason}")
-        return Matcher(library.LLMatcher(tokens, form, log_level=0))
+            raise InputError(f"the {self.kind} cannot be used: {' '.join(messages[0].split())}")
+        return Matcher(make(tokens, form, log_level=0))
 
 
 class Matcher:

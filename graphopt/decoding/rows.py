@@ -68,7 +68,8 @@ class MaskedRows:
     @property
     def tokens(self) -> IntArray:
         """See :class:`Rows`."""
-        return self._mask.sum(axis=1)
+        tokens: IntArray = self._mask.sum(axis=1)
+        return tokens
 
     def rewind(self, kept: IntArray) -> int:
         """Forget the newest tokens of each row and return how many columns stay.

@@ -284,6 +284,28 @@ def test_what_cannot_be_rewound(make_session: Callable[..., Session], llama_arti
             refused()
 
 
+def test_a_cache_that_grows_can_be_rewound(llama_artifact: Path) -> None:
+    session = load(llama_artifact, threads=1)
+    ids, other = tokens(2, 30), tokens(2, 5, seed=1)
+    mask = np.ones_like(ids)
+    mask[1, :12] = 0
+    decoder, straight = Decoder(session, 2), Decoder(session, 2)
+    decoder.step(ids, mask)
+    with pytest.raises(InputError, match="row 0 has 30 tokens and cannot be rewound to 31"):
+        decoder.rewind(np.array([31, 18]))
+    for kept in (np.array([20, 9]), 10):  # by different columns
+        with pytest.raises(InputError, match=r"rows of a cache that grows.*page_kv"):
+            decoder.rewind(kept)
+    decoder.rewind(np.array([25, 13]))
+    assert decoder.tokens.tolist() == [25, 13]
+    straight.step(ids[:, :25], mask[:, :25])
+    assert close(straight.step(other), decoder.step(other))
+    decoder = Decoder(session, 2)
+    first = decoder.step(ids).copy()
+    decoder.rewind(0)
+    assert np.array_equal(decoder.step(ids), first)
+
+
 def test_a_window_can_be_rewound_as_far_as_its_pages_are_there(
     make_session: Callable[..., Session], device: Device, make_artifact: MakeArtifact
 ) -> None:
