@@ -71,18 +71,18 @@ def run(
         raise InputError("--system is told before a chat", remedy="add --chat, or leave it out")
     if logprobs is not None and not as_json:
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
-    grammar = _grammar(json_schema, regex)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    usual = Settings(64, stop=(), grammar=None)
-    settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     opened = open_folder(folder, threads=threads, device=device)
     if opened.manifest.task == "encoder":
-        if chat or max_new_tokens is not None or settings != usual:
+        asked = (chat, max_new_tokens, temperature, top_k, top_p, seed, stop or None, json_schema, regex, logprobs)
+        if asked != (False, None, 0.0, None, 1.0, 0, None, None, None, None):
             raise InputError(
                 "an encoder generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
             )
         return print_embeddings(opened, prompt or [], as_json)
     session = session_from(opened, device=device)
+    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    grammar = _grammar(json_schema, regex)
+    settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     if chat:
         from graphopt.conversation.terminal import converse
 

@@ -1,4 +1,4 @@
-"""Stop strings: a text ends before the first of them, and no part of one is ever given out."""
+"""Stop strings: a text ends before the one that is complete first, and no part of one is ever given out."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class StopStrings:
     def push(self, piece: str) -> str:
         """Add a piece and return the text that is certain to stand before any stop string."""
         text = self._held + piece
-        # Of two that begin at the same place the longer one ends the text, which makes no difference to the text.
-        places = [(text.find(each), -len(each), each) for each in self._strings if each in text]
-        if places:
-            place, _, self.found = min(places)
+        # The one that is complete first, whatever the pieces are.
+        ends = [(text.find(each) + len(each), text.find(each), each) for each in self._strings if each in text]
+        if ends:
+            _, place, self.found = min(ends)
             self._held = ""
             return text[:place]
         keep = len(text) - max((_overlap(text, each) for each in self._strings), default=0)

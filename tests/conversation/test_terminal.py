@@ -118,7 +118,7 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     terminal.write("word " * 600 + "\n")
     terminal.until(r"error:.* positions.*; /reset begins a new conversation\n>>> $")
     terminal.write("/reset\n/tokens\n")
-    terminal.until(r"a new conversation\)\n(.*\n)*.* 0 tokens in the conversation\n>>> $")
+    terminal.until(r"a new conversation\)\n(.*\n)*0 tokens in the conversation\n>>> $")
     terminal.write("/nothing\n")
     terminal.until(r"there is no command /nothing.*\n>>> $")
     terminal.write("/help\n")

@@ -11,8 +11,12 @@ TEXTS = st.text("abé", max_size=20)
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The text before the first stop string, by definition."""
-    return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
+    """The text before the stop string that is complete first, by definition; of several, the longest."""
+    for end in range(len(text) + 1):
+        begins = [end - len(stop) for stop in stops if text[:end].endswith(stop)]
+        if begins:
+            return text[: min(begins)]
+    return text
 
 
 @given(st.lists(TEXTS, max_size=6), st.lists(st.text("abé", min_size=1, max_size=4), max_size=3))
