@@ -14,6 +14,11 @@ struct Int8 {
   using Sum = Integers;
   static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) { return dot<Small>(sum, line, word); }
 };
+// Bytes of 32 at most: eight products of them fit 16 bits, those of a unit are summed up there.
+struct Int8Runs {
+  static constexpr size_t kLines = 4;
+  using Sum = Integers;
+};
 struct Int16 {
   static constexpr size_t kLines = 8;
   using Sum = Integers;
@@ -63,6 +68,46 @@ GRAPHOPT_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const ui
   }
 }
 
+// The same for `Int8Runs`.
+template <size_t Width, size_t kSides>
+GRAPHOPT_INLINE void multiply_runs(Integers (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  for (size_t left = units; left; --left) {
+    Line<int16_t> runs[Width][kSides];
+#pragma GCC unroll 4
+    for (size_t j = 0; j < Int8Runs::kLines; ++j, line += 2 * kLine, word += Width) {
+#pragma GCC unroll 12
+      for (size_t row = 0; row < Width; ++row) {
+        const __m256i x = _mm256_set1_epi32(static_cast<int>(word[row]));
+#pragma GCC unroll 2
+        for (size_t side = 0; side < kSides; ++side) {
+          const auto products = by_parts<Line<int16_t>>([&](size_t i) __attribute__((always_inline)) {
+            const auto* const at = reinterpret_cast<const __m256i*>(line + side * kLine) + i;
+            return reinterpret_cast<Line<int16_t>::Part>(_mm256_maddubs_epi16(_mm256_load_si256(at), x));
+          });
+          Line<int16_t>& run = runs[row][side];
+          run = j ? by_parts<Line<int16_t>>([&](size_t i) { return run.part[i] + products.part[i]; }) : products;
+          settle(run);
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (size_t row = 0; row < Width; ++row) {
+#pragma GCC unroll 2
+      for (size_t side = 0; side < kSides; ++side) {
+        sums[row][side] = by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
+          const __m256i run = reinterpret_cast<__m256i>(runs[row][side].part[i]);
+          const __m256i pairs = _mm256_madd_epi16(run, _mm256_set1_epi16(1));
+          return sums[row][side].part[i] + reinterpret_cast<Integers::Part>(pairs);
+        });
+      }
+    }
+  }
+#else
+  (void)sums, (void)line, (void)word, (void)units;
+#endif
+}
+
 // One panel of rows and one segment; `totals`: [row][2], `at`: of its first row among those of the segment.
 template <typename Kind, bool Wide, size_t Width>
 void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words, size_t units,
@@ -80,7 +125,11 @@ void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, con
         }
       }
     }
-    multiply_lines<Kind, Width, kSides>(sums, lines + first * kLine, words, units * Kind::kLines);
+    if constexpr (std::is_same_v<Kind, Int8Runs>) {
+      multiply_runs<Width, kSides>(sums, lines + first * kLine, words, units);
+    } else {
+      multiply_lines<Kind, Width, kSides>(sums, lines + first * kLine, words, units * Kind::kLines);
+    }
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
       Floats* const total = totals + 2 * row + first;

@@ -61,6 +61,7 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
             for (size_t row = 0; row < Width; ++row) {
               Integers& sum = sums[plane][row][J % kSums];
               sum = Operand::multiply(plane, sum, values, word + J * kWords * Width + row, Width);
+              settle(sum);
             }
           }
         });

@@ -20,10 +20,13 @@ constexpr size_t kFew = 4, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2, 4};
 #endif
 
 // Without an instruction for it, four products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
-Words form_for(const Weights& weights, Activations kind) {
+Words form_for(const Weights& weights, Activations kind, bool is_few) {
   if (kind == Activations::kFloat) return Words::kFloats;
   if (kind == Activations::kBfloat16) return kByPairs ? Words::kFloats : Words::kBfloat16s;
-  return kByPairs && (weights.table.wide || weights.table.most > 128) ? Words::kPairs : Words::kBytes;
+  const Table& table = weights.table;
+  // few rows read such tables as magnitudes
+  if (is_few && table.has_signs && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
+  return kByPairs && (table.wide || table.most > 128) ? Words::kPairs : Words::kBytes;
 }
 
 // Whether zero points or minimums are part of each value: with floats alone.
@@ -67,7 +70,7 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
     if constexpr (kFewFloats) {
       if (rounded.form == Words::kFloats) return one<kBits>(weights, rounded, y, first, end);
     }
-    choose_operand<kBits>(weights.table, rounded.form, [&](auto* null) {
+    choose_operand_of_few<kBits>(weights.table, rounded.form, [&](auto* null) {
       using Operand = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
       switch (rounded.width(0)) {
         case 1: return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
@@ -111,6 +114,7 @@ void many(const Weights& weights, const Rounded& rounded, float* y, size_t first
     if constexpr (kByPairs) {
       if (rounded.form == Words::kPairs)
         return multiply_many<Int16, false>(weights, rounded, fill, false, y, first, end);
+      if (weights.table.most <= 32) return multiply_many<Int8Runs, false>(weights, rounded, fill, false, y, first, end);
     } else {
       if (rounded.form == Words::kBfloat16s)
         return multiply_many<Bfloat16, false>(weights, rounded, fill, false, y, first, end);

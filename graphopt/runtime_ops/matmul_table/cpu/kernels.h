@@ -59,7 +59,7 @@ struct MatMulKernels {
   // rows the looked up values of two tiles are kept for panels of `panel` rows.
   size_t few, few_floats, panel;
   const size_t* widths;  // that a panel may have, rising; `few`, `few_floats` and `panel` are among them
-  Words (*form)(const Weights&, Activations);
+  Words (*form)(const Weights&, Activations, bool is_few);
   void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
   void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
   void (*multiply)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);

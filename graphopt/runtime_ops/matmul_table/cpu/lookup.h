@@ -34,6 +34,15 @@ class LookUp {
   }
 
   GRAPHOPT_INLINE Bytes operator()(const Bytes& codes) const {
+    if constexpr (Bits > 6) return called(codes);
+    return found(codes);
+  }
+
+ private:
+  // What has very many steps is no part of loops that are unrolled.
+  __attribute__((noinline)) Bytes called(const Bytes& codes) const { return found(codes); }
+
+  GRAPHOPT_INLINE Bytes found(const Bytes& codes) const {
     return by_parts<Bytes>([&](size_t i) __attribute__((always_inline)) {
       const __m256i code = reinterpret_cast<__m256i>(codes.part[i]);
       __m256i found = in_half(code, rows_);
@@ -45,7 +54,6 @@ class LookUp {
     });
   }
 
- private:
   static constexpr int kRows = Bits > 4 ? 1 << (Bits - 4) : 1, kHalf = kRows < 8 ? kRows : 8;
 
   static GRAPHOPT_INLINE __m256i in_half(__m256i code, const __m256i* rows) {

@@ -69,8 +69,8 @@ class AsPairs {
 #pragma GCC unroll 4
     for (size_t i = 0; i < kParts; ++i) {
       const Pairs below = reinterpret_cast<Pairs>(low.part[i]), above = reinterpret_cast<Pairs>(high.part[i]);
-      const Pairs even = Wide ? (below & 0x00ff) | above << 8 : below & 0x00ff;
-      const Pairs odd = Wide ? below >> 8 | (above & 0xff00) : below >> 8;
+      const Pairs even = Wide ? with_upper(below, above << 8) : below & 0x00ff;
+      const Pairs odd = Wide ? with_upper(below >> 8, above) : below >> 8;
       values.even.part[i] = reinterpret_cast<Bytes::Part>(even);
       values.odd.part[i] = reinterpret_cast<Bytes::Part>(odd);
     }
@@ -91,9 +91,68 @@ class AsPairs {
  private:
   typedef uint16_t Pairs __attribute__((vector_size(kVectorBytes)));
   struct Nothing {};
+
+  // The lower bytes of a, and the upper ones of b.
+  static GRAPHOPT_INLINE Pairs with_upper(Pairs a, Pairs b) {
+#if defined(__AVX2__)
+    const __m256i upper = _mm256_set1_epi16(static_cast<int16_t>(0xff00));
+    return reinterpret_cast<Pairs>(
+        _mm256_blendv_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b), upper));
+#else
+    return (a & 0x00ff) | (b & 0xff00);
+#endif
+  }
+
   ToByte<Bits, ByXor> low_;
   std::conditional_t<Wide, LookUp<Bits>, Nothing> high_;
 };
+
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// As magnitudes below 2^14 where the uppermost bit of a code is its sign: 7 bits, and 128 times 7 bits. The sign goes to
+// x. Two products fit 16 bits: 2 * 127 * 127.
+template <int Bits>
+class AsMagnitudes {
+ public:
+  static constexpr size_t kWords = 1, kPlanes = 1;
+  static constexpr bool kExact = true;
+
+  explicit AsMagnitudes(const Table& table) {
+    uint8_t low[64] = {}, high[64] = {};
+    for (size_t code = 0; code < 64; ++code) {
+      const int integer = table.low.table[code] + 256 * (table.high.table[code] - table.high.offset);
+      low[code] = static_cast<uint8_t>(integer & 127);
+      high[code] = static_cast<uint8_t>(integer >> 7);
+    }
+    low_ = LookUp<Bits - 1>(low);
+    high_ = LookUp<Bits - 1>(high);
+  }
+
+  struct Values {
+    Bytes low, high, signs;
+  };
+  GRAPHOPT_INLINE Values operator()(const Bytes& codes) const {
+    const Bytes magnitudes = masked(codes, (1 << (Bits - 1)) - 1);
+    return {low_(magnitudes), high_(magnitudes), shift_right<Bits - 8>(codes)};
+  }
+
+  static GRAPHOPT_INLINE Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
+                                           size_t) {
+    const __m256i x = _mm256_set1_epi32(static_cast<int>(*word));
+    return by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
+      // 0 where the code is 0, and so is its value
+      const __m256i signed_x = _mm256_sign_epi8(x, reinterpret_cast<__m256i>(values.signs.part[i]));
+      const auto products = [&](const Bytes& bytes, int16_t factor) __attribute__((always_inline)) {
+        const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(bytes.part[i]), signed_x);
+        return reinterpret_cast<Integers::Part>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)));
+      };
+      return sum.part[i] + (products(values.low, 1) + products(values.high, 128));
+    });
+  }
+
+ private:
+  LookUp<Bits - 1> low_, high_;
+};
+#endif
 
 // Calls with_operand(type) where `type` is a pointer to the operand of these weights.
 template <int Bits, typename WithOperand>
@@ -113,6 +172,17 @@ void choose_operand(const Table& table, Words form, const WithOperand& with_oper
   }
   if (by_xor) return with_operand(static_cast<const AsBytes<Bits, false, kXorIsFaster, kByPairs>*>(nullptr));
   return with_operand(static_cast<const AsBytes<Bits, false, false, kByPairs>*>(nullptr));
+}
+
+// The same with what only few rows of x are multiplied by, bytes of a wide table.
+template <int Bits, typename WithOperand>
+void choose_operand_of_few(const Table& table, Words form, const WithOperand& with_operand) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (Bits == 5 || Bits == 6) {
+    if (table.wide && form == Words::kBytes) return with_operand(static_cast<const AsMagnitudes<Bits>*>(nullptr));
+  }
+#endif
+  choose_operand<Bits>(table, form, with_operand);
 }
 
 }  // namespace

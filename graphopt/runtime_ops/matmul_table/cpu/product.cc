@@ -145,7 +145,7 @@ OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, 
                              const float* x, float* y) const {
   const bool integers = how.kind == Activations::kInt8 || how.kind == Activations::kInt16;
   const bool few = how.rows() <= (integers ? kernels->few : kernels->few_floats);
-  how.form = kernels->form(weights, how.kind);
+  how.form = kernels->form(weights, how.kind, few);
   how.widths = kernels->widths;
   how.panel = few || how.rows() < kernels->panel ? how.width_for(how.rows()) : kernels->panel;
   how.padded = (how.panels() - 1) * how.panel + how.width(how.panels() - 1);

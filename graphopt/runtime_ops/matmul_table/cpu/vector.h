@@ -169,6 +169,17 @@ GRAPHOPT_INLINE Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint
 #endif
 }
 
+// Ends a sum here. The compiler likes to put additions off until many products wait for them, in memory.
+template <typename T>
+GRAPHOPT_INLINE void settle(Line<T>& sum) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#pragma GCC unroll 4
+  for (size_t i = 0; i < kParts; ++i) asm("" : "+x"(sum.part[i]));
+#else
+  (void)sum;
+#endif
+}
+
 // sum + the products of the 2 bfloat16 of each lane of `pairs` and the 2 of `word`.
 inline Floats dot_bfloat16(const Floats& sum, const Bytes& pairs, uint32_t word) {
 #if defined(__AVX512BF16__)

@@ -30,6 +30,10 @@ uint16_t bfloat16(float value) {
 
 }  // namespace
 
+int Table::integer_of(size_t code) const {
+  return low.table[code] - low.offset + (wide ? 256 * (high.table[code] - high.offset) : 0);
+}
+
 void Table::make(const float* values, size_t entries, int bits) {
   double largest = 0, least = values[0], greatest = values[0];
   for (size_t i = 0; i < entries; ++i) {
@@ -60,6 +64,11 @@ void Table::make(const float* values, size_t entries, int bits) {
   holds_signed_bytes = holds_unsigned_bytes = !wide && step >= 0x1p-16 && step <= 0x1p16;
   holds_bfloat16s = true;
   most = wide ? 255 : 0;
+  has_signs = integer_of(0) == 0;
+  for (size_t code = 0; code < size / 2; ++code) {
+    const int integer = integer_of(code);
+    has_signs = has_signs && integer >= 0 && integer < 1 << 14 && integer_of(code + size / 2) == -integer;
+  }
   for (size_t code = 0; code < size; ++code) {
     by_xor = by_xor && low.table[code] == (code ^ low.mask);
     if (!wide && low.table[code] > most) most = low.table[code];

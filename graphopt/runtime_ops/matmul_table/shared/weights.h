@@ -26,6 +26,8 @@ struct Table {
   // `most`: the largest byte of low, where there is only low.
   bool wide = false, by_xor = false;
   int most = 255;
+  // Whether the uppermost bit of a code is the sign of its integer, whose magnitude is below 2^14; code 0 is 0.
+  bool has_signs = false;
   // Whether all integers fit a signed byte, or an unsigned one, by a step that floats are safely multiplied by; whether
   // all values are bfloat16.
   bool holds_signed_bytes = false, holds_unsigned_bytes = false, holds_bfloat16s = false;
@@ -33,6 +35,7 @@ struct Table {
 
   // entries: 1 to 256 finite values; bits: those of a code, 2^bits >= entries.
   void make(const float* values, size_t entries, int bits);
+  int integer_of(size_t code) const;
 };
 
 struct Weights {
