@@ -14,7 +14,7 @@ from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.library import PATH_VARIABLE
 
-INSTRUCTIONS = ("scalar", "avx2", "avx512")
+INSTRUCTIONS = ("scalar", "avx2", "avxvnni", "avx512")
 ISA_VARIABLE = "GRAPHOPT_OPS_ISA"
 
 needs_library = pytest.mark.skipif(

@@ -12,7 +12,7 @@ extern "C" __attribute__((visibility("default"))) int graphopt_round_groups(cons
   if (!graphopt::choose_instructions(&chosen)) return 0;
   graphopt::RoundKernel kernel = graphopt::kRoundScalar;
 #if defined(__x86_64__)
-  if (chosen == Instructions::kAvx2) kernel = graphopt::kRoundAvx2;
+  if (chosen >= Instructions::kAvx2) kernel = graphopt::kRoundAvx2;
   if (chosen == Instructions::kAvx512) kernel = graphopt::kRoundAvx512;
 #endif
   kernel(*work);

@@ -3,8 +3,22 @@
 #include <cstdlib>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 namespace graphopt {
 namespace {
+
+// What this build has kernels for, and this machine.
+bool has_avxvnni() {
+#if defined(GRAPHOPT_AVXVNNI)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+#else
+  return false;
+#endif
+}
 
 bool has(Instructions instructions) {
   if (instructions == Instructions::kScalar) return true;
@@ -12,6 +26,7 @@ bool has(Instructions instructions) {
   // these also check that the operating system saves the wide registers
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (instructions == Instructions::kAvx2) return avx2;
+  if (instructions == Instructions::kAvxVnni) return avx2 && has_avxvnni();
   return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
@@ -24,13 +39,14 @@ bool has(Instructions instructions) {
 }  // namespace
 
 bool choose_instructions(Instructions* chosen) {
-  constexpr Instructions kWidestFirst[] = {Instructions::kAvx512, Instructions::kAvx2, Instructions::kScalar};
-  constexpr const char* kNames[] = {"avx512", "avx2", "scalar"};
+  constexpr Instructions kFastestFirst[] = {Instructions::kAvx512, Instructions::kAvxVnni, Instructions::kAvx2,
+                                            Instructions::kScalar};
+  constexpr const char* kNames[] = {"avx512", "avxvnni", "avx2", "scalar"};
   const char* wanted = std::getenv("GRAPHOPT_OPS_ISA");
-  for (int i = 0; i < 3; ++i) {
+  for (int i = 0; i < 4; ++i) {
     const bool asked = !wanted || !*wanted || !std::strcmp(wanted, kNames[i]);
-    if (asked && has(kWidestFirst[i])) {
-      *chosen = kWidestFirst[i];
+    if (asked && has(kFastestFirst[i])) {
+      *chosen = kFastestFirst[i];
       return true;
     }
   }

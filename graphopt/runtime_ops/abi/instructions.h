@@ -8,13 +8,15 @@
 
 namespace graphopt {
 
-enum class Instructions { kScalar, kAvx2, kAvx512 };
+// Each has what is before it. kAvxVnni is AVX2 with products of bytes that are summed up at once: only kernels that
+// multiply bytes are compiled for it, others are those of kAvx2.
+enum class Instructions { kScalar, kAvx2, kAvxVnni, kAvx512 };
 
-// The widest set that this machine supports, or the one that GRAPHOPT_OPS_ISA (scalar, avx2, avx512) names. Returns
+// The fastest set that this machine supports, or the one that GRAPHOPT_OPS_ISA (scalar, avx2, avxvnni, avx512) names. Returns
 // false where that is unknown, or unsupported by this machine or this build.
 bool choose_instructions(Instructions* chosen);
 
 constexpr char kWrongInstructions[] =
-    "GRAPHOPT_OPS_ISA must be scalar, avx2 or avx512, and this machine must have it";
+    "GRAPHOPT_OPS_ISA must be scalar, avx2, avxvnni or avx512, and this machine must have it";
 
 }  // namespace graphopt

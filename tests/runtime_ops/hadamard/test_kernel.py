@@ -92,7 +92,7 @@ def kernel(file: dict[tuple[type, int], Path]) -> Kernel:
 
 
 def test_instructions_that_nobody_has_are_an_error(kernel: Kernel) -> None:
-    with pytest.raises(Exception, match="'a node of mine'.*GRAPHOPT_OPS_ISA must be scalar, avx2 or avx512"):
+    with pytest.raises(Exception, match="'a node of mine'.*GRAPHOPT_OPS_ISA must be scalar, avx2, avxvnni or avx512"):
         kernel.session(np.float32, 1, "avx3")
 
 

@@ -40,7 +40,7 @@ struct Kernel {
     }
     const HadamardKernels* kernels = &kHadamardScalar;
 #if defined(__x86_64__)
-    if (instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
+    if (instructions >= Instructions::kAvx2) kernels = &kHadamardAvx2;
     if (instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
 #endif
     run = type == kFloat ? kernels->single : type == kDouble ? kernels->twice : kernels->half;

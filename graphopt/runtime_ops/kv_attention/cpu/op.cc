@@ -26,7 +26,7 @@ struct Kernel : KVTypes<Activations> {
     if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
     kernels = &kKVAttentionScalar;
 #if defined(__x86_64__)
-    if (instructions == Instructions::kAvx2) kernels = &kKVAttentionAvx2;
+    if (instructions >= Instructions::kAvx2) kernels = &kKVAttentionAvx2;
     if (instructions == Instructions::kAvx512) kernels = &kKVAttentionAvx512;
 #endif
     return attributes.read(node, info, type);

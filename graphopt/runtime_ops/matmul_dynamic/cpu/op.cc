@@ -44,7 +44,7 @@ struct Kernel : ProductTypes {
     GRAPHOPT_RETURN_IF_ERROR(check_rotation(node, product.weights, rotation.left.order(), rotation.right.order()));
     const HadamardKernels* kernels = &kHadamardScalar;
 #if defined(__x86_64__)
-    if (product.instructions == Instructions::kAvx2) kernels = &kHadamardAvx2;
+    if (product.instructions >= Instructions::kAvx2) kernels = &kHadamardAvx2;
     if (product.instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
 #endif
     rotation.kernel = kernels->single;

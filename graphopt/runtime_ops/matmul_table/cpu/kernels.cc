@@ -19,14 +19,14 @@ constexpr size_t kFew = 2, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};
 constexpr size_t kFew = 4, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2, 4};
 #endif
 
-// Without an instruction for it, four products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
+// Without an instruction for it, products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
 Words form_for(const Weights& weights, Activations kind, bool is_few) {
   if (kind == Activations::kFloat) return Words::kFloats;
   if (kind == Activations::kBfloat16) return kByPairs ? Words::kFloats : Words::kBfloat16s;
   const Table& table = weights.table;
   // few rows read such tables as magnitudes
-  if (is_few && table.has_signs && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
-  return kByPairs && (table.wide || table.most > 128) ? Words::kPairs : Words::kBytes;
+  if (is_few && table.wide && table.has_signs && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
+  return kByPairs && (table.wide || (!kSumsBytes && table.most > 128)) ? Words::kPairs : Words::kBytes;
 }
 
 // Whether zero points or minimums are part of each value: with floats alone.
@@ -114,7 +114,8 @@ void many(const Weights& weights, const Rounded& rounded, float* y, size_t first
     if constexpr (kByPairs) {
       if (rounded.form == Words::kPairs)
         return multiply_many<Int16, false>(weights, rounded, fill, false, y, first, end);
-      if (weights.table.most <= 32) return multiply_many<Int8Runs, false>(weights, rounded, fill, false, y, first, end);
+      if (!kSumsBytes && weights.table.most <= 32)
+        return multiply_many<Int8Runs, false>(weights, rounded, fill, false, y, first, end);
     } else {
       if (rounded.form == Words::kBfloat16s)
         return multiply_many<Bfloat16, false>(weights, rounded, fill, false, y, first, end);

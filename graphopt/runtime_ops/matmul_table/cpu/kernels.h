@@ -66,6 +66,6 @@ struct MatMulKernels {
   int (*largest_code)(const Weights&, size_t first_tile, size_t end_tile);
 };
 
-extern const MatMulKernels kMatMulScalar, kMatMulAvx2, kMatMulAvx512;
+extern const MatMulKernels kMatMulScalar, kMatMulAvx2, kMatMulAvxVnni, kMatMulAvx512;
 
 }  // namespace graphopt

@@ -23,7 +23,10 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
   kernels = &kMatMulScalar;
 #if defined(__x86_64__)
-  if (instructions == Instructions::kAvx2) kernels = &kMatMulAvx2;
+  if (instructions >= Instructions::kAvx2) kernels = &kMatMulAvx2;
+#if defined(GRAPHOPT_AVXVNNI)
+  if (instructions == Instructions::kAvxVnni) kernels = &kMatMulAvxVnni;
+#endif
   if (instructions == Instructions::kAvx512) kernels = &kMatMulAvx512;
 #endif
   GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed));

@@ -99,6 +99,13 @@ inline Floats load_halves(const Half* from) {
 #endif
 }
 
+// Whether products of bytes are summed up in 32 bits at once.
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+constexpr bool kSumsBytes = true;
+#else
+constexpr bool kSumsBytes = false;
+#endif
+
 // Whether numbers of 16 bits are what products of bytes are made of: `dot` of bytes up to 128 is cheap as two products
 // of them fit 16 bits, and anything else is better multiplied by `dot_pairs`.
 #if defined(__AVX2__) && !defined(__AVX512VNNI__)
@@ -115,6 +122,12 @@ GRAPHOPT_INLINE Integers dot(const Integers& sum, const Bytes& unsigned_bytes, u
   return {{reinterpret_cast<Integers::Part>(
       _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(unsigned_bytes.part[0]),
                           _mm512_set1_epi32(static_cast<int>(word))))}};
+#elif defined(__AVXVNNI__)
+  const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
+  return by_parts<Integers>([&](size_t i) {
+    return reinterpret_cast<Integers::Part>(_mm256_dpbusd_avx_epi32(
+        reinterpret_cast<__m256i>(sum.part[i]), reinterpret_cast<__m256i>(unsigned_bytes.part[i]), x));
+  });
 #elif defined(__AVX2__)
   const __m256i signed_bytes = _mm256_set1_epi32(static_cast<int>(word));
   if constexpr (Small) {
@@ -151,6 +164,12 @@ GRAPHOPT_INLINE Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint
   return {{reinterpret_cast<Integers::Part>(
       _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(pairs.part[0]),
                           _mm512_set1_epi32(static_cast<int>(word))))}};
+#elif defined(__AVXVNNI__)
+  const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
+  return by_parts<Integers>([&](size_t i) {
+    return reinterpret_cast<Integers::Part>(_mm256_dpwssd_avx_epi32(
+        reinterpret_cast<__m256i>(sum.part[i]), reinterpret_cast<__m256i>(pairs.part[i]), x));
+  });
 #elif defined(__AVX2__)
   const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
   return by_parts<Integers>([&](size_t i) {
