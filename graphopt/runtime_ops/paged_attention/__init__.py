@@ -1,0 +1,1 @@
+"""``ai.graphopt::PagedAttention``: attention of many requests over pages that they share."""

@@ -1,0 +1,168 @@
+"""The body of ``ai.graphopt::PagedAttention``: standard ONNX operators, the same for all attributes.
+
+    places of new tokens -> ScatterND -> blocks -> Gather by the table -> K, V [B, Hk, L, D]
+    tokens, one behind the other -> rows of equal length -> attention -> tokens again
+
+One ``ScatterND`` alone reads the old blocks, so that onnxruntime may write where they lie; all else reads the new.
+"""
+
+# onnxscript's builder makes operators by name, so its values have no static type.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
+
+_FIELDS = {ir.AttributeType.INT: "value_int", ir.AttributeType.FLOAT: "value_float"}
+_FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
+
+
+def function(opset: int) -> ir.Function:
+    """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
+    # heavy, and needed only where a model is made
+    from onnxscript import build_function
+
+    def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
+        outputs = _write(op, dict(zip(SCHEMA.input_names, inputs, strict=True)))
+        for name, value in zip(SCHEMA.output_names, outputs, strict=True):
+            value.name = name
+        return outputs
+
+    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
+    made = build_function(write, inputs, domain=DOMAIN, name=SCHEMA.name, opset_imports={"": opset})
+    return ir.Function(DOMAIN, SCHEMA.name, graph=made.graph, attributes=SCHEMA.parameters)
+
+
+def _write(op: OpBuilder, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
+    starts, past, table = (op.Cast(given[name], to=_INT64) for name in ("starts", "past", "block_table"))
+    heads = op.Reshape(_of_node(op, "kv_heads"), [1])
+    page, size = op.Shape(given["keys"], start=1, end=2), op.Shape(given["keys"], start=3, end=4)
+    query, key, value = (op.Cast(given[name], to=_FLOAT) for name in ("query", "key", "value"))
+    key, value = (op.Reshape(each, op.Concat([-1], heads, size, axis=0)) for each in (key, value))
+    count = op.Shape(key, start=0, end=1)
+    first, ends = op.Slice(starts, [0], [-1]), op.Slice(starts, [1], [2**62])
+    lengths = op.Sub(ends, first)
+    total = op.Add(past, lengths)
+
+    # where each token goes
+    token = _range(op, count)
+    behind = op.Cast(op.GreaterOrEqual(op.Unsqueeze(token, [1]), ends), to=_INT64)
+    last_row = op.Sub(op.Shape(past), 1)
+    row = op.Min(op.ReduceSum(behind, [1], keepdims=0), last_row)
+    column = op.Sub(token, op.Gather(first, row))
+    position = op.Add(op.Gather(past, row), column)
+    last_page = op.Sub(op.Shape(table, start=1, end=2), 1)
+    entry = op.Max(op.Min(op.Div(position, page), last_page), 0)
+    block = op.GatherND(table, op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(entry, [1]), axis=1))
+    slot = op.Mod(position, page)
+    refusal = _refusal(op, given["keys"], starts, past, table, lengths, total, count, op.Add(op.Mul(block, page), slot))
+    block = op.Add(block, refusal)
+    places = op.Concat(op.Unsqueeze(block, [1]), op.Unsqueeze(slot, [1]), axis=1)
+    keys = op.ScatterND(given["keys"], places, op.CastLike(key, given["keys"]))
+    values = op.ScatterND(given["values"], places, op.CastLike(value, given["values"]))
+
+    # tokens as rows of the longest new length, pages as far as the longest request needs them
+    longest = op.ReduceMax(lengths, keepdims=1)
+    step = _range(op, longest)
+    taken = op.Min(op.Add(op.Unsqueeze(first, [1]), step), op.Sub(count, 1))  # B, S
+    q = op.Gather(op.Reshape(query, op.Concat(count, heads, [-1], size, axis=0)), taken)  # B, S, H, G, D
+    q = op.Transpose(q, perm=[0, 2, 3, 1, 4])  # B, H, G, S, D
+    needed = op.Div(op.Add(op.ReduceMax(total, keepdims=1), op.Sub(page, 1)), page)
+    in_use = op.Slice(table, [0], needed, [1])
+    safe = op.Max(op.Min(in_use, op.Sub(op.Shape(given["keys"], start=0, end=1), 1)), 0)
+    K, V = (_rows(op, op.Gather(each, safe), heads, size) for each in (keys, values))
+    asked = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
+    place = _range(op, op.Shape(K, start=2, end=3))
+    window = op.Reshape(_of_node(op, "window"), [1])
+    reach = op.Where(op.Equal(window, 0), 2**40, window)
+    is_read = op.And(op.LessOrEqual(place, asked), op.Greater(place, op.Sub(asked, reach)))  # B, S, L
+    y = _attend(op, q, K, V, op.Unsqueeze(is_read, [1]), given["sink_logits"], heads)
+    y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
+    each = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
+    y = op.Reshape(op.GatherND(y, each), op.Shape(query))
+    return op.CastLike(y, given["query"]), keys, values
+
+
+def _rows(op: OpBuilder, blocks: ir.Value, heads: ir.Value, size: ir.Value) -> ir.Value:
+    """Return blocks [B, C, P, H, D] as float [B, H, L, D], L = C P."""
+    flat = op.Reshape(op.Cast(blocks, to=_FLOAT), op.Concat([0, -1], heads, size, axis=0))
+    return op.Transpose(flat, perm=[0, 2, 1, 3])
+
+
+def _attend(
+    op: OpBuilder, q: ir.Value, K: ir.Value, V: ir.Value, is_read: ir.Value, sinks: ir.Value, heads: ir.Value
+) -> ir.Value:
+    """Return y [B, H, G, S, D] for queries of that shape, K and V [B, H, L, D] and is_read [B, 1, S, L]."""
+    bad_keys, bad_values = (op.IsNaN(op.Mul(each, 0.0)) for each in (K, V))
+    # a weight of 0 times a value that is not finite would make NaN
+    clean_keys, clean_values = op.Where(bad_keys, 0.0, K), op.Where(bad_values, 0.0, V)
+    is_lost = op.Cast(op.ReduceMax(op.Cast(bad_keys, to=ir.DataType.UINT8), [-1], keepdims=1), to=_BOOL)
+    clean_keys = op.Where(is_lost, 0.0, clean_keys)
+    scores = op.MatMul(q, op.Unsqueeze(op.Transpose(clean_keys, perm=[0, 1, 3, 2]), [2]))
+    scores = op.Mul(scores, _of_node(op, "scale"))
+    cap = _of_node(op, "softcap")
+    has_none = op.Equal(cap, 0.0)
+    capped = op.Mul(op.Tanh(op.Div(scores, op.Where(has_none, 1.0, cap))), cap)
+    scores = op.Where(op.Unsqueeze(is_read, [2]), op.Where(has_none, scores, capped), -math.inf)
+    every = op.Concat(scores, _sink_column(op, q, sinks, heads), axis=-1)
+    weights = op.Slice(op.Softmax(every, axis=-1), [0], [-1], [-1])
+    y = op.MatMul(weights, op.Unsqueeze(clean_values, [2]))
+    bad = op.Cast(op.Or(is_lost, bad_values), to=_FLOAT)
+    reads = op.MatMul(op.Cast(is_read, to=_FLOAT), bad)  # B, H, S, D
+    return op.Where(op.Unsqueeze(op.Greater(reads, 0.5), [2]), math.nan, y)
+
+
+def _sink_column(op: OpBuilder, q: ir.Value, sinks: ir.Value, heads: ir.Value) -> ir.Value:
+    """Return the logits of the sinks as a column of the scores [B, H, G, S, 1]; -inf where there are none."""
+    all_heads = op.Mul(op.Shape(q, start=2, end=3), heads)
+    absent = op.Expand(-math.inf, op.Sub(all_heads, op.Shape(sinks)))
+    logits = op.Reshape(op.Concat(sinks, absent, axis=0), op.Concat([1], heads, [-1, 1, 1], axis=0))
+    return op.Expand(logits, op.Concat(op.Shape(q, start=0, end=4), [1], axis=0))
+
+
+def _refusal(
+    op: OpBuilder,
+    blocks: ir.Value,
+    starts: ir.Value,
+    past: ir.Value,
+    table: ir.Value,
+    lengths: ir.Value,
+    total: ir.Value,
+    count: ir.Value,
+    flat: ir.Value,
+) -> ir.Value:
+    """Return 0, int64 [1]; if numbers do not fit one another a Gather fails: ONNX has no other error."""
+    page, columns = op.Shape(blocks, start=1, end=2), op.Shape(table, start=1, end=2)
+    begins = op.Mul(_range(op, columns), page)
+    outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
+    wrong = [
+        op.Not(op.Equal(op.Gather(starts, [0]), 0)),
+        op.Not(op.Equal(op.Gather(starts, [-1]), count)),
+        op.Less(lengths, 0),
+        op.Less(past, 0),
+        op.Greater(total, op.Mul(columns, page)),
+        op.Reshape(op.And(outside, op.Less(begins, op.Unsqueeze(total, [1]))), [-1]),
+        op.Less(op.Shape(op.Unique(flat, _outputs=4)[0]), count),
+    ]
+    found = op.ReduceSum(op.Cast(op.Concat(*wrong, axis=0), to=_INT64), keepdims=1)
+    return op.Gather([0], op.Min(found, 1))
+
+
+def _range(op: OpBuilder, size: ir.Value) -> ir.Value:
+    """Return 0 .. size - 1 for a size int64 [1]."""
+    return op.Range(0, op.Squeeze(size, [0]), 1)
+
+
+def _of_node(op: OpBuilder, name: str) -> Any:
+    """Return an attribute of the node, a scalar."""
+    field = _FIELDS[SCHEMA.attributes[name]]
+    return op.Constant(**{field: ir.RefAttr(field, name, SCHEMA.attributes[name])})

@@ -1,0 +1,115 @@
+"""What ``ai.graphopt::PagedAttention`` means, in NumPy: request by request, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Doubles = npt.NDArray[np.float64]
+
+
+def reference(
+    query: Array,
+    key: Array,
+    value: Array,
+    starts: Array,
+    past: Array,
+    block_table: Array,
+    sink_logits: Array,
+    keys: Array,
+    values: Array,
+    kv_heads: int,
+    window: int,
+    scale: float,
+    softcap: float,
+) -> tuple[Doubles, Array, Array]:
+    """Return y, float64 in the shape of `query`, and the blocks after the call.
+
+    Raises:
+        ValueError: shapes or numbers do not fit one another; nothing is computed then.
+    """
+    tokens, size = _check(query, key, value, starts, past, block_table, sink_logits, keys, values, kv_heads)
+    q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
+    places = _places(starts, past, block_table, keys)
+    if len({*map(tuple, places.tolist())}) < tokens:
+        raise ValueError("PagedAttention: two new tokens have the same place")
+    blocks, slots = places.reshape(-1, 2).T
+    after = keys.copy(), values.copy()
+    for stored, new in zip(after, (key, value), strict=True):
+        stored[blocks, slots] = new.reshape(tokens, kv_heads, size).astype(stored.dtype)
+    y = np.zeros(q.shape)
+    for row, before in enumerate(past.tolist()):
+        span = range(int(starts[row]), int(starts[row + 1]))
+        pages = block_table[row, : -(-(before + len(span)) // keys.shape[1])]
+        K, V = (stored[pages].reshape(-1, kv_heads, size).astype(np.float64) for stored in after)
+        for position, token in enumerate(span, start=before):
+            first = max(0, position - window + 1) if window else 0
+            read = slice(first, position + 1)
+            y[token] = _attend(q[token], K[read], V[read], sink_logits, float(np.float32(scale)), softcap)
+    return y.reshape(query.shape), *after
+
+
+def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float) -> Doubles:
+    """Return y [Hk, G, D] of one token, for q [Hk, G, D], K and V [n, Hk, D]."""
+    lost = ~np.isfinite(K).all(axis=-1, keepdims=True) | ~np.isfinite(V)
+    scores = np.einsum("hgd,nhd->hgn", q, np.where(np.isfinite(K).all(axis=-1, keepdims=True), K, 0)) * scale
+    if softcap:
+        cap = float(np.float32(softcap))
+        scores = cap * np.tanh(scores / cap)
+    logits = sinks.astype(np.float64).reshape(*q.shape[:2], -1) if sinks.size else np.zeros((*q.shape[:2], 0))
+    every = np.concatenate([scores, logits], axis=-1)
+    weights = np.exp(every - every.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    y: Doubles = np.einsum("hgn,nhd->hgd", weights[..., : len(K)], np.where(lost, 0, V))
+    return np.where(lost.any(axis=0)[:, None], np.nan, y)
+
+
+def _places(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray[np.int64]:
+    """Return the block and the slot of each new token, int64 [T, 2]."""
+    found: list[tuple[int, int]] = []
+    size = keys.shape[1]
+    for row, before in enumerate(past.tolist()):
+        total = before + int(starts[row + 1] - starts[row])
+        needed = -(-total // size)
+        if needed > table.shape[1]:
+            raise ValueError(f"PagedAttention: request {row} has {total} tokens and {table.shape[1]} blocks of {size}")
+        for block in table[row, :needed].tolist():
+            if not 0 <= block < len(keys):
+                raise ValueError(f"PagedAttention: request {row} needs block {block} of {len(keys)}")
+        found += [(int(table[row, each // size]), each % size) for each in range(before, total)]
+    return np.array(found, np.int64).reshape(-1, 2)
+
+
+def _check(
+    query: Array,
+    key: Array,
+    value: Array,
+    starts: Array,
+    past: Array,
+    table: Array,
+    sinks: Array,
+    keys: Array,
+    values: Array,
+    kv_heads: int,
+) -> tuple[int, int]:
+    """Return the number of tokens and the size of a head, or raise ``ValueError``."""
+    if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[2] != kv_heads:
+        raise ValueError(f"PagedAttention: keys and values are [N, P, {kv_heads}, D], not {list(keys.shape)}")
+    size = keys.shape[3]
+    width, tokens = kv_heads * size, int(np.prod(key.shape[:-1]))
+    if key.shape != value.shape or key.shape[-1] != width:
+        raise ValueError(f"PagedAttention: key and value are [..., {width}], not {list(key.shape)}")
+    if query.shape[:-1] != key.shape[:-1] or not query.shape[-1] or query.shape[-1] % width:
+        raise ValueError(f"PagedAttention: query is {list(key.shape[:-1])} and G {width}, not {list(query.shape)}")
+    if sinks.shape not in ((0,), (query.shape[-1] // size,)):
+        raise ValueError(f"PagedAttention: sink_logits are {[query.shape[-1] // size]} or [0], not {list(sinks.shape)}")
+    if past.ndim != 1 or starts.shape != (len(past) + 1,) or table.ndim != 2 or len(table) != len(past):
+        raise ValueError("PagedAttention: starts is [B + 1], past [B] and block_table [B, C]")
+    if starts[0] != 0 or starts[-1] != tokens or (np.diff(starts.astype(np.int64)) < 0).any():
+        raise ValueError(f"PagedAttention: starts rises from 0 to {tokens}, not {starts.tolist()}")
+    if (past < 0).any():
+        raise ValueError(f"PagedAttention: past is at least 0, not {past.tolist()}")
+    return tokens, size

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.runtime_ops.hostile import Case, Tensor
+
+TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+@st.composite
+def honest(draw: st.DrawFn, stored: tuple[type, ...] = TYPES, fed: tuple[type, ...] = (np.float32, np.float16)) -> Case:
+    """Requests of any lengths over pages in any order, some of which they share."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    kv_heads, group, size = (
+        draw(st.sampled_from([1, 2, 3])),
+        draw(st.sampled_from([1, 2])),
+        draw(st.sampled_from([8, 16])),
+    )
+    page = draw(st.sampled_from([1, 4, 16]))
+    past = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    new = draw(st.lists(st.integers(0, 9), min_size=len(past), max_size=len(past)).filter(any))
+    needed = [-(-(p + n) // page) for p, n in zip(past, new, strict=True)]
+    columns = max(needed) + draw(st.integers(0, 2))
+    order = random.permutation(sum(needed) + draw(st.integers(0, 3)))
+    table = np.full((len(past), columns), -1, np.int32)
+    for row, count in enumerate(needed):
+        table[row, :count] = order[sum(needed[:row]) : sum(needed[: row + 1])]
+        shared = min(past[row], past[0]) // page if draw(st.booleans()) else 0  # full pages, of the past of both
+        table[row, :shared] = table[0, :shared]
+    tokens, dtype, like = sum(new), draw(st.sampled_from(stored)), draw(st.sampled_from(fed))
+    heads = kv_heads * group
+    lead = draw(st.sampled_from([(tokens,), (1, tokens)]))
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape)
+
+    inputs = {
+        "query": normal(*lead, heads * size).astype(like),
+        "key": normal(*lead, kv_heads * size).astype(like),
+        "value": normal(*lead, kv_heads * size).astype(like),
+        "starts": np.cumsum([0, *new]).astype(np.int32),
+        "past": np.array(past, np.int32),
+        "block_table": table,
+        "sink_logits": normal(heads if draw(st.booleans()) else 0).astype(np.float32),
+        "keys": normal(len(order), page, kv_heads, size).astype(dtype),
+        "values": normal(len(order), page, kv_heads, size).astype(dtype),
+    }
+    attributes = {
+        "kv_heads": kv_heads,
+        "window": draw(st.sampled_from([0, 1, 7, 100])),
+        "scale": draw(st.sampled_from([0.25, 1.0])),
+        "softcap": draw(st.sampled_from([0.0, 2.5])),
+    }
+    return Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

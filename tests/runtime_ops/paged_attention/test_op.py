@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+
+from graphopt.runtime_ops.paged_attention.spec.op import PAGED_ATTENTION, reference
+from tests.runtime_ops.hostile import Case
+from tests.runtime_ops.paged_attention.honest import honest
+from tests.runtime_ops.test_registry import run_body
+
+Arrays = dict[str, np.ndarray]
+
+SIZES = {"kv_heads": 2, "window": 0, "scale": 0.25, "softcap": 0.0}
+
+
+def arrays(case: Case) -> list[np.ndarray]:
+    return [tensor.values for tensor in case.inputs.values()]
+
+
+def requests(new: list[int], past: list[int], table: list[list[int]], blocks: int = 8) -> Arrays:
+    """Random numbers for requests over pages of 4 tokens, 2 KV heads of 8 numbers, 4 query heads."""
+    random, tokens = np.random.default_rng(0), sum(new)
+    normal = random.standard_normal
+    return {
+        "query": normal((tokens, 32)).astype(np.float32),
+        "key": normal((tokens, 16)).astype(np.float32),
+        "value": normal((tokens, 16)).astype(np.float32),
+        "starts": np.cumsum([0, *new]).astype(np.int32),
+        "past": np.array(past, np.int32),
+        "block_table": np.array(table, np.int32),
+        "sink_logits": np.zeros(0, np.float32),
+        "keys": normal((blocks, 4, 2, 8)).astype(np.float32),
+        "values": normal((blocks, 4, 2, 8)).astype(np.float32),
+    }
+
+
+def by_body(inputs: Arrays, **attributes: Any) -> list[np.ndarray]:
+    from tests.runtime_ops.hostile import Tensor
+
+    fed = {name: Tensor(array, "fed") for name, array in inputs.items()}
+    return run_body(Case("PagedAttention", fed, {**SIZES, **attributes}))
+
+
+@given(honest())
+@settings(max_examples=40, deadline=None)
+def test_the_body_is_the_reference(case: Case) -> None:
+    y, *after = reference(*arrays(case), **case.attributes)
+    found, *stored = run_body(case)
+    # what is stored is rounded once, as NumPy rounds; y: sums of up to 50 products of normal numbers in float32, of
+    # queries that may be float16, whose last bit is 1e-3 of numbers up to 4
+    for expected, made in zip(after, stored, strict=True):
+        np.testing.assert_array_equal(expected, made)
+    np.testing.assert_allclose(found.astype(np.float64), y, atol=4e-3 if found.dtype == np.float16 else 2e-5)
+
+
+def test_requests_together_are_requests_alone() -> None:
+    table = [[5, 1, -1], [0, 7, 3]]
+    inputs = requests([3, 6], [2, 5], table)
+    y, keys, values = reference(*inputs.values(), **SIZES)
+    for row, tokens in ((0, slice(0, 3)), (1, slice(3, 9))):
+        alone = {name: inputs[name][tokens] for name in ("query", "key", "value")}
+        alone |= {"starts": np.array([0, tokens.stop - tokens.start], np.int32), "past": inputs["past"][row : row + 1]}
+        alone = {**inputs, **alone, "block_table": inputs["block_table"][row : row + 1]}
+        found, stored, _ = reference(*alone.values(), **SIZES)
+        np.testing.assert_array_equal(found, y[tokens])
+        used = [block for block in table[row] if block >= 0]
+        np.testing.assert_array_equal(stored[used], keys[used])
+    # blocks that no request names stay
+    np.testing.assert_array_equal(values[[2, 4, 6]], inputs["values"][[2, 4, 6]])
+
+
+def test_a_prompt_in_pieces_is_a_prompt_at_once() -> None:
+    whole = requests([10], [0], [[5, 1, 2]])
+    expected, *after = reference(*whole.values(), **{**SIZES, "window": 6, "softcap": 3.0})
+    state, found = [whole["keys"], whole["values"]], []
+    for begin, end in ((0, 3), (3, 4), (4, 10)):
+        piece = {name: whole[name][begin:end] for name in ("query", "key", "value")}
+        piece |= {"starts": np.array([0, end - begin], np.int32), "past": np.array([begin], np.int32)}
+        piece |= {"keys": state[0], "values": state[1]}
+        y, *state = reference(*{**whole, **piece}.values(), **{**SIZES, "window": 6, "softcap": 3.0})
+        found.append(y)
+    # the same sums in float64
+    np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-12)
+    np.testing.assert_array_equal(state, after)
+
+
+def test_a_shared_prefix_is_read_by_both() -> None:
+    inputs = requests([1, 1], [4, 4], [[3, 1], [3, 2]])
+    inputs["query"][1], inputs["key"][1], inputs["value"][1] = (inputs[n][0] for n in ("query", "key", "value"))
+    y, _, _ = reference(*inputs.values(), **SIZES)
+    np.testing.assert_array_equal(y[0], y[1])
+
+
+LIES: list[tuple[dict[str, Any], str]] = [
+    ({"starts": [1, 3, 5]}, "starts rises from 0 to 5"),
+    ({"starts": [0, 3, 6]}, "starts rises from 0 to 5"),
+    ({"starts": [0, 3, 4]}, "starts rises from 0 to 5"),
+    ({"starts": [0, 7, 5]}, "starts rises from 0 to 5"),
+    ({"past": [-1, 3]}, "past is at least 0"),
+    ({"past": [2, 2**31 - 1]}, "request 1 has 2147483649 tokens and 3 blocks of 4"),
+    ({"past": [2, 11]}, "request 1 has 13 tokens and 3 blocks of 4"),
+    ({"block_table": [[5, -1, -1], [0, 7, 3]]}, "request 0 needs block -1 of 8"),
+    ({"block_table": [[5, 8, -1], [0, 7, 3]]}, "request 0 needs block 8 of 8"),
+    ({"block_table": [[-(2**31), 1, -1], [0, 7, 3]]}, "needs block -2147483648"),
+    ({"block_table": [[5, 7, -1], [0, 7, 3]]}, "two new tokens have the same place"),
+]
+
+
+@pytest.mark.parametrize(("lie", "message"), LIES, ids=lambda value: value if isinstance(value, str) else "")
+def test_lies_are_errors_of_reference_and_body(lie: dict[str, Any], message: str) -> None:
+    # request 0 has positions 2 to 4, request 1 positions 3 and 4
+    inputs = requests([3, 2], [2, 3], [[5, 1, -1], [0, 7, -1]])
+    by_body(inputs)
+    inputs |= {name: np.array(numbers, np.int32) for name, numbers in lie.items()}
+    with pytest.raises(ValueError, match=message):
+        reference(*inputs.values(), **SIZES)
+    with pytest.raises(Exception, match="Gather"):
+        by_body(inputs)
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> None:
+    inputs = requests([2, 1], [5, 4], [[5, 1], [0, 7]])
+    inputs["keys"][5, 2, 0, 3] = odd  # position 2 of request 0, head 0
+    inputs["values"][0, 1, 1, 6] = odd  # position 1 of request 1, head 1, a channel
+    inputs["keys"][1, 3] = inputs["values"][7, 2:] = odd  # beyond what is written: nobody reads it
+    y, _, _ = reference(*inputs.values(), **SIZES)
+    lost = np.isnan(y.reshape(3, 2, 2, 8))
+    assert lost[:2, 0].all()
+    assert not lost[:2, 1].any()
+    assert lost[2, 1, :, 6].all()
+    assert lost.sum() == 2 * 2 * 8 + 2
+    found, _, _ = by_body(inputs)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(y))
+    windowed, _, _ = reference(*inputs.values(), **{**SIZES, "window": 3})
+    assert not np.isnan(windowed).any()
+    assert not np.isnan(by_body(inputs, window=3)[0]).any()
+
+
+def test_frozen_vectors_keep_their_meaning() -> None:
+    """Never regenerate the file: a change that it does not survive is a new version of the operator."""
+    folder = files("graphopt.runtime_ops").joinpath("paged_attention", "vectors", "version1.json")
+    for frozen in json.loads(folder.read_text()):
+        inputs = {
+            name: np.array(each["numbers"], each["type"]).reshape(each["shape"])
+            for name, each in frozen["inputs"].items()
+        }
+        y, keys, values = reference(*inputs.values(), **frozen["attributes"])
+        # y is frozen with 9 digits
+        np.testing.assert_allclose(y.ravel(), frozen["y"], atol=1e-8)
+        for made, name in ((keys, "keys"), (values, "values")):
+            np.testing.assert_array_equal(made.ravel(), np.array(frozen[name], made.dtype))
+        found, stored, _ = by_body(inputs, **frozen["attributes"])
+        np.testing.assert_allclose(found.ravel(), frozen["y"], atol=2e-6)
+        np.testing.assert_array_equal(stored, keys)
+
+
+def test_cost() -> None:
+    cost = PAGED_ATTENTION.cost([(5, 32), (5, 16), (5, 16), (3,), (2,), (2, 3), (0,), (8, 4, 2, 8), (8, 4, 2, 8)])
+    assert cost.operations == 4 * 5 * 32 * 12
+    # query and y, new keys and values given and stored, 12 tokens of 2 requests
+    assert cost.bytes == 4 * (2 * 160 + 4 * 80 + 2 * 2 * 12 * 16) + 4 * 5
