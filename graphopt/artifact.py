@@ -22,12 +22,14 @@ import onnx_ir as ir
 
 from graphopt.analysis.contrib import state_caches
 from graphopt.analysis.heads import ORIGIN
+from graphopt.analysis.ports import POOL
 from graphopt.errors import InputError
 from graphopt.facts import Check, Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
 from graphopt.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
 from graphopt.model_facts import facts_of
 from graphopt.onnx_file import load
+from graphopt.runtime_ops import library_path
 from graphopt.tasks import TASKS, task_of
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.weights.data_file import is_part, save_model
@@ -265,7 +267,8 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
             max_positions=facts.max_positions,
             bos_token_id=facts.bos_token_id,
             eos_token_ids=facts.eos_token_ids,
-            session=artifact.manifest.session,
+            session={**artifact.manifest.session, **_library_beside(artifact.model, folder)},
+            pool=json.loads(artifact.model.metadata_props.get(POOL, "null")),
         )
     except InputError as error:
         config = REFUSED(error=error.what)
@@ -274,6 +277,18 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
         return [*notes, NO_GENAI_CONFIG(why=config)]
     (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     return notes
+
+
+def _library_beside(model: ir.Model, folder: Path) -> dict[str, str]:
+    """Copy graphopt's kernels beside a model that an engine runs, and return the entry by which that finds them.
+
+    The engine takes a library only by a name relative to the model. Without kernels here, bodies run there.
+    """
+    library = library_path("cpu")
+    if POOL not in model.metadata_props or library is None:
+        return {}
+    shutil.copyfile(library, folder / library.name)
+    return {"custom_ops_library": library.name}
 
 
 def _write_manifest(manifest: Manifest, folder: Path) -> None:

@@ -5,11 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from graphopt.analysis.ports import ATTENTION_MASK, GROWING, INPUT_IDS, LOGITS, POSITION_IDS, CachePort, genai_pattern
+from graphopt.analysis.ports import (
+    ATTENTION_MASK,
+    BLOCK_TABLE,
+    GROWING,
+    INPUT_IDS,
+    LOGITS,
+    PAST_LENGTHS,
+    POSITION_IDS,
+    STARTS,
+    CachePort,
+    genai_pattern,
+)
 from graphopt.facts import Fact, Rule
 from graphopt.tasks.causal_lm.interface import Interface
 
 GENAI_CONFIG = "genai_config.json"
+
+MOST_REQUESTS, MOST_TOKENS = 16, 512
+"""Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
 
 PAGED = Rule("genai.caches-in-pages", "its caches lie in pages that the caller allocates")
 NO_MASK = Rule("genai.no-mask", "the graph has no attention_mask input")
@@ -29,6 +43,7 @@ def genai_config(
     bos_token_id: int | None,
     eos_token_ids: list[int],
     session: Mapping[str, str],
+    pool: Mapping[str, int] | None = None,
 ) -> dict[str, Any] | Fact:
     """Return the configuration, or why onnxruntime-genai cannot run the graph.
 
@@ -39,21 +54,25 @@ def genai_config(
         bos_token_id: the token that begins a text, if any.
         eos_token_ids: the tokens that end one.
         session: onnxruntime session entries that the artifact means.
+        pool: of a graph whose requests share blocks, ``block_size`` and ``num_blocks``.
     """
-    shapes = {interface.inputs[name].shape[1::2] for name in interface.past}
+    # heads and head size: [batch, heads, length, size], or [blocks, tokens, heads, size]
+    sizes = slice(2, 4) if interface.shared else slice(1, None, 2)
+    shapes = {interface.inputs[name].shape[sizes] for name in interface.past}
     layers = len(interface.past) // 2
     numbered = {CachePort(layer, part).past for layer in range(layers) for part in GROWING}
     names = {part: genai_pattern(part) for part in GROWING}
     if interface.paged:
         return PAGED()
-    if ATTENTION_MASK not in interface.inputs:
+    if ATTENTION_MASK not in interface.inputs and not interface.shared:
         return NO_MASK()
     if len(shapes) != 1 or set(interface.past) != numbered:
         return UNEVEN(layers=layers)
     if max_positions is None or not eos_token_ids or interface.vocabulary is None:
         return UNKNOWN()
     ((heads, size),) = shapes
-    inputs = {name: name for name in (INPUT_IDS, ATTENTION_MASK, POSITION_IDS) if name in interface.inputs} | {
+    fed = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
+    inputs = {name: name for name in fed if name in interface.inputs} | {
         "past_key_names": names["key"][0],
         "past_value_names": names["value"][0],
     }
@@ -83,4 +102,7 @@ def genai_config(
     }
     # The caches of the graph grow by copies; buffers shared between past and present would need another operator.
     search = {"do_sample": False, "max_length": max_positions, "past_present_share_buffer": False}
-    return {"model": model, "search": search}
+    if pool is None:
+        return {"model": model, "search": search}
+    batching = {**pool, "max_batch_size": MOST_REQUESTS, "max_scheduled_tokens": MOST_TOKENS}
+    return {"model": model, "search": search, "engine": {"dynamic_batching": batching}}

@@ -236,6 +236,12 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
             tensor=next(iter(interface.windows)),
             remedy="make an artifact of the file that it came from: `graphopt export`, or `graphopt optimize`",
         )
+    if interface.shared:
+        raise InputError(
+            "this model is made for an engine that many requests share, such as onnxruntime-genai's",
+            file=opened.file,
+            remedy="run it there, see docs/serving.md; or optimize without the step serve",
+        )
     return Session(opened.file, opened.inference, interface, opened.manifest, opened.tokenizer, native, device)
 
 

@@ -18,7 +18,11 @@ from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
 TOKEN_TYPE_IDS = "token_type_ids"
 PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
+STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
 LOGITS, HIDDEN, POOLED = "logits", "last_hidden_state", "pooler_output"
+
+POOL = "ai.graphopt.pool"
+"""Key of the model's metadata that says how large the pool of blocks is that requests share, as JSON."""
 
 GROWING = ("key", "value")
 """The parts of a cache that grows."""

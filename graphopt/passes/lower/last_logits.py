@@ -64,7 +64,7 @@ class LastLogits(Pass[LastLogitsOptions]):
         if logits is None:
             ledger.skipped("logits", NO_LOGITS())
             return
-        path = _path_to_lm_head(graph, logits)
+        path = path_to_lm_head(graph, logits)
         if isinstance(path, Fact):
             ledger.skipped("logits", path)
             return
@@ -86,7 +86,7 @@ class LastLogits(Pass[LastLogitsOptions]):
         ledger.changed(cut, LAST_POSITION(tensor=x.name, lm_head=lm_head.name), [lm_head])
 
 
-def _path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
+def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
     lm_heads, path, value = lm_head_nodes(graph), [], logits
     if makes_last_logits(graph):

@@ -10,6 +10,11 @@ A graph of ``ai.graphopt::KVAttention`` owns its caches in pages. Instead of ``a
 and ``new_length`` int64 [batch]: how many tokens a row has stored, and how many columns of this call, the last ones,
 are tokens of it. Instead of a growing ``key`` and ``value`` it has the state tensors ``past_key_values.N.keys``,
 ``.values`` and, where they are in use, ``.scales``, ``.recent``, ``.summaries`` [batch, KV heads, pages, ...].
+
+A graph of ``ai.graphopt::PagedAttention`` is fed by an engine: ``input_ids`` int64 [tokens], of all requests one behind
+the other, ``cumulative_sequence_lengths`` int32 [batch + 1], ``past_sequence_lengths`` int32 [batch], ``block_table``
+int32 [batch, blocks], and per layer N ``past_key_values.N.key`` and ``.value`` [blocks, tokens of a block, KV heads, head
+size], which come back in the same shape. Its logits are [batch, vocabulary].
 """
 
 from __future__ import annotations
@@ -25,11 +30,14 @@ from graphopt.analysis.contrib import PADDING, counts_from_first_column, stated_
 from graphopt.analysis.paged import PagedLayer, described, layers_of
 from graphopt.analysis.ports import (
     ATTENTION_MASK,
+    BLOCK_TABLE,
     INPUT_IDS,
     LOGITS,
     NEW_LENGTH,
     PAST_LENGTH,
+    PAST_LENGTHS,
     POSITION_IDS,
+    STARTS,
     past_port,
 )
 from graphopt.errors import InputError
@@ -39,7 +47,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 _LENGTHS = (PAST_LENGTH, NEW_LENGTH)
-_FED = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS}
+_FED = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE}
 
 
 @dataclass(frozen=True)
@@ -122,9 +130,14 @@ class Interface:
         return bool(self.layers)
 
     @property
+    def shared(self) -> bool:
+        """Whether rows share a pool of blocks, and their tokens stand one behind the other."""
+        return BLOCK_TABLE in self.inputs
+
+    @property
     def takes_padding(self) -> bool:
         """Whether rows of different length can share a batch."""
-        return self.pads and (ATTENTION_MASK in self.inputs or NEW_LENGTH in self.inputs)
+        return self.pads and (ATTENTION_MASK in self.inputs or NEW_LENGTH in self.inputs or self.shared)
 
     @property
     def why_no_padding(self) -> str:
@@ -143,7 +156,7 @@ class Interface:
     def last_logits(self) -> bool:
         """Whether the graph makes logits of the last position of a call only."""
         shape = self.outputs[LOGITS].shape
-        return len(shape) == 3 and shape[1] == 1
+        return self.shared or (len(shape) == 3 and shape[1] == 1)
 
     @property
     def reach(self) -> int | None:
@@ -174,7 +187,11 @@ class Interface:
                 raise InputError(
                     "a cache input must state its KV heads and head size", tensor=name, shape=list(port.shape)
                 )
-            caches[name] = np.zeros((batch, port.shape[1], self.windows.get(name, 0), port.shape[3]), port.dtype)
+            if self.shared:
+                blocks = batch * max(1, -(-room // port.shape[1]))
+                caches[name] = np.zeros((blocks, *(int(str(size)) for size in port.shape[1:])), port.dtype)
+            else:
+                caches[name] = np.zeros((batch, port.shape[1], self.windows.get(name, 0), port.shape[3]), port.dtype)
         return caches
 
     def feeds(
@@ -194,6 +211,8 @@ class Interface:
         """
         if not self.takes_padding and padded and not attention_mask.all():
             raise InputError(self.why_no_padding, remedy="run the prompts one by one, or optimize the model first")
+        if self.shared:
+            return {**_packed(input_ids, attention_mask, next(len(each) for each in past.values())), **past}
         positions = np.maximum(attention_mask.cumsum(-1) - 1, 0)[:, -input_ids.shape[1] :]
         feeds: dict[str, Array] = {
             INPUT_IDS: input_ids,
@@ -224,6 +243,18 @@ def new_lengths(mask: IntArray) -> IntArray:
 def _lengths(attention_mask: IntArray, length: int) -> dict[str, Array]:
     past = attention_mask[:, : attention_mask.shape[1] - length].sum(axis=1, dtype=np.int64)
     return {PAST_LENGTH: past, NEW_LENGTH: new_lengths(attention_mask[:, -length:])}
+
+
+def _packed(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> dict[str, Array]:
+    """Return tokens one behind the other, their lengths, and a table that gives each row an equal part of the blocks."""
+    batch, length = input_ids.shape
+    lengths = _lengths(attention_mask, length)
+    return {
+        INPUT_IDS: input_ids[attention_mask[:, -length:] == 1],
+        STARTS: np.concatenate(([0], lengths[NEW_LENGTH].cumsum())).astype(np.int32),
+        PAST_LENGTHS: lengths[PAST_LENGTH].astype(np.int32),
+        BLOCK_TABLE: np.arange(batch * (blocks // batch), dtype=np.int32).reshape(batch, -1),
+    }
 
 
 def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequence[PagedLayer]) -> None:

@@ -103,7 +103,7 @@ class CausalProbe:
             logits, *present = run(session, [LOGITS, *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
             if compared:
-                found.append(logits)
+                found.append(logits[:, None] if interface.shared else logits)
         return np.concatenate(found, axis=1)
 
     def aligned(self, before: Floats, after: Floats) -> Floats:

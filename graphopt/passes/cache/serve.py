@@ -1,0 +1,262 @@
+"""Caches in pages become a pool of blocks that requests share: what an engine that batches continuously feeds."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+from pydantic import ByteSize, Field
+
+from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
+from graphopt.analysis.ports import (
+    BLOCK_TABLE,
+    GROWING,
+    INPUT_IDS,
+    LOGITS,
+    NEW_LENGTH,
+    PAST_LENGTH,
+    PAST_LENGTHS,
+    POOL,
+    POSITION_IDS,
+    STARTS,
+    STATES,
+    CachePort,
+)
+from graphopt.editing import Inserter, name_output, shared
+from graphopt.facts import Effect, Fact, Rule
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.cache.page_kv import page_attention
+from graphopt.passes.context import Context
+from graphopt.passes.lower.last_logits import path_to_lm_head
+from graphopt.runtime_ops import OPERATORS
+from graphopt.runtime_ops import port as input_of
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
+
+_PAGE = 64
+_END = 1 << 62
+_INT64 = ir.DataType.INT64
+
+SHARES = Rule("serve.shares", "its cache lies in blocks of {block} tokens, of {blocks} that requests share")
+LAST_OF_EACH = Rule("serve.last-of-each", "logits of the last token of each request")
+READS_LESS = Rule("serve.reads-less", "it reads a part of its cache: leave out the step sparse_kv")
+STORED_AS = Rule("serve.stored-as", "its cache is stored as {storage}, and an engine shares blocks of floats")
+NO_BLOCKS = Rule("serve.no-blocks", "a block of all layers takes {block} bytes, and the memory for caches is {memory}")
+OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one kind of cache")
+NO_LAST_LOGITS = Rule("serve.no-last-logits", "logits cannot be made for the last token of each request: {why}")
+
+
+class ServeOptions(StepOptions):
+    """How the pool of blocks is cut.
+
+    Attributes:
+        block: tokens of a block.
+        memory: bytes of all caches together, such as ``4GB``: the number of blocks that an engine allocates.
+    """
+
+    step: Literal["serve"] = "serve"
+    block: Literal[16, 32, 64, 128] = 16
+    memory: Annotated[ByteSize, Field(ge=1)] = ByteSize(1 << 30)
+
+
+class Serve(Pass[ServeOptions]):
+    """Let requests of an engine share a pool of blocks: the graph that onnxruntime-genai's ``Engine`` drives.
+
+    before::
+
+        input_ids, position_ids [batch, length]
+        y, keys, values = KVAttention(q, k, v, past_length, new_length, ..., keys, values)   pages of each row
+        logits                                                                              [batch, length, vocabulary]
+
+    after::
+
+        input_ids [tokens], cumulative_sequence_lengths [batch + 1], past_sequence_lengths [batch], block_table
+        y, key, value = PagedAttention(q, k, v, cumulative_sequence_lengths, past_sequence_lengths, block_table, ...)
+        logits                                                                              [batch, vocabulary]
+
+    The new tokens of all requests stand one behind the other, so a prompt and single tokens share a call and nothing is
+    padded: the graph computes as one row of all tokens, since all but attention treats each token by itself. The token
+    t of request b has the position past[b] + t - cumulative[b]. Its key lies in the block that the table names, and
+    requests with a common prefix name the same blocks (PagedAttention, Kwon et al. 2023). Logits are those of the last
+    token of each request, so the lm_head sees one row for each.
+
+    Standard attention is rewritten as by ``page_kv`` first. Caches are float32, float16 or bfloat16 here. The engine
+    runs the artifact by its ``genai_config.json``; graphopt's own commands do not.
+    """
+
+    name: ClassVar[str] = "serve"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = ServeOptions
+    after: ClassVar[tuple[str, ...]] = ("page_kv", "sparse_kv", "quantize_kv")
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rewrite all caches of the graph, or none."""
+        page_attention(model, context, _PAGE)
+        graph, ledger = model.graph, context.ledger
+        nodes = kv_nodes(graph)
+        if not nodes:
+            return
+        logits = next(value for value in graph.outputs if value.name == LOGITS)
+        path = path_to_lm_head(graph, logits)
+        refused = {node: why for node in nodes if (why := _why_not(node)) is not None}
+        layers = {node: layer_of(node) for node in nodes}
+        size = sum(_block_bytes(layer, self.options.block) for layer in layers.values())
+        blocks = self.options.memory // size
+        reason: Fact | None = None
+        if refused:
+            reason = OTHER_LAYER(node=next(iter(refused)).name)
+        elif isinstance(path, Fact):
+            reason = NO_LAST_LOGITS(why=path)
+        elif not blocks:
+            reason = NO_BLOCKS(block=size, memory=int(self.options.memory))
+        if reason is not None:
+            for node in nodes:
+                ledger.skipped(node, refused.get(node, reason))
+            return
+        assert not isinstance(path, Fact)
+        ports = _pack_tokens(graph)
+        for node, layer in layers.items():
+            made = _share_blocks(graph, node, layer, ports, self.options.block)
+            ledger.changed(made, SHARES(block=self.options.block, blocks=blocks), [node])
+        _last_of_each(graph, path, ports[0])
+        ledger.changed(path[-1], LAST_OF_EACH(), [path[-1]])
+        for name in (PAST_LENGTH, NEW_LENGTH):
+            graph.inputs.remove(next(value for value in graph.inputs if value.name == name))
+        RemoveUnusedNodesPass()(model)
+        describe(model)
+        model.metadata_props[POOL] = json.dumps({"block_size": self.options.block, "num_blocks": int(blocks)})
+
+
+def _why_not(node: ir.Node) -> Fact | None:
+    kv, sinks = layer_of(node).attributes, input_of(node, "sink_query")
+    windowed = set(kv.policies) == {STREAMING} and not kv.sinks and kv.window and kv.recent >= kv.window
+    if not (set(kv.policies) == {DENSE} or windowed) or kv.compensate:
+        return READS_LESS()
+    if sinks is not None and sinks.shape is not None and len(sinks.shape) > 1:
+        return READS_LESS()
+    if kv.stored.dtype.itemsize == 1:
+        return STORED_AS(storage=kv.storage)
+    return None
+
+
+def _block_bytes(layer: PagedLayer, block: int) -> int:
+    kv = layer.attributes
+    return 2 * block * kv.kv_heads * layer.head_size * kv.stored.dtype.itemsize
+
+
+def _pack_tokens(graph: ir.Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
+    """Let the graph take tokens one behind the other, as its only row; return starts, past and block table."""
+    tokens = next(value for value in graph.inputs if value.name == INPUT_IDS)
+    place = list(graph.inputs).index(tokens)
+    packed = ir.val(f"{INPUT_IDS}.packed", tokens.dtype, ["tokens"])
+    starts = ir.val(STARTS, ir.DataType.INT32, ["batch_plus_one"])
+    past = ir.val(PAST_LENGTHS, ir.DataType.INT32, ["batch_size"])
+    table = ir.val(BLOCK_TABLE, ir.DataType.INT32, ["batch_size", "blocks_of_request"])
+    _as_one_row(graph, tokens)
+    make = Inserter(graph, graph[0], "tokens")
+    front = make.integers([0])
+    tokens.replace_all_uses_with(make.op("Unsqueeze", [packed, front], [1, "tokens"], tokens.dtype, "row"))
+    positions = next((value for value in graph.inputs if value.name == POSITION_IDS), None)
+    if positions is not None:
+        row = make.op("Unsqueeze", [_positions(make, packed, starts, past), front], [1, "tokens"], _INT64, "at")
+        positions.replace_all_uses_with(row)
+        graph.inputs.remove(positions)
+    graph.inputs.remove(tokens)
+    graph.inputs.insert(place, packed)
+    packed.name = INPUT_IDS
+    graph.inputs.extend([starts, past, table])
+    return starts, past, table
+
+
+
+
+def _positions(make: Inserter, tokens: ir.Value, starts: ir.Value, past: ir.Value) -> ir.Value:
+    """Return the position of each token, int64 [tokens]: past[b] + t - starts[b] for the token t of request b."""
+    wide = [make.op("Cast", [value], value.shape, _INT64, f"{value.name}.wide", to=_INT64) for value in (starts, past)]
+    count = make.op("Size", [tokens], [], _INT64, "count")
+    token = make.op("Range", [make.integers(0), count, make.integers(1)], ["tokens"], _INT64, "number")
+    ends = make.op("Slice", [wide[0], make.integers([1]), make.integers([_END])], ["batch_size"], _INT64, "ends")
+    column = make.op("Unsqueeze", [token, make.integers([1])], ["tokens", 1], _INT64, "column")
+    dims = ["tokens", "batch_size"]
+    behind = make.op("GreaterOrEqual", [column, ends], dims, ir.DataType.BOOL, "behind")
+    counted = make.op("Cast", [behind], dims, _INT64, "counted", to=_INT64)
+    request = make.op("ReduceSum", [counted, make.integers([1])], ["tokens"], _INT64, "request", keepdims=0)
+    first, before = (make.op("Gather", [each, request], ["tokens"], _INT64, f"{each.name}.its") for each in wide)
+    inside = make.op("Sub", [token, first], ["tokens"], _INT64, "inside")
+    return make.op("Add", [before, inside], ["tokens"], _INT64, "position")
+
+
+def _as_one_row(graph: ir.Graph, tokens: ir.Value) -> None:
+    """State in all shapes that there is one row, of all tokens."""
+    assert tokens.shape is not None
+    names = {str(dim): new for dim, new in zip(tokens.shape, (1, "tokens"), strict=True) if not isinstance(dim, int)}
+    for node in graph:
+        for value in node.outputs:
+            if value.shape is not None:
+                dims = [dim if isinstance(dim, int) else names.get(str(dim), dim) for dim in value.shape]
+                value.shape = ir.Shape(dims)
+
+
+def _share_blocks(
+    graph: ir.Graph, node: ir.Node, layer: PagedLayer, ports: tuple[ir.Value, ...], block: int
+) -> ir.Node:
+    """Put ``PagedAttention`` where ``KVAttention`` stands, and its blocks where the pages are ports."""
+    kv = layer.attributes
+    shape = ["num_blocks", block, kv.kv_heads, layer.head_size]
+    dtype = ir.DataType.from_numpy(kv.stored.dtype)
+    pools = [ir.val(CachePort(layer.number, part).past, dtype, shape) for part in GROWING]
+    attributes = {"kv_heads": kv.kv_heads, "window": kv.window, "scale": kv.scale, "softcap": kv.softcap}
+    names = ("query", "key", "value", "sink_logits")
+    inputs = {name: input_of(node, name) for name in names}
+    inputs |= dict(zip(("starts", "past", "block_table", "keys", "values"), (*ports, *pools), strict=True))
+    made = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
+    made.metadata_props.update(node.metadata_props)
+    for state in STATES:
+        old = input_of(node, state)
+        if old is not None and old.is_graph_input():
+            graph.inputs.remove(old)
+    for output in node.outputs[1:]:
+        if output.is_graph_output():
+            graph.outputs.remove(output)
+    y = node.outputs[0]
+    name = y.name
+    made.outputs[0].type, made.outputs[0].shape = y.type, y.shape
+    graph.insert_before(node, made)
+    y.replace_all_uses_with(made.outputs[0], replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    made.outputs[0].name = name
+    for part, value in zip(GROWING, made.outputs[1:], strict=True):
+        value.name, value.dtype, value.shape = CachePort(layer.number, part).present, dtype, ir.Shape(shape)
+    graph.inputs.extend(pools)
+    graph.outputs.extend(made.outputs[1:])
+    return made
+
+
+def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> None:
+    """Make logits [batch, vocabulary] of the last token of each request."""
+    lm_head = path[-1]
+    x = lm_head.inputs[0]
+    assert x is not None and x.shape is not None
+    make = Inserter(graph, lm_head, "last")
+    bounds = make.integers([1]), make.integers([_END])
+    ends = make.op("Slice", [starts, *bounds], ["batch_size"], starts.dtype, "ends")
+    one = shared(graph, "serve.one_int32", np.array(1, np.int32))
+    newest = make.op("Sub", [ends, one], ["batch_size"], starts.dtype, "newest")
+    taken = make.op("Gather", [x, newest], [1, "batch_size", x.shape[2]], x.dtype, "rows", axis=1)
+    lm_head.replace_input_with(0, taken)
+    for node in path:
+        output = node.outputs[0]
+        assert output.shape is not None
+        output.shape = ir.Shape([1, "batch_size", output.shape[2]])
+    rows = path[0].outputs[0]
+    assert rows.shape is not None
+    front = make.integers([0])
+    flat = ir.node("Squeeze", [rows, front], name="logits.of_requests")
+    name_output(flat, rows, ["batch_size", rows.shape[2]], name=LOGITS)
+    graph.append(flat)
+    place = list(graph.outputs).index(rows)
+    graph.outputs.remove(rows)
+    graph.outputs.insert(place, flat.outputs[0])
+    rows.name = f"{LOGITS}.one_row"
