@@ -118,6 +118,9 @@ def optimize(
         list[str] | None,
         typer.Option("--set", help="STEP.OPTION=VALUE: an option of a step, its value in YAML"),
     ] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option("--kv-memory", help="memory for the caches of all requests, such as 4GB, of `serve`")
+    ] = None,
     jobs: Jobs = 1,
     work: WorkFolder = None,
     statistics: StatisticsFolder = None,
@@ -143,7 +146,8 @@ def optimize(
     from graphopt.pipeline import optimize as run_optimize
     from graphopt.recipe import load_recipe
 
-    chosen = chosen_recipe(load_recipe(recipe, add or (), options or ()), target, last_logits, float16)
+    changed = [*(options or ()), *([f"serve.memory={kv_memory}"] if kv_memory is not None else [])]
+    chosen = chosen_recipe(load_recipe(recipe, add or (), changed), target, last_logits, float16)
     if shard is not None:
         from graphopt.shards import evaluate_shard, parse_shard
 

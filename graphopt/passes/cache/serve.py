@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
-from pydantic import ByteSize, Field
+from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
 
 from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.analysis.ports import (
@@ -48,6 +48,10 @@ OTHER_LAYER = Rule("serve.other-layer", "{node} has to stay, and a graph has one
 NO_LAST_LOGITS = Rule("serve.no-last-logits", "logits cannot be made for the last token of each request: {why}")
 
 
+def _bytes_of(size: object) -> int:
+    return int(TypeAdapter(ByteSize).validate_python(size))
+
+
 class ServeOptions(StepOptions):
     """How the pool of blocks is cut.
 
@@ -58,7 +62,7 @@ class ServeOptions(StepOptions):
 
     step: Literal["serve"] = "serve"
     block: Literal[16, 32, 64, 128] = 16
-    memory: Annotated[ByteSize, Field(ge=1)] = ByteSize(1 << 30)
+    memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30
 
 
 class Serve(Pass[ServeOptions]):
@@ -170,8 +174,6 @@ def _pack_tokens(graph: ir.Graph) -> tuple[ir.Value, ir.Value, ir.Value]:
     return starts, past, table
 
 
-
-
 def _positions(make: Inserter, tokens: ir.Value, starts: ir.Value, past: ir.Value) -> ir.Value:
     """Return the position of each token, int64 [tokens]: past[b] + t - starts[b] for the token t of request b."""
     wide = [make.op("Cast", [value], value.shape, _INT64, f"{value.name}.wide", to=_INT64) for value in (starts, past)]
@@ -191,12 +193,13 @@ def _positions(make: Inserter, tokens: ir.Value, starts: ir.Value, past: ir.Valu
 def _as_one_row(graph: ir.Graph, tokens: ir.Value) -> None:
     """State in all shapes that there is one row, of all tokens."""
     assert tokens.shape is not None
-    names = {str(dim): new for dim, new in zip(tokens.shape, (1, "tokens"), strict=True) if not isinstance(dim, int)}
+    names: dict[str, int | str] = {
+        str(dim): new for dim, new in zip(tokens.shape, (1, "tokens"), strict=True) if not isinstance(dim, int)
+    }
     for node in graph:
         for value in node.outputs:
             if value.shape is not None:
-                dims = [dim if isinstance(dim, int) else names.get(str(dim), dim) for dim in value.shape]
-                value.shape = ir.Shape(dims)
+                value.shape = ir.Shape([names.get(str(dim), dim) for dim in value.shape])
 
 
 def _share_blocks(
@@ -204,7 +207,7 @@ def _share_blocks(
 ) -> ir.Node:
     """Put ``PagedAttention`` where ``KVAttention`` stands, and its blocks where the pages are ports."""
     kv = layer.attributes
-    shape = ["num_blocks", block, kv.kv_heads, layer.head_size]
+    shape: list[int | str | None] = ["num_blocks", block, kv.kv_heads, layer.head_size]
     dtype = ir.DataType.from_numpy(kv.stored.dtype)
     pools = [ir.val(CachePort(layer.number, part).past, dtype, shape) for part in GROWING]
     attributes = {"kv_heads": kv.kv_heads, "window": kv.window, "scale": kv.scale, "softcap": kv.softcap}

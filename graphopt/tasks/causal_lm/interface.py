@@ -11,10 +11,10 @@ and ``new_length`` int64 [batch]: how many tokens a row has stored, and how many
 are tokens of it. Instead of a growing ``key`` and ``value`` it has the state tensors ``past_key_values.N.keys``,
 ``.values`` and, where they are in use, ``.scales``, ``.recent``, ``.summaries`` [batch, KV heads, pages, ...].
 
-A graph of ``ai.graphopt::PagedAttention`` is fed by an engine: ``input_ids`` int64 [tokens], of all requests one behind
-the other, ``cumulative_sequence_lengths`` int32 [batch + 1], ``past_sequence_lengths`` int32 [batch], ``block_table``
-int32 [batch, blocks], and per layer N ``past_key_values.N.key`` and ``.value`` [blocks, tokens of a block, KV heads, head
-size], which come back in the same shape. Its logits are [batch, vocabulary].
+A graph of ``ai.graphopt::PagedAttention`` is fed by an engine: ``input_ids`` int64 [tokens], of all requests one
+behind the other, ``cumulative_sequence_lengths`` int32 [batch + 1], ``past_sequence_lengths`` int32 [batch],
+``block_table`` int32 [batch, blocks], and per layer N ``past_key_values.N.key`` and ``.value`` [blocks, tokens of a
+block, KV heads, head size], which come back in the same shape. Its logits are [batch, vocabulary].
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ def _lengths(attention_mask: IntArray, length: int) -> dict[str, Array]:
 
 
 def _packed(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> dict[str, Array]:
-    """Return tokens one behind the other, their lengths, and a table that gives each row an equal part of the blocks."""
+    """Return tokens one behind the other, their lengths, and a table that gives each row the same number of blocks."""
     batch, length = input_ids.shape
     lengths = _lengths(attention_mask, length)
     return {

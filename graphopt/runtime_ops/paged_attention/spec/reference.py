@@ -64,7 +64,8 @@ def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, soft
     weights = np.exp(every - every.max(axis=-1, keepdims=True))
     weights /= weights.sum(axis=-1, keepdims=True)
     y: Doubles = np.einsum("hgn,nhd->hgd", weights[..., : len(K)], np.where(lost, 0, V))
-    return np.where(lost.any(axis=0)[:, None], np.nan, y)
+    gone = np.asarray(lost.any(axis=0))
+    return np.where(gone[:, None], np.nan, y)
 
 
 def _places(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray[np.int64]:
