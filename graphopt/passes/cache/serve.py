@@ -193,9 +193,8 @@ def _positions(make: Inserter, tokens: ir.Value, starts: ir.Value, past: ir.Valu
 def _as_one_row(graph: ir.Graph, tokens: ir.Value) -> None:
     """State in all shapes that there is one row, of all tokens."""
     assert tokens.shape is not None
-    names: dict[str, int | str] = {
-        str(dim): new for dim, new in zip(tokens.shape, (1, "tokens"), strict=True) if not isinstance(dim, int)
-    }
+    batch, length = (str(dim) for dim in tokens.shape)
+    names: dict[str, int | str] = {batch: 1, length: "tokens"}
     for node in graph:
         for value in node.outputs:
             if value.shape is not None:

@@ -16,7 +16,7 @@ def honest(draw: st.DrawFn, stored: tuple[type, ...] = TYPES, fed: tuple[type, .
     kv_heads, group, size = (
         draw(st.sampled_from([1, 2, 3])),
         draw(st.sampled_from([1, 2])),
-        draw(st.sampled_from([8, 16])),
+        draw(st.sampled_from([16, 32])),
     )
     page = draw(st.sampled_from([1, 4, 16]))
     past = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))

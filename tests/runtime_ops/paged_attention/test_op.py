@@ -23,19 +23,19 @@ def arrays(case: Case) -> list[np.ndarray]:
 
 
 def requests(new: list[int], past: list[int], table: list[list[int]], blocks: int = 8) -> Arrays:
-    """Random numbers for requests over pages of 4 tokens, 2 KV heads of 8 numbers, 4 query heads."""
+    """Random numbers for requests over pages of 4 tokens, 2 KV heads of 16 numbers, 4 query heads."""
     random, tokens = np.random.default_rng(0), sum(new)
     normal = random.standard_normal
     return {
-        "query": normal((tokens, 32)).astype(np.float32),
-        "key": normal((tokens, 16)).astype(np.float32),
-        "value": normal((tokens, 16)).astype(np.float32),
+        "query": normal((tokens, 64)).astype(np.float32),
+        "key": normal((tokens, 32)).astype(np.float32),
+        "value": normal((tokens, 32)).astype(np.float32),
         "starts": np.cumsum([0, *new]).astype(np.int32),
         "past": np.array(past, np.int32),
         "block_table": np.array(table, np.int32),
         "sink_logits": np.zeros(0, np.float32),
-        "keys": normal((blocks, 4, 2, 8)).astype(np.float32),
-        "values": normal((blocks, 4, 2, 8)).astype(np.float32),
+        "keys": normal((blocks, 4, 2, 16)).astype(np.float32),
+        "values": normal((blocks, 4, 2, 16)).astype(np.float32),
     }
 
 
@@ -130,11 +130,11 @@ def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> N
     inputs["values"][0, 1, 1, 6] = odd  # position 1 of request 1, head 1, a channel
     inputs["keys"][1, 3] = inputs["values"][7, 2:] = odd  # beyond what is written: nobody reads it
     y, _, _ = reference(*inputs.values(), **SIZES)
-    lost = np.isnan(y.reshape(3, 2, 2, 8))
+    lost = np.isnan(y.reshape(3, 2, 2, 16))
     assert lost[:2, 0].all()
     assert not lost[:2, 1].any()
     assert lost[2, 1, :, 6].all()
-    assert lost.sum() == 2 * 2 * 8 + 2
+    assert lost.sum() == 2 * 2 * 16 + 2
     found, _, _ = by_body(inputs)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(y))
     windowed, _, _ = reference(*inputs.values(), **{**SIZES, "window": 3})

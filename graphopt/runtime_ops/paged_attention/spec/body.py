@@ -144,7 +144,9 @@ def _refusal(
     page, columns = op.Shape(blocks, start=1, end=2), op.Shape(table, start=1, end=2)
     begins = op.Mul(_range(op, columns), page)
     outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
+    size = op.Shape(blocks, start=3, end=4)
     wrong = [
+        op.Or(op.Not(op.Equal(op.Mod(size, 16), 0)), op.Or(op.Less(size, 16), op.Greater(size, 256))),
         op.Not(op.Equal(op.Gather(starts, [0]), 0)),
         op.Not(op.Equal(op.Gather(starts, [-1]), count)),
         op.Less(lengths, 0),

@@ -1,7 +1,7 @@
 """``ai.graphopt::PagedAttention``, version 1: attention of many requests, whose tokens stand one behind the other.
 
 B requests, T new tokens of all of them, Hq query heads, Hk KV heads, G = Hq / Hk (query head h reads KV head h div G),
-D head size, N blocks of P tokens each, C columns of the block table.
+D head size (a multiple of 16, up to 256), N blocks of P tokens each, C columns of the block table.
 
 Inputs, all required:
     query: float or float16 [..., Hq D]; the leading dimensions together are the T tokens.
@@ -28,8 +28,9 @@ the positions <= p (> p - window) of its request: y = softmax(scale q . k, softc
 is read and not finite makes y NaN, a value that is read its channel. Requests may share blocks that they read (a common
 prefix), but no two new tokens may go to the same place.
 
-It is an error if `starts` does not begin with 0, falls, or does not end with T; if a number of tokens is negative; if a
-request needs more than C P tokens; if a block that it needs is not one of the N; if two new tokens have one place.
+It is an error if D is another size; if `starts` does not begin with 0, falls, or does not end with T; if a number of
+tokens is negative; if a request needs more than C P tokens; if a block that it needs is not one of the N; if two new
+tokens have one place.
 
 This is the layout of vLLM's PagedAttention (Kwon et al. 2023) as onnxruntime-genai's Engine hands it to a graph.
 """

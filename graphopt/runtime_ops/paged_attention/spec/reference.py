@@ -100,6 +100,8 @@ def _check(
     if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[2] != kv_heads:
         raise ValueError(f"PagedAttention: keys and values are [N, P, {kv_heads}, D], not {list(keys.shape)}")
     size = keys.shape[3]
+    if size % 16 or not 16 <= size <= 256:
+        raise ValueError(f"PagedAttention: a head size is a multiple of 16 up to 256, not {size}")
     width, tokens = kv_heads * size, int(np.prod(key.shape[:-1]))
     if key.shape != value.shape or key.shape[-1] != width:
         raise ValueError(f"PagedAttention: key and value are [..., {width}], not {list(key.shape)}")
