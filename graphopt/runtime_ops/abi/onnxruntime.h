@@ -64,7 +64,7 @@ namespace graphopt {
 constexpr uint32_t kApiVersion = 17;
 
 // ONNX's element types, error codes and one characteristic, with the numbers that the ABI gives them.
-enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt64 = 7, kFloat16 = 10, kDouble = 11,
+enum ElementType : int { kFloat = 1, kUint8 = 2, kInt8 = 3, kInt32 = 6, kInt64 = 7, kFloat16 = 10, kDouble = 11,
                        kBFloat16 = 16, kFloat8 = 17 };
 enum ErrorCode : int { kFail = 1, kInvalidArgument = 2 };
 constexpr int kRequired = 0;

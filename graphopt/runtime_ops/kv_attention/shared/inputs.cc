@@ -27,7 +27,7 @@ OrtStatus* Given::read(const Node& node, const OrtValue* value, const char* name
 }
 
 size_t Given::width() const {
-  return type == kInt64 ? 8 : type == kFloat ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1;
+  return type == kInt64 ? 8 : type == kFloat || type == kInt32 ? 4 : type == kFloat16 || type == kBFloat16 ? 2 : 1;
 }
 
 size_t Given::bytes() const {
