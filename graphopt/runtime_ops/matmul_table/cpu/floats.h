@@ -94,16 +94,19 @@ class FloatsOfIntegers {
   float unit_;
 };
 
-// Any table, a byte of each float at a time; two of them where all floats are bfloat16.
-template <int Bits, size_t Planes>
+// Any table, a byte of each float at a time; two of them where all floats are bfloat16. `Signed`: half of the table is
+// looked up, where the uppermost bit of a code is the sign.
+template <int Bits, size_t Planes, bool Signed = false>
 class FloatsOfBytes {
+  static constexpr int kLookedUp = Signed ? Bits - 1 : Bits;
+
  public:
   static constexpr bool kExact = LookUp<Bits>::kExact;
 
   FloatsOfBytes(const Table& table, Activations kind) {
     const bool halves = kind == Activations::kBfloat16;
     for (size_t i = 0; i < Planes; ++i) {
-      planes_[i] = LookUp<Bits>(halves ? table.bfloat16s[i] : table.floats[4 - Planes + i]);
+      planes_[i] = LookUp<kLookedUp>(halves ? table.bfloat16s[i] : table.floats[4 - Planes + i]);
     }
   }
   float unit() const { return 1; }
@@ -117,7 +120,10 @@ class FloatsOfBytes {
     });
     Bytes found[Planes];
 #pragma GCC unroll 4
-    for (size_t i = 0; i < Planes; ++i) found[i] = planes_[i](turned);
+    for (size_t i = 0; i < Planes; ++i) {
+      found[i] = planes_[i](Signed ? masked(turned, (1 << kLookedUp) - 1) : turned);
+    }
+    if constexpr (Signed) found[Planes - 1] = either(found[Planes - 1], masked(shift_right<Bits - 8>(turned), 0x80));
     Rows rows;
 #pragma GCC unroll 4
     for (size_t part = 0; part < kParts; ++part) {
@@ -139,7 +145,7 @@ class FloatsOfBytes {
   }
 
  private:
-  LookUp<Bits> planes_[Planes];
+  LookUp<kLookedUp> planes_[Planes];
 };
 
 // Calls with_decoder(decoder) with the fastest for these weights.
@@ -157,7 +163,12 @@ void choose_decoder(const Table& table, Activations kind, const WithDecoder& wit
       return with_decoder(FloatsOfIntegers<8, true, false>(table, kind));
     }
   }
-  if (kind == Activations::kBfloat16 || table.holds_bfloat16s) return with_decoder(FloatsOfBytes<Bits, 2>(table, kind));
+  if (kind == Activations::kBfloat16 || table.holds_bfloat16s) {
+    if constexpr (Bits == 6 || Bits == 8) {
+      if (table.floats_have_signs) return with_decoder(FloatsOfBytes<Bits, 2, true>(table, kind));
+    }
+    return with_decoder(FloatsOfBytes<Bits, 2>(table, kind));
+  }
   with_decoder(FloatsOfBytes<Bits, 4>(table, kind));
 }
 

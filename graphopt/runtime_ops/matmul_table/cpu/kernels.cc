@@ -24,8 +24,9 @@ Words form_for(const Weights& weights, Activations kind, bool is_few) {
   if (kind == Activations::kFloat) return Words::kFloats;
   if (kind == Activations::kBfloat16) return kByPairs ? Words::kFloats : Words::kBfloat16s;
   const Table& table = weights.table;
-  // few rows read such tables as magnitudes
-  if (is_few && table.wide && table.has_signs && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
+  // few rows read tables so
+  const bool magnitudes = table.wide && table.has_signs && table.largest_integer < 1 << 14;
+  if (is_few && magnitudes && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
   return kByPairs && (table.wide || (!kSumsBytes && table.most > 128)) ? Words::kPairs : Words::kBytes;
 }
 

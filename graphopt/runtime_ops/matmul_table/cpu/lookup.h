@@ -34,7 +34,7 @@ class LookUp {
   }
 
   GRAPHOPT_INLINE Bytes operator()(const Bytes& codes) const {
-    if constexpr (Bits > 6) return called(codes);
+    if constexpr (Bits > 7) return called(codes);
     return found(codes);
   }
 

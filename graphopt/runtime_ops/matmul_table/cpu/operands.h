@@ -48,29 +48,38 @@ class AsBytes {
 
 // As numbers of 16 bits, of both bytes where the table is wide: rows 0 and 2 of a line, and rows 1 and 3. The sums of
 // wide tables are those of `AsBytes`, plane 0 + 256 * plane 1, which fits 32 bits.
-template <int Bits, bool Wide, bool ByXor>
+//
+// `Signed`: half of a wide table is looked up, where the uppermost bit of a code is the sign.
+template <int Bits, bool Wide, bool ByXor, bool Signed = false>
 class AsPairs {
+  static constexpr int kLookedUp = Signed ? Bits - 1 : Bits;
+
  public:
   static constexpr size_t kWords = 2, kPlanes = 1;
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 
   explicit AsPairs(const Table& table) : low_(table.low) {
-    if constexpr (Wide) high_ = LookUp<Bits>(table.high.table, static_cast<uint8_t>(table.high.offset));
+    if constexpr (Wide) high_ = LookUp<kLookedUp>(table.high.table, static_cast<uint8_t>(table.high.offset));
   }
 
   struct Values {
     Bytes even, odd;
   };
   GRAPHOPT_INLINE Values operator()(const Bytes& codes) const {
-    const Bytes low = low_(codes);
+    const Bytes looked_up = Signed ? masked(codes, (1 << kLookedUp) - 1) : codes, low = low_(looked_up);
     Bytes high = {};
-    if constexpr (Wide) high = high_(codes);
+    if constexpr (Wide) high = high_(looked_up);
     Values values;
 #pragma GCC unroll 4
     for (size_t i = 0; i < kParts; ++i) {
       const Pairs below = reinterpret_cast<Pairs>(low.part[i]), above = reinterpret_cast<Pairs>(high.part[i]);
-      const Pairs even = Wide ? with_upper(below, above << 8) : below & 0x00ff;
-      const Pairs odd = Wide ? with_upper(below >> 8, above) : below >> 8;
+      Pairs even = Wide ? with_upper(below, above << 8) : below & 0x00ff;
+      Pairs odd = Wide ? with_upper(below >> 8, above) : below >> 8;
+      if constexpr (Signed) {
+        const Pairs signs = reinterpret_cast<Pairs>(codes.part[i]) << (8 - Bits);
+        even = with_sign(even, signs << 8);
+        odd = with_sign(odd, signs);
+      }
       values.even.part[i] = reinterpret_cast<Bytes::Part>(even);
       values.odd.part[i] = reinterpret_cast<Bytes::Part>(odd);
     }
@@ -92,6 +101,15 @@ class AsPairs {
   typedef uint16_t Pairs __attribute__((vector_size(kVectorBytes)));
   struct Nothing {};
 
+  // a with the sign of b; 0 where b is 0, and so is the code then.
+  static GRAPHOPT_INLINE Pairs with_sign(Pairs a, Pairs b) {
+#if defined(__AVX2__)
+    return reinterpret_cast<Pairs>(_mm256_sign_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
+#else
+    return (b >> 15) ? -a : a;
+#endif
+  }
+
   // The lower bytes of a, and the upper ones of b.
   static GRAPHOPT_INLINE Pairs with_upper(Pairs a, Pairs b) {
 #if defined(__AVX2__)
@@ -103,8 +121,8 @@ class AsPairs {
 #endif
   }
 
-  ToByte<Bits, ByXor> low_;
-  std::conditional_t<Wide, LookUp<Bits>, Nothing> high_;
+  ToByte<kLookedUp, ByXor> low_;
+  std::conditional_t<Wide, LookUp<kLookedUp>, Nothing> high_;
 };
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -162,6 +180,11 @@ void choose_operand(const Table& table, Words form, const WithOperand& with_oper
   const bool by_xor = kXorIsFaster && table.by_xor;
   if constexpr (kByPairs) {
     if (form == Words::kPairs) {
+      if constexpr (Bits == 6 || Bits == 8) {
+        if (table.wide && table.has_signs) {
+          return with_operand(static_cast<const AsPairs<Bits, true, false, true>*>(nullptr));
+        }
+      }
       if (table.wide) return with_operand(static_cast<const AsPairs<Bits, true, false>*>(nullptr));
       if (by_xor) return with_operand(static_cast<const AsPairs<Bits, false, kXorIsFaster>*>(nullptr));
       return with_operand(static_cast<const AsPairs<Bits, false, false>*>(nullptr));

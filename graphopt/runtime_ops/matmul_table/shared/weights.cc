@@ -1,6 +1,8 @@
 #include "matmul_table/shared/weights.h"
 
+#include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 
 namespace graphopt {
@@ -65,14 +67,19 @@ void Table::make(const float* values, size_t entries, int bits) {
   holds_bfloat16s = true;
   most = wide ? 255 : 0;
   has_signs = integer_of(0) == 0;
+  floats_have_signs = true;
   for (size_t code = 0; code < size / 2; ++code) {
     const int integer = integer_of(code);
-    has_signs = has_signs && integer >= 0 && integer < 1 << 14 && integer_of(code + size / 2) == -integer;
+    has_signs = has_signs && integer >= 0 && integer_of(code + size / 2) == -integer;
+    floats_have_signs = floats_have_signs && !(floats[3][code] >> 7) && floats[0][code] == floats[0][code + size / 2] &&
+                        floats[1][code] == floats[1][code + size / 2] && floats[2][code] == floats[2][code + size / 2] &&
+                        (floats[3][code] ^ 0x80) == floats[3][code + size / 2];
   }
   for (size_t code = 0; code < size; ++code) {
     by_xor = by_xor && low.table[code] == (code ^ low.mask);
     if (!wide && low.table[code] > most) most = low.table[code];
-    const int integer = low.table[code] - low.offset;
+    const int integer = integer_of(code);
+    largest_integer = std::max(largest_integer, std::abs(integer));
     holds_signed_bytes = holds_signed_bytes && integer >= -128 && integer <= 127;
     holds_unsigned_bytes = holds_unsigned_bytes && integer >= 0;
     holds_bfloat16s = holds_bfloat16s && !floats[0][code] && !floats[1][code];

@@ -26,8 +26,9 @@ struct Table {
   // `most`: the largest byte of low, where there is only low.
   bool wide = false, by_xor = false;
   int most = 255;
-  // Whether the uppermost bit of a code is the sign of its integer, whose magnitude is below 2^14; code 0 is 0.
-  bool has_signs = false;
+  // Whether the uppermost bit of a code is the sign of its integer, code 0 being 0; and that of its value.
+  bool has_signs = false, floats_have_signs = false;
+  int largest_integer = 0;  // by magnitude
   // Whether all integers fit a signed byte, or an unsigned one, by a step that floats are safely multiplied by; whether
   // all values are bfloat16.
   bool holds_signed_bytes = false, holds_unsigned_bytes = false, holds_bfloat16s = false;
