@@ -10,6 +10,7 @@ Example::
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from graphopt.version import VERSION
@@ -90,3 +91,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_HOMES})
+
+
+if "IPython" in sys.modules:
+    importlib.import_module("graphopt.view.notebook").register()

@@ -6,10 +6,9 @@ Results go to standard output, progress and errors to standard error; see :data:
 from __future__ import annotations
 
 import typer
-from rich.markup import escape
 
 from graphopt.cli.commands import found_commands
-from graphopt.cli.console import err
+from graphopt.cli.console import show_error
 from graphopt.errors import GraphoptError
 
 EXIT_CODES = {
@@ -37,7 +36,7 @@ def main() -> None:
     try:
         app()
     except GraphoptError as error:
-        err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+        show_error(error)
         raise SystemExit(error.exit_code) from error
     except KeyboardInterrupt as interrupt:
         raise SystemExit(130) from interrupt

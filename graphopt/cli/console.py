@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bar
 
-from graphopt.errors import InputError
+from graphopt.errors import GraphoptError, InputError
 from graphopt.progress import Progress
 from graphopt.targets import Device
 
@@ -53,6 +53,11 @@ def progress() -> Iterator[Progress]:
             bar.update(task, description=escape(stage), completed=done, total=total)
 
         yield say
+
+
+def show_error(error: GraphoptError) -> None:
+    """Show an error as a line on standard error."""
+    err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
 
 
 def bytes_of(size: str | None) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.table import Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json, progress
+from graphopt.cli.console import Json, out, print_json, progress, show_error
 
 
 @command("bases")
@@ -119,6 +120,41 @@ def write_report(
     with progress() as say:
         write(model, output, before=before, where=where, time=time, context=context, on_stage=say)
     out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
+
+
+@command("view")
+def view_model(
+    model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
+    before: Annotated[Path | None, typer.Option(help="what it was made from: the page shows what is different")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 0,
+    browser: Annotated[bool, typer.Option(help="open the page in a browser")] = True,
+    netron: Annotated[
+        bool, typer.Option("--netron", help="open the graph in Netron instead, if it is installed")
+    ] = False,
+    context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
+) -> None:
+    """Show the page of `report` in a browser, and show it anew when the model's files change; Ctrl-C ends it."""
+    import webbrowser
+
+    from graphopt.view.page.serve import PageServer
+    from graphopt.view.page.write import page_about
+
+    if netron:
+        from graphopt.view.netron import open_netron
+
+        return open_netron(model, port, browser=browser)
+    with progress() as say:
+        make = partial(page_about, model, before=before, context=context, live=True)
+        server = PageServer(model, partial(make, on_stage=say), port, on_failure=show_error)
+    with server:
+        out.print(f"serving {server.address}", markup=False, highlight=False, soft_wrap=True)
+        if browser:
+            webbrowser.open(server.address)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            out.print("ended")
+    return None
 
 
 @command("passes")

@@ -17,6 +17,8 @@ from graphopt.view.trace import Diff, Trace
 
 # Nothing is loaded, from the network or the disk: not even by a name in the model that were taken for markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+# A served page asks its server, and no other, whether the model has changed.
+_LIVE = "; connect-src 'self'"
 
 _TITLES = {
     "verdict": "Verdict",
@@ -36,6 +38,8 @@ def report(
     difference: Diff | None = None,
     losses: Losses | None = None,
     taken: Profile | None = None,
+    *,
+    live: bool = False,
 ) -> str:
     """Return a page about a model, in HTML.
 
@@ -47,6 +51,7 @@ def report(
         difference: what is different from the model that it was made from.
         losses: where quality was lost.
         taken: where its time goes.
+        live: whether the page is served, and loads itself again when the model changes.
     """
     parts = [
         sections.verdict(trace, manifest, difference, losses),
@@ -67,8 +72,8 @@ def report(
     data = Html(
         f'<script type="application/json" id="data">{page_data(trace, difference, losses, _shares(taken))}</script>'
     )
-    script = Html(f"<script>{_asset('report.js')}</script>")
-    policy = Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">')
+    script = Html(f"<script>{_asset('report.js')}{_asset('live.js') if live else ''}</script>")
+    policy = Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}{_LIVE if live else ""}">')
     meta = [
         Html('<meta charset="utf-8">'),
         policy,

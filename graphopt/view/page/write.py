@@ -1,4 +1,4 @@
-"""Writes the page about a model: opens it, compares it with what it was made from, measures what is asked for."""
+"""Makes the page about a model: opens it, compares it with what it was made from, measures what is asked for."""
 
 from __future__ import annotations
 
@@ -23,19 +23,43 @@ def write(
     context: int = 1024,
     on_stage: Progress = silent,
 ) -> None:
-    """Write the page about a model.
+    """Write the page about a model into the HTML file ``output``; one that is there is replaced.
+
+    The others are the arguments of :func:`page_about`.
+
+    Raises:
+        InputError: a model cannot be read or run, or the file cannot be written.
+    """
+    page = page_about(model, before=before, where=where, time=time, context=context, on_stage=on_stage)
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the page cannot be written: {error.strerror}", file=output) from error
+
+
+def page_about(
+    model: Path,
+    *,
+    before: Path | None = None,
+    where: bool = False,
+    time: bool = False,
+    context: int = 1024,
+    live: bool = False,
+    on_stage: Progress = silent,
+) -> str:
+    """Return the page about a model, in HTML.
 
     Args:
         model: an artifact, or an .onnx file, of graphopt or not.
-        output: the HTML file; one that is there is replaced.
         before: what it was made from.
         where: whether to run both, to show where quality was lost.
         time: whether to run it, to show where time goes.
         context: tokens in the cache, for figures per token.
+        live: whether it is served by :class:`graphopt.view.page.serve.PageServer`, and follows the model's files.
         on_stage: called when a stage begins.
 
     Raises:
-        InputError: a model cannot be read or run, or the file cannot be written.
+        InputError: a model cannot be read or run.
     """
     if where and before is None:
         raise InputError("where quality was lost is told beside the model before", remedy="give --before FOLDER")
@@ -48,8 +72,4 @@ def write(
         found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
     lost = losses(before, model, on_stage=on_stage) if where and before is not None else None
     taken = profile(model, on_stage=on_stage) if time else None
-    page = report(trace, manifest, found, lost, taken)
-    try:
-        output.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"the page cannot be written: {error.strerror}", file=output) from error
+    return report(trace, manifest, found, lost, taken, live=live)
