@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
 import shutil
 import tempfile
@@ -18,7 +20,7 @@ from onnx_ir.schemas import OpSignature
 from tests import families
 from tests.families import HIDDEN as HIDDEN
 from tests.families import POSITIONS, VOCABULARY, make_model
-from tests.once import once
+from tests.once import is_to_do, once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
 
@@ -46,6 +48,13 @@ EXPORTS = (
 # The families whose exports are tested in detail: each has a feature that the others here lack.
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
 
+# Families of which one layer is exported instead of two: what links two layers has no part that others here lack.
+ONE_LAYER = frozenset(
+    ("mistral", "mistral_window", "qwen3", "opt", "falcon_new", "stablelm", "olmo2", "granite", "cohere")
+)
+# The family that is exported by an id on the hub.
+HUB = "qwen3"
+
 
 @pytest.fixture(scope="session", autouse=True)
 def signatures_are_derived_once() -> Iterator[None]:
@@ -65,15 +74,34 @@ def signatures_are_derived_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def sessions_compute_on_one_core() -> Iterator[None]:
+    """Give sessions one thread where onnxruntime may choose: threads of several workers would wait in busy loops."""
+    import onnxruntime
+
+    class OneThread(onnxruntime.SessionOptions):
+        def __init__(self) -> None:
+            super().__init__()
+            self.intra_op_num_threads = 0
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, 1 if (name, value) == ("intra_op_num_threads", 0) else value)
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(onnxruntime, "SessionOptions", OneThread)
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_folder() -> Callable[[str], Path]:
-    """Return a function that makes the Hugging Face folder of a family; only Llama's and BERT's have a tokenizer."""
+    """Return a function that makes the Hugging Face folder of a family; three have a tokenizer."""
 
     def write(family: str, folder: Path) -> None:
-        model = make_model(family)
+        model = make_model(family, 1 if family in ONE_LAYER else None)
         if family == "llama":
             # As checkpoints are: 16 bits, which the export must widen to 32.
             model = model.half()
+        if family in ("llama", HUB):
             save_tokenizer(folder)
         if family == "bert":
             save_word_pieces(folder)
@@ -83,15 +111,86 @@ def make_folder() -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def make_artifact(make_folder: Callable[[str], Path]) -> Callable[[str], Path]:
+def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureRequest) -> Callable[[str], Path]:
     """Return a function that exports a family of :mod:`tests.families` and gives the artifact's folder."""
 
     def write(family: str, folder: Path) -> None:
         from graphopt.models.export import export
 
+        know_signatures_of_torchlib()
         export(make_folder(family), folder)
 
-    return lambda family: once(f"{family}-artifact", EXPORTS, lambda folder: write(family, folder))
+    parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
+    wanted = {"llama", "bert"} | {each["family"] for each in parameters if each.get("family") in families.FAMILIES}
+
+    def make_another() -> bool:
+        """Export a family that a later test asks for and that no worker exports now, if there is one."""
+        for family in sorted(wanted - {HUB}):
+            if is_to_do(f"{family}-artifact", EXPORTS):
+                make(family)
+                return True
+        return False
+
+    def make(family: str) -> Path:
+        if family == HUB:
+            folder: Path = request.getfixturevalue("hub_export")
+            return folder / "artifact"
+        return once(f"{family}-artifact", EXPORTS, lambda folder: write(family, folder), make_another)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def hub_export(make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The export of :data:`HUB` as ``somebody/tiny`` from the hub's cache on disk, where a downloaded model lies.
+
+    The folder ``artifact`` is the artifact, ``stages`` what the export said of its stages, ``printed`` all that reached
+    the standard streams; treat them as read-only.
+    """
+
+    def write(folder: Path) -> None:
+        import huggingface_hub.constants
+
+        from graphopt.models.export import export
+
+        know_signatures_of_torchlib()
+        hub = tmp_path_factory.mktemp("hub")
+        cached = hub / "models--somebody--tiny"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("abc")
+        shutil.copytree(make_folder(HUB), cached / "snapshots" / "abc")
+        folder.mkdir()
+        stages: list[str] = []
+        with pytest.MonkeyPatch.context() as monkeypatch, printed_to(folder / "printed"):
+            monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(hub))
+            export("somebody/tiny", folder / "artifact", on_stage=stages.append)
+        (folder / "stages").write_text("\n".join(stages))
+
+    return once("hub", EXPORTS, write)
+
+
+@contextlib.contextmanager
+def printed_to(file: Path) -> Iterator[None]:
+    """Send what is printed to a file, by Python and by native code."""
+    kept = os.dup(1), os.dup(2)
+    with file.open("w") as stream, contextlib.redirect_stdout(stream), contextlib.redirect_stderr(stream):
+        try:
+            for number in (1, 2):
+                os.dup2(stream.fileno(), number)
+            yield
+        finally:
+            stream.flush()
+            for number, before in zip((1, 2), kept, strict=True):
+                os.dup2(before, number)
+                os.close(before)
+
+
+def know_signatures_of_torchlib() -> None:
+    """Let torch's exporter derive the signatures of its operators once for all exports: a tenth of a small one."""
+    from torch.onnx._internal.exporter import _schemas
+
+    if not hasattr(_schemas.op_signature_from_function, "cache_info"):
+        _schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
 
 
 @pytest.fixture(scope="session")
@@ -133,6 +232,7 @@ def shipped_artifact() -> Path:
     def write(folder: Path) -> None:
         from graphopt.models.export import export
 
+        know_signatures_of_torchlib()
         export("stdlib_lm", folder)
 
     return once("shipped-artifact", (*EXPORTS, "graphopt/models/stdlib_lm/*"), write)

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).parents[1]
 CACHE = Path(os.environ.get("GRAPHOPT_TEST_CACHE", ROOT / "build" / "test-cache"))
@@ -21,17 +22,25 @@ CACHE = Path(os.environ.get("GRAPHOPT_TEST_CACHE", ROOT / "build" / "test-cache"
 _PACKAGES = ("torch", "transformers", "tokenizers", "onnx", "onnx-ir", "onnxscript", "onnxruntime")
 
 
-def once(name: str, sources: Iterable[str], make: Callable[[Path], None]) -> Path:
+def once(
+    name: str,
+    sources: Iterable[str],
+    make: Callable[[Path], None],
+    meanwhile: Callable[[], bool] = lambda: False,
+) -> Path:
     """Return a folder that ``make`` fills, made unless a worker or an earlier run has made it; treat it as read-only.
 
     Args:
         name: what it is, distinct for distinct arguments of ``make``.
         sources: globs, from the root of the repository, of the files whose change makes the folder anew.
         make: fills the folder that it is given, which does not exist yet.
+        meanwhile: called while another worker makes the folder, until it returns that there is nothing to do.
     """
-    folder = CACHE / f"{name}-{_hash_of(tuple(sources))}"
+    folder = folder_of(name, sources)
     CACHE.mkdir(parents=True, exist_ok=True)
-    with (CACHE / f"{folder.name}.lock").open("w") as lock:
+    with _lock_of(folder).open("w") as lock:
+        while not _locked(lock) and meanwhile():
+            pass
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             unfinished = folder.with_name(f"{folder.name}.unfinished")
@@ -39,6 +48,33 @@ def once(name: str, sources: Iterable[str], make: Callable[[Path], None]) -> Pat
             make(unfinished)
             unfinished.rename(folder)
     return folder
+
+
+def folder_of(name: str, sources: Iterable[str]) -> Path:
+    """Return the folder that :func:`once` returns, which may not be there."""
+    return CACHE / f"{name}-{_hash_of(tuple(sources))}"
+
+
+def is_to_do(name: str, sources: Iterable[str]) -> bool:
+    """Return whether a folder is not there, and no worker is making it."""
+    folder = folder_of(name, sources)
+    if folder.exists():
+        return False
+    with _lock_of(folder).open("w") as lock:
+        return _locked(lock)
+
+
+def _lock_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.lock")
+
+
+def _locked(lock: TextIO) -> bool:
+    """Lock a file unless another process has; return whether it is ours now."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 @cache

@@ -18,11 +18,12 @@ from graphopt import artifact
 from graphopt.artifact import DATA, MODEL
 from graphopt.errors import InputError, MissingDependencyError, VerificationError
 from graphopt.manifest import read_manifest
+from graphopt.model_facts import facts_of
 from graphopt.models import export as export_module
 from graphopt.models.export import export, shipped_models
 from graphopt.runtime import open_session
 from graphopt.tasks.causal_lm.interface import Interface
-from tests.conftest import FAMILIES, HIDDEN, VOCABULARY
+from tests.conftest import FAMILIES, HIDDEN, HUB, VOCABULARY
 
 # The issue's bound, relative to the largest logit. Float32 summed in another order through two layers moves these
 # logits by 1e-7 to 2e-6 (seen); one wrong mask, position or rotary angle moves them by more than 1e-2.
@@ -193,32 +194,20 @@ def test_a_folder_without_tokenizer_says_so(make_artifact: Callable[[str], Path]
     assert list(map(str, read_manifest(folder).notes)) == ["no tokenizer was carried along: the folder has none"]
 
 
-def test_hub_id(
-    llama_folder: Path,
-    llama_artifact: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """A model in the hub's cache on disk, which is where a downloaded one is read from; exported without a word."""
-    import huggingface_hub.constants
-
-    cached = tmp_path / "hub" / "models--somebody--tiny"
-    (cached / "refs").mkdir(parents=True)
-    (cached / "refs" / "main").write_text("abc")
-    shutil.copytree(llama_folder, cached / "snapshots" / "abc")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    stages: list[str] = []
-    manifest = export("somebody/tiny", tmp_path / "out", on_stage=stages.append)
-    assert capfd.readouterr() == ("", "")
+def test_hub_id(hub_export: Path, make_folder: Callable[[str], Path]) -> None:
+    """A model in the hub's cache on disk is exported without a word."""
+    manifest = read_manifest(hub_export / "artifact")
+    assert (hub_export / "printed").read_text() == ""
+    stages = (hub_export / "stages").read_text().splitlines()
     assert stages[0] == "asking the Hugging Face hub for the model"
     assert stages[-1] == "writing the artifact"
-    assert manifest.source.name == "somebody/tiny"
-    assert manifest.model == read_manifest(llama_artifact).model
+    assert (manifest.source.kind, manifest.source.name) == ("transformers", "somebody/tiny")
+    assert manifest.model == facts_of(make_folder(HUB), "causal_lm")
     assert manifest.notes == []
-    assert (tmp_path / "out" / "tokenizer.json").is_file()
-    for file in (MODEL, DATA):
-        assert manifest.files[file] == read_manifest(llama_artifact).files[file]
+    (check,) = manifest.checks
+    assert check.status == "measured"
+    assert (hub_export / "artifact" / "tokenizer.json").is_file()
+    artifact.verify_files(hub_export / "artifact")
 
 
 def test_tokenizer_of_an_older_kind_is_converted(

@@ -27,12 +27,12 @@ def names_of(graph: ir.Graph) -> set[str]:
      ("rotate-kv4", None), ("streaming", None), ("retrieval", None)],
 )  # fmt: skip
 def test_every_node_has_an_origin_in_the_model_as_it_came_in(
-    shipped_artifact: Path, preset: str, target: str | None
+    llama_artifact: Path, preset: str, target: str | None
 ) -> None:
-    source = artifact.read(shipped_artifact).model.graph
+    source = artifact.read(llama_artifact).model.graph
     there = names_of(source)
     untouched = {(node.name, node.op_type) for node in source}
-    made = optimize(shipped_artifact, preset, run=False, target=target)  # type: ignore[arg-type]
+    made = optimize(llama_artifact, preset, run=False, target=target)  # type: ignore[arg-type]
     for node in made.model.graph:
         steps, origins = provenance.steps(node), provenance.history(node)[1]
         if not steps:

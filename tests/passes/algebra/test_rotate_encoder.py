@@ -8,11 +8,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from graphopt import artifact
 from graphopt.analysis.bases import find_bases
 from graphopt.checks.certificate.checker import check
 from graphopt.facts import PassReport
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from tests.families import HIDDEN, VOCABULARY, randomize
+from tests.families import VOCABULARY
 from tests.graphs import relative, session
 from tools.families import EVERYTHING, Outcome, fold, outcomes
 
@@ -20,39 +21,10 @@ from tools.families import EVERYTHING, Outcome, fold, outcomes
 FLOAT32 = 1e-5
 
 
-@pytest.fixture(scope="module")
-def bert() -> ir.Model:
-    """An encoder with a norm on the residual itself, from torch's own exporter, canonical and folded."""
-    import torch
-    import transformers
-
-    from graphopt.models.checkpoint import quiet
-
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=HIDDEN,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=96,
-        return_dict=False,
-    )
-    torch.manual_seed(0)
-    encoder = transformers.BertModel(config).eval()
-    randomize(encoder)
-    ids, mask = bert_inputs().values()
-    names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["hidden", "pooled"]}
-    shapes = ({0: "batch", 1: "length"},) * 2
-    with quiet():
-        program = torch.onnx.export(
-            encoder,
-            (torch.tensor(ids), torch.tensor(mask)),
-            dynamo=True,
-            opset_version=23,
-            dynamic_shapes=shapes,
-            verbose=False,
-            **names,
-        )
-    model: ir.Model = program.model
+@pytest.fixture
+def bert(bert_artifact: Path) -> ir.Model:
+    """An encoder with a norm on the residual itself, canonical and folded."""
+    model = artifact.read(bert_artifact).model
     fold(model)
     return model
 
@@ -60,7 +32,8 @@ def bert() -> ir.Model:
 def bert_inputs() -> dict[str, np.ndarray]:
     mask = np.ones((2, 7), np.int64)
     mask[0, 4:] = 0
-    return {"input_ids": np.random.default_rng(0).integers(0, VOCABULARY, mask.shape), "attention_mask": mask}
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, mask.shape)
+    return {"input_ids": ids, "attention_mask": mask, "token_type_ids": np.zeros_like(mask)}
 
 
 def test_an_encoder_with_norms_on_its_residual_is_refused_there_and_rotated_elsewhere(

@@ -9,7 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 import pytest
+from onnx_ir.passes import common
 
+from graphopt import artifact
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
 from graphopt.evaluation import evaluate
@@ -17,7 +19,7 @@ from graphopt.passes.cache.page_kv.positions import exact_angles
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
 from graphopt.session import Session, load
-from tests.families import POSITIONS, VOCABULARY, make_model
+from tests.families import HIDDEN, POSITIONS, VOCABULARY
 
 SINKS, RECENT = 8, 40
 
@@ -29,17 +31,31 @@ def streaming(source: Path, folder: Path, **options: object) -> Session:
 
 
 @pytest.fixture(scope="module")
-def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of one layer, whose keys and values depend on their own token alone."""
-    from graphopt.models.export import export
+def one_layer(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first layer of the Llama, whose keys and values depend on their own token alone."""
+    made = artifact.read(llama_artifact)
+    graph = made.model.graph
 
+    def passed(layer: int, behind: str) -> ir.Value:
+        """Return the residual behind a layer."""
+        (found,) = (
+            value
+            for node in graph
+            if (node.name or "").startswith(f"model.layers.{layer}.")
+            for value in node.outputs
+            if str(value.shape) == f"[batch,length,{HIDDEN}]"
+            and any((reader.name or "").startswith(behind) for reader in value.consumers())
+        )
+        return found
+
+    ir.convenience.replace_all_uses_with(passed(1, "model.norm."), passed(0, "model.layers.1."))
+    for values in (graph.inputs, graph.outputs):
+        values[:] = [value for value in values if ".1." not in (value.name or "")]
+    common.RemoveUnusedNodesPass()(made.model)
+    assert not any((node.name or "").startswith("model.layers.1.") for node in graph)
     folder = tmp_path_factory.mktemp("one") / "layer"
-    model = make_model("llama")
-    del model.model.layers[1:]
-    model.config.num_hidden_layers = 1
-    model.save_pretrained(folder)
-    export(folder, folder.with_name("exported"))
-    return folder.with_name("exported")
+    artifact.write(made, folder)
+    return folder
 
 
 def last_logits(session: Session, ids: np.ndarray) -> np.ndarray:

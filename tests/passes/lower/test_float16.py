@@ -42,15 +42,20 @@ def types(model: ir.Model) -> Counter[str]:
 @pytest.fixture(scope="module")
 def both(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Session, ...]]:
     """Return a function that opens a family after some steps, and after the same steps and ``float16``."""
+    made: dict[str, Path] = {}
+
+    def open_after(family: str, steps: list[dict[str, Any]], native: bool) -> Session:
+        key = f"{family} {steps}"
+        if key not in made:
+            folder = tmp_path_factory.mktemp("float16") / "model"
+            recipe = Recipe.model_validate({"name": "r", "steps": steps})
+            optimize(make_artifact(family), recipe, folder, run=steps[-1]["step"] == "float16")
+            made[key] = folder
+        return load(made[key], native=native)
 
     def make(family: str, *steps: dict[str, Any], native: bool = True) -> tuple[Session, ...]:
-        opened = []
-        for more in ([], [{"step": "float16"}]):
-            recipe = Recipe.model_validate({"name": "r", "steps": [{"step": "canonicalize"}, *steps, *more]})
-            folder = tmp_path_factory.mktemp("float16") / "model"
-            optimize(make_artifact(family), recipe, folder, run=bool(more))
-            opened.append(load(folder, native=native))
-        return tuple(opened)
+        common = [{"step": "canonicalize"}, *steps]
+        return tuple(open_after(family, [*common, *more], native) for more in ([], [{"step": "float16"}]))
 
     return make
 

@@ -38,27 +38,37 @@ def build(name: str, sources: Sequence[Path], compiler: str) -> Path:
         known.update(header.read_bytes())
     folder = ROOT / "build" / "interpreted"
     folder.mkdir(parents=True, exist_ok=True)
-    objects = []
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # other processes of the same tests wait instead of compiling the same
-        for source in [*INTERPRETER, *sources]:
-            made = known.copy()
-            made.update(str(source).encode() + source.read_bytes())
-            objects.append(folder / f"{source.parent.name}-{source.stem}-{made.hexdigest()[:16]}.o")
-            if not objects[-1].exists():
-                _run([compiler, *flags, "-c", "-x", "c++", source], objects[-1])
-        library = folder / f"{name}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}.so"
-        if not library.exists():
-            _run([compiler, *flags, "-shared", "-Wl,--no-undefined", *objects], library)
+    objects = {}
+    for source in [*INTERPRETER, *sources]:
+        made = known.copy()
+        made.update(str(source).encode() + source.read_bytes())
+        objects[folder / f"{source.parent.name}-{source.stem}-{made.hexdigest()[:16]}.o"] = source
+    # processes of the same tests share the work: what another one compiles is waited for at the end
+    for wait in (False, True):
+        for made, source in objects.items():
+            _run([compiler, *flags, "-c", "-x", "c++", source], made, wait)
+    library = folder / f"{name}-{hashlib.sha256(' '.join(map(str, objects)).encode()).hexdigest()[:16]}.so"
+    _run([compiler, *flags, "-shared", "-Wl,--no-undefined", *objects], library, wait=True)
     return library
 
 
-def _run(command: Sequence[str | Path], output: Path) -> None:
-    """Run a compiler; its output appears whole, or not at all."""
-    unfinished = output.with_name(f"unfinished-{output.name}")
-    said = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    unfinished.replace(output)
+def _run(command: Sequence[str | Path], output: Path, wait: bool) -> None:
+    """Run a compiler unless its output is there; it appears whole, or not at all.
+
+    Where another process makes it, this returns at once, or waits for it.
+    """
+    if output.exists():
+        return
+    with output.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return
+        if not output.exists():
+            unfinished = output.with_name(f"unfinished-{output.name}")
+            said = subprocess.run([*command, "-o", unfinished], capture_output=True, text=True)
+            assert said.returncode == 0, said.stderr
+            unfinished.replace(output)
 
 
 def load(library: Path) -> ctypes.CDLL:

@@ -14,6 +14,7 @@ from graphopt.formats import FORMATS
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES
 from graphopt.runtime_ops.matmul_table.spec.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize, reference
+from tests.pairwise import pairwise
 from tests.runtime_ops.cuda.products import DECODERS, Products
 from tests.runtime_ops.matmul_table.test_kernels import TABLES
 from tests.runtime_ops.matmul_table.test_op import of_float32
@@ -86,9 +87,10 @@ def test_it_is_within_the_bound(products: Products, bits: int, count: int, activ
     check(products, {**case, "x": case["x"].astype(dtype), "activations": activations}, seeds=(count,))
 
 
-@EACH_TYPE
-@EACH_MODE
-@pytest.mark.parametrize("shape", [(5, 17, 16), (1040, 20, 1040), (1168, 48, 128), (1200, 33, 592)])
+@pytest.mark.parametrize(
+    ("shape", "activations", "dtype"),
+    pairwise([(5, 17, 16), (1040, 20, 1040), (1168, 48, 128), (1200, 33, 592)], MODES, TYPES),
+)
 def test_groups_that_are_ragged_long_or_the_whole_column(
     products: Products, shape: tuple[int, int, int], activations: str, dtype: type
 ) -> None:

@@ -13,6 +13,7 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttrib
 from graphopt.runtime_ops.kv_attention.spec.bound import LEVELS, bound, storage_bound
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from graphopt.runtime_ops.kv_attention.spec.stored import readings
+from tests.pairwise import pairwise
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Body, Fed, attributes_of, tokens_of
 
 EACH_STORAGE = pytest.mark.parametrize("storage", STORAGES)
@@ -80,9 +81,7 @@ def with_15_bits(*inputs: np.ndarray, **attributes: Any) -> tuple[np.ndarray, ..
     return (y.reshape(query.shape), *state.values())
 
 
-@EACH_STORAGE
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("size", [1.0, 10.0, 1e-20])
+@pytest.mark.parametrize(("storage", "policy", "size"), pairwise(STORAGES, list(POLICIES), [1.0, 10.0, 1e-20]))
 def test_the_body_is_within(storage: str, policy: str, size: float) -> None:
     attributes = attributes_of(storage=storage, recent_pages=1, **POLICIES[policy])
     tokens = tokens_of(attributes, 100, batch=2, head_size=32, sink_logits=True, sink_query=True)

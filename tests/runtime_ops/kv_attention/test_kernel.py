@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
 from tests.native import needs_library
+from tests.pairwise import pairwise
 from tests.runtime_ops.kv_cases import (
     INPUTS,
     STATE,
@@ -60,16 +61,18 @@ def compare(
     return results
 
 
-@pytest.mark.parametrize("policies", POLICIES)
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("page", [16, 64])
-def test_the_kernel_is_the_reference(instructions: str, storage: str, policies: list[int], page: int) -> None:
-    for group, size, calls in (
-        (2, 16, (50,)),
-        (3, 32, (17, 1, 1, 1, 40)),
-        (1, 80, (1, 1, 100, 1)),
-        (5, 48, (70, 0, 3)),
-    ):
+# each storage with each policy, and both with each page and each pair of head sizes; test_any_shape mixes them all
+SIZES = (
+    ((2, 16, (50,)), (3, 32, (17, 1, 1, 1, 40))),
+    ((1, 80, (1, 1, 100, 1)), (5, 48, (70, 0, 3))),
+)
+
+
+@pytest.mark.parametrize(("storage", "policies", "page", "sizes"), pairwise(STORAGES, POLICIES, [16, 64], SIZES))
+def test_the_kernel_is_the_reference(
+    instructions: str, storage: str, policies: list[int], page: int, sizes: Any
+) -> None:
+    for group, size, calls in sizes:
         # only retrieval makes summaries of pages
         for summary in ("bounds", "mean") if 2 in policies else ("bounds",):
             attributes = attributes_of(storage=storage, policies=policies, page=page, summary=summary, **SOME)
@@ -179,8 +182,13 @@ def test_a_cache_that_wraps(instructions: str, storage: str) -> None:
         compare(attributes, tokens_of(attributes, sum(calls), batch=2), 8, calls)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("policies", POLICIES)
+# every storage and every policy, twice at least, where test_the_kernel_is_the_reference has each with each
+SOME_OF_BOTH = [
+    (storage, POLICIES[(index + more) % len(POLICIES)]) for index, storage in enumerate(STORAGES) for more in (0, 2)
+]
+
+
+@pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
 def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, policies: list[int]) -> None:
     attributes = attributes_of(storage=storage, policies=policies, page=32, sinks=40, recent=100, budget=20, kv_heads=2)
     calls = (2100, 1, 1, 7)  # one call of many blocks of queries, and others whose pages are shared out
@@ -194,8 +202,7 @@ def test_in_place_and_with_two_threads_it_gives_the_same_bits(storage: str, poli
             assert_same_state(caches[0].state, cache.state)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("policies", POLICIES)
+@pytest.mark.parametrize(("storage", "policies"), SOME_OF_BOTH)
 def test_pages_that_are_shared_out(instructions: str, storage: str, policies: list[int]) -> None:
     # a part has 2048 tokens; retrieval reads more than that, and leaves pages out
     attributes = attributes_of(storage=storage, policies=policies, sinks=17, recent=1100, budget=65, recent_pages=1)

@@ -23,6 +23,7 @@ from graphopt.runtime_ops.matmul_table.spec.bound import bound
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize, reference
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
 from tests.native import ISA_VARIABLE, here, needs_library
+from tests.pairwise import pairwise
 from tests.runtime_ops.matmul_table.test_op import of_float32
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
 from tests.runtime_ops.products import Case, any_case, case_of, model_of, run_body
@@ -93,9 +94,7 @@ def check(kernel: Kernel, case: Case) -> None:
         assert all(np.array_equal(y, results[0]) for y in results)
 
 
-@pytest.mark.parametrize("activations", MODES)
-@pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("count", [1, 2, 3, 8, 13, 30])
+@pytest.mark.parametrize(("bits", "activations", "count"), pairwise(range(1, 9), MODES, [1, 2, 3, 8, 13, 30]))
 def test_it_is_the_reference(kernel: Kernel, bits: int, activations: str, count: int) -> None:
     """For one row, few rows and many rows, which different loops compute; K, N and group fill nothing up."""
     case = case_of(
@@ -242,10 +241,9 @@ def test_minimums_give_the_weight_of_the_definition_to_the_last_bit(kernel: Kern
     assert np.array_equal(run_body(MATMUL_TABLE.name, case), dequantized(*logical, 32, 1))
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("clip", [1.0, 0.8])
-@pytest.mark.parametrize("weight_bits", [4, 6, 8])
-@pytest.mark.parametrize("orders", [(1, 1), (12, 8), (8, 4)])
+@pytest.mark.parametrize(
+    ("bits", "clip", "weight_bits", "orders"), pairwise([8, 4], [1.0, 0.8], [4, 6, 8], [(1, 1), (12, 8), (8, 4)])
+)
 def test_dynamic(kernel: Kernel, bits: int, clip: float, weight_bits: int, orders: tuple[int, int]) -> None:
     left, right = (hadamard(order) for order in orders)
     for count, minimums in ((1, False), (5, False), (14, False), (5, True)):

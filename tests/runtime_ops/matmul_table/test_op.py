@@ -11,11 +11,11 @@ from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES, round_activations, to_bfloat16
 from graphopt.runtime_ops.matmul_table.spec.bound import product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, reference
+from tests.pairwise import pairwise
 from tests.runtime_ops.products import Case, case_of, model_of, run_body
 
 NAME = MATMUL_TABLE.name
 EACH_MODE = pytest.mark.parametrize("activations", MODES)
-EACH_BITS = pytest.mark.parametrize("bits", range(1, 9))
 
 # K, N and group: one unit; no multiples of 16; a ragged last group; a scale per column; a group beyond K
 SHAPES = [(16, 16, 16), (37, 50, 16), (80, 20, 32), (45, 3, 45), (5, 17, 16)]
@@ -37,9 +37,7 @@ def check(case: Case, opset: int = 23) -> None:
     assert (np.abs(y - expected) <= of_float32(case)).all()
 
 
-@EACH_MODE
-@EACH_BITS
-@pytest.mark.parametrize("shape", SHAPES[:3])
+@pytest.mark.parametrize(("bits", "activations", "shape"), pairwise(range(1, 9), MODES, SHAPES[:3]))
 def test_body_is_the_reference(bits: int, activations: str, shape: tuple[int, int, int]) -> None:
     case = case_of(
         *shape, bits, zero_points=bits % 2 == 0, bias=bits % 3 == 0, scale_type=[np.float16, np.float32][bits % 2]
@@ -49,9 +47,7 @@ def test_body_is_the_reference(bits: int, activations: str, shape: tuple[int, in
         check({**case, "minimums": 1, "activations": activations})
 
 
-@EACH_MODE
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("leading", [(), (2, 3), (0,), (2, 0)])
+@pytest.mark.parametrize(("activations", "shape", "leading"), pairwise(MODES, SHAPES, [(), (2, 3), (0,), (2, 0)]))
 def test_any_rank_and_no_rows(activations: str, shape: tuple[int, int, int], leading: tuple[int, ...]) -> None:
     check({**case_of(*shape, 3, leading=leading, bias=True, zero_points=True), "activations": activations})
 

@@ -20,6 +20,9 @@ Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
+# Of pages that are stored as floats: their steps and codes.
+_ZERO: Doubles = np.zeros((1, 1))
+
 
 @dataclass(frozen=True)
 class Stored:
@@ -158,7 +161,8 @@ def stored_tokens(
         offsets = positions[these] % attrs.page
         for index, stored in enumerate(_stored_page(attrs, state, head, int(page), tokens, channels)):
             for part, numbers in enumerate((stored.low, stored.step, stored.codes)):
-                parts[index, part, these] = np.broadcast_to(numbers, (attrs.page, channels))[offsets]
+                if numbers is not _ZERO:
+                    parts[index, part, these] = np.broadcast_to(numbers, (attrs.page, channels))[offsets]
     return Stored(*parts[0]), Stored(*parts[1])
 
 
@@ -166,20 +170,19 @@ def _stored_page(
     attrs: KVAttributes, state: State, head: int, page: int, tokens: int, channels: int
 ) -> tuple[Stored, Stored]:
     """Return keys and values of a page, of shapes that broadcast to [T, D]."""
-    nothing = np.zeros((1, 1))
     if attrs.levels is not None and attrs.is_recent(page, tokens):
         keys, values = state["recent"][head, attrs.slot(page)].reshape(2, attrs.page, channels).astype(np.float64)
-        return Stored(keys, nothing, nothing, nothing), Stored(values, nothing, nothing, nothing)
+        return Stored(keys, _ZERO, _ZERO, _ZERO), Stored(values, _ZERO, _ZERO, _ZERO)
     physical = attrs.physical_page(page, state["keys"].shape[1])
     shape = (attrs.page, channels)
     keys = unpack_keys(state["keys"][head, physical], *shape, attrs.storage).astype(np.float64)
     values = unpack_values(state["values"][head, physical], *shape, attrs.storage).astype(np.float64)
     if attrs.levels is None:
-        return Stored(keys, nothing, nothing, nothing), Stored(values, nothing, nothing, nothing)
+        return Stored(keys, _ZERO, _ZERO, _ZERO), Stored(values, _ZERO, _ZERO, _ZERO)
     scales = state["scales"][head, physical].astype(np.float64)
     key_low, key_step = scales[: 2 * channels].reshape(2, 1, channels)
     value_low, value_step = scales[2 * channels :].reshape(2, attrs.page, 1)
-    return Stored(key_low, key_step, keys, nothing), Stored(value_low, value_step, values, nothing)
+    return Stored(key_low, key_step, keys, _ZERO), Stored(value_low, value_step, values, _ZERO)
 
 
 def read_mask(
