@@ -92,6 +92,17 @@ def sessions_compute_on_one_core() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def verdicts_read_few_tokens() -> Iterator[None]:
+    """Judge what :func:`graphopt.optimize` makes on 64 tokens by default: 1022 take as long as a small compile."""
+    from graphopt.pipeline import optimize
+
+    assert optimize.__kwdefaults__ is not None
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(optimize.__kwdefaults__, "quality_tokens", 64)
+        yield
+
+
 @pytest.fixture(scope="session")
 def make_folder() -> Callable[[str], Path]:
     """Return a function that makes the Hugging Face folder of a family; three have a tokenizer."""

@@ -98,7 +98,7 @@ def test_the_same_tokens_without_the_library(
 ) -> None:
     prompts = ["def f(x):\n    return g(x, [y for y in range(10)])\n" * 2, "x"]
     texts = [
-        generate(make_session("llama", step, native=native, **options), prompts, max_new_tokens=60)
+        generate(make_session("llama", step, native=native, **options), prompts, max_new_tokens=36)
         for native in (True, False)
     ]
     assert texts[0] == texts[1]
