@@ -132,11 +132,12 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
         export(make_folder(family), folder)
 
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
-    wanted = {"llama", "bert"} | {each["family"] for each in parameters if each.get("family") in families.FAMILIES}
+    asked_for = {each.get("family") for each in parameters}
+    wanted = sorted({"llama"} | asked_for & (families.FAMILIES | families.ENCODERS).keys() - {HUB})
 
     def make_another() -> bool:
         """Export a family that a later test asks for and that no worker exports now, if there is one."""
-        for family in sorted(wanted - {HUB}):
+        for family in wanted:
             if is_to_do(f"{family}-artifact", EXPORTS):
                 make(family)
                 return True
