@@ -41,7 +41,7 @@ from tools.peers import nbits
 from tools.real.dither import dither, dithered, put_weights
 
 RECIPES = ("int3", "int4-rtn", "int4", "nf4", "small", "medium", "fp6", "large")
-KINDS = ("IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")
+KINDS = ("IQ2_XS", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")
 _WINDOW = 512
 
 
@@ -105,8 +105,7 @@ class Bench:
         if not plain.exists():
             graphopt.optimize(self.floats, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), plain)
         size = nbits.quantized(plain, method, group, folder)
-        name = method if method == "k-quant" else f"{method}, groups of {group}"
-        return self.row("onnxruntime", name, folder, size)
+        return self.row("onnxruntime", f"{method}, groups of {group}", folder, size)
 
     def llama_cpp(self, binary: Path, kinds: list[str]) -> Iterator[Row]:
         """Yield a row for each type of llama.cpp's."""

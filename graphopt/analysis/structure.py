@@ -7,6 +7,14 @@ import onnx_ir as ir
 from graphopt.runtime_ops import DOMAIN, signature_of
 from graphopt.weights import weight_of
 
+THIN = 8
+"""Rows or columns up to which a matrix is a branch of few directions: codes of it would save nothing."""
+
+
+def is_thin(weight: ir.Value) -> bool:
+    """Return whether a matrix has so few rows or columns that it stays in floats."""
+    return weight.const_value is not None and min(weight.const_value.shape.numpy()) <= THIN
+
 
 def linear_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return every ``MatMul`` whose right side is a constant floating-point matrix, in order."""

@@ -51,6 +51,25 @@ def factored(hessian: npt.NDArray[Any], damping: float, order: npt.NDArray[np.in
     return upper, roots**2
 
 
+def filtered(matrix: npt.NDArray[Any], hessian: npt.NDArray[Any], noise: float) -> npt.NDArray[np.float32]:
+    """Return (H + v)^-1 H W, the weight of least squared error for inputs with errors of mean square v.
+
+    Args:
+        matrix: W, [rows, columns].
+        hessian: H = X^T X, [rows, rows], up to a factor.
+        noise: v, as a share of the mean of H's diagonal. A Hessian of zeros leaves W.
+    """
+    mean = float(np.diagonal(hessian).mean(dtype=np.float64))
+    if not mean:
+        return np.asarray(matrix, np.float32)
+    noisy = hessian.astype(np.float64)
+    noisy /= mean
+    noisy.reshape(-1)[:: len(noisy) + 1] += noise
+    # H W = (H + v) W - v W, and W itself keeps its precision.
+    change = noise * np.linalg.solve(noisy, matrix.astype(np.float64))
+    return np.asarray(matrix - change, np.float32)
+
+
 def _cholesky(hessian: Doubles, damping: float) -> Doubles:
     """Return the lower factor of ``hessian`` with ``damping``, or as much more as it takes, on its diagonal.
 

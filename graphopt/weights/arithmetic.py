@@ -138,7 +138,7 @@ class Rotated(_Along):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class VectorTimes(Expression):
-    """b W for a vector b [rows] and a matrix W [rows, columns], in float64: [columns]."""
+    """b W for a vector b [rows] and a matrix W [rows, columns], in float64: [columns]. Or for several, b [n, rows]."""
 
     vector: Expression
     matrix: Expression
@@ -150,14 +150,16 @@ class VectorTimes(Expression):
 
     @property
     def shape(self) -> Shape:
-        """The columns of the matrix."""
-        return self.matrix.shape[1:]
+        """The columns of the matrix, for each vector."""
+        return self.vector.shape[:-1] + self.matrix.shape[1:]
 
     def evaluate(self, region: Region) -> Array:
         """Multiply block by block of all columns: BLAS sums a product of another shape in another order."""
         b = self.vector.numpy().astype(np.float64)
-        found = [b @ self.matrix.evaluate(block).astype(np.float64) for block in blocks_of(self.matrix.shape, 0)]
-        return np.concatenate(found)[region]
+        blocks = (self.matrix.evaluate(block).astype(np.float64) for block in blocks_of(self.matrix.shape, 0))
+        # Vector by vector: how a product of matrices is summed depends on the threads that share it.
+        found = [np.stack([each @ block for each in b]) if b.ndim > 1 else b @ block for block in blocks]
+        return np.concatenate(found, axis=-1)[region]
 
 
 def rotation_of(claim: RotationClaim) -> Rotation:

@@ -23,13 +23,13 @@ def _method(name: str) -> Callable[[Callable[[int], dict[str, Any]]], Callable[[
 
 @_method("RTN")
 def _nearest(group: int) -> dict[str, Any]:
-    """Round to nearest, with zero points; the table of tokens too, where it is of its own."""
-    return {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("MatMul", "Gather")}
+    """Round to nearest, with zero points."""
+    return {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("MatMul",)}
 
 
 @_method("HQQ")
 def _half_quadratic(group: int) -> dict[str, Any]:
-    """Zero points by half-quadratic optimization; matrices only."""
+    """Zero points by half-quadratic optimization; scales and zero points in float32."""
     from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig
 
     return {"algo_config": HQQWeightOnlyQuantConfig(block_size=group)}
@@ -37,10 +37,10 @@ def _half_quadratic(group: int) -> dict[str, Any]:
 
 @_method("k-quant")
 def _k_quant(group: int) -> dict[str, Any]:
-    """llama.cpp's search of scales and minimums, in groups of 32 whatever is asked."""
+    """llama.cpp's search of scales and minimums."""
     from onnxruntime.quantization.matmul_nbits_quantizer import KQuantWeightOnlyQuantConfig
 
-    return {"algo_config": KQuantWeightOnlyQuantConfig()}
+    return {"block_size": group, "algo_config": KQuantWeightOnlyQuantConfig()}
 
 
 def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -58,6 +58,8 @@ def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
 def quantized(model: Path, method: str, group: int, output: Path) -> int:
     """Quantize the model in the folder ``model`` into the folder ``output``; return the bytes of its weights.
 
+    No method but round to nearest takes the table of tokens, so it is always rounded to nearest.
+
     Raises:
         Exception: whatever onnxruntime raises where it cannot.
     """
@@ -65,6 +67,9 @@ def quantized(model: Path, method: str, group: int, output: Path) -> int:
 
     loaded = with_matrices(onnx.load(model / "model.onnx"))
     quantizer = MatMulNBitsQuantizer(loaded, **METHODS[method](group))
+    quantizer.process()
+    tables = {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("Gather",)}
+    quantizer = MatMulNBitsQuantizer(quantizer.model.model, **tables)
     quantizer.process()
     output.mkdir(parents=True, exist_ok=True)
     quantizer.model.save_model_to_file(str(output / "model.onnx"), use_external_data_format=True)

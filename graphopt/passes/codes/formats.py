@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import onnx_ir as ir
@@ -58,3 +59,18 @@ def fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int)
     if first_opset is None or opset < first_opset or wanted.group is None:
         return None
     return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)
+
+
+def check_names(matrices: Iterable[str], weights: Iterable[ir.Value | None]) -> None:
+    """Refuse formats of matrices that are no weight of a product.
+
+    Raises:
+        InputError: names the first.
+    """
+    known = {weight.name for weight in weights if weight is not None}
+    unknown = [name for name in matrices if name not in known]
+    if unknown:
+        raise InputError(
+            f"the recipe gives {len(unknown)} formats to weights that no product has, the first to {unknown[0]}",
+            remedy="graphopt inspect shows the names; a recipe of graphopt search is for one model",
+        )

@@ -10,12 +10,12 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from graphopt.analysis.structure import linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
+from graphopt.analysis.structure import is_thin, linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
 from graphopt.editing import drop, replace, shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, fused_group
+from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, check_names, fused_group
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.logical import dequantize, typed
 from graphopt.passes.codes.tied import look_up_columns, tied_lookups
@@ -50,6 +50,7 @@ MEASURED = Rule(
 )
 LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
 ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
+THIN = Rule("quantize_weights.thin", "a branch of few directions: codes of it would save nothing")
 LEFT = Rule("quantize_weights.left", "the recipe leaves it in floating point")
 NOT_TOKENS = Rule("quantize_weights.not-tokens", "a table that is not looked up by input_ids")
 NO_LOOKUP = Rule(
@@ -72,6 +73,8 @@ class QuantizeWeightsOptions(StepOptions):
         linear: format of matrices.
         embedding: format of the token embedding, where it is stored apart from the lm_head.
         lm_head: format of the matrix that makes the logits.
+        matrices: formats of single matrices by the names of their weights, in place of ``linear`` and ``lm_head``;
+            ``graphopt search`` writes them.
         tied: whether a token embedding that is the transposed lm_head is looked up in the codes of the lm_head, so that
             both are stored once. ``embedding`` must not be ``None``; its format is then that of the lm_head.
         scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
@@ -91,6 +94,7 @@ class QuantizeWeightsOptions(StepOptions):
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()
     lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
+    matrices: dict[str, LinearFormat | None] = Field(default_factory=dict)
     tied: bool = True
     scale: Scale = "least_squares"
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
@@ -144,12 +148,19 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         lm_heads, routers, tokens = lm_head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
         tied = tied_lookups(graph) if self.options.tied and self.options.embedding is not None else {}
         products: dict[ir.Node, LinearFormat] = {}
+        options = self.options
+        check_names(options.matrices, [weight_of(node, 1) for node in linear_nodes(graph)])
         for node in linear_nodes(graph):
-            wanted = self.options.lm_head if node in lm_heads else self.options.linear
+            weight = weight_of(node, 1)
+            assert weight is not None
+            usual = options.lm_head if node in lm_heads else options.linear
+            wanted = options.matrices.get(weight.name or "", usual)
             if node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())
             elif wanted is None:
                 ledger.skipped(node, LEFT())
+            elif is_thin(weight):
+                ledger.skipped(node, THIN())
             else:
                 products[node] = wanted
         measured: Mapping[ir.Node, InputStatistics] = {}
@@ -167,9 +178,9 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
                 self._quantize_table(graph, node, self.options.embedding, ledger)
         left = set(linear_nodes(graph))
         for node in graph:
-            weight = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
-            if weight is not None and node not in left:
-                ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in weight.shape or ()]))
+            other = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
+            if other is not None and node not in left:
+                ledger.skipped(node, NO_MATRIX(op_type=node.op_type, shape=[str(dim) for dim in other.shape or ()]))
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that no original weight is left in the file beside its codes."""

@@ -1,0 +1,56 @@
+"""The command that picks a format for each matrix: ``search``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from graphopt.cli.commands import command
+from graphopt.cli.console import Json, bytes_of, out, print_json, progress
+
+
+@command("search")
+def search(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file with a tokenizer beside it")],
+    size: Annotated[str, typer.Option("--bytes", help="what all weights may take, such as 80MB")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the recipe to write, a YAML file")],
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="what to do besides: preset or YAML file")] = "small",
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", help="to choose from, such as nl4:64: a format and its group")
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="of the calibration text to measure divergences on")] = 512,
+    work: Annotated[
+        Path | None, typer.Option("--work", help="folder of measurements; by default .OUTPUT-search beside OUTPUT")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the format of each matrix with which the model diverges least in a number of bytes; write a recipe.
+
+    Each matrix is rounded alone and the model run with it. What is measured is kept: a search that was cut off goes on
+    where it was, and one for another number of bytes takes seconds.
+    """
+    from graphopt.search import CHOICES
+    from graphopt.search import search as find
+    from graphopt.search.choices import choice_of, name_of
+
+    room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
+    assert room is not None
+    choices = [choice_of(each) for each in formats] if formats else CHOICES
+    with progress() as say:
+        found = find(model, room, folder, recipe=recipe, choices=choices, tokens=tokens, on_stage=say)
+    output.write_text(found.recipe.to_yaml(), encoding="utf-8")
+    if as_json:
+        return print_json(found)
+    table = Table("format", "matrices")
+    for name, count in sorted(Counter(name_of(choice) for choice in found.chosen.values()).items()):
+        table.add_row(name, str(count))
+    out.print(table)
+    out.print(
+        f"{output}: about {found.bytes / 1e6:.1f} MB, expected divergence {found.loss:.4f} nats per token",
+        soft_wrap=True,
+    )
+    return None

@@ -1,0 +1,117 @@
+"""A search on the model that ships, from statistics to an artifact of the bytes that were asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from graphopt.cli.commands import found_commands
+from graphopt.errors import InputError
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe, load_recipe
+from graphopt.search import Found, search
+from graphopt.search.choices import choice_of, name_of, stored_bytes
+from graphopt.search.measure import Database, Row
+from graphopt.statistics.options import CalibrationOptions
+
+pytest.importorskip("scipy")
+
+SIZES = (2_500_000, 3_000_000)
+
+
+def recipe() -> Recipe:
+    small = load_recipe("small")
+    return small.model_copy(update={"calibration": CalibrationOptions(windows=2, window=128)})
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("search")
+
+
+@pytest.fixture(scope="module")
+def found(work: Path, shipped_artifact: Path) -> list[Found]:
+    return [search(shipped_artifact, size, work, recipe=recipe(), tokens=64) for size in SIZES]
+
+
+def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[Found]) -> None:
+    assert all(each.bytes <= size for each, size in zip(found, SIZES, strict=True))
+    # a step from one choice to the next is at most 1% of the model here
+    assert all(each.bytes > 0.98 * size for each, size in zip(found, SIZES, strict=True))
+    assert found[1].loss < 0.7 * found[0].loss
+    assert len({name_of(choice) for choice in found[0].chosen.values()}) > 1
+
+
+def test_the_recipe_makes_what_was_promised(
+    found: list[Found], work: Path, shipped_artifact: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(found[0].recipe.to_yaml(), encoding="utf-8")
+    made = optimize(
+        shipped_artifact, tmp_path / "recipe.yaml", tmp_path / "made", run=False, quality_tokens=0, statistics=work
+    )
+    assert made.manifest.weights is not None
+    # besides weights a model has tables of formats and a few constants
+    assert made.manifest.weights.bytes == pytest.approx(found[0].bytes, rel=0.01)
+
+
+def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
+    (file,) = work.glob("search-*.jsonl")
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    # cut off in the middle of the last line
+    file.write_text("".join(lines)[:-40], encoding="utf-8")
+    stages: list[str] = []
+    again = search(
+        shipped_artifact,
+        SIZES[0],
+        work,
+        recipe=recipe(),
+        tokens=64,
+        on_stage=lambda stage, done=0, total=None: stages.append(stage),
+    )
+    assert [stage for stage in stages if stage.startswith("rounding")] == [
+        f"rounding {json.loads(lines[-1])['weight']}"
+    ]
+    assert file.read_text(encoding="utf-8") == "".join(lines)
+    assert again == found[0]
+
+
+def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
+    with pytest.raises(InputError, match="in the smallest formats"):
+        search(shipped_artifact, 1_000_000, work, recipe=recipe(), tokens=64)
+    with pytest.raises(InputError, match="has no step quantize_weights"):
+        search(shipped_artifact, 2_000_000, work, recipe="rotate", tokens=64)
+    with pytest.raises(InputError, match="is no format with a group"):
+        choice_of("nl9:64")
+    strange = found[0].recipe.setting("quantize_weights", matrices={"no.weight": {"format": "nl4"}})
+    with pytest.raises(InputError, match="weights that no product has, the first to no.weight"):
+        optimize(shipped_artifact, strange, run=False, quality_tokens=0, statistics=work)
+
+
+def test_bytes_are_those_of_packed_codes_and_scales() -> None:
+    assert stored_bytes(choice_of("nl4:64"), 128, 10) == 128 * 10 // 2 + 2 * 2 * 10
+    assert stored_bytes(choice_of("uint4:32"), 128, 10) == 128 * 10 // 2 + (2 + 2) * 4 * 10
+    assert stored_bytes(choice_of("int3:column"), 128, 8) == 128 * 8 * 3 // 8 + 2 * 8
+    assert name_of(choice_of("int3:column")) == "int3:column"
+
+
+def test_the_database_refuses_what_is_no_row(tmp_path: Path) -> None:
+    database = Database(tmp_path / "rows.jsonl")
+    database.add(Row(weight="a", rows=2, columns=3, bytes={"nl4:64": 9}, losses={"nl4:64": 0.5}))
+    assert Database(database.file).rows == database.rows
+    database.file.write_text('{"weight": "a"}\n', encoding="utf-8")
+    with pytest.raises(ValidationError):
+        Database(database.file)
+
+
+def test_the_command_writes_a_recipe(work: Path, shipped_artifact: Path, found: list[Found], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(recipe().to_yaml(), encoding="utf-8")
+    run = found_commands()["search"]
+    run(shipped_artifact, "2.5MB", tmp_path / "out.yaml", recipe=str(mine), tokens=64, work=work)
+    made = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))
+    step = next(step for step in made["steps"] if step["step"] == "quantize_weights")
+    assert {name: choice_of(f"{c['format']}:{c['group']}") for name, c in step["matrices"].items()} == found[0].chosen
