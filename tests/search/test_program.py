@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from graphopt.errors import InputError
 from graphopt.search.program import solved
 
-pytest.importorskip("scipy")
+pytest.importorskip("scipy")  # of the extra `search`
 
 
 @given(
@@ -18,7 +18,7 @@ pytest.importorskip("scipy")
     ),
     share=st.floats(0, 1),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10, deadline=None)
 def test_it_is_the_best_of_all_combinations(table: list[list[tuple[float, int]]], share: float) -> None:
     losses, sizes = [[each[0] for each in row] for row in table], [[each[1] for each in row] for row in table]
     least, most = (sum(extreme(row) for row in sizes) for extreme in (min, max))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -13,19 +14,23 @@ from graphopt.cli.commands import found_commands
 from graphopt.errors import InputError
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
-from graphopt.search import Found, search
+from graphopt.search import CHOICES, Found, search
 from graphopt.search.choices import choice_of, name_of, stored_bytes
 from graphopt.search.measure import Database, Row
 from graphopt.statistics.options import CalibrationOptions
 
 pytest.importorskip("scipy")
 
-SIZES = (2_500_000, 3_000_000)
+SIZES, FORMATS = (2_400_000, 2_650_000), CHOICES[:2]
 
 
 def recipe() -> Recipe:
     small = load_recipe("small")
     return small.model_copy(update={"calibration": CalibrationOptions(windows=2, window=128)})
+
+
+def run(model: Path, size: int, work: Path, **given: Any) -> Found:
+    return search(model, size, work, **{"recipe": recipe(), "choices": FORMATS, "tokens": 64, **given})
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +40,14 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(work: Path, shipped_artifact: Path) -> list[Found]:
-    return [search(shipped_artifact, size, work, recipe=recipe(), tokens=64) for size in SIZES]
+    return [run(shipped_artifact, size, work) for size in SIZES]
 
 
 def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[Found]) -> None:
     assert all(each.bytes <= size for each, size in zip(found, SIZES, strict=True))
     # a step from one choice to the next is at most 1% of the model here
     assert all(each.bytes > 0.98 * size for each, size in zip(found, SIZES, strict=True))
-    assert found[1].loss < 0.7 * found[0].loss
+    assert found[1].loss < found[0].loss
     assert len({name_of(choice) for choice in found[0].chosen.values()}) > 1
 
 
@@ -64,14 +69,7 @@ def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: P
     # cut off in the middle of the last line
     file.write_text("".join(lines)[:-40], encoding="utf-8")
     stages: list[str] = []
-    again = search(
-        shipped_artifact,
-        SIZES[0],
-        work,
-        recipe=recipe(),
-        tokens=64,
-        on_stage=lambda stage, done=0, total=None: stages.append(stage),
-    )
+    again = run(shipped_artifact, SIZES[0], work, on_stage=lambda stage, done=0, total=None: stages.append(stage))
     assert [stage for stage in stages if stage.startswith("rounding")] == [
         f"rounding {json.loads(lines[-1])['weight']}"
     ]
@@ -81,9 +79,9 @@ def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: P
 
 def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
     with pytest.raises(InputError, match="in the smallest formats"):
-        search(shipped_artifact, 1_000_000, work, recipe=recipe(), tokens=64)
+        run(shipped_artifact, 1_000_000, work)
     with pytest.raises(InputError, match="has no step quantize_weights"):
-        search(shipped_artifact, 2_000_000, work, recipe="rotate", tokens=64)
+        run(shipped_artifact, 2_000_000, work, recipe="rotate")
     with pytest.raises(InputError, match="is no format with a group"):
         choice_of("nl9:64")
     strange = found[0].recipe.setting("quantize_weights", matrices={"no.weight": {"format": "nl4"}})
@@ -110,8 +108,10 @@ def test_the_database_refuses_what_is_no_row(tmp_path: Path) -> None:
 def test_the_command_writes_a_recipe(work: Path, shipped_artifact: Path, found: list[Found], tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(recipe().to_yaml(), encoding="utf-8")
-    run = found_commands()["search"]
-    run(shipped_artifact, "2.5MB", tmp_path / "out.yaml", recipe=str(mine), tokens=64, work=work)
+    formats = [name_of(choice) for choice in FORMATS]
+    found_commands()["search"](
+        shipped_artifact, "2.4MB", tmp_path / "out.yaml", recipe=str(mine), formats=formats, tokens=64, work=work
+    )
     made = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))
     step = next(step for step in made["steps"] if step["step"] == "quantize_weights")
     assert {name: choice_of(f"{c['format']}:{c['group']}") for name, c in step["matrices"].items()} == found[0].chosen

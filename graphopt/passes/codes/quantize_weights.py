@@ -94,7 +94,7 @@ class QuantizeWeightsOptions(StepOptions):
     linear: LinearFormat | None = LinearFormat()
     embedding: EmbeddingFormat | None = EmbeddingFormat()
     lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
-    matrices: dict[str, LinearFormat | None] = Field(default_factory=dict)
+    matrices: dict[str, LinearFormat | None] = Field(default={})
     tied: bool = True
     scale: Scale = "least_squares"
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST

@@ -78,7 +78,8 @@ def test_inputs_without_a_strong_direction_stay(tmp_path: Path) -> None:
 
 def test_directions_of_odd_statistics() -> None:
     values, vectors = directions(np.zeros((5, 5), np.float32), 3)
-    assert not values.any() and np.array_equal(vectors.T @ vectors, np.eye(3))
+    assert not values.any()
+    assert np.array_equal(vectors.T @ vectors, np.eye(3))
     values, vectors = directions(np.diag(np.array([1, 9, 4], np.float32)), 8)
     assert values == pytest.approx([9 / 14, 4 / 14, 1 / 14])
     assert np.abs(vectors - np.eye(3)[:, [1, 2, 0]]).max() < 1e-6
