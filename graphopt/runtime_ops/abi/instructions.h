@@ -12,8 +12,8 @@ namespace graphopt {
 // multiply bytes are compiled for it, others are those of kAvx2.
 enum class Instructions { kScalar, kAvx2, kAvxVnni, kAvx512 };
 
-// The fastest set that this machine supports, or the one that GRAPHOPT_OPS_ISA (scalar, avx2, avxvnni, avx512) names. Returns
-// false where that is unknown, or unsupported by this machine or this build.
+// The fastest set that this machine supports, or the one that GRAPHOPT_OPS_ISA (scalar, avx2, avxvnni, avx512) names.
+// Returns false where that is unknown, or unsupported by this machine or this build.
 bool choose_instructions(Instructions* chosen);
 
 constexpr char kWrongInstructions[] =

@@ -40,7 +40,9 @@ inline void for_each_line_of(const Weights& weights, const Part& part, const Wit
     for (size_t at = 0; at < kUnitBytes; at += kLine) {
       __builtin_prefetch(unit + part.units * kUnitBytes + at, 0, 2);
     }
-    for_each_line([&](auto j) { with_line(codes_of_line<Bits, Exact, decltype(j)::value>(unit), part.first_unit + i); });
+    for_each_line([&](auto j) {
+      with_line(codes_of_line<Bits, Exact, decltype(j)::value>(unit), part.first_unit + i);
+    });
   }
 }
 

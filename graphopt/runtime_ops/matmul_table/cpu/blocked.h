@@ -2,41 +2,11 @@
 #pragma once
 
 #include "matmul_table/cpu/block.h"
+#include "matmul_table/cpu/lines.h"
 #include "matmul_table/cpu/scaled.h"
 
 namespace graphopt {
 namespace {
-
-// The operand types of a product: lines of a unit in a block, lines that words are multiplied with at a time, and how.
-template <bool Small>
-struct Int8 {
-  static constexpr size_t kLines = 4;
-  using Sum = Integers;
-  static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) { return dot<Small>(sum, line, word); }
-};
-// Bytes of 32 at most: eight products of them fit 16 bits, those of a unit are summed up there.
-struct Int8Runs {
-  static constexpr size_t kLines = 4;
-  using Sum = Integers;
-};
-struct Int16 {
-  static constexpr size_t kLines = 8;
-  using Sum = Integers;
-  static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) { return dot_pairs(sum, line, word); }
-};
-struct Bfloat16 {
-  static constexpr size_t kLines = 8;
-  using Sum = Floats;
-  static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) { return dot_bfloat16(sum, line, word); }
-};
-struct Float {
-  static constexpr size_t kLines = 16;
-  using Sum = Floats;
-  static Sum multiply(const Sum& sum, const Bytes& line, uint32_t word) {
-    const auto part = [&](size_t i) { return reinterpret_cast<Floats::Part>(line.part[i]); };
-    return dot_float(sum, by_parts<Floats>(part), word);
-  }
-};
 
 // What is done to the sums of a segment: floats are multiplied by `unit`, then by the scales of one or two tiles.
 struct SegmentScales {
@@ -47,66 +17,6 @@ struct SegmentScales {
 
 // Rows of x that go by a block of weights: their totals and the block fit the second level of the caches.
 constexpr size_t kRowsOfBlock = 504;
-
-// Sides of a block that are multiplied at once: as many as there are registers for the sums.
-constexpr size_t sides_at_once(size_t width) { return kVectorBytes == 32 && width > 2 ? 1 : 2; }
-
-template <typename Kind, size_t Width, size_t kSides>
-GRAPHOPT_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
-                                    size_t count) {
-  for (size_t left = count; left; --left, line += 2 * kLine, word += Width) {
-    Bytes values[kSides];
-#pragma GCC unroll 2
-    for (size_t side = 0; side < kSides; ++side) values[side] = load_line<Bytes>(line + side * kLine);
-#pragma GCC unroll 12
-    for (size_t row = 0; row < Width; ++row) {
-#pragma GCC unroll 2
-      for (size_t side = 0; side < kSides; ++side) {
-        sums[row][side] = Kind::multiply(sums[row][side], values[side], word[row]);
-      }
-    }
-  }
-}
-
-// The same for `Int8Runs`.
-template <size_t Width, size_t kSides>
-GRAPHOPT_INLINE void multiply_runs(Integers (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  for (size_t left = units; left; --left) {
-    Line<int16_t> runs[Width][kSides];
-#pragma GCC unroll 4
-    for (size_t j = 0; j < Int8Runs::kLines; ++j, line += 2 * kLine, word += Width) {
-#pragma GCC unroll 12
-      for (size_t row = 0; row < Width; ++row) {
-        const __m256i x = _mm256_set1_epi32(static_cast<int>(word[row]));
-#pragma GCC unroll 2
-        for (size_t side = 0; side < kSides; ++side) {
-          const auto products = by_parts<Line<int16_t>>([&](size_t i) __attribute__((always_inline)) {
-            const auto* const at = reinterpret_cast<const __m256i*>(line + side * kLine) + i;
-            return reinterpret_cast<Line<int16_t>::Part>(_mm256_maddubs_epi16(_mm256_load_si256(at), x));
-          });
-          Line<int16_t>& run = runs[row][side];
-          run = j ? by_parts<Line<int16_t>>([&](size_t i) { return run.part[i] + products.part[i]; }) : products;
-          settle(run);
-        }
-      }
-    }
-#pragma GCC unroll 12
-    for (size_t row = 0; row < Width; ++row) {
-#pragma GCC unroll 2
-      for (size_t side = 0; side < kSides; ++side) {
-        sums[row][side] = by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
-          const __m256i run = reinterpret_cast<__m256i>(runs[row][side].part[i]);
-          const __m256i pairs = _mm256_madd_epi16(run, _mm256_set1_epi16(1));
-          return sums[row][side].part[i] + reinterpret_cast<Integers::Part>(pairs);
-        });
-      }
-    }
-  }
-#else
-  (void)sums, (void)line, (void)word, (void)units;
-#endif
-}
 
 // One panel of rows and one segment; `totals`: [row][2], `at`: of its first row among those of the segment.
 template <typename Kind, bool Wide, size_t Width>
@@ -125,11 +35,7 @@ void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, con
         }
       }
     }
-    if constexpr (std::is_same_v<Kind, Int8Runs>) {
-      multiply_runs<Width, kSides>(sums, lines + first * kLine, words, units);
-    } else {
-      multiply_lines<Kind, Width, kSides>(sums, lines + first * kLine, words, units * Kind::kLines);
-    }
+    Kind::template multiply<Width>(sums, lines + first * kLine, words, units);
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
       Floats* const total = totals + 2 * row + first;

@@ -54,7 +54,7 @@ GRAPHOPT_INLINE Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes
 #endif
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if GRAPHOPT_BY_PAIRS
 
 // Tables of integers that fit a byte, signed or not: the byte of each row goes to the end of its lane.
 template <int Bits, bool ByXor, bool Signed>

@@ -13,7 +13,7 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr size_t kFew = 8, kFewFloats = 0, kPanel = 12, kWidths[] = {1, 2, 4, 8, 12};
-#elif defined(__AVX2__)
+#elif GRAPHOPT_BY_PAIRS
 constexpr size_t kFew = 2, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
 #else
 constexpr size_t kFew = 4, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2, 4};
@@ -24,7 +24,7 @@ Words form_for(const Weights& weights, Activations kind, bool is_few) {
   if (kind == Activations::kFloat) return Words::kFloats;
   if (kind == Activations::kBfloat16) return kByPairs ? Words::kFloats : Words::kBfloat16s;
   const Table& table = weights.table;
-  // few rows read tables so
+  // see AsMagnitudes
   const bool magnitudes = table.wide && table.has_signs && table.largest_integer < 1 << 14;
   if (is_few && magnitudes && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
   return kByPairs && (table.wide || (!kSumsBytes && table.most > 128)) ? Words::kPairs : Words::kBytes;
@@ -112,16 +112,16 @@ void many(const Weights& weights, const Rounded& rounded, float* y, size_t first
     if (rounded.form == Words::kFloats) {
       return multiply_many<Float, false>(weights, rounded, fill, shifted, y, first, end);
     }
-    if constexpr (kByPairs) {
-      if (rounded.form == Words::kPairs)
-        return multiply_many<Int16, false>(weights, rounded, fill, false, y, first, end);
-      if (!kSumsBytes && weights.table.most <= 32)
-        return multiply_many<Int8Runs, false>(weights, rounded, fill, false, y, first, end);
-    } else {
-      if (rounded.form == Words::kBfloat16s)
-        return multiply_many<Bfloat16, false>(weights, rounded, fill, false, y, first, end);
-      if (weights.table.wide) return multiply_many<Int8<false>, true>(weights, rounded, fill, false, y, first, end);
-    }
+#if GRAPHOPT_BY_PAIRS
+    if (rounded.form == Words::kPairs)
+      return multiply_many<Int16, false>(weights, rounded, fill, false, y, first, end);
+    if (!kSumsBytes && weights.table.most <= 32)
+      return multiply_many<Int8Runs, false>(weights, rounded, fill, false, y, first, end);
+#else
+    if (rounded.form == Words::kBfloat16s)
+      return multiply_many<Bfloat16, false>(weights, rounded, fill, false, y, first, end);
+    if (weights.table.wide) return multiply_many<Int8<false>, true>(weights, rounded, fill, false, y, first, end);
+#endif
     multiply_many<Int8<kByPairs>, false>(weights, rounded, fill, false, y, first, end);
   };
   choose_bits(weights.bits, [&](auto bits) { choose_filling<decltype(bits)::value>(weights, rounded, with_filling); });

@@ -106,13 +106,14 @@ constexpr bool kSumsBytes = true;
 constexpr bool kSumsBytes = false;
 #endif
 
-// Whether numbers of 16 bits are what products of bytes are made of: `dot` of bytes up to 128 is cheap as two products
+// Whether products of bytes are made by way of numbers of 16 bits: `dot` of bytes up to 128 is cheap, as two products
 // of them fit 16 bits, and anything else is better multiplied by `dot_pairs`.
-#if defined(__AVX2__) && !defined(__AVX512VNNI__)
-constexpr bool kByPairs = true;
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#define GRAPHOPT_BY_PAIRS 1
 #else
-constexpr bool kByPairs = false;
+#define GRAPHOPT_BY_PAIRS 0
 #endif
+constexpr bool kByPairs = GRAPHOPT_BY_PAIRS;
 
 // sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them
 // -128; exact. `Small` promises bytes of 128 at most.
@@ -158,40 +159,26 @@ GRAPHOPT_INLINE Integers dot(const Integers& sum, const Bytes& unsigned_bytes, u
 #endif
 }
 
+#if GRAPHOPT_BY_PAIRS
 // sum + the products of the 2 signed numbers of 16 bits of each lane of `pairs` and the 2 of `word`; exact.
 GRAPHOPT_INLINE Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint32_t word) {
-#if defined(__AVX512VNNI__)
-  return {{reinterpret_cast<Integers::Part>(
-      _mm512_dpwssd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(pairs.part[0]),
-                          _mm512_set1_epi32(static_cast<int>(word))))}};
-#elif defined(__AVXVNNI__)
   const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
   return by_parts<Integers>([&](size_t i) {
-    return reinterpret_cast<Integers::Part>(_mm256_dpwssd_avx_epi32(
-        reinterpret_cast<__m256i>(sum.part[i]), reinterpret_cast<__m256i>(pairs.part[i]), x));
-  });
-#elif defined(__AVX2__)
-  const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
-  return by_parts<Integers>([&](size_t i) {
-    const __m256i products = _mm256_madd_epi16(reinterpret_cast<__m256i>(pairs.part[i]), x);
-    return sum.part[i] + reinterpret_cast<Integers::Part>(products);
-  });
+    const __m256i numbers = reinterpret_cast<__m256i>(pairs.part[i]);
+#if defined(__AVXVNNI__)
+    return reinterpret_cast<Integers::Part>(
+        _mm256_dpwssd_avx_epi32(reinterpret_cast<__m256i>(sum.part[i]), numbers, x));
 #else
-  using Lanes = Integers::Part;
-  typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
-  const int32_t even = static_cast<int16_t>(word & 0xffff), odd = static_cast<int16_t>(word >> 16);
-  return by_parts<Integers>([&](size_t i) {
-    const Lanes lanes = reinterpret_cast<Lanes>(pairs.part[i]);
-    const Lanes low = reinterpret_cast<Lanes>(reinterpret_cast<Naturals>(lanes) << 16) >> 16;
-    return sum.part[i] + (low * even + (lanes >> 16) * odd);
-  });
+    return sum.part[i] + reinterpret_cast<Integers::Part>(_mm256_madd_epi16(numbers, x));
 #endif
+  });
 }
+#endif
 
 // Ends a sum here. The compiler likes to put additions off until many products wait for them, in memory.
 template <typename T>
 GRAPHOPT_INLINE void settle(Line<T>& sum) {
-#if defined(__AVX2__) && !defined(__AVX512F__)
+#if GRAPHOPT_BY_PAIRS
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) asm("" : "+x"(sum.part[i]));
 #else

@@ -72,7 +72,8 @@ void Table::make(const float* values, size_t entries, int bits) {
     const int integer = integer_of(code);
     has_signs = has_signs && integer >= 0 && integer_of(code + size / 2) == -integer;
     floats_have_signs = floats_have_signs && !(floats[3][code] >> 7) && floats[0][code] == floats[0][code + size / 2] &&
-                        floats[1][code] == floats[1][code + size / 2] && floats[2][code] == floats[2][code + size / 2] &&
+                        floats[1][code] == floats[1][code + size / 2] &&
+                        floats[2][code] == floats[2][code + size / 2] &&
                         (floats[3][code] ^ 0x80) == floats[3][code + size / 2];
   }
   for (size_t code = 0; code < size; ++code) {
