@@ -81,7 +81,7 @@ def kernel() -> Iterator[Kernel]:
 
 
 def check(kernel: Kernel, case: Case, isas: Sequence[str] = ()) -> None:
-    """Every set of instructions, or ``isas``, is within the derived bound; where sums are integers, all give the same bits."""
+    """Each set of instructions, or ``isas``, is within the derived bound; sums of integers have the same bits."""
     names = ("codes", "scales", "table", "zero_points", "rows", "columns", "group", "minimums")
     exact = case["x"].astype(np.float64) @ dequantize(**{name: case[name] for name in names if name in case})
     exact += case["bias"]
