@@ -47,7 +47,7 @@ def by_body(inputs: Arrays, **attributes: Any) -> list[np.ndarray]:
 
 
 @given(honest())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_the_body_is_the_reference(case: Case) -> None:
     y, *after = reference(*arrays(case), **case.attributes)
     found, *stored = run_body(case)

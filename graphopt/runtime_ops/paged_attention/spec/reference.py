@@ -31,6 +31,8 @@ def reference(
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
     """
+    if kv_heads < 1 or window < 0:
+        raise ValueError(f"PagedAttention: kv_heads is at least 1 and window at least 0, not {kv_heads} and {window}")
     tokens, size = _check(query, key, value, starts, past, block_table, sink_logits, keys, values, kv_heads)
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
     places = _places(starts, past, block_table, keys)
