@@ -11,7 +11,7 @@ namespace {
 constexpr size_t kAhead = 1536;
 
 template <size_t Bytes>
-GRAPHOPT_INLINE void prefetch_ahead(const uint8_t* unit) {
+GRAPHOPT_UNCALLED void prefetch_ahead(const uint8_t* unit) {
 #pragma GCC unroll 4
   for (size_t at = 0; at < Bytes; at += kLine) __builtin_prefetch(unit + kAhead + at);
 }

@@ -14,7 +14,7 @@ struct Rows {
 };
 
 // Takes zero points off each value, or adds minimums: a sum of floats would lose what is taken off afterwards.
-GRAPHOPT_INLINE Floats shifted(const Floats& decoded, float unit, const ColumnScales& of) {
+GRAPHOPT_UNCALLED Floats shifted(const Floats& decoded, float unit, const ColumnScales& of) {
   if (of.minimums) return decoded * unit * of.scale + of.zero_point;
   return decoded * unit - of.zero_point;
 }
@@ -30,7 +30,7 @@ inline ColumnScales after_shift(ColumnScales of) {
 //
 // Line `part` of the result holds rows part * 4 / Size .. of 4 / Size rows each.
 template <int Bits, size_t Size>
-GRAPHOPT_INLINE Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
+GRAPHOPT_UNCALLED Bytes values_of(const uint8_t (*tables)[256], const Bytes& codes, size_t part) {
   constexpr size_t kRows = 4 / Size;
 #if defined(__AVX512VBMI__)
   uint8_t pattern[16];
@@ -65,7 +65,7 @@ class FloatsOfIntegers {
   FloatsOfIntegers(const Table& table, Activations) : to_byte_(shifted(table.low)), unit_(table.step) {}
   float unit() const { return unit_; }
 
-  GRAPHOPT_INLINE Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
     typedef int32_t Ints __attribute__((vector_size(kVectorBytes)));
     typedef uint32_t Naturals __attribute__((vector_size(kVectorBytes)));
     using Lanes = std::conditional_t<Signed, Ints, Naturals>;
@@ -111,7 +111,7 @@ class FloatsOfBytes {
   }
   float unit() const { return 1; }
 
-  GRAPHOPT_INLINE Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
     // the bytes of a row side by side: they are [column][row], 4 by 4
     const __m256i turn = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
@@ -182,7 +182,7 @@ class FloatsOfTable {
   explicit FloatsOfTable(const Table& table) : table_(table) {}
   float unit() const { return 1; }
 
-  GRAPHOPT_INLINE Rows operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
     Rows rows;
 #pragma GCC unroll 4
     for (size_t i = 0; i < 4; ++i) {

@@ -11,7 +11,7 @@ constexpr size_t sides_at_once(size_t width) { return kVectorBytes == 32 && widt
 
 // Adds the products of a segment of `units` units and `Width` rows to their sums.
 template <typename Kind, size_t Width, size_t kSides>
-GRAPHOPT_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
+GRAPHOPT_UNCALLED void multiply_lines(typename Kind::Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word,
                                     size_t units) {
   for (size_t left = units * Kind::kLines; left; --left, line += 2 * kLine, word += Width) {
     Bytes values[kSides];
@@ -31,7 +31,7 @@ GRAPHOPT_INLINE void multiply_lines(typename Kind::Sum (*sums)[kSides], const ui
 template <typename Kind>
 struct ByLines {
   template <size_t Width, typename Sum, size_t kSides>
-  static GRAPHOPT_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
+  static GRAPHOPT_UNCALLED void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
     multiply_lines<Kind, Width, kSides>(sums, line, word, units);
   }
 };
@@ -40,7 +40,7 @@ template <bool Small>
 struct Int8 : ByLines<Int8<Small>> {
   static constexpr size_t kLines = 4;
   using Sum = Integers;
-  static GRAPHOPT_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot<Small>(sum, line, word);
   }
 };
@@ -48,7 +48,7 @@ struct Int8 : ByLines<Int8<Small>> {
 struct Bfloat16 : ByLines<Bfloat16> {
   static constexpr size_t kLines = 8;
   using Sum = Floats;
-  static GRAPHOPT_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot_bfloat16(sum, line, word);
   }
 };
@@ -56,7 +56,7 @@ struct Bfloat16 : ByLines<Bfloat16> {
 struct Float : ByLines<Float> {
   static constexpr size_t kLines = 16;
   using Sum = Floats;
-  static GRAPHOPT_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     const auto part = [&](size_t i) { return reinterpret_cast<Floats::Part>(line.part[i]); };
     return dot_float(sum, by_parts<Floats>(part), word);
   }
@@ -66,7 +66,7 @@ struct Float : ByLines<Float> {
 struct Int16 : ByLines<Int16> {
   static constexpr size_t kLines = 8;
   using Sum = Integers;
-  static GRAPHOPT_INLINE Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
+  static GRAPHOPT_UNCALLED Sum dot_line(const Sum& sum, const Bytes& line, uint32_t word) {
     return dot_pairs(sum, line, word);
   }
 };
@@ -77,7 +77,7 @@ struct Int8Runs {
   using Sum = Integers;
 
   template <size_t Width, size_t kSides>
-  static GRAPHOPT_INLINE void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
+  static GRAPHOPT_UNCALLED void multiply(Sum (*sums)[kSides], const uint8_t* line, const uint32_t* word, size_t units) {
     for (size_t left = units; left; --left) {
       Line<int16_t> runs[Width][kSides];
 #pragma GCC unroll 4

@@ -33,7 +33,7 @@ class LookUp {
     }
   }
 
-  GRAPHOPT_INLINE Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
     if constexpr (Bits > 7) return called(codes);
     return found(codes);
   }
@@ -42,7 +42,7 @@ class LookUp {
   // What has very many steps is no part of loops that are unrolled.
   __attribute__((noinline)) Bytes called(const Bytes& codes) const { return found(codes); }
 
-  GRAPHOPT_INLINE Bytes found(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Bytes found(const Bytes& codes) const {
     return by_parts<Bytes>([&](size_t i) __attribute__((always_inline)) {
       const __m256i code = reinterpret_cast<__m256i>(codes.part[i]);
       __m256i found = in_half(code, rows_);
@@ -56,7 +56,7 @@ class LookUp {
 
   static constexpr int kRows = Bits > 4 ? 1 << (Bits - 4) : 1, kHalf = kRows < 8 ? kRows : 8;
 
-  static GRAPHOPT_INLINE __m256i in_half(__m256i code, const __m256i* rows) {
+  static GRAPHOPT_UNCALLED __m256i in_half(__m256i code, const __m256i* rows) {
     __m256i found = _mm256_shuffle_epi8(rows[kHalf - 1], code);
 #pragma GCC unroll 8
     for (int i = 0; i < kHalf - 1; ++i) {
@@ -71,7 +71,7 @@ class LookUp {
   LookUp() = default;
   explicit LookUp(const uint8_t* table) : table_(table) {}
 
-  GRAPHOPT_INLINE Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
 #if defined(__AVX512VBMI__)
     const __m512i index = reinterpret_cast<__m512i>(codes.part[0]);
     const auto row = [&](size_t i) { return _mm512_loadu_si512(table_ + i * kLine); };
@@ -110,7 +110,7 @@ class ToByte {
     if constexpr (!ByXor) look_up_ = LookUp<Bits>(plane.table);
   }
 
-  GRAPHOPT_INLINE Bytes operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
     if constexpr (ByXor) {
       return by_parts<Bytes>([&](size_t i) { return codes.part[i] ^ (Bytes::Part{} + mask_); });
     } else {

@@ -27,7 +27,7 @@ class AsPairs {
   struct Values {
     Bytes even, odd;
   };
-  GRAPHOPT_INLINE Values operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Values operator()(const Bytes& codes) const {
     const Bytes looked_up = Signed ? masked(codes, (1 << kLookedUp) - 1) : codes, low = low_(looked_up);
     Bytes high = {};
     if constexpr (Wide) high = high_(looked_up);
@@ -48,14 +48,14 @@ class AsPairs {
     return values;
   }
 
-  static GRAPHOPT_INLINE uint8_t* store(const Values& values, uint8_t* to) {
+  static GRAPHOPT_UNCALLED uint8_t* store(const Values& values, uint8_t* to) {
     store_line(to, values.even);
     store_line(to + 2 * kLine, values.odd);
     return to + 4 * kLine;
   }
 
   // `word` is the first word of the line, `width` words before the second.
-  static GRAPHOPT_INLINE Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
+  static GRAPHOPT_UNCALLED Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
                                            size_t width) {
     return dot_pairs(dot_pairs(sum, values.even, word[0]), values.odd, word[width]);
   }
@@ -65,12 +65,12 @@ class AsPairs {
   struct Nothing {};
 
   // a with the sign of b; 0 where b is 0, and so is the code then.
-  static GRAPHOPT_INLINE Pairs with_sign(Pairs a, Pairs b) {
+  static GRAPHOPT_UNCALLED Pairs with_sign(Pairs a, Pairs b) {
     return reinterpret_cast<Pairs>(_mm256_sign_epi16(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b)));
   }
 
   // The lower bytes of a, and the upper ones of b.
-  static GRAPHOPT_INLINE Pairs with_upper(Pairs a, Pairs b) {
+  static GRAPHOPT_UNCALLED Pairs with_upper(Pairs a, Pairs b) {
     const __m256i upper = _mm256_set1_epi16(static_cast<int16_t>(0xff00));
     return reinterpret_cast<Pairs>(
         _mm256_blendv_epi8(reinterpret_cast<__m256i>(a), reinterpret_cast<__m256i>(b), upper));
@@ -102,12 +102,12 @@ class AsMagnitudes {
   struct Values {
     Bytes low, high, signs;
   };
-  GRAPHOPT_INLINE Values operator()(const Bytes& codes) const {
+  GRAPHOPT_UNCALLED Values operator()(const Bytes& codes) const {
     const Bytes magnitudes = masked(codes, (1 << (Bits - 1)) - 1);
     return {low_(magnitudes), high_(magnitudes), shift_right<Bits - 8>(codes)};
   }
 
-  static GRAPHOPT_INLINE Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
+  static GRAPHOPT_UNCALLED Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
                                            size_t) {
     const __m256i x = _mm256_set1_epi32(static_cast<int>(*word));
     return by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {

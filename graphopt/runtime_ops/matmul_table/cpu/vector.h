@@ -13,8 +13,13 @@
 
 #include "abi/convert.h"
 
-// Small steps of a loop that would be calls where a file has very many such loops.
-#define GRAPHOPT_INLINE inline __attribute__((always_inline))
+// Small steps of a loop that would be calls where a file has very many such loops. With checks in them, a file of them
+// takes minutes to compile: there they may be calls.
+#if defined(__SANITIZE_ADDRESS__)
+#define GRAPHOPT_UNCALLED inline
+#else
+#define GRAPHOPT_UNCALLED inline __attribute__((always_inline))
+#endif
 
 namespace graphopt {
 namespace {
@@ -37,7 +42,7 @@ using Floats = Line<float>;
 
 // The result of an operation on each part.
 template <typename L, typename Operation>
-GRAPHOPT_INLINE L by_parts(const Operation& operation) {
+GRAPHOPT_UNCALLED L by_parts(const Operation& operation) {
   L result;
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) result.part[i] = operation(i);
@@ -46,7 +51,7 @@ GRAPHOPT_INLINE L by_parts(const Operation& operation) {
 
 // Part by part: a copy of the whole would use smaller pieces, and loads that span them stall.
 template <typename L>
-GRAPHOPT_INLINE L load_line(const void* from) {
+GRAPHOPT_UNCALLED L load_line(const void* from) {
   return by_parts<L>([&](size_t i) {
     typename L::Part part;
     __builtin_memcpy(&part, static_cast<const char*>(from) + i * kVectorBytes, sizeof part);
@@ -55,7 +60,7 @@ GRAPHOPT_INLINE L load_line(const void* from) {
 }
 
 template <typename L>
-GRAPHOPT_INLINE void store_line(void* to, const L& line) {
+GRAPHOPT_UNCALLED void store_line(void* to, const L& line) {
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) {
     __builtin_memcpy(static_cast<char*>(to) + i * kVectorBytes, &line.part[i], kVectorBytes);
@@ -79,7 +84,7 @@ inline Floats operator*(const Floats& a, const Floats& b) {
 inline Floats operator*(const Floats& a, float b) { return a * all_lanes(b); }
 
 inline Floats to_floats(const Floats& a) { return a; }
-GRAPHOPT_INLINE Floats to_floats(const Integers& a) {
+GRAPHOPT_UNCALLED Floats to_floats(const Integers& a) {
   return by_parts<Floats>([&](size_t i) { return __builtin_convertvector(a.part[i], Floats::Part); });
 }
 
@@ -118,7 +123,7 @@ constexpr bool kByPairs = GRAPHOPT_BY_PAIRS;
 // sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them
 // -128; exact. `Small` promises bytes of 128 at most.
 template <bool Small>
-GRAPHOPT_INLINE Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t word) {
+GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t word) {
 #if defined(__AVX512VNNI__)
   return {{reinterpret_cast<Integers::Part>(
       _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(unsigned_bytes.part[0]),
@@ -161,7 +166,7 @@ GRAPHOPT_INLINE Integers dot(const Integers& sum, const Bytes& unsigned_bytes, u
 
 #if GRAPHOPT_BY_PAIRS
 // sum + the products of the 2 signed numbers of 16 bits of each lane of `pairs` and the 2 of `word`; exact.
-GRAPHOPT_INLINE Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint32_t word) {
+GRAPHOPT_UNCALLED Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint32_t word) {
   const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
   return by_parts<Integers>([&](size_t i) {
     const __m256i numbers = reinterpret_cast<__m256i>(pairs.part[i]);
@@ -177,7 +182,7 @@ GRAPHOPT_INLINE Integers dot_pairs(const Integers& sum, const Bytes& pairs, uint
 
 // Ends a sum here. The compiler likes to put additions off until many products wait for them, in memory.
 template <typename T>
-GRAPHOPT_INLINE void settle(Line<T>& sum) {
+GRAPHOPT_UNCALLED void settle(Line<T>& sum) {
 #if GRAPHOPT_BY_PAIRS
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) asm("" : "+x"(sum.part[i]));
@@ -204,7 +209,7 @@ inline Floats dot_bfloat16(const Floats& sum, const Bytes& pairs, uint32_t word)
 }
 
 // a * b + c, rounded once, so that all sets of instructions give the same bits.
-GRAPHOPT_INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
+GRAPHOPT_UNCALLED Floats multiply_add(const Floats& a, const Floats& b, const Floats& c) {
 #if defined(__AVX512F__)
   return {{_mm512_fmadd_ps(a.part[0], b.part[0], c.part[0])}};
 #elif defined(__FMA__)
@@ -220,7 +225,7 @@ GRAPHOPT_INLINE Floats multiply_add(const Floats& a, const Floats& b, const Floa
 #endif
 }
 
-GRAPHOPT_INLINE Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
+GRAPHOPT_UNCALLED Floats dot_float(const Floats& sum, const Floats& line, uint32_t word) {
   const float x = bits_of<float>(word);
 #if defined(__AVX512F__)
   return {{_mm512_fmadd_ps(line.part[0], _mm512_set1_ps(x), sum.part[0])}};
