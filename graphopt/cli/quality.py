@@ -11,7 +11,8 @@ import typer
 from rich.table import Column, Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json, progress, read_text
+from graphopt.cli.console import Json, out, print_json, progress, read_text, write_text
+from graphopt.errors import InputError
 
 Texts = Annotated[Path | None, typer.Option("--text", help="a UTF-8 file to read; by default what ships with Python")]
 Tokens = Annotated[int, typer.Option(min=2, help="tokens to score")]
@@ -28,6 +29,10 @@ def quality(
     where: Annotated[
         bool, typer.Option("--where", help="also measure where quality was lost: layer by layer, and what to do")
     ] = False,
+    recipe: Annotated[
+        Path | None,
+        typer.Option(help="with --where: write a recipe that leaves in floats what is worth most for its bytes"),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
@@ -37,6 +42,8 @@ def quality(
     from graphopt.view.losses import errors_table, restored_table, told
     from graphopt.view.tables import quality_table
 
+    if recipe is not None and (not where or len(after) > 1):
+        raise InputError("a recipe is written for one model, where its losses are measured", remedy="add --where")
     texts = None if text is None else [read_text(text)]
     rows, lost = [], []
     with progress() as say:
@@ -45,6 +52,10 @@ def quality(
             figures = measured(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
             rows.append((str(folder), figures))
             lost += [losses(before, folder, texts, window=window, on_stage=say)] if where else []
+    if recipe is not None:
+        if lost[0].recipe is None:
+            raise InputError("no role and no layer brings back a tenth of what was lost, so there is no better recipe")
+        write_text(recipe, lost[0].recipe.to_yaml())
     if as_json:
         more = [{"where": each.model_dump(mode="json")} for each in lost] or [{}] * len(rows)
         return print_json(

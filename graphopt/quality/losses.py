@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
 from graphopt.facts import Fact, Rule
+from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
 from graphopt.progress import Progress, silent
 from graphopt.quality.figures import Comparison, Floats, log_probabilities
 from graphopt.quality.parts import sessions
@@ -26,6 +27,7 @@ from graphopt.recipe import Recipe
 from graphopt.runtime import ACCURACY_LEVEL, run
 from graphopt.tasks.ports import IntArray
 from graphopt.tokens import tokenizer_among, windows_of_text
+from graphopt.weights import weight_of
 
 TOKENS, WINDOW = 1024, 256
 """Tokens that errors are taken on, and tokens that are seen at once, by default."""
@@ -85,6 +87,7 @@ class Restored(BaseModel):
         layers: which layers.
         kl: divergence from the reference afterwards, in nats per token.
         bytes: that this costs.
+        matrices: their weights, by the names that the step ``quantize_weights`` knows.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -94,6 +97,7 @@ class Restored(BaseModel):
     layers: list[int] = []
     kl: float
     bytes: int
+    matrices: list[str] = []
 
 
 class Losses(BaseModel):
@@ -106,6 +110,9 @@ class Losses(BaseModel):
         restored: what restoring some of them brings.
         unmatched: products without a partner in the reference.
         advice: what the figures support, the most first.
+        remedy: the role or layers that are worth the most for their bytes in floats, where a tenth of the divergence
+            comes back.
+        recipe: the recipe of the model with that in floats; ``None`` where no step ``quantize_weights`` rounds it.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -116,6 +123,8 @@ class Losses(BaseModel):
     restored: list[Restored] = []
     unmatched: list[str] = []
     advice: list[Fact] = []
+    remedy: Restored | None = None
+    recipe: Recipe | None = None
 
 
 def losses(
@@ -164,6 +173,9 @@ def _measured(
     if restore and pair.after.manifest.task == "causal_lm" and not _last_only(pair.after.model):
         _Restoring(pair, read, on_stage).into(found)
     found.advice = list(_advice(found, pair.recipe))
+    found.remedy = next(iter(_worth(found)), None)
+    if found.remedy is not None and found.remedy.matrices and _quantizes(pair.recipe):
+        found.recipe = _sparing(pair.recipe, found.remedy.matrices)
     return found
 
 
@@ -201,7 +213,9 @@ class _Restoring:
     ) -> Restored:
         size = sum(each.float_bytes - each.bytes for each in products)
         kl = self._kl(self.pair.restored(products), self.pair.entries)
-        return Restored(what=what, role=role, layers=list(layers), kl=kl, bytes=size)
+        weights = [weight_of(node, 1) for each in products for node in each.floats]
+        names = [value.name for value in weights if value is not None and value.name]
+        return Restored(what=what, role=role, layers=list(layers), kl=kl, bytes=size, matrices=names)
 
     def _kl(self, model: ir.Model, entries: Mapping[str, str]) -> float:
         self.on_stage("running with some products in floats")
@@ -241,15 +255,27 @@ def _advice(found: Losses, recipe: Recipe) -> Iterator[Fact]:
         by = {each.what: each for each in found.restored}
         if "inputs" in by and total - by["inputs"].kl >= _SHARE * total:
             yield INPUTS(kl=by["inputs"].kl, of=total)
-        large = [each for each in found.restored if total - each.kl >= _SHARE * total]
-        roles = [each for each in large if each.what == "role"]
-        layers = [each for each in large if each.what == "layers"]
-        narrow = [each for each in layers if not any(set(one.layers) < set(each.layers) for one in layers)]
-        for each in sorted([*roles, *narrow], key=lambda one: (total - one.kl) / max(1, one.bytes), reverse=True):
+        for each in _worth(found):
             yield _comeback(each, total, recipe)
         if "products" in by and by["products"].kl >= _SHARE * total:
             yield REST(kl=by["products"].kl, of=total)
     yield from _odd(found.products)
+
+
+def _worth(found: Losses) -> list[Restored]:
+    """Return roles and groups of layers that bring a tenth of the divergence back, those worth most a byte first."""
+    total = found.kl or 0.0
+    large = [each for each in found.restored if total - each.kl >= _SHARE * total > 0]
+    roles = [each for each in large if each.what == "role"]
+    layers = [each for each in large if each.what == "layers"]
+    narrow = [each for each in layers if not any(set(one.layers) < set(each.layers) for one in layers)]
+    return sorted([*roles, *narrow], key=lambda one: (total - one.kl) / max(1, one.bytes), reverse=True)
+
+
+def _sparing(recipe: Recipe, matrices: Sequence[str]) -> Recipe:
+    """Return ``recipe`` with ``matrices`` left in floats."""
+    there = next(step.matrices for step in recipe.steps if isinstance(step, QuantizeWeightsOptions))
+    return recipe.setting("quantize_weights", matrices={**there, **dict.fromkeys(matrices)})
 
 
 def _comeback(each: Restored, total: float, recipe: Recipe) -> Fact:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,8 @@ from graphopt.quality.losses import Losses, ProductLoss
 from graphopt.view.plain import plain, ranges
 from graphopt.view.sentences import sentence
 from graphopt.view.tables import megabytes
+
+_LINES = 8
 
 
 def errors_table(found: Losses) -> Table:
@@ -57,8 +60,21 @@ def told(found: Losses) -> Iterator[str]:
         "the first and the last layer"
     )
     yield from (f"advice: {plain(sentence(each), 300)}" for each in found.advice)
+    yield from _lines(found)
     if found.unmatched:
         yield f"without a partner in floats: {', '.join(map(plain, found.unmatched[:8]))}"
+
+
+def _lines(found: Losses) -> Iterator[str]:
+    """Say which lines of a recipe leave what is worth most in floats."""
+    if found.remedy is None or found.recipe is None:
+        return
+    yield "the most for its bytes, as lines for the recipe (`--recipe FILE` writes all of it):"
+    yield "  - step: quantize_weights"
+    yield "    matrices:"
+    yield from (f"      {json.dumps(plain(name, 300))}: null" for name in found.remedy.matrices[:_LINES])
+    if len(found.remedy.matrices) > _LINES:
+        yield f"      # and {len(found.remedy.matrices) - _LINES} more"
 
 
 def _layer(product: ProductLoss) -> str:
