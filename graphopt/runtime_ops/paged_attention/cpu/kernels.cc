@@ -13,7 +13,7 @@ inline Floats load_numbers(const Half* from) { return load_halves(from); }
 
 // What a task keeps: the running softmax of each row, and the page at hand as floats.
 struct Scratch {
-  float *sums_of_values, *scores, *largest, *sums, *keys, *values;
+  float *sums_of_values, *scores, *largest, *sums, *keys, *values, *spoiled;
 
   Scratch(const Requests& call, size_t rows, float* memory) {
     sums_of_values = memory;
@@ -22,6 +22,7 @@ struct Scratch {
     scores = values + call.page * call.size;
     largest = scores + rows * call.padded_page();
     sums = largest + rows;
+    spoiled = sums + rows;
   }
 };
 
@@ -39,18 +40,42 @@ void widen_page(const Requests& call, const void* pool, int32_t block, size_t he
   }
 }
 
+// The sum of 16 numbers; sum_of goes through memory where there is no AVX-512.
+inline float total(const Floats& a) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256 eight = a.part[0] + a.part[1];
+  __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  four = four + _mm_movehl_ps(four, four);
+  return _mm_cvtss_f32(four) + _mm_cvtss_f32(_mm_shuffle_ps(four, four, 1));
+#else
+  return sum_of(a);
+#endif
+}
+
+// For each slot 0, or NaN where its key is not finite.
+void find_spoiled(const Requests& call, const float* keys, size_t first, size_t end, float* spoiled) {
+  for (size_t slot = first; slot < end; ++slot) {
+    Floats zero = all_lanes(0.f);
+    for (size_t i = 0; i < call.size; i += kColumns) {
+      const Floats key = load_line<Floats>(keys + slot * call.size + i);
+      zero = zero + (key - key);
+    }
+    spoiled[slot] = total(zero);
+  }
+}
+
 // Scores of the slots a..b of the page at hand, for one row; a key that is not finite makes its score NaN.
 template <size_t Lines>
-void score_row(const Requests& call, const float* query, const float* keys, size_t a, size_t b, float* scores) {
+void score_row(const Requests& call, const float* query, const float* keys, const float* spoiled, size_t a, size_t b,
+               float* scores) {
   const size_t lines = Lines ? Lines : call.size / kColumns;
   for (size_t slot = a; slot < b; ++slot) {
-    Floats sum = all_lanes(0.f), zero = all_lanes(0.f);
+    Floats sum = all_lanes(0.f);
     for (size_t i = 0; i < lines; ++i) {
       const Floats key = load_line<Floats>(keys + slot * call.size + i * kColumns);
       sum = fused(load_line<Floats>(query + i * kColumns), key, sum);
-      zero = zero + (key - key);
     }
-    scores[slot] = sum_of(sum) * call.scale + sum_of(zero);
+    scores[slot] = total(sum) * call.scale + spoiled[slot];
   }
 }
 
@@ -132,6 +157,7 @@ void attend_as(const Requests& call, const Asked& asked, float* memory) {
     const auto least = static_cast<size_t>(oldest > begin ? oldest - begin : 0);
     const auto most = static_cast<size_t>(newest - begin < page ? newest - begin + 1 : page);
     widen_page<Stored>(call, call.keys, block, asked.head, least, most, scratch.keys);
+    find_spoiled(call, scratch.keys, least, most, scratch.spoiled);
     widen_page<Stored>(call, call.values, block, asked.head, least, most, scratch.values);
     for (size_t row = 0; row < rows; ++row) {
       const size_t token = asked.first + row / call.group, head = asked.head * call.group + row % call.group;
@@ -140,7 +166,8 @@ void attend_as(const Requests& call, const Asked& asked, float* memory) {
       const auto a = static_cast<size_t>(first > begin ? first - begin : 0);
       const auto b = static_cast<size_t>(position - begin < page ? position - begin + 1 : page);
       float* const scores = scratch.scores + row * call.padded_page();
-      score_row<Lines>(call, call.query + (start + token) * width + head * call.size, scratch.keys, a, b, scores);
+      const float* const query = call.query + (start + token) * width + head * call.size;
+      score_row<Lines>(call, query, scratch.keys, scratch.spoiled, a, b, scores);
       const float factor = weigh_row(call, a, b, scores, scratch.largest + row, scratch.sums + row);
       add_values<Lines>(call, scores, scratch.values, a, b, factor, scratch.sums_of_values + row * call.size);
     }

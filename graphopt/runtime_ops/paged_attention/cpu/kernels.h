@@ -19,7 +19,7 @@ struct Requests {
 
   size_t heads() const { return kv_heads * group; }
   size_t padded_page() const { return (page + 15) / 16 * 16; }
-  size_t scratch(size_t rows) const { return rows * (size + padded_page() + 2) + 2 * page * size; }
+  size_t scratch(size_t rows) const { return rows * (size + padded_page() + 2) + page * (2 * size + 1); }
 };
 
 // Queries of the tokens first..end of a request, of all query heads of a KV head.
