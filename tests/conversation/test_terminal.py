@@ -107,7 +107,10 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     assert total_then == total + fed_then + made_then
 
     # at the prompt, Ctrl-C clears what was typed
-    terminal.write("half a line\x03")
+    terminal.write("half a line")
+    # Python sees a signal that comes before it waits for input only at the next character.
+    terminal.until("half a line$")
+    terminal.write("\x03")
     terminal.until(r">>> $")
     terminal.write("half a message \\\n")
     terminal.until(r"\.\.\. $")
