@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import io
 import json
 import os
@@ -12,7 +11,6 @@ import select
 import signal
 import subprocess
 import sys
-import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +21,14 @@ from graphopt.cli import main
 
 ROOT = Path(__file__).parents[2]
 GRAPHOPT = (sys.executable, "-c", "from graphopt.cli import main; main()")
+# Signals of standard input's terminal go to the program. It asks for that itself: what ran between fork and exec, in a
+# process with threads, could wait forever for a lock that another thread held.
+IN_TERMINAL = """
+import fcntl, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+from graphopt.cli import main
+main()
+"""
 
 
 class Terminal:
@@ -30,12 +36,10 @@ class Terminal:
 
     def __init__(self, *arguments: object) -> None:
         self.master, slave = pty.openpty()
-        command = [*GRAPHOPT, *map(str, arguments)]
+        command = [sys.executable, "-c", IN_TERMINAL, *map(str, arguments)]
         environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb", "COLUMNS": "200"}
         streams = {"stdin": slave, "stdout": slave, "stderr": slave}
-        self.process = subprocess.Popen(
-            command, **streams, env=environment, start_new_session=True, preexec_fn=_take_terminal
-        )
+        self.process = subprocess.Popen(command, **streams, env=environment, start_new_session=True)
         os.close(slave)
         self.text = ""
 
@@ -59,11 +63,6 @@ class Terminal:
         code = self.process.wait(20)
         os.close(self.master)
         return code
-
-
-def _take_terminal() -> None:
-    """Let the signals of standard input's terminal go to this process."""
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @pytest.fixture
