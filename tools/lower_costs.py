@@ -5,7 +5,7 @@
     GRAPHOPT_OPS_ISA=avx2 python tools/bench_ops.py --transforms '' --engines "$ENGINES" --json avx2.json
     python tools/lower_costs.py avx512=avx512.json avx2=avx2.json
 
-Without ``--write`` the table is only shown.
+Without ``--write`` the table is only shown. Costs of an instruction set that is not given stay as they are.
 """
 
 from __future__ import annotations
@@ -64,11 +64,15 @@ def main(
         rows += read(instructions, report)
     if not rows:
         raise typer.BadParameter("no case has both kernels")
+    given_sets = {row.instructions for row in rows}
+    kept = [row for row in costs.shipped_costs().costs if row.instructions not in given_sets]
+    if kept:
+        machines.add(costs.shipped_costs().machine)
     made = Costs(
         source="tools/bench_ops.py, read by tools/lower_costs.py",
         machine="; ".join(sorted(machines)),
         versions=installed_versions(),
-        costs=tuple(rows),
+        costs=(*kept, *rows),
     )
     table = Table("instructions", "bits", "rows of x", "shape", "group", "MatMulNBits us", "MatMulTable us", "ratio")
     for row in rows:
