@@ -54,9 +54,9 @@ def facts_of_config(folder: Path) -> ModelFacts:
 
     What they do not say, the ``genai_config.json`` of a folder of onnxruntime-genai may.
     """
-    genai = _json(folder / "genai_config.json").get("model", {})
-    config = _json(folder / "config.json")
-    generation = _json(folder / "generation_config.json")
+    genai = json_object(folder / "genai_config.json").get("model", {})
+    config = json_object(folder / "config.json")
+    generation = json_object(folder / "generation_config.json")
     text = config | config.get("text_config", {}) or genai | {"max_position_embeddings": genai.get("context_length")}
     eos = generation.get("eos_token_id", text.get("eos_token_id"))
     return ModelFacts(
@@ -78,8 +78,8 @@ def facts_of_encoder(folder: Path) -> ModelFacts:
     facts = facts_of_config(folder)
     bounds = [
         facts.max_positions,
-        _json(folder / "tokenizer_config.json").get("model_max_length"),
-        _json(folder / SENTENCES).get("max_seq_length"),
+        json_object(folder / "tokenizer_config.json").get("model_max_length"),
+        json_object(folder / SENTENCES).get("max_seq_length"),
     ]
     return facts.model_copy(update={"max_positions": min((b for b in bounds if isinstance(b, int)), default=None)})
 
@@ -90,7 +90,7 @@ def pooling_of(file: Path) -> list[Pooling]:
     Raises:
         InputError: the file asks for a pooling that is not known.
     """
-    config = _json(file)
+    config = json_object(file)
     asked = config.get("pooling_mode")
     named = [asked] if isinstance(asked, str) else asked if isinstance(asked, list) else None
     if named is None:
@@ -107,7 +107,12 @@ def pooling_of(file: Path) -> list[Pooling]:
     return known
 
 
-def _json(file: Path) -> dict[str, Any]:
+def json_object(file: Path) -> dict[str, Any]:
+    """Return what a JSON file holds; nothing where it is absent or holds something else than an object.
+
+    Raises:
+        InputError: the file is not JSON.
+    """
     if not file.is_file():
         return {}
     try:

@@ -6,7 +6,6 @@ copies of plain JSON data only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any
 
 from graphopt.conversation.sandbox import environment, import_jinja2
 from graphopt.errors import InputError
+from graphopt.model_facts import json_object
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"
@@ -47,7 +47,7 @@ class ChatTemplate:
         Raises:
             InputError: there is none, or it cannot be read.
         """
-        config = _json(folder / CONFIG)
+        config = json_object(folder / CONFIG)
         file, found = folder / TEMPLATE, None
         if file.is_file():
             try:
@@ -111,7 +111,7 @@ class ChatTemplate:
 
 def special_tokens(folder: Path) -> dict[str, str]:
     """Return the named special tokens of the model in a folder, by name, such as ``eos_token``."""
-    told = {**_json(folder / SPECIAL), **_json(folder / CONFIG)}
+    told = {**json_object(folder / SPECIAL), **json_object(folder / CONFIG)}
     found = {name: told[name] for name in _NAMED if name in told}
     contents = {name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()}
     return {name: value for name, value in contents.items() if isinstance(value, str)}
@@ -152,13 +152,3 @@ def _default(template: Any, file: Path) -> str:
     if not isinstance(template, str):
         raise InputError("its chat_template is neither a text nor a list with one called default", file=file)
     return template
-
-
-def _json(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise InputError(f"the file is not JSON: {error}", file=file) from error
-    return content if isinstance(content, dict) else {}

@@ -19,7 +19,7 @@ from graphopt.search.choices import choice_of, name_of, stored_bytes
 from graphopt.search.measure import Database, Row
 from graphopt.statistics.options import CalibrationOptions
 
-pytest.importorskip("scipy")
+pytest.importorskip("scipy")  # of the extra `search`
 
 SIZES, FORMATS = (2_400_000, 2_650_000), CHOICES[:2]
 
