@@ -42,8 +42,12 @@ void paley(T* x, size_t size, size_t stride, void* room, Ahead& ahead) {
   }
 }
 
+// Paley's cores are written out for floats alone: they take the compiler long, and doubles are rare.
+template <typename T>
+constexpr bool kHasPaley = sizeof(T) == sizeof(float);
+
 // Whether columns fill a vector, whatever the instructions: another order of additions gives other bits.
-bool has_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
+bool fills_paley(const Factor& factor, size_t of_core) { return factor.paley && of_core % 16 == 0; }
 
 template <typename T, size_t... q>
 void paley(T* x, size_t size, size_t stride, const Factor& factor, void* room, Ahead& ahead,
@@ -56,9 +60,13 @@ void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* ro
   using V = typename Wide<T>::type;
   sylvester(run, size, stride, factor.inner);
   const size_t of_core = stride * factor.inner;
-  if (has_paley(factor, of_core)) paley(run, size, of_core, factor, room, ahead, PaleyPrimes());
-  else if (factor.codes && of_core % lanes<V, T> == 0) core<V>(run, size, of_core, factor, room, ahead);
-  else if (factor.codes) core<T>(run, size, of_core, factor, room, ahead);
+  if (kHasPaley<T> && fills_paley(factor, of_core)) {
+    if constexpr (kHasPaley<T>) paley(run, size, of_core, factor, room, ahead, PaleyPrimes());
+  } else if (factor.codes && of_core % lanes<V, T> == 0) {
+    core<V>(run, size, of_core, factor, room, ahead);
+  } else if (factor.codes) {
+    core<T>(run, size, of_core, factor, room, ahead);
+  }
   sylvester(run, size, of_core * factor.core, factor.outer);
 }
 
@@ -156,7 +164,7 @@ bool is_paley_run(const HadamardWork& work) {
   using V = typename Wide<T>::type;
   if (work.streaming && sizeof(V) != 64) return false;  // vectors are no lines, which stream() makes of them
   return work.left.outer == 1 && work.left.inner == 1 && !work.right.codes &&
-         work.right.order() == kStrips * lanes<V, T> && has_paley(work.left, work.right.order());
+         work.right.order() == kStrips * lanes<V, T> && fills_paley(work.left, work.right.order());
 }
 #endif
 
@@ -178,7 +186,7 @@ void transform(const HadamardWork& work) {
       ahead.end = ahead.at + size * sizeof(Stored);
     }
 #if defined(GRAPHOPT_VECTOR_BYTES)
-    if constexpr (sizeof(Stored) == sizeof(T)) {
+    if constexpr (kHasPaley<T> && sizeof(Stored) == sizeof(T)) {
       if (is_paley_run<T>(work)) {
         paley_run(x, y, work, room, ahead, PaleyPrimes());
         continue;

@@ -20,13 +20,14 @@ struct Part {
   uint8_t* to;
 };
 
-// Fills a part of a block; `unit` is what the values are multiples of, where they are floats.
+// Fills a part of a block. Floats are multiples of `unit`, or have their zero points in them where they are `shifted`.
 struct Filling {
-  void (*fill)(const void* decoder, const Weights& weights, const Part& part);
+  void (*fill)(const Filling& how, const Weights& weights, const Part& part);
   const void* decoder;
+  bool shifted;
   float unit;
 
-  void operator()(const Weights& weights, const Part& part) const { fill(decoder, weights, part); }
+  void operator()(const Weights& weights, const Part& part) const { fill(*this, weights, part); }
 };
 
 // Calls with_line(codes, index of the unit) for each line of codes.
@@ -47,8 +48,8 @@ inline void for_each_line_of(const Weights& weights, const Part& part, const Wit
 }
 
 template <int Bits, typename Operand>
-void fill_with_integers(const void* decoder, const Weights& weights, const Part& part) {
-  const Operand operand = *static_cast<const Operand*>(decoder);
+void fill_with_integers(const Filling& how, const Weights& weights, const Part& part) {
+  const Operand operand = *static_cast<const Operand*>(how.decoder);
   uint8_t* to = part.to;
   for_each_line_of<Bits, Operand::kExact>(weights, part, [&](const Bytes& codes, size_t) {
     const auto values = operand(codes);
@@ -57,7 +58,7 @@ void fill_with_integers(const void* decoder, const Weights& weights, const Part&
 }
 
 template <int Bits>
-void fill_with_bfloat16s(const void*, const Weights& weights, const Part& part) {
+void fill_with_bfloat16s(const Filling&, const Weights& weights, const Part& part) {
   uint8_t* to = part.to;
   for_each_line_of<Bits, LookUp<Bits>::kExact>(weights, part, [&](const Bytes& codes, size_t) {
 #pragma GCC unroll 2
@@ -67,22 +68,23 @@ void fill_with_bfloat16s(const void*, const Weights& weights, const Part& part) 
   });
 }
 
-template <int Bits, bool Shifted, typename Decoder>
-void fill_with_floats(const void* given, const Weights& weights, const Part& part) {
-  const Decoder decoder = *static_cast<const Decoder*>(given);
+template <int Bits, typename Decoder>
+void fill_with_floats(const Filling& how, const Weights& weights, const Part& part) {
+  const Decoder decoder = *static_cast<const Decoder*>(how.decoder);
   uint8_t* to = part.to;
   size_t group = ~size_t{0};
   ColumnScales of = {};
   for_each_line_of<Bits, Decoder::kExact>(weights, part, [&](const Bytes& codes, size_t unit) {
-    if (Shifted && unit * 16 / weights.group != group) {
+    if (how.shifted && unit * 16 / weights.group != group) {
       group = unit * 16 / weights.group;
       of = column_scales(weights, part.tile, group, 1);
     }
-    const Rows rows = decoder(codes);
-#pragma GCC unroll 4
-    for (size_t i = 0; i < 4; ++i, to += 2 * kLine) {
-      store_line(to, Shifted ? shifted(rows.row[i], decoder.unit(), of) : rows.row[i]);
+    Rows rows = decoder(codes);
+    if (how.shifted) {
+      for (Floats& row : rows.row) row = shifted(row, how.unit, of);
     }
+#pragma GCC unroll 4
+    for (size_t i = 0; i < 4; ++i, to += 2 * kLine) store_line(to, rows.row[i]);
   });
 }
 

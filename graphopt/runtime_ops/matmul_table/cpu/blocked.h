@@ -91,9 +91,8 @@ inline size_t segments_of_block(const Weights& weights, size_t index) {
   return count;
 }
 
-// `shifted` says that zero points are in the values of the block.
 template <typename Kind, bool Wide>
-void multiply_block(const Weights& weights, const Rounded& rounded, const Filling& fill, bool shifted, size_t tile,
+void multiply_block(const Weights& weights, const Rounded& rounded, const Filling& fill, size_t tile,
                     size_t first_panel, size_t end_panel, Floats* totals) {
   const size_t segments = weights.segments();
   const bool second = !Wide && tile + 1 < weights.tiles();
@@ -112,8 +111,8 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
       SegmentScales scales = {{column_scales(weights, tile, segment.group, inverse_step),
                                column_scales(weights, tile + second, segment.group, inverse_step)},
                               second ? 2u : 1u,
-                              shifted ? 1.0f : fill.unit};
-      if (shifted) {
+                              fill.shifted ? 1.0f : fill.unit};
+      if (fill.shifted) {
         for (ColumnScales& each : scales.of) each = after_shift(each);
       }
       const uint8_t* const lines = block.lines + (segment.unit - begin.unit) * Kind::kLines * 2 * kLine;
@@ -127,8 +126,8 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
 }
 
 template <typename Kind, bool Wide>
-void multiply_many(const Weights& weights, const Rounded& rounded, const Filling& fill, bool shifted, float* y,
-                   size_t first_tile, size_t end_tile) {
+void multiply_many(const Weights& weights, const Rounded& rounded, const Filling& fill, float* y, size_t first_tile,
+                   size_t end_tile) {
   const size_t panels = rounded.panels(), of_block = kRowsOfBlock / rounded.panel, rows = rounded.rows();
   const bool two = rounded.kind == Activations::kInt16;
   Floats totals[2 * kRowsOfBlock];
@@ -137,7 +136,7 @@ void multiply_many(const Weights& weights, const Rounded& rounded, const Filling
       const size_t end = panel + of_block < panels ? panel + of_block : panels, first_row = panel * rounded.panel;
       const size_t here = (end - 1 - panel) * rounded.panel + rounded.width(end - 1);
       __builtin_memset(static_cast<void*>(totals), 0, 2 * here * sizeof(Floats));
-      multiply_block<Kind, Wide>(weights, rounded, fill, shifted, tile, panel, end, totals);
+      multiply_block<Kind, Wide>(weights, rounded, fill, tile, panel, end, totals);
       for (size_t side = 0; side < (Wide || tile + 1 >= end_tile ? 1u : 2u); ++side) {
         for (size_t row = 0; row < here && first_row + row < rows; row += two ? 2 : 1) {
           const Floats total = two ? totals[2 * row + side] + totals[2 * row + 2 + side] : totals[2 * row + side];

@@ -60,7 +60,7 @@ GRAPHOPT_UNCALLED Bytes values_of(const uint8_t (*tables)[256], const Bytes& cod
 template <int Bits, bool ByXor, bool Signed>
 class FloatsOfIntegers {
  public:
-  static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
+  static constexpr bool kExact = ToByte<Bits, ByXor>::kExact, kIntegers = true;
 
   FloatsOfIntegers(const Table& table, Activations) : to_byte_(shifted(table.low)), unit_(table.step) {}
   float unit() const { return unit_; }
@@ -101,7 +101,7 @@ class FloatsOfBytes {
   static constexpr int kLookedUp = Signed ? Bits - 1 : Bits;
 
  public:
-  static constexpr bool kExact = LookUp<Bits>::kExact;
+  static constexpr bool kExact = LookUp<Bits>::kExact, kIntegers = false;
 
   FloatsOfBytes(const Table& table, Activations kind) {
     const bool halves = kind == Activations::kBfloat16;
@@ -148,6 +148,40 @@ class FloatsOfBytes {
   LookUp<kLookedUp> planes_[Planes];
 };
 
+// Any table of so many entries that looking up bytes takes longer than to gather floats.
+template <int Bits>
+class GatheredFloats {
+ public:
+  static constexpr bool kExact = Bits < 8, kIntegers = false;
+
+  GatheredFloats(const Table& table, Activations kind) {
+    const bool halves = kind == Activations::kBfloat16;
+    for (size_t i = 0; i < size_t{1} << Bits; ++i) {
+      uint32_t bits = 0;
+      for (size_t k = 0; k < (halves ? 2 : 4); ++k) {
+        bits |= halves ? uint32_t{table.bfloat16s[k][i]} << (16 + 8 * k) : uint32_t{table.floats[k][i]} << 8 * k;
+      }
+      table_[i] = bits_of<float>(bits);
+    }
+  }
+  float unit() const { return 1; }
+
+  GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
+    Rows rows;
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      rows.row[i] = by_parts<Floats>([&](size_t part) __attribute__((always_inline)) {
+        const __m256i code = _mm256_srli_epi32(reinterpret_cast<__m256i>(codes.part[part]), 8 * i);
+        return _mm256_i32gather_ps(table_, _mm256_and_si256(code, _mm256_set1_epi32(255)), sizeof(float));
+      });
+    }
+    return rows;
+  }
+
+ private:
+  float table_[1 << Bits];
+};
+
 // Calls with_decoder(decoder) with the fastest for these weights.
 template <int Bits, typename WithDecoder>
 void choose_decoder(const Table& table, Activations kind, const WithDecoder& with_decoder) {
@@ -167,9 +201,13 @@ void choose_decoder(const Table& table, Activations kind, const WithDecoder& wit
     if constexpr (Bits == 6 || Bits == 8) {
       if (table.floats_have_signs) return with_decoder(FloatsOfBytes<Bits, 2, true>(table, kind));
     }
-    return with_decoder(FloatsOfBytes<Bits, 2>(table, kind));
+    if constexpr (Bits <= 6) return with_decoder(FloatsOfBytes<Bits, 2>(table, kind));
   }
-  with_decoder(FloatsOfBytes<Bits, 4>(table, kind));
+  if constexpr (Bits <= 6) {
+    with_decoder(FloatsOfBytes<Bits, 4>(table, kind));
+  } else {
+    with_decoder(GatheredFloats<Bits>(table, kind));
+  }
 }
 
 #else
@@ -177,7 +215,7 @@ void choose_decoder(const Table& table, Activations kind, const WithDecoder& wit
 template <int Bits>
 class FloatsOfTable {
  public:
-  static constexpr bool kExact = LookUp<Bits>::kExact;
+  static constexpr bool kExact = LookUp<Bits>::kExact, kIntegers = false;
 
   explicit FloatsOfTable(const Table& table) : table_(table) {}
   float unit() const { return 1; }

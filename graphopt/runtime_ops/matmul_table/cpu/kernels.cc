@@ -6,7 +6,9 @@
 #include "matmul_table/cpu/blocked.h"
 #include "matmul_table/cpu/few.h"
 #include "matmul_table/cpu/one.h"
+#if !defined(__AVXVNNI__)
 #include "matmul_table/cpu/round.h"
+#endif
 
 namespace graphopt {
 namespace {
@@ -16,7 +18,7 @@ constexpr size_t kFew = 8, kFewFloats = 0, kPanel = 12, kWidths[] = {1, 2, 4, 8,
 #elif GRAPHOPT_BY_PAIRS
 constexpr size_t kFew = 2, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
 #else
-constexpr size_t kFew = 4, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2, 4};
+constexpr size_t kFew = 2, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2};
 #endif
 
 // Without an instruction for it, products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
@@ -35,6 +37,13 @@ bool shifts(const Weights& weights, const Rounded& rounded) {
   return rounded.kind == Activations::kFloat && (weights.zero_points || weights.half_zero_points);
 }
 
+#if defined(__AVXVNNI__)
+// Other products are AVX2's: words of x are the same for both.
+bool multiplies_bytes(const Weights& weights, const Rounded& rounded) {
+  return rounded.form == Words::kBytes && !weights.table.wide;
+}
+#endif
+
 // Calls with_bits(bits), known to the compiler.
 template <typename WithBits>
 void choose_bits(int bits, const WithBits& with_bits) {
@@ -50,25 +59,26 @@ void choose_bits(int bits, const WithBits& with_bits) {
   }
 }
 
-// Calls with(flag), known to the compiler.
-template <typename With>
-void choose_flag(bool flag, const With& with) {
-  flag ? with(std::true_type()) : with(std::false_type());
-}
+void many(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end);
 
+// Zero points mostly come with integers; values of other tables go through a block.
 template <int Bits>
 void one(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
   choose_decoder<Bits>(weights.table, rounded.kind, [&](const auto& decoder) {
-    choose_flag(shifts(weights, rounded), [&](auto shifted) {
-      multiply_one<Bits, decltype(shifted)::value>(weights, rounded, decoder, y, first, end);
-    });
+    using Decoder = std::remove_const_t<std::remove_reference_t<decltype(decoder)>>;
+    if (!shifts(weights, rounded)) return multiply_one<Bits, false>(weights, rounded, decoder, y, first, end);
+    if constexpr (Decoder::kIntegers) return multiply_one<Bits, true>(weights, rounded, decoder, y, first, end);
+    many(weights, rounded, y, first, end);
   });
 }
 
 void few(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
+#if defined(__AVXVNNI__)
+  if (!multiplies_bytes(weights, rounded)) return kMatMulAvx2.multiply_few(weights, rounded, y, first, end);
+#endif
   choose_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
-    if constexpr (kFewFloats) {
+    if constexpr (kFewFloats && !kBytesAlone) {
       if (rounded.form == Words::kFloats) return one<kBits>(weights, rounded, y, first, end);
     }
     choose_operand_of_few<kBits>(weights.table, rounded.form, [&](auto* null) {
@@ -89,44 +99,45 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
 // Calls with_filling(filling) with what fills blocks with values for x in this form.
 template <int Bits, typename WithFilling>
 void choose_filling(const Weights& weights, const Rounded& rounded, const WithFilling& with_filling) {
-  if (rounded.form == Words::kFloats) {
-    return choose_decoder<Bits>(weights.table, rounded.kind, [&](const auto& decoder) {
-      using Decoder = std::remove_const_t<std::remove_reference_t<decltype(decoder)>>;
-      choose_flag(shifts(weights, rounded), [&](auto shifted) {
-        constexpr bool kShifted = decltype(shifted)::value;
-        with_filling(Filling{fill_with_floats<Bits, kShifted, Decoder>, &decoder, decoder.unit()});
+  if constexpr (!kBytesAlone) {
+    if (rounded.form == Words::kFloats) {
+      return choose_decoder<Bits>(weights.table, rounded.kind, [&](const auto& decoder) {
+        using Decoder = std::remove_const_t<std::remove_reference_t<decltype(decoder)>>;
+        with_filling(Filling{fill_with_floats<Bits, Decoder>, &decoder, shifts(weights, rounded), decoder.unit()});
       });
-    });
+    }
   }
-  if (rounded.form == Words::kBfloat16s) return with_filling(Filling{fill_with_bfloat16s<Bits>, nullptr, 1});
+  if constexpr (!kByPairs) {
+    if (rounded.form == Words::kBfloat16s) return with_filling(Filling{fill_with_bfloat16s<Bits>, nullptr, false, 1});
+  }
   choose_operand<Bits>(weights.table, rounded.form, [&](auto* null) {
     using Operand = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
     const Operand operand(weights.table);
-    with_filling(Filling{fill_with_integers<Bits, Operand>, &operand, 1});
+    with_filling(Filling{fill_with_integers<Bits, Operand>, &operand, false, 1});
   });
 }
 
 void many(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-  const auto with_filling = [&](const Filling& fill) {
-    const bool shifted = shifts(weights, rounded);
-    if (rounded.form == Words::kFloats) {
-      return multiply_many<Float, false>(weights, rounded, fill, shifted, y, first, end);
-    }
-#if GRAPHOPT_BY_PAIRS
-    if (rounded.form == Words::kPairs)
-      return multiply_many<Int16, false>(weights, rounded, fill, false, y, first, end);
-    if (!kSumsBytes && weights.table.most <= 32)
-      return multiply_many<Int8Runs, false>(weights, rounded, fill, false, y, first, end);
-#else
-    if (rounded.form == Words::kBfloat16s)
-      return multiply_many<Bfloat16, false>(weights, rounded, fill, false, y, first, end);
-    if (weights.table.wide) return multiply_many<Int8<false>, true>(weights, rounded, fill, false, y, first, end);
+#if defined(__AVXVNNI__)
+  if (!multiplies_bytes(weights, rounded)) return kMatMulAvx2.multiply(weights, rounded, y, first, end);
 #endif
-    multiply_many<Int8<kByPairs>, false>(weights, rounded, fill, false, y, first, end);
+  const auto with_filling = [&](const Filling& fill) {
+#if !defined(__AVXVNNI__)
+    if (rounded.form == Words::kFloats) return multiply_many<Float, false>(weights, rounded, fill, y, first, end);
+#if GRAPHOPT_BY_PAIRS
+    if (rounded.form == Words::kPairs) return multiply_many<Int16, false>(weights, rounded, fill, y, first, end);
+    if (weights.table.most <= 32) return multiply_many<Int8Runs, false>(weights, rounded, fill, y, first, end);
+#else
+    if (rounded.form == Words::kBfloat16s) return multiply_many<Bfloat16, false>(weights, rounded, fill, y, first, end);
+    if (weights.table.wide) return multiply_many<Int8<false>, true>(weights, rounded, fill, y, first, end);
+#endif
+#endif
+    multiply_many<Int8<kByPairs>, false>(weights, rounded, fill, y, first, end);
   };
   choose_bits(weights.bits, [&](auto bits) { choose_filling<decltype(bits)::value>(weights, rounded, with_filling); });
 }
 
+#if !defined(__AVXVNNI__)
 int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
   int largest = 0;
   choose_bits(weights.bits, [&](auto bits) {
@@ -144,6 +155,15 @@ int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
   });
   return largest;
 }
+#else
+void round_panel(const Weights& weights, const Rounded& rounded, const float* rows, size_t panel) {
+  kMatMulAvx2.round(weights, rounded, rows, panel);
+}
+
+int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
+  return kMatMulAvx2.largest_code(weights, first_tile, end_tile);
+}
+#endif
 
 }  // namespace
 

@@ -52,9 +52,9 @@ class AsBytes {
 template <int Bits, typename WithOperand>
 void choose_operand(const Table& table, Words form, const WithOperand& with_operand) {
   // where a table is one register, looking up costs no more than the exclusive or
-  constexpr bool kXorIsFaster = !(kVectorBytes == kLine && Bits <= 6);
+  constexpr bool kXorIsFaster = Bits > (kVectorBytes == kLine ? 6 : kByPairs ? 4 : 0);
   const bool by_xor = kXorIsFaster && table.by_xor;
-#if GRAPHOPT_BY_PAIRS
+#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
   if (form == Words::kPairs) {
     if constexpr (Bits == 6 || Bits == 8) {
       if (table.wide && table.has_signs) {
@@ -62,12 +62,15 @@ void choose_operand(const Table& table, Words form, const WithOperand& with_oper
       }
     }
     if (table.wide) return with_operand(static_cast<const AsPairs<Bits, true, false>*>(nullptr));
-    if (by_xor) return with_operand(static_cast<const AsPairs<Bits, false, true>*>(nullptr));
+    // integers of fewer bits are small enough for products of bytes
+    if constexpr (Bits == 8) {
+      if (by_xor) return with_operand(static_cast<const AsPairs<Bits, false, true>*>(nullptr));
+    }
     return with_operand(static_cast<const AsPairs<Bits, false, false>*>(nullptr));
   }
 #else
   (void)form;
-  if (table.wide) return with_operand(static_cast<const AsBytes<Bits, true, false, false>*>(nullptr));
+  if (!kByPairs && table.wide) return with_operand(static_cast<const AsBytes<Bits, true, false, false>*>(nullptr));
 #endif
   if (by_xor) return with_operand(static_cast<const AsBytes<Bits, false, kXorIsFaster, kByPairs>*>(nullptr));
   return with_operand(static_cast<const AsBytes<Bits, false, false, kByPairs>*>(nullptr));
@@ -76,7 +79,7 @@ void choose_operand(const Table& table, Words form, const WithOperand& with_oper
 // The same where codes are looked up as they are multiplied. Only there are wide tables read as bytes.
 template <int Bits, typename WithOperand>
 void choose_operand_of_few(const Table& table, Words form, const WithOperand& with_operand) {
-#if GRAPHOPT_BY_PAIRS
+#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
   if constexpr (Bits == 5 || Bits == 6) {
     if (table.wide && form == Words::kBytes) return with_operand(static_cast<const AsMagnitudes<Bits>*>(nullptr));
   }

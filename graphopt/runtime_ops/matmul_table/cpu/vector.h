@@ -120,6 +120,13 @@ constexpr bool kSumsBytes = false;
 #endif
 constexpr bool kByPairs = GRAPHOPT_BY_PAIRS;
 
+// Whether products of bytes are all that is compiled.
+#if defined(__AVXVNNI__)
+constexpr bool kBytesAlone = true;
+#else
+constexpr bool kBytesAlone = false;
+#endif
+
 // sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them
 // -128; exact. `Small` promises bytes of 128 at most.
 template <bool Small>
