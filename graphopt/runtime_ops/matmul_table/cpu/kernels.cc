@@ -18,7 +18,7 @@ constexpr size_t kFew = 8, kFewFloats = 0, kPanel = 12, kWidths[] = {1, 2, 4, 8,
 #elif GRAPHOPT_BY_PAIRS
 constexpr size_t kFew = 2, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
 #else
-constexpr size_t kFew = 2, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2};
+constexpr size_t kFew = 0, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2};
 #endif
 
 // Without an instruction for it, products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
@@ -76,6 +76,7 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
 #if defined(__AVXVNNI__)
   if (!multiplies_bytes(weights, rounded)) return kMatMulAvx2.multiply_few(weights, rounded, y, first, end);
 #endif
+#if defined(GRAPHOPT_VECTOR_BYTES)
   choose_bits(weights.bits, [&](auto bits) {
     constexpr int kBits = decltype(bits)::value;
     if constexpr (kFewFloats && !kBytesAlone) {
@@ -94,6 +95,9 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
       }
     });
   });
+#else
+  many(weights, rounded, y, first, end);
+#endif
 }
 
 // Calls with_filling(filling) with what fills blocks with values for x in this form.
