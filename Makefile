@@ -10,7 +10,7 @@
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too
 #
-# On a machine with an NVIDIA GPU: make EXTRAS=gpu,export,chat,dev ... Kernels for GPUs are built then, or where a GPU is found.
+# On a machine with an NVIDIA GPU: make EXTRAS=gpu,export,chat,serve,dev ... Kernels for GPUs are built then, or where a GPU is found.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -21,7 +21,7 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { echo "$$python"; break; }; done)
-EXTRAS ?= cpu,export,chat,dev
+EXTRAS ?= cpu,export,chat,serve,dev
 # Test processes; each computes with one thread, or they would fight for the cores.
 JOBS ?= 2
 TORCH = $(shell sed -nE 's/.*"(torch==[^"]+)".*/\1/p' pyproject.toml)

@@ -11,6 +11,9 @@ from pydantic import BaseModel
 from graphopt.errors import InputError
 from graphopt.tasks import TaskName
 
+GENERATION_CONFIG = "generation_config.json"
+"""Where transformers keeps which tokens end a text, and how its maker recommends to draw them."""
+
 SENTENCES = "sentence_bert_config.json"
 """Where sentence-transformers keeps how long a text may be."""
 
@@ -56,7 +59,7 @@ def facts_of_config(folder: Path) -> ModelFacts:
     """
     genai = json_object(folder / "genai_config.json").get("model", {})
     config = json_object(folder / "config.json")
-    generation = json_object(folder / "generation_config.json")
+    generation = json_object(folder / GENERATION_CONFIG)
     text = config | config.get("text_config", {}) or genai | {"max_position_embeddings": genai.get("context_length")}
     eos = generation.get("eos_token_id", text.get("eos_token_id"))
     return ModelFacts(

@@ -37,9 +37,14 @@ def run(
     max_new_tokens: Annotated[
         int | None, typer.Option(min=1, help="tokens to make at most; by default 64, or 1024 for a reply of a chat")
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option(help="0 is greedy, the default; in a chat it is what the model's generation_config.json says"),
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="draw among the k most likely tokens")] = None,
-    top_p: Annotated[float, typer.Option(help="draw among the most likely tokens that reach this probability")] = 1.0,
+    top_p: Annotated[
+        float | None, typer.Option(help="draw among the most likely tokens that reach this probability")
+    ] = None,
     seed: int = 0,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="end a text before this string")] = None,
     json_schema: Annotated[
@@ -74,13 +79,20 @@ def run(
     opened = open_folder(folder, threads=threads, device=device)
     if opened.manifest.task == "encoder":
         asked = (chat, max_new_tokens, temperature, top_k, top_p, seed, stop or None, json_schema, regex, logprobs)
-        if asked != (False, None, 0.0, None, 1.0, 0, None, None, None, None):
+        if asked != (False, None, None, None, None, 0, None, None, None, None):
             raise InputError(
                 "an encoder generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
             )
         return print_embeddings(opened, prompt or [], as_json)
     session = session_from(opened, device=device)
-    sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    # of a chat the model's maker says how to draw, as far as nobody else does
+    maker = Sampling.of_folder(folder, seed) if chat and temperature != 0 else Sampling(seed=seed)
+    sampling = Sampling(
+        temperature=maker.temperature if temperature is None else temperature,
+        top_k=maker.top_k if top_k is None else top_k,
+        top_p=maker.top_p if top_p is None else top_p,
+        seed=seed,
+    )
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     if chat:

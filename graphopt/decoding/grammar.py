@@ -20,7 +20,7 @@ import numpy.typing as npt
 from graphopt.errors import GraphoptError, InputError, MissingDependencyError
 from graphopt.session import Session
 
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: where any white space is
 allowed, small models write nothing else until their tokens run out."""
 
@@ -76,7 +76,7 @@ class Grammar:
         """
         make, tokens = _llguidance().LLMatcher, _tokens(session, tuple(eos))
         if self.kind == "JSON schema":
-            form = make.grammar_from_json_schema(self.text, defaults=_JSON_STYLE)
+            form = make.grammar_from_json_schema(self.text, defaults=JSON_STYLE)
         else:
             form = make.grammar_from_regex(self.text)
         wrong, messages = make.validate_grammar_with_warnings(form, tokens)

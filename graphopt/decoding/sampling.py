@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import GraphoptError, InputError
+from graphopt.model_facts import GENERATION_CONFIG, json_object
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,19 @@ class Sampling:
                 "top_k and top_p do nothing at temperature 0, where the most likely token is always taken",
                 remedy="give a temperature, such as 0.8",
             )
+
+    @classmethod
+    def of_folder(cls, folder: Path, seed: int = 0) -> Sampling:
+        """Return what a model's maker recommends in ``generation_config.json``; greedy where nothing is said.
+
+        Raises:
+            InputError: the file is not JSON, or a value is out of range.
+        """
+        said = json_object(folder / GENERATION_CONFIG)
+        if not said.get("do_sample"):
+            return cls(seed=seed)
+        top_k = said.get("top_k") or None  # 0 is all
+        return cls(said.get("temperature", 1.0), top_k, said.get("top_p", 1.0), seed)
 
     def stream(self, prompt: Sequence[int], occurrence: int = 0) -> np.random.Generator:
         """Return the random generator of one row.

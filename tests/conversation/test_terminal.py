@@ -9,6 +9,8 @@ import os
 import pty
 import re
 import select
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -19,6 +21,9 @@ from pathlib import Path
 import pytest
 
 from graphopt.cli import main
+from graphopt.conversation.conversation import chat
+from graphopt.decoding.sampling import Sampling
+from graphopt.session import Session
 
 ROOT = Path(__file__).parents[2]
 GRAPHOPT = (sys.executable, "-c", "from graphopt.cli import main; main()")
@@ -139,6 +144,46 @@ def test_a_chat_in_a_terminal(terminal: Terminal) -> None:
     assert terminal.close() == 0
 
 
+def test_two_turns_in_tmux(chat_folder: Path, session: Session, tmp_path: Path) -> None:
+    program = shutil.which("tmux") or pytest.skip("there is no tmux")
+
+    def tmux(*arguments: str) -> str:
+        command = [program, "-S", str(tmp_path / "socket"), "-f", "/dev/null", *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def said(prompts: int) -> list[str]:
+        """What is on the screen once there are so many prompts, without the command's own lines."""
+        for _ in range(300):
+            lines = tmux("capture-pane", "-p", "-t", "chat").rstrip().split("\n")
+            if sum(line.startswith(">>>") for line in lines) == prompts and lines[-1] == ">>>":
+                return [line.rstrip() for line in lines]
+            time.sleep(0.1)
+        raise AssertionError(lines)
+
+    options = ["--chat", "--max-new-tokens", "8", "--stop", "\n", "--threads", "1"]
+    command = ["env", f"PYTHONPATH={ROOT}", *GRAPHOPT, "run", str(chat_folder), *options]
+    tmux("new-session", "-d", "-s", "chat", "-x", "200", "-y", "50", shlex.join(command))
+    try:
+        said(1)
+        messages: list[dict[str, str]] = []
+        for turn, message in enumerate(("import os", "os"), 2):
+            tmux("send-keys", "-t", "chat", "-l", message)
+            tmux("send-keys", "-t", "chat", "Enter")
+            messages.append({"role": "user", "content": message})
+            reply = chat(session, messages, max_new_tokens=8, stop=["\n"]).text
+            messages.append({"role": "assistant", "content": reply})
+            lines = said(turn)
+            # the second reply is to both messages
+            assert lines[lines.index(f">>> {message}") + 1] == reply.rstrip()
+        assert reply != chat(session, messages[2:3], max_new_tokens=8, stop=["\n"]).text
+        tmux("send-keys", "-t", "chat", "/tokens", "Enter")
+        total, fed, made = counts("\n".join(said(4)))
+        assert fed + made < total  # the cache was not fed again
+    finally:
+        with contextlib.suppress(subprocess.CalledProcessError):
+            tmux("kill-server")
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], chat_folder: Path):
     """Return a function that runs the command on the shipped model, with lines of a pipe as its input."""
@@ -170,6 +215,22 @@ def test_lines_of_a_pipe_are_turns(run) -> None:
     _, streamed, told = run(*more[:3], *more[6:], lines="a stack\nits top\n")
     assert streamed == "".join(turn["reply"]["text"] + "\n" for turn in turns)
     assert told.count("stopped after 6 tokens") == 2
+
+
+def test_a_chat_draws_as_the_maker_recommends(
+    run, chat_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--prompt", "a stack", "--max-new-tokens", 12)
+    greedy = run("--chat", *asked)[1]
+    said = {"do_sample": True, "temperature": 1.5, "top_k": 40}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    of_folder = Sampling.of_folder
+    monkeypatch.setattr(Sampling, "of_folder", lambda folder, seed: of_folder(tmp_path, seed))
+    recommended = run("--chat", *asked)[1]
+    assert recommended not in ("", greedy)
+    monkeypatch.setattr(Sampling, "of_folder", of_folder)
+    assert run("--chat", *asked, "--temperature", 1.5, "--top-k", 40)[1] == recommended
+    assert run("--chat", *asked, "--temperature", 0)[1] == greedy
 
 
 def test_what_the_command_refuses(run, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A Llama checkpoint as a GGUF file, without a tokenizer, which llama-bench does not ask for."""
+"""A Llama checkpoint as a GGUF file; with a tokenizer for llama-server, llama-bench does not ask for one."""
 
 from __future__ import annotations
 
@@ -26,11 +26,16 @@ NAMES = {
 """Parts of a Llama in transformers, and what llama.cpp calls them."""
 
 
-def write_gguf(checkpoint: Path, file: Path) -> None:
+def write_gguf(checkpoint: Path, file: Path, *, tokenizer: bool = False) -> None:
     """Write ``checkpoint`` in float16, norms in float32.
 
     The rows of queries and keys stay as they are, though llama.cpp pairs the coordinates of a rotary embedding
     otherwise: of random weights that makes other random weights.
+
+    Args:
+        checkpoint: the Hugging Face folder.
+        file: where to write.
+        tokenizer: whether to write the tokens of its ``tokenizer.json`` too.
 
     Raises:
         UnavailableError: gguf or safetensors is not installed.
@@ -40,6 +45,10 @@ def write_gguf(checkpoint: Path, file: Path) -> None:
     config = json.loads((checkpoint / "config.json").read_text())
     writer = gguf.GGUFWriter(file, "llama")
     _write_shape(writer, config)
+    if tokenizer:
+        _write_tokenizer(writer, checkpoint)
+    else:
+        writer.add_tokenizer_model("no_vocab")
     for name, array in safetensors.load_file(checkpoint / "model.safetensors").items():
         writer.add_tensor(_name(name), array if array.ndim > 1 else array.astype("float32"))
     writer.write_header_to_file()
@@ -59,7 +68,20 @@ def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_dimension_count(config["hidden_size"] // heads)
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("no_vocab")
+
+
+def _write_tokenizer(writer: Any, checkpoint: Path) -> None:
+    """Write the byte-level tokens of ``tokenizer.json``, which must be as many as the model has."""
+    stored = json.loads((checkpoint / "tokenizer.json").read_text())
+    tokens = dict(stored["model"]["vocab"]) | {each["content"]: each["id"] for each in stored["added_tokens"]}
+    merges = [each if isinstance(each, str) else " ".join(each) for each in stored["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(sorted(tokens, key=tokens.__getitem__))
+    writer.add_token_types([1] * len(tokens))
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
 
 
 def _name(name: str) -> str:

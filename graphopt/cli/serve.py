@@ -1,0 +1,54 @@
+"""The command ``serve``: an OpenAI-compatible address."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from graphopt.cli.commands import command
+from graphopt.cli.console import Threads, err
+
+
+@command("serve")
+def serve(
+    folder: Annotated[Path, typer.Argument(help="an artifact that `optimize --add serve` made")],
+    replicas: Annotated[int, typer.Option(min=1, help="workers, each with the model and a pool of its own")] = 1,
+    host: Annotated[
+        str, typer.Option(help="address that the front listens on; 0.0.0.0 is open to other machines")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="port to listen on; 0 takes a free one")] = 8000,
+    name: Annotated[str | None, typer.Option(help="what clients call the model; by default the folder's name")] = None,
+    threads: Threads = 0,
+    tool_parser: Annotated[
+        str | None,
+        typer.Option("--tool-parser", help="how the model writes calls of tools, in Dynamo's words, such as hermes"),
+    ] = None,
+    discovery: Annotated[
+        Literal["file", "etcd", "kubernetes"],
+        typer.Option(help="how front and workers find each other; with other machines, etcd or kubernetes"),
+    ] = "file",
+    front: Annotated[bool, typer.Option("--front/--no-front", help="whether the front runs on this machine")] = True,
+    drain: Annotated[float, typer.Option(min=0, help="seconds that requests have to end after SIGTERM")] = 60.0,
+) -> None:
+    """Answer many clients at an OpenAI-compatible address: models, chat, completions, streaming.
+
+    NVIDIA Dynamo's front passes requests to workers, each onnxruntime-genai's Engine on the graph of the step `serve`.
+    A worker that dies is started again, and its requests go on in another one. SIGTERM and Ctrl-C let requests end.
+    """
+    from graphopt.serving.replicas import Settings
+    from graphopt.serving.replicas import serve as run
+
+    settings = Settings(
+        name=name or folder.resolve().name,
+        host=host,
+        port=port,
+        replicas=replicas,
+        threads=threads,
+        discovery=discovery,
+        tool_parser=tool_parser,
+        front=front,
+        patience=drain,
+    )
+    run(folder, settings, lambda text: err.print(text, markup=False, highlight=False, soft_wrap=True))

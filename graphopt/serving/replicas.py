@@ -1,0 +1,223 @@
+"""One front and several workers on this machine, kept alive: what ``graphopt serve`` runs."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from graphopt.errors import InputError, MissingDependencyError
+from graphopt.serving.asked import Limits
+
+_LOOK = 0.1  # seconds between two looks at the processes
+_LONG = 30.0  # seconds after which a process counts as one that worked, and between two starts at most
+_OF_REQUESTS = (b"request_span", b"dynamo_llm::http::service", b"monitor_instance_source")
+_UNUSABLE = 2  # exit code of a process whose input cannot be used: another start would not help
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to serve.
+
+    Attributes:
+        name: what clients call the model.
+        host: address that the front listens on.
+        port: of the front; 0 for a free one.
+        replicas: how many workers there are.
+        threads: of onnxruntime in each worker; 0 shares the cores among them.
+        discovery: how front and workers find each other: ``file``, ``etcd`` or ``kubernetes``.
+        tool_parser: Dynamo's name for the form in which the model writes calls of tools, such as ``hermes``.
+        front: whether there is a front on this machine.
+        patience: seconds that requests have to end after SIGTERM.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    replicas: int = 1
+    threads: int = 0
+    discovery: str = "file"
+    tool_parser: str | None = None
+    front: bool = True
+    patience: float = 60.0
+
+
+class _Process:
+    """A process that is started again when it ends."""
+
+    def __init__(self, title: str, command: list[str], environment: Mapping[str, str], say: Callable[[str], None]):
+        self.title, self._command, self._environment, self._say = title, command, environment, say
+        self.failures, self._due = 0, 0.0
+        self.start()
+
+    def start(self) -> None:
+        self._began = time.monotonic()
+        quiet = "DYN_LOG" not in os.environ
+        errors = subprocess.PIPE if quiet else None
+        # A session of its own: Ctrl-C in a terminal is for us, who let requests end.
+        self.process = subprocess.Popen(
+            self._command, env=dict(self._environment), stderr=errors, start_new_session=True
+        )
+        if quiet:
+            threading.Thread(target=self._pass_on, args=(self.process.stderr,), daemon=True).start()
+
+    def _pass_on(self, lines: IO[bytes]) -> None:
+        """Print what the process prints, without a line for each request that is refused or moves."""
+        for line in lines:
+            if not any(each in line for each in _OF_REQUESTS):
+                sys.stderr.buffer.write(line)
+                sys.stderr.buffer.flush()
+
+    def look(self, now: float) -> None:
+        """Start the process again where it has ended: at once, and less and less often where that does not help."""
+        code = self.process.poll()
+        if code is None:
+            return
+        if not self._due:
+            if code == _UNUSABLE:
+                raise InputError(f"the {self.title} cannot run", remedy="see its message above")
+            self.failures = 0 if now - self._began > _LONG else self.failures + 1
+            delay = 0.0 if self.failures < 2 else min(_LONG, 0.5 * 2**self.failures)
+            how = signal.Signals(-code).name if code < 0 else f"code {code}"
+            self._say(f"the {self.title} ended ({how}); it starts again" + (f" in {delay:.0f} s" if delay else ""))
+            self._due = now + delay
+        if now >= self._due:
+            self._due = 0.0
+            self.start()
+
+    def stop(self, number: int) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+
+def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or Ctrl-C, and let requests end then; the second one does not wait.
+
+    Args:
+        folder: an artifact with the graph of the step ``serve``.
+        settings: how.
+        say: told when clients can come, and when a process ended and starts again.
+
+    Raises:
+        InputError: the folder cannot be served, or the port is taken.
+        MissingDependencyError: the extra ``serve`` is not installed.
+    """
+    Limits.of_folder(folder)
+    for package in ("dynamo._core", "onnxruntime_genai"):
+        _require(package)
+    port = _free_port(settings.host, settings.port) if settings.front else 0
+    asked: list[int] = []
+    with contextlib.ExitStack() as stack:
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="graphopt-serve-")))
+        for number in (signal.SIGTERM, signal.SIGINT):
+            stack.callback(signal.signal, number, signal.signal(number, lambda code, _: asked.append(code)))
+        processes = _start(folder.resolve(), settings, port, state, say)
+        stack.callback(_stop, processes, settings.patience, asked)
+        told = not settings.front
+        while not asked:
+            now = time.monotonic()
+            for process in processes:
+                process.look(now)
+            if not told and _workers(settings.host, port) >= settings.replicas:
+                told = True
+                workers = f"{settings.replicas} worker{'s' if settings.replicas > 1 else ''}"
+                say(f"serving {settings.name} at http://{_address(settings.host)}:{port}/v1 with {workers}")
+            time.sleep(_LOOK)
+        say("ending: requests on their way are finished")
+
+
+def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callable[[str], None]) -> list[_Process]:
+    shared = {
+        "DYN_LOG": "error",
+        "DYN_FILE_KV": str(state / "discovery"),
+        "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
+        "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(math.ceil(settings.patience)),
+        # Status 200 waits for the first token so long: what a worker refuses gets a status of its own.
+        "DYN_HTTP_PRE_COMMIT_ERROR_PEEK_MS": "5000",
+        **os.environ,
+        "DYN_DISCOVERY_BACKEND": settings.discovery,
+    }
+    if settings.discovery == "file":
+        # All of them are on this machine, whatever address the front has.
+        hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
+        shared |= dict.fromkeys(hosts, "127.0.0.1")
+    where = ["--discovery", settings.discovery]
+    module = [sys.executable, "-m"]
+    found = []
+    if settings.front:
+        command = [*module, "graphopt.serving.front", "--host", settings.host, "--port", str(port), *where]
+        found.append(_Process("front", command, shared, say))
+    threads = settings.threads or max(1, len(os.sched_getaffinity(0)) // settings.replicas)
+    command = [*module, "graphopt.serving.worker", str(folder), "--name", settings.name, "--state", str(state)]
+    command += ["--threads", str(threads), *where]
+    command += ["--tool-parser", settings.tool_parser] if settings.tool_parser else []
+    found += [_Process(f"worker {number}", command, shared, say) for number in range(1, settings.replicas + 1)]
+    return found
+
+
+def _stop(processes: list[_Process], patience: float, asked: list[int]) -> None:
+    """Let the front finish what it has and take nothing new; then the workers have nothing to do."""
+    workers = [process for process in processes if process.title != "front"]
+    fronts = [process for process in processes if process.title == "front"]
+    once = len(asked)
+    for group, seconds in ((fronts, patience + 5), (workers, 10.0)):
+        end = time.monotonic() + seconds
+        for process in group:
+            process.stop(signal.SIGTERM)
+        while any(process.process.poll() is None for process in group):
+            if time.monotonic() > end or len(asked) > max(once, 1):
+                for process in group:
+                    process.stop(signal.SIGKILL)
+            time.sleep(_LOOK / 2)
+
+
+def _require(package: str) -> None:
+    with contextlib.suppress(ModuleNotFoundError):
+        if importlib.util.find_spec(package) is not None:
+            return
+    raise MissingDependencyError(
+        f"serving needs {package.split('.')[0]}, which has packages for Linux only",
+        remedy='pip install "graphopt[serve]"',
+    )
+
+
+def _free_port(host: str, port: int) -> int:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            bound.bind((host, port))
+        except OSError as error:
+            raise InputError(
+                f"{host}:{port} cannot be listened on: {error.strerror}", remedy="choose another --port"
+            ) from error
+        return int(bound.getsockname()[1])
+
+
+def _address(host: str) -> str:
+    """Return an address to reach a front on this machine that listens on ``host``."""
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{local}]" if ":" in local else local
+
+
+def _workers(host: str, port: int) -> int:
+    """Return how many workers the front knows."""
+    try:
+        with urllib.request.urlopen(f"http://{_address(host)}:{port}/health", timeout=2) as answer:
+            return sum(each["endpoint"] == "generate" for each in json.load(answer)["instances"])
+    except (OSError, ValueError, KeyError):
+        return 0

@@ -1,0 +1,211 @@
+"""A worker: the Engine as Dynamo's front asks for it, in tokens. ``python -m graphopt.serving.worker FOLDER``.
+
+Dynamo finds workers by what it calls discovery: files on one machine, etcd or Kubernetes on several. The front's name
+for the protocol is ``LLMEngine``; the methods below are what its Rust side calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import secrets
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from graphopt.errors import InputError
+from graphopt.serving.asked import Limits, tokens_of, turn_of
+from graphopt.serving.batch import Batch
+from graphopt.serving.journal import Journal
+from graphopt.serving.process import end_with_parent
+from graphopt.serving.stream import Event, Stream
+
+NAMESPACE = "graphopt"
+_MOVING = 60.0  # seconds that a request which moves to another worker may take
+CRASHED = 70
+"""Exit code of a worker whose Engine can no longer go on."""
+
+
+class Worker:
+    """What Dynamo calls an ``LLMEngine``.
+
+    Args:
+        folder: an artifact with the graph of the step ``serve``.
+        name: what clients call the model.
+        journal: what the workers of this machine share.
+        threads: of onnxruntime; 0 lets it choose.
+    """
+
+    def __init__(self, folder: Path, name: str, journal: Journal, threads: int) -> None:
+        self._folder, self._name, self._journal, self._threads = folder, name, journal, threads
+        self._limits = Limits.of_folder(folder)
+        self._batch: Batch | None = None
+        self._streams: dict[str, Stream] = {}
+
+    async def start(self, worker_id: int) -> Any:
+        """Load the model, and say what it can take."""
+        from dynamo._core import backend
+
+        self._batch = await asyncio.to_thread(Batch, self._folder, threads=self._threads, on_failure=self._fail)
+        limits = self._limits
+        offered = backend.LlmRegistration(
+            context_length=limits.positions,
+            kv_cache_block_size=limits.block,
+            total_kv_blocks=limits.blocks,
+            max_num_seqs=limits.requests,
+            max_num_batched_tokens=limits.tokens,
+        )
+        return backend.EngineConfig(model=str(self._folder), served_model_name=self._name, llm=offered)
+
+    async def generate(self, request: dict[str, Any], context: Any) -> AsyncIterator[dict[str, Any]]:
+        """Give the tokens of a request, and at last why they end and how many there were.
+
+        Raises:
+            InvalidArgument: the request cannot be done, which clients see as status 400.
+        """
+        from dynamo._core import InvalidArgument
+
+        try:
+            async with contextlib.aclosing(self._generate(request, context.id())) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except (ValueError, InputError) as error:
+            raise InvalidArgument(str(error)) from error
+
+    async def _generate(self, request: dict[str, Any], name: str) -> AsyncGenerator[dict[str, Any]]:
+        assert self._batch is not None
+        tokens = tokens_of(request, self._limits)
+        turn_of(request, self._limits, tokens)  # what cannot be done is refused before anything is written down
+        asked = (request.get("sampling_options") or {}).get("seed")
+        entry = self._journal.take(name, len(tokens), secrets.randbits(31) if asked is None else int(asked))
+        turn = turn_of(request, self._limits, tokens, min(entry.prompt, len(tokens)), entry.seed)
+        events: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def deliver(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        stream = self._batch.begin(turn, deliver)
+        self._streams[name] = stream
+        made, event = 0, Event(finish="cancelled")
+        try:
+            while (event := await events.get()).finish is None:
+                if not made:
+                    self._journal.moved(name)
+                made += 1
+                yield {"token_ids": [event.token], "index": 0}
+            if event.finish == "error":
+                raise ValueError(event.message)
+            usage = {
+                "prompt_tokens": len(tokens),
+                "completion_tokens": made,
+                "total_tokens": len(tokens) + made,
+                "prompt_tokens_details": {"cached_tokens": event.cached},
+            }
+            yield {"token_ids": [], "index": 0, "finish_reason": event.finish, "completion_usage": usage}
+        finally:
+            self._batch.cancel(stream)
+            self._streams.pop(name, None)
+            # Where this worker ends, another one goes on soon; where the client has gone, nobody does.
+            loop.call_later(_MOVING if event.finish == "cancelled" else 0, self._journal.end, name)
+
+    async def abort(self, context: Any) -> None:
+        """End a request whose client has gone."""
+        stream = self._streams.get(context.id())
+        if stream is not None and self._batch is not None:
+            self._batch.cancel(stream)
+
+    async def cleanup(self) -> None:
+        """Let the Engine go."""
+        batch, self._batch = self._batch, None
+        if batch is not None:
+            await asyncio.to_thread(batch.close)
+
+    def _fail(self, error: Exception) -> None:
+        """End the process: the front moves its requests to another worker."""
+        self._journal.crashed(str(error))
+        sys.stderr.write(f"the engine cannot go on: {error}\n")
+        sys.stderr.flush()
+        os._exit(CRASHED)
+
+    # What else the protocol asks for, and this worker has not.
+
+    async def is_quiescent(self) -> bool | None:
+        """Nothing is moved between devices."""
+        return None
+
+    async def register_prometheus(self, metrics: Any) -> None:
+        """There are no metrics but the front's."""
+
+    def component_metrics_dp_ranks(self) -> list[int]:
+        """There are no metrics but the front's."""
+        return []
+
+    def attach_snapshot_publisher(self, publisher: Any) -> None:
+        """There are no metrics but the front's."""
+
+    async def health_check_payload(self) -> dict[str, Any] | None:
+        """An idle worker is not probed: it ends when its Engine does."""
+        return None
+
+    async def kv_event_sources(self) -> list[Any]:
+        """Requests are not routed by what is cached."""
+        return []
+
+    async def logits_processor_spec(self) -> None:
+        """Logits stay in the Engine."""
+
+    def supported_controls(self) -> set[str]:
+        """There are none."""
+        return set()
+
+    def supported_updates(self) -> set[str]:
+        """There are none."""
+        return set()
+
+    async def on_endpoint_ready(self, endpoint: Any) -> None:
+        """Nothing else is registered."""
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    from dynamo._core import backend
+    from dynamo.llm import ModelInput
+    from dynamo.runtime.logging import configure_dynamo_logging
+
+    configure_dynamo_logging()
+    journal = Journal(options.state)
+    journal.watch()
+    worker = Worker(options.folder, options.name, journal, options.threads)
+    runtime = backend.RuntimeConfig(discovery_backend=options.discovery, request_plane="tcp")
+    config = backend.WorkerConfig(
+        namespace=NAMESPACE,
+        model_name=str(options.folder),
+        served_model_name=options.name,
+        model_input=ModelInput.Tokens,
+        endpoint_types="chat,completions",
+        tool_call_parser=options.tool_parser,
+        enable_local_indexer=False,
+        enable_kv_routing=False,
+        runtime=runtime,
+    )
+    await backend.Worker(worker, config, asyncio.get_running_loop()).run()
+
+
+def main() -> None:
+    """Serve until SIGTERM; requests that are on their way end first."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--discovery", default="file")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--tool-parser")
+    end_with_parent()
+    asyncio.run(_serve(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from graphopt.conversation.template import TEMPLATE
+from graphopt.genai import GENAI_CONFIG
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe
+from tests.conversation.conftest import PYTHON
+
+BLOCKS = 40
+"""Blocks of a pool that is soon full: 640 tokens."""
+
+
+@pytest.fixture(scope="session")
+def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The shipped model with a pool of 325 blocks, and a chat template."""
+    folder = tmp_path_factory.mktemp("served") / "python"
+    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "64MB"}]
+    optimize(shipped_artifact, Recipe.model_validate({"name": "served", "steps": steps}), folder, run=False)
+    (folder / TEMPLATE).write_text(PYTHON)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def narrow(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with a pool of :data:`BLOCKS` blocks."""
+    return with_blocks(served, tmp_path_factory.mktemp("narrow") / "python", BLOCKS)
+
+
+def with_blocks(served: Path, folder: Path, blocks: int, **model: object) -> Path:
+    """Return a folder with the files of another one and another pool; ``model`` overrides what is said of the model."""
+    folder.mkdir()
+    for file in served.iterdir():
+        if file.suffix == ".so":  # onnxruntime-genai takes no link
+            shutil.copy(file, folder)
+        elif file.name != GENAI_CONFIG:
+            (folder / file.name).symlink_to(file)
+    config = json.loads((served / GENAI_CONFIG).read_text())
+    config["engine"]["dynamic_batching"]["num_blocks"] = blocks
+    config["model"] |= model
+    (folder / GENAI_CONFIG).write_text(json.dumps(config))
+    return folder

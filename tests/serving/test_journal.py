@@ -1,0 +1,68 @@
+"""What a worker leaves behind when it ends: a request that crashed it goes to no other one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphopt.serving.journal import Journal
+
+ROOT = Path(__file__).parents[2]
+WORKER = """
+import os, signal, sys
+from pathlib import Path
+from graphopt.serving.journal import Journal
+journal = Journal(Path(sys.argv[1]))
+journal.watch()
+journal.take("{name}", 7, 123)
+{then}
+os.kill(os.getpid(), signal.{number})
+"""
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Journal:
+    return Journal(tmp_path)
+
+
+def end_of_a_worker(folder: Path, number: str, then: str = "", name: str = "a") -> None:
+    """Let another process take a request of 7 tokens, and end by a signal."""
+    script = WORKER.format(number=number, then=then, name=name)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", script, str(folder)], env=environment, capture_output=True)
+    assert ended.returncode < 0
+
+
+def test_a_request_that_crashed_its_worker_is_refused(journal: Journal, tmp_path: Path) -> None:
+    end_of_a_worker(tmp_path, "SIGSEGV")
+    with pytest.raises(ValueError, match="crashed while it read this request"):
+        journal.take("a", 7, 0)
+    assert journal.take("b", 7, 5).seed == 5
+    # whose engine could not go on
+    end_of_a_worker(tmp_path, "SIGKILL", 'journal.crashed("not healthy")', name="c")
+    with pytest.raises(ValueError, match="crashed"):
+        journal.take("c", 7, 0)
+
+
+def test_a_request_whose_worker_was_killed_goes_on(journal: Journal, tmp_path: Path) -> None:
+    end_of_a_worker(tmp_path, "SIGKILL")
+    entry = journal.take("a", 9, 0)
+    # where the prompt ends, and its random numbers
+    assert (entry.prompt, entry.seed, entry.worker) == (7, 123, os.getpid())
+    journal.end("a")
+    assert journal.take("a", 9, 0).prompt == 9
+
+
+def test_a_request_of_which_there_are_tokens_goes_on(journal: Journal, tmp_path: Path) -> None:
+    end_of_a_worker(tmp_path, "SIGABRT", 'journal.moved("a")')
+    assert journal.take("a", 9, 0).prompt == 7
+    # and then no further: nothing was made of these nine tokens
+    other = Journal(tmp_path)
+    other._process += 1
+    journal.crashed("not healthy")
+    with pytest.raises(ValueError, match="crashed"):
+        other.take("a", 9, 0)

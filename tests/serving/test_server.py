@@ -1,0 +1,292 @@
+"""``graphopt serve`` as its clients see it: one front, two workers, pools that are soon full."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphopt.serving.batch import Batch
+from graphopt.serving.stream import Turn
+from graphopt.session import Session, load
+from tests.serving.conftest import BLOCKS
+from tests.serving.test_batch import run
+
+pytest.importorskip("dynamo._core", reason="the extra `serve` is not installed")
+openai = pytest.importorskip("openai")
+
+ROOT = Path(__file__).parents[2]
+TEXTS = (
+    "def read_lines(path):\n",
+    "class Stack:\n",
+    "import ",
+    "for line in stream:\n",
+    "x = [",
+    "def test_",
+    "try:\n",
+    "@",
+)
+
+
+# A kernel that crashes on an input, as a worker sees it: Python runs this file when it starts.
+FAULT = """
+import os, signal
+from graphopt.serving import batch
+start = batch.Batch._start
+def crash_on_a_token(self, stream):
+    if {token} in stream.turn.prompt:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return start(self, stream)
+batch.Batch._start = crash_on_a_token
+"""
+DEADLY = 4095
+
+
+class Served:
+    """A running ``graphopt serve``, whose workers crash when they begin to read the token :data:`DEADLY`."""
+
+    def __init__(self, folder: Path, faults: Path, *options: object) -> None:
+        (faults / "sitecustomize.py").write_text(FAULT.format(token=DEADLY))
+        code = "from graphopt.cli import main; main()"
+        command = [sys.executable, "-c", code, "serve", str(folder), "--port", "0", *map(str, options)]
+        environment = os.environ | {"PYTHONPATH": f"{faults}{os.pathsep}{ROOT}"}
+        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+        self.said: list[str] = []
+        self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.url = self.until(r"serving python at (http://127\.0\.0\.1:\d+/v1)")[1]
+        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.said.append(line)
+            self._lines.put(line)
+        self._lines.put("")
+
+    def until(self, pattern: str) -> re.Match[str]:
+        while line := self._lines.get(timeout=60):
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError("".join(self.said))
+
+    def processes(self, module: str) -> list[int]:
+        """Return the processes of a module of graphopt.serving, the oldest first."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = [pid for pid in children if f"graphopt.serving.{module}" in Path(f"/proc/{pid}/cmdline").read_text()]
+        return sorted(map(int, found))
+
+    def text(self, prompt: str | list[int], tokens: int, **options: Any) -> str:
+        given = {"temperature": 0, **options}
+        return self.client.completions.create(model="python", prompt=prompt, max_tokens=tokens, **given).choices[0].text
+
+    def close(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def server(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    served = Served(narrow, tmp_path_factory.mktemp("faults"), "--replicas", 2, "--threads", 1)
+    yield served
+    if served.process.poll() is None:
+        assert served.close() == 0
+
+
+@pytest.fixture(scope="module")
+def session(shipped_artifact: Path) -> Session:
+    return load(shipped_artifact, threads=1)
+
+
+@pytest.fixture(scope="module")
+def expected(served: Path, session: Session) -> Any:
+    """Return a function that says what an Engine with a large pool makes of texts, each so many tokens."""
+    batch = Batch(served, threads=1, on_failure=print)
+
+    def texts(prompts: list[str], tokens: list[int], least: bool = False) -> list[str]:
+        turns = [
+            Turn(tuple(session.encode(prompt)), limit, least=limit if least else 0)
+            for prompt, limit in zip(prompts, tokens, strict=True)
+        ]
+        return [session.decode(made) for made, _ in run(batch, turns)]
+
+    yield texts
+    batch.close()
+
+
+def test_models_chat_and_completions(server: Served, expected: Any) -> None:
+    client = server.client
+    assert [model.id for model in client.models.list()] == ["python"]
+    assert server.text(TEXTS[0], 20) == expected([TEXTS[0]], [20])[0]
+
+    messages = [{"role": "system", "content": "Lists."}, {"role": "user", "content": "a stack"}]
+    told = {"model": "python", "messages": messages, "max_tokens": 12, "temperature": 0}
+    reply = client.chat.completions.create(**told)
+    # the template of the folder, rendered by the front
+    assert reply.choices[0].message.content == expected(['"""Lists."""\n# a stack\n'], [12])[0]
+    assert reply.choices[0].finish_reason == "length"
+    assert reply.usage.completion_tokens == 12
+
+    parts = list(client.chat.completions.create(**told, stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert streamed == reply.choices[0].message.content
+    assert len(parts) > 6
+    assert parts[-1].usage.completion_tokens == 12
+    assert parts[-1].usage.prompt_tokens == reply.usage.prompt_tokens
+
+
+def test_seeds_stop_strings_and_schemas(server: Served) -> None:
+    def drawn(seed: int) -> str:
+        return server.text(TEXTS[1], 24, temperature=0.9, top_p=0.95, seed=seed)
+
+    assert drawn(1) == drawn(1)
+    assert len({drawn(seed) for seed in range(3)}) > 1
+    whole = server.text(TEXTS[1], 40)
+    stop = whole[30:40]
+    assert server.text(TEXTS[1], 40, stop=[stop]) == whole.split(stop)[0]
+
+    schema = {"type": "object", "properties": {"a": {"enum": ["b"]}}, "required": ["a"], "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "form", "schema": schema}}
+    told = {"model": "python", "messages": [{"role": "user", "content": "a stack"}], "max_tokens": 40}
+    reply = server.client.chat.completions.create(**told, response_format=form)
+    assert json.loads(reply.choices[0].message.content) == {"a": "b"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"n": 2}, "n=2"),
+        ({"logprobs": 1}, "log probabilities"),
+        ({"presence_penalty": 0.5}, "presence"),
+        ({"prompt": [5, 4096]}, "Invalid request"),
+        ({"prompt": [5] * (BLOCKS * 16)}, "640"),
+        ({"prompt": []}, "cannot be empty"),
+        ({"extra_body": {"guided_json": "{"}}, "not JSON"),
+        ({"temperature": -1.0}, "Temperature must be"),
+        ({"model": "other"}, "404 - Model not found"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refusals_are_clear(options: dict[str, Any], message: str, server: Served) -> None:
+    told = {"model": "python", "prompt": "x", "max_tokens": 4, **options}
+    with pytest.raises(openai.APIStatusError, match=message) as refused:
+        server.client.completions.create(**told)
+    assert 400 <= refused.value.status_code < 500
+    with pytest.raises(openai.APIStatusError) as refused:
+        next(iter(server.client.completions.create(**told, stream=True)))
+    assert 400 <= refused.value.status_code < 500
+
+
+def test_growing_requests_all_end_in_a_small_pool(server: Served, expected: Any) -> None:
+    prompts = [TEXTS[i % len(TEXTS)] * (1 + i % 3) for i in range(20)]
+    tokens = [90 + 3 * i for i in range(20)]
+    with concurrent.futures.ThreadPoolExecutor(20) as threads:
+        texts = list(threads.map(server.text, prompts, tokens))
+    assert texts == expected(prompts, tokens)
+
+
+def test_a_client_that_goes_frees_its_blocks(server: Served) -> None:
+    more = {"extra_body": {"ignore_eos": True}}
+    begin = time.monotonic()
+    server.text(TEXTS[1], 600, **more)
+    alone = time.monotonic() - begin
+    # Each worker gets sixteen requests, of which each takes nearly the whole pool; nobody waits for them.
+    body = {"model": "python", "prompt": TEXTS[3], "max_tokens": 600, "temperature": 0, "ignore_eos": True}
+    connections = [http.client.HTTPConnection(server.url.split("/")[2]) for _ in range(32)]
+    for connection in connections:
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+    time.sleep(0.3)
+    for connection in connections:
+        connection.close()
+    begin = time.monotonic()
+    server.text(TEXTS[4], 20)
+    server.text(TEXTS[4], 20)
+    assert time.monotonic() - begin < 4 * alone
+
+
+def test_nothing_listens_beyond_this_machine(server: Served) -> None:
+    sockets = set()
+    for pid in (*server.processes("front"), *server.processes("worker")):
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                sockets.add(os.readlink(file))
+    listening = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                listening.append(fields[1].split(":")[0])
+    assert len(listening) >= 3
+    assert set(listening) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def test_streams_go_on_when_a_worker_is_killed(server: Served, expected: Any) -> None:
+    tokens, more = 400, {"extra_body": {"ignore_eos": True}}
+    arrived = threading.Semaphore(0)
+
+    def read(prompt: str) -> str:
+        parts = []
+        told = {"model": "python", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True, **more}
+        for number, part in enumerate(server.client.completions.create(**told)):
+            parts.append(part.choices[0].text if part.choices else "")
+            if number == 20:
+                arrived.release()
+        return "".join(parts)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        texts = [threads.submit(read, prompt) for prompt in TEXTS]
+        for _ in range(2):
+            assert arrived.acquire(timeout=60)
+        os.kill(server.processes("worker")[0], signal.SIGKILL)
+        found = [text.result() for text in texts]
+    assert found == expected(list(TEXTS), [tokens] * 8, least=True)
+    server.until(r"worker \d ended \(SIGKILL\); it starts again")
+    while len(server.processes("worker")) < 2:
+        time.sleep(0.1)
+
+
+def test_a_request_that_crashes_its_worker_is_not_handed_round(server: Served, expected: Any) -> None:
+    before = server.processes("worker")
+    with pytest.raises(openai.BadRequestError, match="a worker crashed while it read this request"):
+        server.text([5, DEADLY], 4)
+    server.until(r"worker \d ended \(SIGSEGV\); it starts again")
+    while len(server.processes("worker")) < 2:
+        time.sleep(0.1)
+    assert len(set(before) & set(server.processes("worker"))) == 1
+    assert server.text(TEXTS[0], 20) == expected([TEXTS[0]], [20])[0]
+
+
+def test_a_front_that_is_killed_comes_back(server: Served, expected: Any) -> None:
+    os.kill(server.processes("front")[0], signal.SIGKILL)
+    server.until(r"front ended \(SIGKILL\); it starts again")
+    for _ in range(100):
+        with contextlib.suppress(openai.OpenAIError):
+            assert server.text(TEXTS[0], 20) == expected([TEXTS[0]], [20])[0]
+            return
+        time.sleep(0.1)
+    raise AssertionError("".join(server.said))
+
+
+def test_sigterm_lets_requests_end(server: Served, expected: Any) -> None:
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        told = {"model": "python", "prompt": TEXTS[1], "max_tokens": 200, "temperature": 0, "stream": True}
+        stream = server.client.completions.create(**told, extra_body={"ignore_eos": True})
+        first = next(iter(stream)).choices[0].text
+        code = threads.submit(server.close)
+        text = first + "".join(part.choices[0].text for part in stream if part.choices)
+        assert code.result() == 0
+    assert text == expected([TEXTS[1]], [200], least=True)[0]
