@@ -79,6 +79,8 @@ size_t attend_scratch(const Layout& layout, size_t rows) {
   return desk.lay_out(layout, rows, reinterpret_cast<char*>(kLine));
 }
 
+constexpr size_t kStepColumns = 16;
+
 struct Reader {
   const Attention& call;
   const Layout& layout;
@@ -87,12 +89,13 @@ struct Reader {
   const Partial& partial;
   Desk desk;
   size_t columns, rows;
+  bool step;  // few tokens behind a prompt, each of which must have the bits that it has alone
   int64_t newest;
 
   Reader(const Attention& call, const Queries& queries, void* scratch, const Partial& partial)
       : call(call), layout(call.layout), queries(queries), state(layout, call.state, queries.row, queries.head),
         partial(partial), columns(queries.end_column - queries.first_column), rows(columns * layout.group),
-        newest(call.newest_page(queries.row)) {
+        step(call.columns <= kStepColumns), newest(call.newest_page(queries.row)) {
     desk.lay_out(layout, rows, static_cast<char*>(scratch));
     take_queries(call.query, desk.queries);
     if (call.sink_query) take_queries(call.sink_query, desk.sink_queries);
@@ -157,7 +160,8 @@ struct Reader {
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
       for (int run = 0; run < 2; ++run) {
         if (seen.first[run] >= seen.end[run]) continue;
-        multiply_values(desk.scores + row * page, desk.factors + row, count, values, to_next, size, page,
+        const bool in_order = (step ? layout.group : count) <= kRowsInOrder<Values>;
+        multiply_values(desk.scores + row * page, desk.factors + row, count, in_order, values, to_next, size, page,
                         static_cast<size_t>(seen.first[run]), static_cast<size_t>(seen.end[run]),
                         partial.values + row * size);
       }

@@ -53,7 +53,7 @@ OrtStatus* Call::append_all() {
   const Layout& layout = attention_.layout;
   double work = 0;
   size_t growing = 0;
-  together_ = plan_.queries && plan_.most_pages <= plan_.run_pages;
+  together_ = plan_.queries && (!plan_.split || plan_.most_runs == 1);
   for (size_t head = 0; head < layout.kv_heads; ++head) {
     together_ = together_ && attention_.policies[head] != Policy::kRetrieval;
   }
@@ -80,29 +80,35 @@ void Call::attend_block(size_t index) {
   Queries block = queries_[plan_.queries - 1 - index];
   if (together_) append(block.row * attention_.layout.kv_heads + block.head);
   const size_t scratch = kernels_.attend_scratch(attention_.layout, rows(block));
-  const size_t floats = Partial::floats(rows(block), attention_.layout.size) * sizeof(float);
+  const size_t floats = Partial::floats(rows(block), attention_.layout.size);
+  const size_t partials = Cuts(attention_, block).count() * floats * sizeof(float);
   size_t scores = 0, entries = 0;
   if (retrieves(block)) {
     const Candidates all = candidates(block);
     scores = list_floats(attention_.layout, static_cast<size_t>(all.end - all.first)) * sizeof(float);
     entries = block.pages * sizeof(PageEntry);
   }
-  const Pool::Loan loan(pool_, scratch + floats + scores + entries);
+  const Pool::Loan loan(pool_, scratch + partials + scores + entries);
   if (!loan.memory) {
     no_memory_ = true;
     return;
   }
   if (retrieves(block)) {
-    char* const memory = loan.memory + scratch + floats;
+    char* const memory = loan.memory + scratch + partials;
     const Retrieval retrieval = {reinterpret_cast<float*>(memory), reinterpret_cast<PageEntry*>(memory + scores), {}};
     const Candidates all = candidates(block);
     kernels_.score(attention_, block.row, block.head, block.first_column, all.first, all.end, retrieval.scores);
     list(&block, retrieval);
   }
   float* const own = reinterpret_cast<float*>(loan.memory + scratch);
-  const Partial partial(own, rows(block), attention_.layout.size);
-  kernels_.attend(attention_, block, 0, block.pages, loan.memory, partial);
-  kernels_.merge(attention_, block, own, 1);
+  const Cuts cuts(attention_, block);
+  for (size_t index = 0; index < cuts.count(); ++index) {
+    size_t first, end;
+    cuts.run(index, &first, &end);
+    kernels_.attend(attention_, block, first, end, loan.memory,
+                    Partial(own + index * floats, rows(block), attention_.layout.size));
+  }
+  kernels_.merge(attention_, block, own, cuts.count());
 }
 
 void Call::take_step(size_t index) {
@@ -133,9 +139,8 @@ void Call::attend(const Run& run) {
   const Queries& block = queries_[run.queries];
   Parts& parts = parts_[run.queries];
   const size_t index = run.first, floats = Partial::floats(rows(block), attention_.layout.size);
-  const size_t share = (block.pages + parts.count - 1) / parts.count;  // steps of equal length end together
-  const size_t first = index * share < block.pages ? index * share : block.pages;
-  const size_t end = first + share < block.pages ? first + share : block.pages;
+  size_t first, end;
+  Cuts(attention_, block).run(index, &first, &end);
   const Pool::Loan loan(pool_, kernels_.attend_scratch(attention_.layout, rows(block)));
   if (!loan.memory) {
     no_memory_ = true;
@@ -177,7 +182,7 @@ OrtStatus* Call::attend_all() {
   size_t scored = 0, listed = 0, floats = 0, steps = 0, bytes = 0;
   if (split) {
     Plan::each(attention_, [&](const Queries& block) {
-      const size_t parts = plan_.runs(block.pages);
+      const size_t parts = Cuts(attention_, block).count();
       steps += parts;
       floats += parts * Partial::floats(rows(block), layout.size);
       if (!retrieves(block)) return;
@@ -213,7 +218,7 @@ OrtStatus* Call::attend_all() {
   if (!split) return for_each(&Call::attend_block, plan_.queries, parallel);
   for (block = 0; block < plan_.queries; ++block) {
     const Queries& each = queries_[block];
-    const size_t count = plan_.runs(each.pages);
+    const size_t count = Cuts(attention_, each).count();
     new (&parts_[block]) Parts{partials, count, {count}};
     partials += count * Partial::floats(rows(each), layout.size);
     if (!retrieves(each)) continue;

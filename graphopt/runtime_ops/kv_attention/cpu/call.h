@@ -45,7 +45,7 @@ class Call {
 
   // Tasks.
   void append(size_t index);
-  void attend_block(size_t index);  // all of a block
+  void attend_block(size_t index);  // all of a block, run by run
   void take_step(size_t index);     // the next step, if some wait for others
 
   void score(const Run& run);

@@ -5,10 +5,12 @@
 namespace graphopt {
 namespace {
 
-// With this many blocks of queries the last one does not delay the call much; with fewer, their pages are split into
-// runs of this many tokens, or into this many runs.
 constexpr size_t kBytesOfCycle = 8;  // that one thread reads from memory
-constexpr size_t kEnough = 64, kRunTokens = 2048, kRuns = 256;
+// With this many blocks of queries the last one does not delay the call much; with fewer, their runs are shared out.
+constexpr size_t kEnough = 64;
+// Tokens of a run.
+constexpr int64_t kRunTokens = 2048;
+constexpr int64_t kUncut = INT64_MAX / 4;
 
 }  // namespace
 
@@ -29,11 +31,9 @@ void find_pages(const Attention& call, Queries* queries) {
 Plan::Plan(const Attention& call) {
   const Layout& layout = call.layout;
   each(call, [&](const Queries& block) {
-    const size_t rows = (block.end_column - block.first_column) * layout.group;
+    const size_t rows = (block.end_column - block.first_column) * layout.group, runs = Cuts(call, block).count();
     ++queries;
-    pages += block.pages;
-    most_pages = block.pages > most_pages ? block.pages : most_pages;
-    most_rows = rows > most_rows ? rows : most_rows;
+    most_runs = runs > most_runs ? runs : most_runs;
     // a page waits for memory where few queries share it
     const size_t of_page = rows * layout.page * layout.size / 8, read = 2 * layout.page_bytes() / kBytesOfCycle;
     cycles += static_cast<double>(of_page > read ? of_page : read) * static_cast<double>(block.pages);
@@ -43,8 +43,42 @@ Plan::Plan(const Attention& call) {
     }
   });
   split = queries < kEnough;
-  const size_t tokens = kRunTokens / layout.page, share = (pages + kRuns - 1) / kRuns;
-  run_pages = !split ? SIZE_MAX : share > tokens ? share : tokens;
+}
+
+Cuts::Cuts(const Attention& call, const Queries& queries) : queries_(queries) {
+  const Layout& layout = call.layout;
+  const Policy policy = call.policies[queries.head];
+  listed_ = policy == Policy::kRetrieval;
+  const bool streams = policy == Policy::kStreaming && (!layout.window || layout.recent < layout.window);
+  const int64_t reach = streams ? layout.recent : layout.window;  // 0: without end
+  length_ = !listed_ && reach && reach <= kRunTokens ? kUncut : kRunTokens / static_cast<int64_t>(layout.page);
+  const auto runs = [&](int64_t pages) { return pages / length_ + (pages % length_ != 0); };
+  if (listed_) {
+    count_ = queries.pages ? static_cast<size_t>(runs(static_cast<int64_t>(queries.pages))) : 1;
+    return;
+  }
+  const int64_t last = queries.begin + static_cast<int64_t>(queries.pages) - queries.sinks - 1;
+  of_sinks_ = runs(queries.sinks), begin_ = queries.begin / length_;
+  if (of_sinks_ && begin_ == of_sinks_ - 1) --of_sinks_;  // they begin in the last run of the sinks
+  count_ = static_cast<size_t>(of_sinks_ + last / length_ - begin_ + 1);
+}
+
+size_t Cuts::place_of(int64_t page) const {
+  const int64_t behind = page - queries_.begin + queries_.sinks, pages = static_cast<int64_t>(queries_.pages);
+  if (page <= queries_.sinks) return static_cast<size_t>(page);
+  if (page < queries_.begin) return static_cast<size_t>(queries_.sinks);
+  return static_cast<size_t>(behind < pages ? behind : pages);
+}
+
+void Cuts::run(size_t index, size_t* first, size_t* end) const {
+  const int64_t i = static_cast<int64_t>(index);
+  if (listed_) {
+    const int64_t pages = static_cast<int64_t>(queries_.pages), from = i * length_, to = from + length_;
+    *first = static_cast<size_t>(from < pages ? from : pages), *end = static_cast<size_t>(to < pages ? to : pages);
+    return;
+  }
+  const int64_t run = i < of_sinks_ ? i : begin_ + i - of_sinks_;
+  *first = place_of(run * length_), *end = place_of((run + 1) * length_);
 }
 
 }  // namespace graphopt

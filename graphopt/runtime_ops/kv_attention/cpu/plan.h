@@ -15,19 +15,38 @@ struct Run {
   size_t queries, first, end;
 };
 
+// Where the pages of a block are cut into runs, whose partial results are merged: at the same tokens of the sequence
+// for every query, whatever queries come with it, so that its result has the same bits alone and among others. The
+// pages of a list are cut by their number. What reaches over few tokens is not cut.
+class Cuts {
+ public:
+  // Where `queries` retrieve and have no list yet, their runs are the most that there can be.
+  Cuts(const Attention& call, const Queries& queries);
+  size_t count() const { return count_; }
+  // The pages `*first` up to `*end` of those that the queries read; none where a list has fewer.
+  void run(size_t index, size_t* first, size_t* end) const;
+
+ private:
+  size_t place_of(int64_t page) const;  // of the first page from `page` on, among those that are read
+
+  const Queries& queries_;
+  bool listed_;
+  int64_t length_;                // pages of the sequence that a run spans, or pages of a list
+  int64_t of_sinks_ = 0;          // runs that begin with the first page
+  int64_t begin_ = 0;             // the run of the sequence in which the other pages begin
+  size_t count_;
+};
+
 struct Plan {
-  size_t queries = 0, most_rows = 0;
-  size_t pages = 0;         // of all queries together, at most
-  size_t most_pages = 0;    // of one block of them, at most
-  size_t run_pages = 0;     // of a run; all that the queries read, where there are many
-  bool split = false;       // queries are so few that their pages are shared out
+  size_t queries = 0;
+  size_t most_runs = 0;     // of one block of them, at most
+  bool split = false;       // queries are so few that their runs are shared out
   double cycles = 0;        // or so, of one thread
 
   explicit Plan(const Attention& call);
   // Calls visit(queries) for all of them; of those that retrieve, `pages` is the most that they may read.
   template <typename Visit>
   static void each(const Attention& call, const Visit& visit);
-  size_t runs(size_t pages) const { return pages <= run_pages ? 1 : (pages + run_pages - 1) / run_pages; }
 };
 
 // Fills in which pages the queries read, but for retrieval.

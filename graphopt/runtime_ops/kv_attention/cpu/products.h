@@ -202,16 +202,16 @@ inline void multiply_values(const float* weights, const float* factors, size_t r
 }
 
 // sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size], of tokens first..end;
-// factors become 1. A page is summed up by itself first, or a part of it, so that many tokens round little.
+// factors become 1. A page is summed up by itself first, or `in_order` a part of it, so that many tokens round little.
 template <typename Stored>
-void multiply_values(const float* weights, float* factors, size_t rows, const Stored* values, ptrdiff_t to_next,
-                     size_t size, size_t page, size_t first, size_t end, float* sums) {
+void multiply_values(const float* weights, float* factors, size_t rows, bool in_order, const Stored* values,
+                     ptrdiff_t to_next, size_t size, size_t page, size_t first, size_t end, float* sums) {
   const auto run = [&](auto together, auto lines, size_t from, size_t to) {
     multiply_values<decltype(together)::value, decltype(lines)::value>(weights, factors, rows, values, to_next, size,
                                                                        page, from, to, sums);
     for (size_t r = 0; r < rows; ++r) factors[r] = 1;
   };
-  if (rows > kRowsInOrder<Stored>) {
+  if (!in_order) {
     run(std::integral_constant<size_t, kRowsTogether<Stored>>(), std::integral_constant<size_t, 0>(), first, end);
     return;
   }
