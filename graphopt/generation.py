@@ -1,23 +1,27 @@
 """Text from a model: prompts in, tokens out, one step at a time for the whole batch.
 
 Prompts of different length share a batch by padding on the left, so that the last column is every row's newest token.
-There is one loop, :func:`run`: completions, conversations and grammars go through it.
+There is one loop, :func:`run`: completions, conversations, grammars and drafts go through it.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.decoding.continuation import Continuation, Settings, Stopped, start
+from graphopt.decoding.continuation import Continuation, Settings, Stopped, Taken, start
 from graphopt.decoding.decoder import Decoder, Logits
+from graphopt.decoding.drafts import Drafter
 from graphopt.decoding.grammar import Grammar
 from graphopt.decoding.logprobs import TokenLogprob
 from graphopt.decoding.sampling import GREEDY, Sampling
+from graphopt.decoding.speculation import Drafting, Speculation
+from graphopt.decoding.verify import Columns, Verdict
 from graphopt.errors import InputError
 from graphopt.session import Session
 from graphopt.tasks.ports import IntArray
@@ -63,10 +67,11 @@ class Completion(BaseModel):
 
 @dataclass(frozen=True)
 class Step:
-    """The result of one step, by row.
+    """One more token of each row.
 
     Attributes:
-        tokens: the new token, or ``None`` where the row has ended, now or before.
+        tokens: the new token, or ``None`` where the row has ended, now or before, or where it waits: a run of the model
+            that checks drafts gives some rows more tokens than others.
         texts: the text that the token completes; characters whose last bytes are still missing are held back, and so is
             what may become a stop string.
         stopped: why the row has ended, or ``None`` while it continues.
@@ -88,9 +93,10 @@ def generate(
     stop: Sequence[str] = (),
     grammar: Grammar | None = None,
     logprobs: int | None = None,
+    drafter: Drafter | Speculation | None = None,
 ) -> list[Completion]:
     """Complete each prompt; see :func:`stream` for the arguments and errors."""
-    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs))
+    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), drafter)
 
 
 def stream(
@@ -102,6 +108,7 @@ def stream(
     stop: Sequence[str] = (),
     grammar: Grammar | None = None,
     logprobs: int | None = None,
+    drafter: Drafter | Speculation | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
@@ -113,27 +120,40 @@ def stream(
         stop: strings that end a text, which ends before the first of them.
         grammar: the form that each text must have; needs ``graphopt[chat]``.
         logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
+        drafter: what guesses tokens that are checked several at a time; the text stays the same. A
+            :class:`graphopt.decoding.speculation.Speculation` also says how long drafts are, and counts.
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
             is below 1 or ``logprobs`` below 0; there is a text, a stop string or a grammar but no tokenizer; the
-            grammar cannot be used; prompts differ in length and the graph has no ``attention_mask``.
+            grammar cannot be used; prompts differ in length and the graph has no ``attention_mask``; the model cannot
+            check drafts, or the drafter is not made for it.
         MissingDependencyError: there is a grammar, and llguidance is not installed.
     """
-    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs))
+    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), drafter)
 
 
-def complete(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> list[Completion]:
+def complete(
+    session: Session,
+    prompts: str | Sequence[Prompt],
+    settings: Settings,
+    drafter: Drafter | Speculation | None = None,
+) -> list[Completion]:
     """Complete each prompt, as :func:`generate` does."""
     rows = _rows(session, prompts, settings)
-    for _ in _together(session, rows):
+    for _ in _together(session, rows, drafter):
         pass
     return [Completion.of(row) for row in rows]
 
 
-def steps(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> Iterator[Step]:
+def steps(
+    session: Session,
+    prompts: str | Sequence[Prompt],
+    settings: Settings,
+    drafter: Drafter | Speculation | None = None,
+) -> Iterator[Step]:
     """Complete the prompts step by step, as :func:`stream` does."""
-    return _together(session, _rows(session, prompts, settings))
+    return _together(session, _rows(session, prompts, settings), drafter)
 
 
 def run(
@@ -142,7 +162,8 @@ def run(
     ids: IntArray,
     mask: IntArray | None = None,
     halted: Callable[[], bool] = lambda: False,
-) -> Iterator[Step]:
+    drafts: Drafting | None = None,
+) -> Generator[Step, None, None]:
     """Continue rows until all of them have ended.
 
     Args:
@@ -152,32 +173,50 @@ def run(
         mask: which of them are tokens, as for :meth:`Decoder.step`.
         halted: asked after each run of the model, a part of a long prompt included; where it says yes, all rows end
             where they are, and the decoder tells what it was fed.
+        drafts: guesses at the tokens behind the prompt. Whenever the caller stops, the decoder's cache holds what it
+            would without them.
     """
+    columns = Columns(ids, mask, [()] * len(rows))
+    prompt = True
     while True:
-        newest: Logits = np.empty((0, 0), np.float32)
-        interrupted = False
-        for _, logits in decoder.feed(ids, mask):
-            newest = logits[:, -1]
+        before = None if drafts is None or prompt else decoder.mark()
+        newest: Logits = np.empty((0, 0, 0), np.float32)
+        interrupted, began = False, time.perf_counter()
+        for _, logits in decoder.feed(columns.ids, columns.mask):
+            newest = logits[:, -columns.read :]
             interrupted = halted()
             if interrupted:
                 break
-        if interrupted:
-            taken = [row.interrupt() for row in rows]
-        else:
-            taken = [row.step(values) for row, values in zip(rows, newest, strict=True)]
-        tokens = tuple(each.token for each in taken)
-        yield Step(
-            tokens,
-            tuple(each.text for each in taken),
-            tuple(row.stopped for row in rows),
-            tuple(each.logprob for each in taken),
-        )
+        seconds = time.perf_counter() - began
+        verdict, lengths = Verdict.of(rows), [len(row.tokens) for row in rows]
+        try:
+            if interrupted:
+                yield _step(rows, [row.interrupt() for row in rows])
+            else:
+                for taken in verdict.check(rows, columns.drafts, newest):
+                    yield _step(rows, taken)
+        finally:
+            if drafts is not None and before is not None:
+                drafts.settle(verdict, decoder, before, columns.ids.shape[1], seconds)
         if all(row.stopped is not None for row in rows):
             return
         # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
-        ids = np.array([[0 if token is None else token] for token in tokens], np.int64)
-        live = [row.stopped is None for row in rows]
-        mask = None if all(live) else np.array(live, np.int64)[:, None]
+        new = [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)]
+        if drafts is not None:
+            columns = drafts.next(new, decoder)
+        else:
+            texts = [tokens if row.stopped is None else () for row, tokens in zip(rows, new, strict=True)]
+            columns = Columns.of(texts, [()] * len(rows))
+        prompt = False
+
+
+def _step(rows: Sequence[Continuation], taken: Sequence[Taken]) -> Step:
+    return Step(
+        tuple(each.token for each in taken),
+        tuple(each.text for each in taken),
+        tuple(row.stopped for row in rows),
+        tuple(each.logprob for each in taken),
+    )
 
 
 def room_for(rows: Sequence[Continuation]) -> int:
@@ -206,9 +245,15 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], settings: Settings)
     return rows
 
 
-def _together(session: Session, rows: Sequence[Continuation]) -> Iterator[Step]:
+def _together(session: Session, rows: Sequence[Continuation], drafter: Drafter | Speculation | None) -> Iterator[Step]:
+    drafts = None if drafter is None else speculation_of(drafter).start(session, rows)
     decoder = Decoder(session, len(rows), expected=room_for(rows))
-    return run(decoder, rows, *_padded_left([row.prompt for row in rows]))
+    return run(decoder, rows, *_padded_left([row.prompt for row in rows]), drafts=drafts)
+
+
+def speculation_of(drafter: Drafter | Speculation) -> Speculation:
+    """Return how a drafter is used: as costs and success tell, unless it comes with more."""
+    return drafter if isinstance(drafter, Speculation) else Speculation(drafter)
 
 
 def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:

@@ -42,7 +42,7 @@ def optimize(
     output: str | Path | None = None,
     *,
     target: Target | None = None,
-    last_logits: bool = False,
+    last_logits: int = 0,
     float16: bool = False,
     overwrite: bool = False,
     run: bool = True,
@@ -64,7 +64,8 @@ def optimize(
         target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
             none, for any but ``portable`` with ``merge_products`` in front. ``None``: what the recipe says, by default
             ``portable``.
-        last_logits: add the step ``last_logits``: enough to generate, not to score a given text.
+        last_logits: add the step ``last_logits`` with so many positions: enough to generate, not to score a given text;
+            12 let steps check drafts.
         float16: add the step ``float16``: compute in float16.
         overwrite: whether an artifact at ``output`` may be replaced.
         run: whether to run the model before and after each pass, where it fits into memory. Without it exact passes
@@ -149,9 +150,10 @@ def _judged(
     return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage)
 
 
-def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: bool, float16: bool) -> Recipe:
+def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: int, float16: bool) -> Recipe:
     """Return a recipe with what :func:`optimize` is asked for beside it."""
-    recipe = recipe.adding("last_logits") if last_logits else recipe
+    if last_logits:
+        recipe = recipe.adding("last_logits").setting("last_logits", positions=int(last_logits))
     recipe = recipe if target is None else recipe.lowered(target)
     return recipe.adding("float16") if float16 else recipe
 

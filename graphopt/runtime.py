@@ -27,6 +27,8 @@ NEWEST_OPSET = 26
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 """Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""
 
+_DATA_FOLDER = "session.model_external_initializers_file_folder_path"
+
 PROVIDERS: dict[Device, tuple[str, ...]] = {
     "cpu": ("CPUExecutionProvider",),
     "cuda": ("CUDAExecutionProvider", "CPUExecutionProvider"),
@@ -66,6 +68,7 @@ def open_session(
     device: Device = "cpu",
     rewritten: bool = True,
     profile: Path | None = None,
+    changed: bytes | None = None,
 ) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session.
 
@@ -79,6 +82,7 @@ def open_session(
         device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
         rewritten: let onnxruntime optimize the graph before it runs it; if false, nodes run as they are written.
         profile: what the name of a profile begins with, which onnxruntime writes when ``end_profiling`` is called.
+        changed: the model itself, in the place of the file's; its external data lies beside the file.
 
     Raises:
         InputError: onnxruntime refuses the file or the library of kernels; its message is included. For ``cuda``
@@ -100,6 +104,8 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
+    if changed is not None:
+        options.add_session_config_entry(_DATA_FOLDER, str(path.parent))
     library = library_path(device) if native else None
     if library is not None:
         try:
@@ -107,7 +113,9 @@ def open_session(
         except Exception as error:
             raise InputError(f"onnxruntime cannot load graphopt's kernels: {error}", file=library) from error
     try:
-        session = ort.InferenceSession(str(path), options, providers=list(PROVIDERS[device]))
+        session = ort.InferenceSession(
+            str(path) if changed is None else changed, options, providers=list(PROVIDERS[device])
+        )
     except Exception as error:
         raise InputError(f"onnxruntime cannot load the model: {error}", file=path) from error
     # onnxruntime continues without a provider that does not start, and only logs it.

@@ -140,16 +140,18 @@ class Session:
             )
 
     def check_all_logits(self) -> None:
-        """Refuse a model that computes logits of the last position only.
+        """Refuse a model that computes logits of the last positions only.
 
         Raises:
             InputError: it does.
         """
-        if self.interface.last_logits:
+        count = self.interface.last_logits
+        if count is not None:
             recipe = (self.manifest.recipe or {}).get("name")
             made_by = f" by the step last_logits of its recipe {recipe}" if recipe else ""
+            which = "position" if count == 1 else f"{count} positions"
             raise InputError(
-                f"the model computes logits of the last position only{made_by}; this needs those of every position",
+                f"the model computes logits of the last {which} only{made_by}; this needs those of every position",
                 file=self.file,
                 tensor="logits",
                 remedy="use the model without that step: it generates the same text",

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
+
 import onnx_ir as ir
 
 from graphopt.runtime_ops import DOMAIN, signature_of
 from graphopt.weights import weight_of
+
+LAST_POSITIONS = "last_{}"
+"""Name of the dimension of logits that are of up to so many of the last positions of a call."""
 
 THIN = 8
 """Rows or columns up to which a matrix is a branch of few directions: codes of it would save nothing."""
@@ -50,10 +56,29 @@ def lm_head_nodes(graph: ir.Graph) -> set[ir.Node]:
     return _products_behind([value for value in graph.outputs if value.name == "logits"])
 
 
-def makes_last_logits(graph: ir.Graph) -> bool:
-    """Return whether the output ``logits`` is [batch, 1, vocabulary], of the last position of a call only."""
-    shapes = [value.shape for value in graph.outputs if value.name == "logits"]
-    return any(shape is not None and len(shape) == 3 and shape[1] == 1 for shape in shapes)
+def makes_last_logits(graph: ir.Graph) -> int | None:
+    """Return of how many of the last positions of a call the output ``logits`` is, at most; ``None`` for all."""
+    for value in graph.outputs:
+        if value.name == "logits" and value.shape is not None:
+            dims = list(value.shape)
+            sizes = [dim if isinstance(dim, int) else None for dim in dims]
+            return last_positions(sizes, [None if isinstance(dim, int) else dim.value for dim in dims])
+    return None
+
+
+def last_positions(shape: Sequence[int | None], symbols: Sequence[str | None]) -> int | None:
+    """Return of how many of the last positions logits of a shape are, at most; ``None`` for all.
+
+    Args:
+        shape: [batch, 1 or a dimension that varies, vocabulary].
+        symbols: names of its dimensions: ``last_K`` for up to K positions.
+    """
+    if len(shape) != 3:
+        return None
+    if shape[1] == 1:
+        return 1
+    found = re.fullmatch(LAST_POSITIONS.format(r"(\d+)"), (symbols[1] if len(symbols) == 3 else None) or "")
+    return int(found[1]) if found else None
 
 
 def router_nodes(graph: ir.Graph) -> set[ir.Node]:

@@ -36,7 +36,12 @@ LAST_LOGITS = Rule(
     "logits are [batch, 1, vocabulary], of the last position of each call: enough to generate, not to score a given "
     "text",
 )
-OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, EMULATED, LAST_LOGITS)}
+LAST_SOME_LOGITS = Rule(
+    "notes.last-some-logits",
+    "logits are of the last {count} positions of each call: enough to generate and to check drafts, not to score a "
+    "given text",
+)
+OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, EMULATED, LAST_LOGITS, LAST_SOME_LOGITS)}
 """The notes that :func:`notes_of` makes anew for each graph; those that an artifact had before are replaced."""
 
 NOT_QUANTIZED = Rule("precision.not-quantized", "nothing is quantized; all products are {dtype}")
@@ -71,8 +76,9 @@ def notes_of(model: ir.Model) -> list[Fact]:
     count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
     if count:
         notes.append(EMULATED(tensors=count))
-    if makes_last_logits(model.graph):
-        notes.append(LAST_LOGITS())
+    positions = makes_last_logits(model.graph)
+    if positions is not None:
+        notes.append(LAST_LOGITS() if positions == 1 else LAST_SOME_LOGITS(count=positions))
     return notes
 
 

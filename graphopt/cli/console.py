@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,11 +77,12 @@ def bytes_of(size: str | None) -> int | None:
     return found
 
 
-def print_json(value: BaseModel | Sequence[Any]) -> None:
+def print_json(value: BaseModel | Sequence[Any] | Mapping[str, Any]) -> None:
     """Print a report as JSON on standard output."""
-    values = [value] if isinstance(value, BaseModel) else value
+    single = isinstance(value, BaseModel | Mapping)
+    values = [value] if isinstance(value, BaseModel | Mapping) else value
     dumped = [each.model_dump(mode="json") if isinstance(each, BaseModel) else each for each in values]
-    content = dumped[0] if isinstance(value, BaseModel) else dumped
+    content = dumped[0] if single else dumped
     print(json.dumps(content, indent=2))
 
 

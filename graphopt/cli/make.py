@@ -108,8 +108,13 @@ def optimize(
         ),
     ] = None,
     last_logits: Annotated[
-        bool, typer.Option("--last-logits", help="logits of the last position only: to generate, not to evaluate")
-    ] = False,
+        int,
+        typer.Option(
+            "--last-logits",
+            min=0,
+            help="logits of so many last positions only: 1 to generate, 12 to check drafts too; 0 for all, to evaluate",
+        ),
+    ] = 0,
     float16: Annotated[
         bool, typer.Option("--float16", help="compute in float16, for GPUs: adds the step `float16`")
     ] = False,

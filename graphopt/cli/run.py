@@ -5,21 +5,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, OnDevice, Threads, out, print_json, progress, read_text
+from graphopt.cli.console import Json, OnDevice, Threads, err, out, print_json, progress, read_text
 from graphopt.cli.encoders import print_embeddings
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
     from graphopt.decoding.continuation import Settings
     from graphopt.decoding.grammar import Grammar
+    from graphopt.decoding.speculation import Speculation
     from graphopt.session import Session
 
-_MAKES = "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs"
+_MAKES = (
+    "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, --speculate"
+)
 
 
 @command("run")
@@ -57,6 +60,18 @@ def run(
         int | None,
         typer.Option(min=0, help="list log probabilities of chosen tokens and of this many others; with --json"),
     ] = None,
+    speculate: Annotated[
+        str | None,
+        typer.Option(
+            "--speculate",
+            help="check guesses, several tokens a step; the text stays the same: auto, lookup, the folder of a smaller "
+            "model, self:streaming, self:layers=N",
+        ),
+    ] = None,
+    draft_tokens: Annotated[
+        str, typer.Option("--draft-tokens", help="guesses in a step, up to 11; auto: by what they cost and gain, 0 too")
+    ] = "auto",
+    stats: Annotated[bool, typer.Option("--stats", help="tell what drafts did")] = False,
     threads: Threads = 0,
     device: OnDevice = "cpu",
     as_json: Json = False,
@@ -78,8 +93,9 @@ def run(
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
     opened = open_folder(folder, threads=threads, device=device)
     if opened.manifest.task == "encoder":
-        asked = (chat, max_new_tokens, temperature, top_k, top_p, seed, stop or None, json_schema, regex, logprobs)
-        if asked != (False, None, None, None, None, 0, None, None, None, None):
+        chosen = (temperature, top_k, top_p, seed)
+        asked = (chat, max_new_tokens, stop or None, json_schema, regex, logprobs, speculate)
+        if asked != (False, *[None] * 6) or chosen != (None, None, None, 0):
             raise InputError(
                 "an encoder generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
             )
@@ -95,12 +111,26 @@ def run(
     )
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
+    speculation = None
+    if speculate is not None:
+        from graphopt.decoding.drafts.named import speculation_named
+
+        speculation = speculation_named(session, speculate, draft_tokens)
     if chat:
         from graphopt.conversation.terminal import converse
 
-        turns = converse(session, system=system, said=prompt or [], settings=settings, streams=not as_json)
-        return print_json(turns) if as_json else None
-    return _complete(session, prompt or [], settings, as_json)
+        made: Sequence[dict[str, Any]] = converse(
+            session, system=system, said=prompt or [], settings=settings, streams=not as_json, drafter=speculation
+        )
+    else:
+        made = _complete(session, prompt or [], settings, as_json, speculation)
+    if as_json:
+        told = None if speculation is None or not stats else speculation.stats.report()
+        return print_json(made if told is None else {"completions": made, "drafts": told})
+    if speculation is not None:
+        for line in speculation.stats.lines() if stats else speculation.stats.notes:
+            err.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
+    return None
 
 
 def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
@@ -121,24 +151,26 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     return None if regex is None else Grammar.regex(regex)
 
 
-def _complete(session: Session, prompts: Sequence[str], settings: Settings, as_json: bool) -> None:
+def _complete(
+    session: Session, prompts: Sequence[str], settings: Settings, as_json: bool, drafter: Speculation | None
+) -> list[dict[str, Any]]:
     from graphopt.generation import complete, steps
 
     if as_json:
-        completions = complete(session, prompts, settings)
-        return print_json([{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)])
+        completions = complete(session, prompts, settings, drafter)
+        return [{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)]
     if len(prompts) == 1:
-        found = steps(session, prompts, settings)
+        found = steps(session, prompts, settings, drafter)
         sys.stdout.write(prompts[0])
         for step in found:
             sys.stdout.write(step.texts[0])
             sys.stdout.flush()
         sys.stdout.write("\n")
-        return None
+        return []
     with progress() as say:
         say("generating")
-        completions = complete(session, prompts, settings)
+        completions = complete(session, prompts, settings, drafter)
     for number, (text, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
         out.rule(f"{number} ({completion.stopped})")
         out.print(text + (completion.text or ""), markup=False, highlight=False)
-    return None
+    return []

@@ -11,6 +11,7 @@ in another way (some drop the reasoning of old replies), the cache is rewound to
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,12 @@ import numpy as np
 from graphopt.conversation.template import ChatTemplate, Message
 from graphopt.decoding.continuation import Continuation, Settings, start
 from graphopt.decoding.decoder import Decoder
+from graphopt.decoding.drafts import Drafter
 from graphopt.decoding.grammar import Grammar
 from graphopt.decoding.sampling import GREEDY, Sampling
+from graphopt.decoding.speculation import Speculation
 from graphopt.errors import InputError
-from graphopt.generation import Completion, room_for, run
+from graphopt.generation import Completion, room_for, run, speculation_of
 from graphopt.session import Session
 
 MOST = 1024
@@ -39,6 +42,7 @@ class Conversation:
         settings: how replies are made.
         tools: functions that the model may call, as JSON schemas, for templates that know of them.
         variables: what else the template reads, such as ``{"enable_thinking": False}``.
+        drafter: what guesses tokens, as for :func:`graphopt.generate`; replies stay the same.
 
     Attributes:
         messages: what was said so far, as the template sees it.
@@ -59,8 +63,10 @@ class Conversation:
         settings: Settings | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        drafter: Drafter | Speculation | None = None,
     ) -> None:
         self._session, self._tokenizer = session, session.require_tokenizer()
+        self._speculation = None if drafter is None else speculation_of(drafter)
         self._template = ChatTemplate.of_folder(session.file.parent)
         first = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = [*first, *messages]
@@ -116,10 +122,13 @@ class Conversation:
     ) -> Generator[str, None, None]:
         decoder, kept = self._continued(row)
         self._tokens, self._text, self.fed = row.prompt, "", len(row.prompt) - kept
+        drafts = None if self._speculation is None else self._speculation.start(self._session, [row])
+        ids = np.array([row.prompt[kept:]], np.int64)
         try:
-            for step in run(decoder, [row], np.array([row.prompt[kept:]], np.int64), halted=halted):
-                if step.texts[0]:
-                    yield step.texts[0]
+            with closing(run(decoder, [row], ids, halted=halted, drafts=drafts)) as found:
+                for step in found:
+                    if step.texts[0]:
+                        yield step.texts[0]
         except GeneratorExit:
             row.interrupt()
         except BaseException:

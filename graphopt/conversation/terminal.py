@@ -16,6 +16,7 @@ from rich.markup import escape
 
 from graphopt.conversation.conversation import Conversation
 from graphopt.decoding.continuation import Settings
+from graphopt.decoding.speculation import Speculation
 from graphopt.errors import GraphoptError, InputError
 from graphopt.session import Session
 
@@ -27,7 +28,13 @@ A line that ends with \\ goes on in the next one. Ctrl-C ends a reply, not the c
 
 
 def converse(
-    session: Session, *, system: str | None, said: Sequence[str], settings: Settings, streams: bool = True
+    session: Session,
+    *,
+    system: str | None,
+    said: Sequence[str],
+    settings: Settings,
+    streams: bool = True,
+    drafter: Speculation | None = None,
 ) -> list[dict[str, Any]]:
     """Chat with a model, and return the turns: what was said, how many tokens were fed, and the reply.
 
@@ -37,12 +44,15 @@ def converse(
         said: what the user says, turn by turn; where this is empty, lines of standard input.
         settings: how replies are made.
         streams: whether to print replies as they come.
+        drafter: what guesses tokens; replies stay the same.
 
     Raises:
         InputError: the model has no chat template; or, where nobody is there to try again, a turn is refused.
     """
     interactive = not said and sys.stdin.isatty()
-    chat = _Chat(lambda: Conversation(session, system=system, settings=settings), Console(stderr=True), streams)
+    chat = _Chat(
+        lambda: Conversation(session, system=system, settings=settings, drafter=drafter), Console(stderr=True), streams
+    )
     if interactive:
         chat.err.print(
             f"[dim]{escape(session.file.parent.name)}: /help lists commands, Ctrl-D ends[/dim]", highlight=False

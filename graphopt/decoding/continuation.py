@@ -137,6 +137,14 @@ class Continuation:
             piece += self._finish()
         return Taken(token, piece, logprob)
 
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, the grammar allows next: all of them without one."""
+        return len(tokens) if self._matcher is None else self._matcher.allowed(tokens)
+
+    def forced(self) -> list[int]:
+        """Return the tokens that spell what the grammar leaves no choice about; none without a grammar."""
+        return [] if self._matcher is None or self.stopped is not None else self._matcher.forced()
+
     def interrupt(self) -> Taken:
         """End it here."""
         if self.stopped is not None:

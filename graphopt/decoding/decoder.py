@@ -23,6 +23,7 @@ from graphopt.decoding.buffer import HostMemory, Memory
 from graphopt.decoding.cache import Cache, GrowingCache
 from graphopt.decoding.cache_file import CacheFile
 from graphopt.decoding.device import DeviceMemory
+from graphopt.decoding.exact import Mark, mark, rewinds_exactly, room_for_drafts
 from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
@@ -181,6 +182,33 @@ class Decoder:
         cache, counted = self._paged()
         cache.rewind(counted.tokens, kept)
         self._rows = CountedRows(self._session.interface, kept, counted.columns)
+
+    def room_for_drafts(self) -> IntArray:
+        """Return how many tokens behind the next one of each row leave no trace when they are taken back."""
+        return room_for_drafts(self._session.interface.layers, self._rows.tokens)
+
+    def mark(self) -> Mark:
+        """Return what :meth:`take_back` needs, before a step of which some tokens may be taken back."""
+        tokens = self.tokens
+        return mark(self._cache, tokens) if isinstance(self._cache, PagedCache) else Mark(tokens)
+
+    def take_back(self, before: Mark, kept: IntArray) -> None:
+        """Take tokens of the last step back, as if they had never been fed; see :mod:`graphopt.decoding.exact`.
+
+        Args:
+            before: of that step.
+            kept: tokens that each row keeps, int64 [batch], of those that :meth:`room_for_drafts` allowed. A row that
+                cannot keep just so many to the bit goes back to where it was ``before``; see :attr:`tokens`.
+        """
+        cache, rows = self._cache, self._rows
+        if not isinstance(cache, PagedCache) or all(map(rewinds_exactly, cache.layers)):
+            return self.rewind(kept)
+        back = kept < rows.tokens
+        for row in np.flatnonzero(back).tolist():
+            before.put_back(cache, row)
+        assert isinstance(rows, CountedRows)
+        self._rows = CountedRows(self._session.interface, np.where(back, before.tokens, kept), rows.columns)
+        return None
 
     def fork(self, rows: Sequence[int]) -> Decoder:
         """Return a decoder whose rows continue from copies of these rows; a row may be named any number of times.

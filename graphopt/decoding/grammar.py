@@ -112,6 +112,14 @@ class Matcher:
         # The tokenizer may know fewer tokens than the model has logits.
         return np.where(allowed, logits, logits.dtype.type(-np.inf))
 
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens, from the first on, are allowed one behind the other."""
+        return int(self._matcher.validate_tokens(list(tokens)))
+
+    def forced(self) -> list[int]:
+        """Return the tokens of what must come next, spelled as the tokenizer would; none where there is a choice."""
+        return [int(token) for token in self._matcher.compute_ff_tokens()]
+
     def take(self, token: int) -> None:
         """Go on behind ``token``, which must be allowed.
 

@@ -3,7 +3,9 @@
     float storages:    nothing moves: what lies behind the end is written again before it is read
     integer storages:  the newest pages become floats again; where another page took the slot, from the codes
     summaries:         that of the last page is computed again from the keys that stay; the mean of all dropped tokens,
-                       which streaming reads, from that of the page before and the keys and values that stay
+                       which streaming reads, from that of the page before and the keys and values that stay; token by
+                       token as the operator does, so that float32 and the pages of integers that are floats still give
+                       the same bits
 
 What was rounded stays rounded: for integers, a page that had left the window of floats comes back with that error.
 """
@@ -66,8 +68,10 @@ def rewind_row(layer: PagedLayer, state: Mapping[str, Row], tokens: int, kept: i
     if kv.retrieves and kept % kv.page:
         physical = int(kv.physical_page(newest, state["keys"].places))
         keys, _ = _floats(layer, state, newest, kept % kv.page)
-        bounds = [keys.min(axis=1), keys.max(axis=1)]
-        summary = keys.mean(axis=1) if kv.summary == "mean" else np.concatenate(bounds, axis=-1)
+        if kv.summary == "mean":
+            summary = _running_mean(keys, None, 0)
+        else:
+            summary = np.concatenate([keys.min(axis=1), keys.max(axis=1)], axis=-1)
         summaries = state["summaries"].read(physical)
         summaries[:, : kv.known(layer.head_size)] = summary
         state["summaries"].write(physical, summaries)
@@ -98,13 +102,18 @@ def _follow(layer: PagedLayer, state: Mapping[str, Row], kept: int) -> None:
     known = max(0, page * kv.page - kv.sinks)  # tokens that the mean of the page before is of
     first = max(kv.sinks - page * kv.page, 0)
     tokens = np.concatenate(_floats(layer, state, page, kept % kv.page), axis=-1)[:, first:]
-    mean = tokens.mean(axis=1)
-    if known:
-        mean_before = summaries.read(before)[:, -2 * size :]
-        mean = mean_before + (mean - mean_before) * np.float32(tokens.shape[1] / (known + tokens.shape[1]))
     summary = summaries.read(here)
-    summary[:, -2 * size :] = mean
+    summary[:, -2 * size :] = _running_mean(tokens, summaries.read(before)[:, -2 * size :] if known else None, known)
     summaries.write(here, summary)
+
+
+def _running_mean(tokens: Array, mean: Array | None, count: int) -> Array:
+    """Return the mean of ``count`` tokens, ``mean``, and of more, [heads, tokens, numbers]; rounded each time."""
+    for token in np.moveaxis(tokens, 1, 0):
+        count += 1
+        mean = token if mean is None else mean + (token - mean) / np.float32(count)
+    assert mean is not None
+    return mean
 
 
 def _floats(layer: PagedLayer, state: Mapping[str, Row], page: int, tokens: int) -> tuple[Array, Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ml_dtypes
@@ -31,11 +31,15 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class Port:
-    """One graph input or output: its name, its dtype, and its shape with ``None`` for a dimension that varies."""
+    """One graph input or output: its name, its dtype, and its shape with ``None`` for a dimension that varies.
+
+    ``symbols`` are the names of the dimensions, ``None`` where a dimension has none.
+    """
 
     name: str
     dtype: np.dtype[np.generic] | None
     shape: tuple[int | None, ...]
+    symbols: tuple[str | None, ...] = field(default=(), compare=False)
 
 
 def port_of_value(value: ir.Value) -> Port:
@@ -45,6 +49,7 @@ def port_of_value(value: ir.Value) -> Port:
         value.name or "",
         None if value.dtype is None else value.dtype.numpy(),
         tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in dims),
+        tuple(getattr(dim, "value", None) for dim in dims),
     )
 
 
@@ -55,6 +60,7 @@ def port_of_node(node: onnxruntime.NodeArg) -> Port:
         node.name,
         None if dtype is None else np.dtype(dtype),
         tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in node.shape),
+        tuple(dim if isinstance(dim, str) else None for dim in node.shape),
     )
 
 

@@ -1,13 +1,15 @@
-"""Only the last position of a call reaches the lm_head: of a prompt's logits, its next token needs no others."""
+"""Only the last positions of a call reach the lm_head: of a prompt's logits, its next token needs no others."""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+import functools
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
+from pydantic import Field
 
-from graphopt.analysis.structure import lm_head_nodes, makes_last_logits
+from graphopt.analysis.structure import LAST_POSITIONS, lm_head_nodes, makes_last_logits
 from graphopt.editing import shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
@@ -18,8 +20,10 @@ _BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
 
 
 LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
+LAST_SOME = Rule("last_logits.last-positions", "only the last {count} positions of {tensor} reach {lm_head}")
 NO_LOGITS = Rule("last_logits.no-logits", "the graph has no output of this name")
 ONE_POSITION = Rule("last_logits.one-position", "they are of one position already")
+SOME_POSITIONS = Rule("last_logits.some-positions", "they are of the last {count} positions already")
 NO_PRODUCT = Rule("last_logits.no-product", "no product with a matrix makes them")
 NOT_BY_POSITION = Rule("last_logits.not-by-position", "{tensor} is not known to be [batch, length, width]")
 READ_ELSEWHERE = Rule("last_logits.read-elsewhere", "{tensor} is read elsewhere too")
@@ -30,13 +34,18 @@ INPUT_NOT_BY_POSITION = Rule(
 
 
 class LastLogitsOptions(StepOptions):
-    """This step has no options."""
+    """Which positions have logits.
+
+    Attributes:
+        positions: how many of the last positions of a call; 12 let a step check drafts of 11 tokens.
+    """
 
     step: Literal["last_logits"] = "last_logits"
+    positions: Annotated[int, Field(ge=1, le=1 << 16)] = 1
 
 
 class LastLogits(Pass[LastLogitsOptions]):
-    """Compute logits for the last position of each call only.
+    """Compute logits for the last positions of each call only.
 
     before::
 
@@ -45,10 +54,12 @@ class LastLogits(Pass[LastLogitsOptions]):
     after::
 
         logits = MatMul(Slice(x, -1; axis 1), W)                    [batch, 1, vocabulary]
+        logits = MatMul(Slice(x, -positions; axis 1), W)            [batch, last_positions, vocabulary]
 
     Each row of a product depends on its own row of x alone, so the last one is what it was. Text is generated from it
     and no other: batches are padded on the left. A prefill of n tokens then spends one n-th on its lm_head, and its
-    logits take one n-th of the memory. What scores given tokens needs the others, and cannot use such a model.
+    logits take one n-th of the memory. A step that checks drafts needs the logits of each, so of more positions; a call
+    of fewer tokens has logits of all. What scores given tokens needs the others, and cannot use such a model.
     """
 
     name: ClassVar[str] = "last_logits"
@@ -71,26 +82,29 @@ class LastLogits(Pass[LastLogitsOptions]):
         lm_head = path[-1]
         x = lm_head.inputs[0]
         assert x is not None and x.shape is not None
-        starts = shared(graph, "last_position", np.array([-1], np.int64))
+        count = self.options.positions
+        starts = shared(graph, "last_position" if count == 1 else "last_positions", np.array([-count], np.int64))
         ends = shared(graph, "behind_last_position", np.array([np.iinfo(np.int64).max], np.int64))
         axes = shared(graph, "position_axis", np.array([1], np.int64))
         cut = ir.node("Slice", [x, starts, ends, axes], name=f"{lm_head.name}.last_position")
         made = cut.outputs[0]
-        made.name, made.type, made.shape = f"{cut.name}.output", x.type, _one_position(x.shape)
+        made.name, made.type, made.shape = f"{cut.name}.output", x.type, _cut(x.shape, count)
         graph.insert_before(lm_head, cut)
         lm_head.replace_input_with(0, made)
         for node in path:
             output = node.outputs[0]
             assert output.shape is not None
-            output.shape = _one_position(output.shape)
-        ledger.changed(cut, LAST_POSITION(tensor=x.name, lm_head=lm_head.name), [lm_head])
+            output.shape = _cut(output.shape, count)
+        said = LAST_POSITION if count == 1 else functools.partial(LAST_SOME, count=count)
+        ledger.changed(cut, said(tensor=x.name, lm_head=lm_head.name), [lm_head])
 
 
 def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     """Return the nodes from the logits back to the product that makes them, or why positions cannot be cut there."""
     lm_heads, path, value = lm_head_nodes(graph), [], logits
-    if makes_last_logits(graph):
-        return ONE_POSITION()
+    made = makes_last_logits(graph)
+    if made is not None:
+        return ONE_POSITION() if made == 1 else SOME_POSITIONS(count=made)
     while True:
         node = value.producer()
         if node is None:
@@ -118,5 +132,5 @@ def _same_for_all_positions(value: ir.Value) -> bool:
     return constant and shape is not None and (len(shape) < 2 or shape[-2] == 1)
 
 
-def _one_position(shape: ir.Shape) -> ir.Shape:
-    return ir.Shape([shape[0], 1, shape[2]])
+def _cut(shape: ir.Shape, positions: int) -> ir.Shape:
+    return ir.Shape([shape[0], 1 if positions == 1 else LAST_POSITIONS.format(positions), shape[2]])

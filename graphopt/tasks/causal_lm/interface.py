@@ -4,7 +4,7 @@ Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [
 ``position_ids`` int64 [batch, length], and per layer N ``past_key_values.N.key`` and ``.value`` [batch, KV heads,
 past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
 past + length, head size]. An empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
-makes those of the last position only.
+makes those of the last position only, and one with [batch, last_K, vocabulary] those of the last K.
 
 A graph of ``ai.graphopt::KVAttention`` owns its caches in pages. Instead of ``attention_mask`` it has ``past_length``
 and ``new_length`` int64 [batch]: how many tokens a row has stored, and how many columns of this call, the last ones,
@@ -40,6 +40,7 @@ from graphopt.analysis.ports import (
     STARTS,
     past_port,
 )
+from graphopt.analysis.structure import last_positions
 from graphopt.errors import InputError
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 
@@ -153,10 +154,10 @@ class Interface:
         return shape[-1] if shape else None
 
     @property
-    def last_logits(self) -> bool:
-        """Whether the graph makes logits of the last position of a call only."""
-        shape = self.outputs[LOGITS].shape
-        return self.shared or (len(shape) == 3 and shape[1] == 1)
+    def last_logits(self) -> int | None:
+        """Of how many of the last positions of a call the graph makes logits, at most; ``None`` for all."""
+        logits = self.outputs[LOGITS]
+        return 1 if self.shared else last_positions(logits.shape, logits.symbols)
 
     @property
     def reach(self) -> int | None:

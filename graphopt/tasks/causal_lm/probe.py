@@ -85,7 +85,7 @@ class CausalProbe:
     def run(self, session: onnxruntime.InferenceSession) -> Floats:
         """Return the logits of real tokens, [tokens, vocabulary]: of a prefill, then of the rest on its cache.
 
-        A graph that makes logits of the last position only gives those of two tokens a row.
+        A graph that makes logits of the last positions only gives those of two tokens a row, unless they are all.
         """
         interface = Interface.of_session(session)
         # What cannot have padding may take several new tokens onto a cache in one row only (GroupQueryAttention).
@@ -103,7 +103,9 @@ class CausalProbe:
             logits, *present = run(session, [LOGITS, *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
             if compared:
-                found.append(logits[:, None] if interface.shared else logits)
+                logits = logits[:, None] if interface.shared else logits
+                count = interface.last_logits
+                found.append(logits if count is None or count >= LENGTH else logits[:, -1:])
         return np.concatenate(found, axis=1)
 
     def aligned(self, before: Floats, after: Floats) -> Floats:

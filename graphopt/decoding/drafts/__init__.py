@@ -1,0 +1,9 @@
+"""Drafters: what guesses the next tokens of a text, so that one step of the model can check several."""
+
+from graphopt.decoding.drafts.chain import Chain
+from graphopt.decoding.drafts.drafter import Drafter, Guess
+from graphopt.decoding.drafts.forced import Forced
+from graphopt.decoding.drafts.lookup import Lookup
+from graphopt.decoding.drafts.model import ModelDrafter
+
+__all__ = ["Chain", "Drafter", "Forced", "Guess", "Lookup", "ModelDrafter"]

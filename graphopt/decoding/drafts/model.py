@@ -1,0 +1,166 @@
+"""Drafts of a smaller model with the same tokenizer, or of the same weights read with less.
+
+It keeps a cache of its own, which holds the text and its last draft. What it drafts is its most likely token; where the
+target draws, it draws with the very numbers that the target will use, so that both choose alike where they think alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.decoding.continuation import Continuation
+from graphopt.decoding.decoder import Decoder, Logits
+from graphopt.decoding.drafts.drafter import Guess
+from graphopt.decoding.verify import Columns
+from graphopt.errors import InputError
+from graphopt.session import Session
+
+_LEAST = 0.2
+"""Chance below which a draft ends: what follows is hardly ever right."""
+
+
+class ModelDrafter:
+    """Drafts by running another model.
+
+    Args:
+        session: the model that drafts.
+        source: what its guesses are counted as.
+        least: a draft ends with the first token that the model thinks less likely than this.
+    """
+
+    def __init__(self, session: Session, *, source: str = "model", least: float = _LEAST) -> None:
+        self._session, self._source, self._least = session, source, least
+        self._rows: Sequence[Continuation] = []
+        self._held: list[list[int]] = []  # tokens of each row that the cache holds
+        self._agreed: list[int] = []  # how many of them are known to be those of the text
+        self._decoder: Decoder | None = None
+
+    def begin(self, rows: Sequence[Continuation]) -> None:
+        """See :class:`Drafter`.
+
+        Raises:
+            InputError: the models have other tokenizers; or there are several rows, and this model's cache grows.
+        """
+        if rows:
+            check_same_tokens(rows[0].session, self._session)
+        if len(rows) > 1 and not self._session.interface.paged:
+            raise InputError(
+                "this model cannot draft for several rows: its cache grows by columns",
+                file=self._session.file,
+                remedy="add the step page_kv to its recipe, or run the prompts one by one",
+            )
+        self._rows, self._decoder = rows, None
+        self._held, self._agreed = [[] for _ in rows], [0] * len(rows)
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        """See :class:`Drafter`; the texts are read when the next draft is asked for."""
+
+    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+        """See :class:`Drafter`."""
+        texts = [self._text(row, begun[row]) for row in range(len(self._rows))]
+        most = self._session.max_positions
+        left = [
+            limit if most is None else min(limit, most - len(text)) for limit, text in zip(limits, texts, strict=True)
+        ]
+        drafts: list[list[Guess]] = [[] for _ in left]
+        if max(left, default=0) < 1:
+            return drafts
+        drawn = [_draws(row) for row in self._rows]
+        for row, first in enumerate(begun):
+            for _ in first:
+                _skip(self._rows[row], drawn[row])
+        logits = self._catch_up(texts, left)
+        while True:
+            going = []
+            for row, limit in enumerate(left):
+                if len(drafts[row]) >= limit or (drafts[row] and drafts[row][-1].chance < self._least):
+                    continue
+                guess = self._guess(self._rows[row], logits[row, -1], drawn[row])
+                drafts[row].append(guess)
+                if len(drafts[row]) < limit and guess.chance >= self._least:
+                    going.append(row)
+            if not going:
+                return drafts
+            logits = self._feed([[drafts[row][-1].token] if row in going else [] for row in range(len(left))])
+
+    def _text(self, row: int, begun: Sequence[int]) -> list[int]:
+        each = self._rows[row]
+        return [*each.prompt, *each.tokens, *begun]
+
+    def _catch_up(self, texts: Sequence[Sequence[int]], left: Sequence[int]) -> Logits:
+        """Feed what the cache does not hold of the texts of rows that draft; return the logits behind them."""
+        if self._decoder is None:
+            longest = max(map(len, texts))
+            self._decoder = Decoder(self._session, len(texts), expected=longest + max(left) + 512)
+        kept = []
+        for row, text in enumerate(texts):
+            held, place = self._held[row], self._agreed[row]
+            end = min(len(held), len(text) - (left[row] > 0))
+            while place < end and held[place] == text[place]:
+                place += 1
+            kept.append(min(place, end))
+            self._agreed[row] = min(place, end)
+        if any(count < len(held) for count, held in zip(kept, self._held, strict=True)):
+            try:
+                self._decoder.rewind(np.array(kept, np.int64))
+            except InputError:  # pages that it would read again are overwritten
+                self._decoder = Decoder(self._session, len(texts), expected=max(map(len, texts)))
+                kept = [0] * len(texts)
+        self._held = [list(text[:count]) for text, count in zip(texts, kept, strict=True)]
+        return self._feed(
+            [list(text[count:]) if limit > 0 else [] for text, count, limit in zip(texts, kept, left, strict=True)]
+        )
+
+    def _feed(self, tokens: Sequence[Sequence[int]]) -> Logits:
+        columns = Columns.of(tokens, [()] * len(tokens))
+        assert self._decoder is not None
+        newest: Logits = np.empty((0, 0, 0), np.float32)
+        for _, logits in self._decoder.feed(columns.ids, columns.mask):
+            newest = logits
+        for held, new in zip(self._held, tokens, strict=True):
+            held += new
+        return newest
+
+    def _guess(self, row: Continuation, logits: npt.NDArray[np.floating], random: np.random.Generator) -> Guess:
+        token = row.settings.sampling.choose(logits, random)
+        values = logits.astype(np.float32, copy=False)
+        chance = float(1 / np.exp(values - values[token]).sum())
+        return Guess(token, chance, self._source)
+
+
+def check_same_tokens(target: Session, drafter: Session) -> None:
+    """Refuse a drafter whose tokens are not the target's.
+
+    Raises:
+        InputError: the tokenizers differ, one has none, or the vocabularies have other sizes.
+    """
+    ours, theirs = (json.loads(session.require_tokenizer().to_str()) for session in (target, drafter))
+    for part in ("model", "added_tokens", "normalizer", "pre_tokenizer"):
+        if ours.get(part) != theirs.get(part):
+            raise InputError(
+                f"its tokenizer is not that of {target.file.parent}: its {part.replace('_', ' ')} differs",
+                file=drafter.file.parent,
+                remedy="draft with a model of the same family, or with --speculate lookup",
+            )
+    widths = target.interface.vocabulary, drafter.interface.vocabulary
+    if None not in widths and widths[0] != widths[1]:
+        raise InputError(
+            f"it has {widths[1]} tokens, and {target.file.parent} has {widths[0]}",
+            file=drafter.file.parent,
+            remedy="draft with a model of the same family, or with --speculate lookup",
+        )
+
+
+def _draws(row: Continuation) -> np.random.Generator:
+    """Return a copy of a row's random numbers, which draws ahead of the row."""
+    return copy.deepcopy(row.random) if row.settings.sampling.temperature else row.random
+
+
+def _skip(row: Continuation, random: np.random.Generator) -> None:
+    if row.settings.sampling.temperature:
+        random.random()

@@ -1,0 +1,200 @@
+"""Drafts for a batch: who makes them, how long they are, and what became of them.
+
+Speculation    a drafter with its policy and its counts; serves one batch after another
+Drafting       the drafts of one batch while it grows
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from graphopt.decoding.continuation import Continuation
+from graphopt.decoding.costs import LONGEST, Costs, costs_of
+from graphopt.decoding.decoder import Decoder
+from graphopt.decoding.draft_stats import DraftStats
+from graphopt.decoding.drafts.drafter import Drafter, Guess
+from graphopt.decoding.exact import Mark, check_drafts
+from graphopt.decoding.lengths import Lengths
+from graphopt.decoding.verify import Columns, Verdict
+from graphopt.errors import InputError
+from graphopt.session import Session
+
+_REPLAYED = 4
+"""Tokens that are fed once more, at most, before a step without a draft takes them in for good."""
+
+
+class Speculation:
+    """A drafter, and how it is used.
+
+    Args:
+        drafter: what guesses.
+        tokens: guesses in each draft, as far as caches allow; ``None`` to let costs and success decide, 0 included.
+        strict: do not draft where logits of several tokens in a step are not those of single tokens to the bit. By
+            default drafts are made there too, and :attr:`stats` has a note that texts may differ.
+
+    Attributes:
+        stats: what drafts did, over all batches.
+
+    Raises:
+        InputError: ``tokens`` is not from 0 to 11.
+    """
+
+    def __init__(self, drafter: Drafter, tokens: int | None = None, *, strict: bool = False) -> None:
+        if tokens is not None and not 0 <= tokens <= LONGEST:
+            raise InputError(f"a draft cannot have {tokens} tokens", remedy=f"give a number from 0 to {LONGEST}")
+        self.drafter, self.tokens, self.strict = drafter, tokens, strict
+        self.stats, self.lengths = DraftStats(), Lengths()
+
+    def start(self, session: Session, rows: Sequence[Continuation]) -> Drafting | None:
+        """Begin with new texts; the first time for a model and a size of batch, steps are measured.
+
+        Returns:
+            Their drafts; ``None`` where ``strict`` allows none, which a note explains.
+
+        Raises:
+            InputError: the model makes logits of too few positions, its caches cannot take drafts back, or the drafter
+                refuses the rows; the first two are notes with ``strict``.
+        """
+        try:
+            _check(session, len(rows))
+        except InputError as error:
+            if not self.strict:
+                raise
+            self.stats.note(f"no drafts: {error.what}")
+            return None
+        costs = costs_of(session, len(rows))
+        if costs.different:
+            widths = ", ".join(map(str, costs.different))
+            what = f"logits of {widths} tokens in a step differ in their last bits from those of single tokens"
+            if self.strict:
+                self.stats.note(f"no drafts: {what}, so that texts could change")
+                return None
+            self.stats.note(f"{what}: where two tokens are nearly alike, a text may differ from plain decoding")
+        return Drafting(self, session, rows, costs)
+
+
+class Drafting:
+    """The drafts of one batch.
+
+    Args:
+        by: whose drafts.
+        session: the model.
+        rows: the texts.
+        costs: of steps of the batch.
+
+    Raises:
+        InputError: the drafter refuses the rows.
+    """
+
+    def __init__(self, by: Speculation, session: Session, rows: Sequence[Continuation], costs: Costs) -> None:
+        self._by, self._rows, self._costs = by, rows, costs
+        self._longest = LONGEST if by.tokens is None else by.tokens
+        if session.interface.last_logits is not None:
+            self._longest = min(self._longest, session.interface.last_logits - 1)
+        self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that the cache does not hold yet
+        self._drafts: list[list[Guess]] = [[] for _ in rows]
+        began = time.perf_counter()
+        by.drafter.begin(rows)
+        self._drafting = time.perf_counter() - began  # seconds since the last step
+
+    def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
+        """Return what to feed next.
+
+        Args:
+            tokens: the new tokens of each row: the last of them is its anchor.
+            decoder: of the batch.
+        """
+        began = time.perf_counter()
+        for row, new in enumerate(tokens):
+            self._texts[row] = [*self._texts[row], *new[-1:]] if self._rows[row].stopped is None else []
+            if new:
+                self._by.drafter.commit(row, new)
+        self._drafts = self._drafted(decoder) if self._longest else [[] for _ in self._rows]
+        self._drafting += time.perf_counter() - began
+        return Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
+
+    def settle(self, verdict: Verdict, decoder: Decoder, before: Mark, columns: int, seconds: float) -> None:
+        """Take wrong guesses out of the cache, and learn.
+
+        Args:
+            verdict: what became of the drafts.
+            decoder: of the batch.
+            before: its mark before the step.
+            columns: of the step.
+            seconds: that it took.
+        """
+        began = time.perf_counter()
+        kept = before.tokens.copy()
+        for row, text in enumerate(self._texts):
+            if text:
+                kept[row] += len(text) + max(0, verdict.sampled[row] - 1)
+        if (kept < decoder.tokens).any():
+            decoder.take_back(before, kept)
+        # A row that went back further feeds its tokens once more.
+        back = kept - decoder.tokens
+        for row, draft in enumerate(self._drafts):
+            fed = [*self._texts[row], *(guess.token for guess in draft)]
+            self._texts[row] = fed[: int(back[row])]
+        self._learn(verdict, columns, seconds + time.perf_counter() - began)
+
+    def _drafted(self, decoder: Decoder) -> list[list[Guess]]:
+        by, live = self._by, [row for row, text in enumerate(self._texts) if text]
+        room = decoder.room_for_drafts()
+        limits = [0] * len(self._rows)
+        asked = self._longest if by.tokens is not None else by.lengths.to_ask(self._costs, len(live))
+        for row in live:
+            text, each = self._texts[row], self._rows[row]
+            if len(text) <= _REPLAYED:
+                left = min(LONGEST + 1 - len(text), int(room[row]) + 1 - len(text), each.limit - len(each.tokens) - 1)
+                limits[row] = max(0, min(asked, self._longest, left))
+        if not any(limits):
+            return [[] for _ in self._rows]
+        began = time.perf_counter()
+        drafts = by.drafter.propose([[] for _ in limits], limits)
+        by.lengths.drafted(time.perf_counter() - began, sum(map(len, drafts)))
+        for row in live:
+            draft = drafts[row][: limits[row]]
+            drafts[row] = draft[: self._rows[row].allowed([guess.token for guess in draft])]
+        if by.tokens is None and any(drafts):
+            length = by.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
+            drafts = [draft[:length] for draft in drafts]
+        return drafts
+
+    def _learn(self, verdict: Verdict, columns: int, seconds: float) -> None:
+        by, stats, costs = self._by, self._by.stats, self._costs
+        live = sum(1 for count in verdict.sampled if count)
+        drafted = columns > 1  # or tokens are fed once more, which drafts have caused too
+        for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
+            stats.judged(draft, right, wrong)
+            by.lengths.chances.learn(draft, right, wrong)
+        costs.observe(columns, seconds)
+        given = sum(verdict.sampled) / max(1, live)
+        by.lengths.spent(self._drafting + seconds * drafted, given * drafted, costs)
+        stats.widths[columns] += 1
+        stats.tokens += sum(verdict.sampled)
+        stats.as_plain += given * costs.of(1)
+        stats.verifying += seconds * drafted
+        stats.plain += seconds * (not drafted)
+        stats.drafting += self._drafting
+        self._drafting = 0.0
+
+
+def _check(session: Session, batch: int) -> None:
+    interface = session.interface
+    if not interface.past:
+        raise InputError("a graph without a cache cannot check drafts", file=session.file, remedy="export it with one")
+    if interface.last_logits == 1:
+        raise InputError(
+            "the model computes logits of the last position only, and drafts need those of each guess",
+            file=session.file,
+            tensor="logits",
+            remedy=f"make it with --last-logits {LONGEST + 1}, or without that option",
+        )
+    if batch > 1 and not interface.paged:
+        raise InputError(
+            f"rows of a batch agree with different numbers of guesses, and this cache of {batch} rows grows by columns",
+            file=session.file,
+            remedy="add the step page_kv to the recipe, or run the prompts one by one",
+        )
+    check_drafts(interface.layers)
