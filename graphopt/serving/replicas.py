@@ -132,7 +132,7 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
             now = time.monotonic()
             for process in processes:
                 process.look(now)
-            if not told and _workers(settings.host, port) >= settings.replicas:
+            if not told and _ready(settings, port):
                 told = True
                 workers = f"{settings.replicas} worker{'s' if settings.replicas > 1 else ''}"
                 say(f"serving {settings.name} at http://{_address(settings.host)}:{port}/v1 with {workers}")
@@ -142,7 +142,7 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
 
 def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callable[[str], None]) -> list[_Process]:
     shared = {
-        "DYN_LOG": "error",
+        "DYN_LOG": "warn",
         "DYN_FILE_KV": str(state / "discovery"),
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(math.ceil(settings.patience)),
@@ -154,7 +154,7 @@ def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callab
     if settings.discovery == "file":
         # All of them are on this machine, whatever address the front has.
         hosts = ("DYN_TCP_RPC_HOST", "DYN_TCP_RESPONSE_STREAM_HOST", "DYN_EVENT_PLANE_HOST", "DYN_SYSTEM_HOST")
-        shared |= dict.fromkeys(hosts, "127.0.0.1")
+        shared |= {**dict.fromkeys(hosts, "127.0.0.1"), "DYN_SELF_HOST_METADATA": "0"}
     where = ["--discovery", settings.discovery]
     module = [sys.executable, "-m"]
     found = []
@@ -214,10 +214,14 @@ def _address(host: str) -> str:
     return f"[{local}]" if ":" in local else local
 
 
-def _workers(host: str, port: int) -> int:
-    """Return how many workers the front knows."""
+def _ready(settings: Settings, port: int) -> bool:
+    """Return whether the front offers the model, and knows all workers."""
     try:
-        with urllib.request.urlopen(f"http://{_address(host)}:{port}/health", timeout=2) as answer:
-            return sum(each["endpoint"] == "generate" for each in json.load(answer)["instances"])
+        found = []
+        for path in ("v1/models", "health"):
+            with urllib.request.urlopen(f"http://{_address(settings.host)}:{port}/{path}", timeout=2) as answer:
+                found.append(json.load(answer))
+        workers = sum(each["endpoint"] == "generate" for each in found[1]["instances"])
+        return workers >= settings.replicas and any(each["id"] == settings.name for each in found[0]["data"])
     except (OSError, ValueError, KeyError):
-        return 0
+        return False

@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
+from graphopt.conversation.template import ChatTemplate
 from graphopt.errors import InputError
 from graphopt.serving.asked import Limits, tokens_of, turn_of
 from graphopt.serving.batch import Batch
@@ -170,6 +171,15 @@ class Worker:
         """Nothing else is registered."""
 
 
+def offered_by(folder: Path) -> list[str]:
+    """Return what a model can be asked for: completions, and chat where it has a template."""
+    try:
+        ChatTemplate.of_folder(folder)
+    except InputError:
+        return ["completions"]
+    return ["chat", "completions"]
+
+
 async def _serve(options: argparse.Namespace) -> None:
     from dynamo._core import backend
     from dynamo.llm import ModelInput
@@ -185,7 +195,7 @@ async def _serve(options: argparse.Namespace) -> None:
         model_name=str(options.folder),
         served_model_name=options.name,
         model_input=ModelInput.Tokens,
-        endpoint_types="chat,completions",
+        endpoint_types=",".join(offered_by(options.folder)),
         tool_call_parser=options.tool_parser,
         enable_local_indexer=False,
         enable_kv_routing=False,

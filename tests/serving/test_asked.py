@@ -12,6 +12,7 @@ import pytest
 from graphopt.decoding.grammar import JSON_STYLE
 from graphopt.errors import InputError
 from graphopt.serving.asked import Limits, tokens_of, turn_of
+from graphopt.serving.worker import offered_by
 from tests.serving.conftest import BLOCKS
 
 LIMITS = Limits(positions=64, vocabulary=100, block=16, blocks=8, requests=4, tokens=32)
@@ -97,3 +98,8 @@ def test_sampling_is_the_model_makers_where_the_client_says_nothing() -> None:
 )
 def test_forms_of_replies(asked: dict[str, Any] | None, expected: tuple[str, str] | None) -> None:
     assert turn_of({"sampling_options": {"guided_decoding": asked}}, LIMITS, [1]).guidance == expected
+
+
+def test_a_model_without_a_template_offers_no_chat(served: Path, shipped_artifact: Path) -> None:
+    assert offered_by(served) == ["chat", "completions"]
+    assert offered_by(shipped_artifact) == ["completions"]
