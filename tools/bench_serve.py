@@ -165,7 +165,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 @contextmanager
 def _graphopt(work: Work) -> Iterator[Server]:
-    folder = work.folder / f"served-{Path(work.recipe).stem}"
+    folder = work.folder.resolve() / f"served-{Path(work.recipe).stem}"
     if not folder.exists():
         _optimize(work, folder)
     port = free_port()
@@ -201,11 +201,11 @@ def _bytes_per_token(folder: Path) -> int:
 def _llama_server(work: Work) -> Iterator[Server]:
     if work.llama_cpp is None:
         raise UnavailableError("no build of llama.cpp is named: --ggml FOLDER, or GRAPHOPT_BENCH_GGML")
-    server, quantize = (work.llama_cpp / "bin" / name for name in ("llama-server", "llama-quantize"))
+    server, quantize = (work.llama_cpp.resolve() / "bin" / name for name in ("llama-server", "llama-quantize"))
     for tool in (server, quantize):
         if not tool.is_file():
             raise UnavailableError(f"{tool} is not there: cmake --build {work.llama_cpp} --target {tool.name}")
-    file, source = work.folder / "served.Q4_0.gguf", work.folder / "served.float16.gguf"
+    file, source = (work.folder.resolve() / f"served.{kind}.gguf" for kind in ("Q4_0", "float16"))
     if not file.exists():
         write_gguf(work.folder / "checkpoint", source, tokenizer=True)
         subprocess.run([str(quantize), str(source), str(file), "Q4_0"], check=True, capture_output=True)

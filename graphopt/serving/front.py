@@ -9,8 +9,7 @@ import argparse
 import asyncio
 import signal
 
-from graphopt.serving.process import end_with_parent
-from graphopt.serving.worker import NAMESPACE
+from graphopt.serving.process import NAMESPACE, end_with_parent
 
 MOVES = 3
 """How often a request moves to another worker at most."""

@@ -1,4 +1,4 @@
-"""Processes that depend on one another."""
+"""What front and workers have in common: how they find one another, and that they end with what started them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import contextlib
 import ctypes
 import signal
 import sys
+
+NAMESPACE = "graphopt"
+"""Under which Dynamo lists the workers."""
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

@@ -21,10 +21,9 @@ from graphopt.errors import InputError
 from graphopt.serving.asked import Limits, tokens_of, turn_of
 from graphopt.serving.batch import Batch
 from graphopt.serving.journal import Journal
-from graphopt.serving.process import end_with_parent
+from graphopt.serving.process import NAMESPACE, end_with_parent
 from graphopt.serving.stream import Event, Stream
 
-NAMESPACE = "graphopt"
 _MOVING = 60.0  # seconds that a request which moves to another worker may take
 CRASHED = 70
 """Exit code of a worker whose Engine can no longer go on."""

@@ -18,6 +18,7 @@ from typing import Any
 
 from tools.bench.unavailable import UnavailableError
 
+_ROOT = Path(__file__).parents[2]
 _PATIENCE = 300.0  # seconds that a server has to load its model
 
 
@@ -97,7 +98,11 @@ def running(command: list[str], port: int, ready: str, log: Path) -> Iterator[No
         UnavailableError: it ends or does not come up.
     """
     with log.open("w") as stream:
-        process = subprocess.Popen(command, stdout=stream, stderr=stream, start_new_session=True)
+        environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+        # llama-server writes a log where it is started
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=environment, cwd=log.parent, start_new_session=True
+        )
     try:
         end = time.monotonic() + _PATIENCE
         while not _answers(f"http://127.0.0.1:{port}{ready}"):
