@@ -25,9 +25,10 @@ LONGEST = WIDTHS[-1] - 1
 """Guesses in a draft, at most: one token of the text goes before them."""
 
 _BEGINNING = 4  # tokens before, so that all that is measured lies in the first page
-_ROUNDS = 3
-_PATIENCE = 0.5
-"""Seconds after which a width is not measured once more."""
+_ROUNDS = (3, 12)
+_PATIENCE = 0.1
+"""Seconds of a width's steps after which it is measured no more than the least number of rounds; the least time counts,
+and short steps are often interrupted by other programs."""
 
 _PACE = 0.1
 """How much a new time counts in what is known of a width."""
@@ -98,15 +99,17 @@ def _measured(session: Session, batch: int) -> Costs:
     different = []
     for width in widths[1:]:
         found[width] = math.inf
-        for number in range(_ROUNDS):
+        spent = 0.0
+        for number in range(_ROUNDS[1]):
             decoder.rewind(begin)
             logits, seconds = _timed(decoder, ids[:, _BEGINNING : _BEGINNING + width])
             found[width] = min(found[width], seconds)
+            spent += seconds
             if number == 0:
                 alone = np.concatenate(singly[:width], axis=1)[:, -logits.shape[1] :]
                 if not np.array_equal(alone, logits, equal_nan=True):
                     different.append(width)
-            if seconds > _PATIENCE:
+            if spent > _PATIENCE and number + 1 >= (_ROUNDS[0] if seconds < _PATIENCE else 1):
                 break
     return Costs(found, tuple(different))
 

@@ -31,6 +31,9 @@ _UNKNOWN = 0.6
 _RETRY = 64
 """Steps after which a drafter that did not pay is asked again."""
 
+_PROBED = 256
+"""Steps after which one guess is checked that did not seem to pay: costs may have been measured in a bad moment."""
+
 _TRIED = 3
 """Guesses that it is asked for then."""
 
@@ -83,6 +86,7 @@ class Lengths:
         self._plain = 0.0  # seconds that all tokens so far would have taken singly
         self._guess = 0.0  # seconds of the drafter for a guess
         self._since = 0  # steps since a draft was asked for
+        self._unseen = 0  # drafts since one was checked
 
     def overdrawn(self, costs: Costs) -> bool:
         """Return whether drafts have cost too much so far."""
@@ -129,7 +133,11 @@ class Lengths:
             worth = expected / costs.of(columns)
             if worth > most:
                 best, most = length, worth
-        return best
+        self._unseen = 0 if best else self._unseen + 1
+        if self._unseen < _PROBED:
+            return best
+        self._unseen = 0
+        return 1
 
     def drafted(self, seconds: float, guesses: int) -> None:
         """Take in the time of the drafter, for so many guesses."""

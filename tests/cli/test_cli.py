@@ -89,6 +89,19 @@ def test_run_json_and_seeds(run, optimized: Path) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_run_tells_what_drafts_did(run, optimized: Path) -> None:
+    options = ("run", optimized, "--prompt", "def f(x):", "--max-new-tokens", 12, "--threads", 1)
+    plain = json.loads(run(*options, "--json")[1])
+    told = json.loads(run(*options, "--json", "--speculate", "lookup", "--draft-tokens", 3, "--stats")[1])
+    assert told["completions"] == plain
+    assert told["drafts"]["tokens"] == 11
+    assert json.loads(run(*options, "--json", "--speculate", "auto")[1]) == plain
+    assert "11 tokens in" in run(*options, "--speculate", "lookup", "--draft-tokens", 3, "--stats")[2]
+    code, _, error = run(*options, "--speculate", "nothing")
+    assert code == 2
+    assert "no drafter 'nothing'" in error
+
+
 def test_run_on_a_gpu_that_onnxruntime_does_not_know_exits_4(run, optimized: Path) -> None:
     import onnxruntime
 

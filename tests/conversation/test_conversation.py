@@ -14,7 +14,9 @@ from graphopt.conversation.conversation import Conversation, chat
 from graphopt.conversation.template import ChatTemplate
 from graphopt.decoding.continuation import Settings
 from graphopt.decoding.decoder import Decoder
+from graphopt.decoding.drafts import Lookup
 from graphopt.decoding.sampling import Sampling
+from graphopt.decoding.speculation import Speculation
 from graphopt.errors import InputError
 from graphopt.generation import generate
 from graphopt.pipeline import optimize
@@ -73,6 +75,21 @@ def test_a_second_turn_feeds_only_what_is_new(session: Session, fed: list[int]) 
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"] * 2
     assert conversation.messages[1]["content"] == first.text
     assert conversation.tokens == len(second.prompt) + len(second.tokens)
+
+
+def test_drafts_change_no_turn(session: Session) -> None:
+    said = ["a stack", "a stack", "a queue"]
+    plain = Conversation(session, settings=SHORT)
+    drafted = Conversation(session, settings=SHORT, drafter=Speculation(Lookup(), 3))
+    for message in said:
+        assert drafted.reply(message) == plain.reply(message)
+        assert drafted.fed == plain.fed
+    # A reply that is not read to its end: what was guessed behind it is no part of the conversation.
+    for conversation in (plain, drafted):
+        pieces = conversation.stream("a list")
+        next(iter(pieces))
+        pieces.close()  # type: ignore[attr-defined]
+    assert drafted.reply("a stack") == plain.reply("a stack")
 
 
 @pytest.mark.parametrize("paged", [False, True])

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from graphopt.decoding.drafts import Chain, Forced, Lookup
 from graphopt.decoding.grammar import Grammar
 from graphopt.decoding.sampling import Sampling
+from graphopt.decoding.speculation import Speculation
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.generation import generate, stream
 from graphopt.session import Session, load
@@ -44,6 +46,17 @@ def test_what_is_drawn_is_what_the_schema_describes(session: Session, seed: int)
     assert set(found) <= {"name", "age", "tags"}
     # as json.dumps writes it
     assert made.text == json.dumps(found, ensure_ascii=False)
+
+
+def test_what_a_schema_forces_is_drafted(session: Session) -> None:
+    sampling, grammar = Sampling(temperature=3.0, seed=1), Grammar.json_schema(SCHEMA)
+    # onnxruntime's products may differ in their last bits; no two tokens are that close here
+    speculation = Speculation(Chain(Forced(), Lookup()), 7)
+    plain = generate(session, "x = ", max_new_tokens=60, sampling=sampling, grammar=grammar)
+    assert (
+        generate(session, "x = ", max_new_tokens=60, sampling=sampling, grammar=grammar, drafter=speculation) == plain
+    )
+    assert sum(right for (source, _), right in speculation.stats.right.items() if source == "grammar") >= 3
 
 
 def test_rows_of_a_batch_each_have_their_own_place_in_the_grammar(session: Session) -> None:

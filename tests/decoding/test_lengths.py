@@ -64,6 +64,11 @@ def test_gains_of_the_past_pay_for_few_losses() -> None:
     assert lengths.lost == -10
 
 
+def test_a_guess_is_checked_now_and_then_all_the_same() -> None:
+    lengths = Lengths()
+    assert [lengths.to_check([draft(0.9)], [1], DEAR) for _ in range(512)].count(1) == 2
+
+
 def test_a_dear_drafter_is_left_alone_and_tried_again() -> None:
     lengths = Lengths()
     lengths.drafted(11 * 0.9, 11)

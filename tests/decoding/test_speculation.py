@@ -17,6 +17,7 @@ from graphopt.decoding.continuation import Continuation, Settings, start
 from graphopt.decoding.costs import costs_of
 from graphopt.decoding.decoder import Decoder
 from graphopt.decoding.drafts import Guess, Lookup, ModelDrafter
+from graphopt.decoding.drafts.named import speculation_named
 from graphopt.decoding.drafts.own import own_drafter
 from graphopt.decoding.sampling import Sampling
 from graphopt.decoding.speculation import Speculation
@@ -242,3 +243,15 @@ def test_the_same_model_is_always_right(make_session: Any) -> None:
 def test_drafts_of_itself_that_there_are_not(make_session: Any, kind: str) -> None:
     with pytest.raises(InputError, match="self:|layers of a model of 2"):
         own_drafter(make_session("int4-rtn", "float32", "dense"), kind)
+
+
+def test_another_tokenizer_is_refused(make_session: Any, shipped_artifact: Path, tmp_path: Path) -> None:
+    session = make_session("int4-rtn", "float32", "dense")
+    with pytest.raises(InputError, match="its tokenizer is not that of .*: its .* differs"):
+        speculation_named(session, str(shipped_artifact))
+    with pytest.raises(InputError, match="no drafter 'lookups', and no such folder"):
+        speculation_named(session, "lookups")
+    with pytest.raises(InputError, match="cannot have 'all' tokens"):
+        speculation_named(session, "lookup", "all")
+    with pytest.raises(InputError, match="cannot have 12 tokens"):
+        speculation_named(session, "lookup", "12")

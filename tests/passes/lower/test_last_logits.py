@@ -9,6 +9,9 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.checks.replay import verify
+from graphopt.decoding.decoder import Decoder
+from graphopt.decoding.drafts import Lookup
+from graphopt.decoding.speculation import Speculation
 from graphopt.errors import InputError
 from graphopt.evaluation import evaluate
 from graphopt.generation import generate
@@ -72,6 +75,36 @@ def test_before_and_after_are_compared_where_both_have_logits(llama_artifact: Pa
     assert [check.status for check in checks] == ["proved", "proved", "measured"]
     # each weight is rounded once more by the rotation; seen 1.2e-6
     assert checks[-1].figures["largest_change"] < 1e-5
+
+
+def test_logits_of_the_last_positions_check_drafts(llama_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(llama_artifact, "rotate", tmp_path / "four", last_logits=4, quality_tokens=0)
+    assert made.manifest.checks[-1].figures["largest_change"] < 1e-5
+    assert any("last 4 positions" in note for note in map(str, made.manifest.notes))
+    session = load(tmp_path / "four", threads=1)
+    assert session.interface.last_logits == 4
+    assert [Decoder(session, 1).step(np.zeros((1, length), np.int64)).shape[1] for length in (1, 3, 4, 9)] == [
+        1,
+        3,
+        4,
+        4,
+    ]
+    speculation = Speculation(Lookup(), 11)
+    plain = generate(session, [[1, 2, 3, 1, 2]], max_new_tokens=30)
+    assert generate(session, [[1, 2, 3, 1, 2]], max_new_tokens=30, drafter=speculation) == plain
+    assert max(speculation.stats.widths) <= 4
+    with pytest.raises(InputError, match="the last 4 positions only"):
+        evaluate(session, "some text")
+
+
+def test_drafts_need_more_than_the_last_position(llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, "rotate", tmp_path / "one", last_logits=True, quality_tokens=0)
+    session = load(tmp_path / "one", threads=1)
+    with pytest.raises(InputError, match="last position only.*--last-logits 12"):
+        generate(session, [[1]], drafter=Lookup())
+    speculation = Speculation(Lookup(), strict=True)
+    assert generate(session, [[1]], max_new_tokens=3, drafter=speculation) == generate(session, [[1]], max_new_tokens=3)
+    assert "no drafts: the model computes logits of the last position only" in speculation.stats.notes[0]
 
 
 def test_a_second_time_changes_nothing() -> None:
