@@ -80,9 +80,25 @@ class Search:
         return cls(np.searchsorted(halfway, edges).astype(np.int32), cells, origin, 1 / width)
 
 
-@lru_cache(maxsize=64)
-def _search(table: TableFormat) -> Search:
-    return Search.of(table.halfway)
+@dataclass(frozen=True)
+class _Table:
+    """A format as the library reads it, for as many calls as there are."""
+
+    values: npt.NDArray[np.float64]
+    codes: npt.NDArray[np.uint8]
+    ties: npt.NDArray[np.float64]
+    search: Search
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, table: TableFormat) -> _Table:
+        values, codes = table.ordered
+        return cls(
+            np.ascontiguousarray(values, np.float64),
+            np.ascontiguousarray(codes, np.uint8),
+            np.ascontiguousarray(table.ties, np.float64),
+            Search.of(table.halfway),
+        )
 
 
 @lru_cache(maxsize=4)
@@ -94,6 +110,11 @@ def _library(path: str) -> Any:
         return None
     function.argtypes, function.restype = [ctypes.POINTER(_Work)], ctypes.c_int
     return function
+
+
+def _address(array: npt.NDArray[Any]) -> int:
+    # `array.ctypes` takes several times as long
+    return int(array.__array_interface__["data"][0])
 
 
 def available() -> bool:
@@ -127,8 +148,8 @@ def round_groups(
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
     function = _library(str(library_path()))
-    values, coded = table.ordered
-    search = _search(table)
+    known = _Table.of(table)
+    search = known.search
     count, size, columns = groups.shape
     keep: list[npt.NDArray[Any]] = []
 
@@ -136,7 +157,7 @@ def round_groups(
         if array is None:
             return None
         keep.append(np.ascontiguousarray(array, dtype))
-        return int(keep[-1].ctypes.data)
+        return _address(keep[-1])
 
     found = np.empty((count, columns)) if errors else None
     rounded = np.empty(groups.shape, np.uint8) if codes else None
@@ -148,17 +169,17 @@ def round_groups(
         pointer(scales, np.float64),
         pointer(None if zero_points is None else table.decode(zero_points), np.float64),
         pointer(importance, np.float64),
-        pointer(values, np.float64),
-        pointer(coded, np.uint8),
-        pointer(table.ties, np.float64),
-        pointer(search.first, np.int32),
-        len(values),
+        _address(known.values),
+        _address(known.codes),
+        _address(known.ties),
+        _address(search.first),
+        len(known.values),
         search.cells,
         search.origin,
         search.per_unit,
         table.is_counting,
-        None if found is None else found.ctypes.data,
-        None if rounded is None else rounded.ctypes.data,
+        None if found is None else _address(found),
+        None if rounded is None else _address(rounded),
     )
     if not function(ctypes.byref(work)):
         raise InputError("GRAPHOPT_OPS_ISA names instructions that this machine does not have")

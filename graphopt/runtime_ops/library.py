@@ -7,6 +7,7 @@ takes a domain from one library only.
 from __future__ import annotations
 
 import os
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
@@ -29,5 +30,10 @@ def library_path(device: Device = "cpu") -> Path | None:
     other = os.environ.get(PATH_VARIABLE if device == "cpu" else CUDA_PATH_VARIABLE)
     if other is not None:
         return Path(other) if other else None
+    return _installed(device)
+
+
+@cache
+def _installed(device: Device) -> Path | None:
     file = files("graphopt.runtime_ops").joinpath(NAMES[device])
     return Path(str(file)) if file.is_file() else None
