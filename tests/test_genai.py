@@ -22,7 +22,7 @@ from tests.graphs import canonical, run_pass
 FACTS = {"max_positions": 128, "bos_token_id": 0, "eos_token_ids": [0], "session": {}}
 
 
-@pytest.mark.parametrize("recipe", ["rotate", "rotate-online", "int4-rtn", "fp6-rtn", "rotate-w4a4"])
+@pytest.mark.parametrize("recipe", ["rotate", "rotate-online", "int4-rtn", "fp6-rtn", "w4a4-rtn"])
 def test_onnxruntime_genai_makes_the_same_greedy_tokens(recipe: str, llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, recipe, tmp_path / recipe)
     prompt = [5, 17, 101, 43, 250]

@@ -135,11 +135,11 @@ def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
 
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
-    fitted = ["fp6", "int3", "int4", "large", "medium", "nf4", "small", "w4a8"]
-    quantized = [*fitted, "fp6-e3m2", "w4a4"]
+    fitted = ["fp6", "int3", "int4", "large", "medium", "nf4", "small", "w4a4", "w4a8"]
+    quantized = [*fitted, "fp6-e3m2", "w8a8"]
     caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
     rotated = [
-        *(f"rotate-{name}" for name in ("fp6", "fp6-e3m2", "int4", "nf4", "w4a4", "w4a8")),
+        *(f"rotate-{name}" for name in ("fp6", "fp6-e3m2", "int4", "nf4", "w4a8")),
         "rotate",
         "rotate-online",
     ]

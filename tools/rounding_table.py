@@ -26,8 +26,8 @@ RECIPES = (
     *(each for name in ("fp6", "int4", "nf4") for each in (f"{name}-rtn", f"rotate-{name}")),
     f"int4-rtn,{_INT3}",
     f"rotate-int4,{_INT3}",
-    "w4a4",
-    "rotate-w4a4",
+    "w4a8-rtn",
+    "w4a4-rtn",
 )
 METHODS = ("nearest", "weighted", "gptq", "{method: gptq, order: natural}", "{method: gptq, sweeps: 2}")
 

@@ -17,8 +17,8 @@ TEXT = "Every model here reads this. " + "def add(left, right):\n    return left
 
 @pytest.fixture(scope="module")
 def made(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("quality") / "w4a4"
-    graphopt.optimize(llama_artifact, "w4a4", folder, quality_tokens=0)
+    folder = tmp_path_factory.mktemp("quality") / "w4a8-rtn"
+    graphopt.optimize(llama_artifact, "w4a8-rtn", folder, quality_tokens=0)
     return folder
 
 
@@ -71,7 +71,7 @@ def test_the_loss_is_that_of_eval(llama_artifact: Path, made: Path) -> None:
 
 
 def test_a_model_of_last_logits_is_fed_token_by_token(llama_artifact: Path, made: Path, tmp_path: Path) -> None:
-    graphopt.optimize(llama_artifact, "w4a4", tmp_path / "last", last_logits=True, quality_tokens=0)
+    graphopt.optimize(llama_artifact, "w4a8-rtn", tmp_path / "last", last_logits=True, quality_tokens=0)
     one, other = (compare(llama_artifact, folder, [TEXT], tokens=24) for folder in (made, tmp_path / "last"))
     # Inputs are rounded per token, so that only sums of float32 differ.
     assert other.kl_mean == pytest.approx(one.kl_mean, rel=1e-3)

@@ -95,7 +95,7 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
 
 
 def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "rotate-w4a4", tmp_path / "made", target="ort-cpu", run=False)
+    optimize(llama_artifact, "w4a4-rtn", tmp_path / "made", target="ort-cpu", run=False)
     found = losses(llama_artifact, tmp_path / "made", ["def f(x): return x\n" * 40], tokens=64, window=32)
     assert {"qkv_proj", "o_proj", "down_proj", "lm_head"} <= {each.role for each in found.products}
     assert not found.unmatched

@@ -66,7 +66,11 @@ def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: 
 
 def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
     collect(llama_artifact, recipe(text, "int4-rtn"), tmp_path)
-    for name, rounding in (("fp6-rtn", "gptq"), ("nf4-rtn", "weighted"), ("w4a4", "{method: gptq, order: natural}")):
+    for name, rounding in (
+        ("fp6-rtn", "gptq"),
+        ("nf4-rtn", "weighted"),
+        ("w4a8-rtn", "{method: gptq, order: natural}"),
+    ):
         made = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
         assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
     assert len(list(tmp_path.iterdir())) == 1

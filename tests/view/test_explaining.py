@@ -23,7 +23,7 @@ def names_of(graph: ir.Graph) -> set[str]:
 
 @pytest.mark.parametrize(
     ("preset", "target"),
-    [("rotate-int4", None), ("rotate-online", None), ("w4a4", "ort-cpu"), ("fp6-rtn", "ort-cpu"), ("float16", None),
+    [("rotate-int4", None), ("rotate-online", None), ("w4a8-rtn", "ort-cpu"), ("fp6-rtn", "ort-cpu"), ("float16", None),
      ("rotate-kv4", None), ("streaming", None), ("retrieval", None)],
 )  # fmt: skip
 def test_every_node_has_an_origin_in_the_model_as_it_came_in(
@@ -45,7 +45,7 @@ def test_every_node_has_an_origin_in_the_model_as_it_came_in(
 @pytest.fixture(scope="module")
 def rotated(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("explained") / "w4a4"
-    optimize(llama_artifact, "rotate-w4a4", output, target="ort-cpu", run=False)
+    optimize(llama_artifact, "w4a4-rtn", output, target="ort-cpu", run=False)
     return output
 
 

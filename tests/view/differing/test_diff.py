@@ -196,7 +196,7 @@ def test_codes_are_seen_behind_a_product() -> None:
     assert change.after.startswith("int4 by 16")
 
 
-@pytest.mark.parametrize(("preset", "target"), [("rotate-int4", None), ("rotate-w4a4", "ort-cpu"), ("streaming", None)])
+@pytest.mark.parametrize(("preset", "target"), [("rotate-int4", None), ("w4a4-rtn", "ort-cpu"), ("streaming", None)])
 def test_stages_of_one_compile_are_told_by_the_record(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
 ) -> None:
@@ -210,7 +210,7 @@ def test_stages_of_one_compile_are_told_by_the_record(
         if edge.role.endswith("_proj") and edge.kind != "removed":
             assert group.layers == [0, 1], edge
             assert "quantize_weights" in edge.passes or preset == "streaming"
-    if preset == "rotate-w4a4":
+    if preset == "w4a4-rtn":
         merged = next(edge for edge in found.edges if "merge_products" in edge.passes and len(edge.before) == 3)
         assert merged.kind == "replaced"
         assert merged.operators[0] == ["MatMul"] * 3
