@@ -13,9 +13,11 @@ from graphopt.analysis.ports import (
     LOGITS,
     PAST_LENGTHS,
     POSITION_IDS,
+    SCALES,
     STARTS,
     CachePort,
     genai_pattern,
+    past_port,
 )
 from graphopt.facts import Fact, Rule
 from graphopt.tasks.causal_lm.interface import Interface
@@ -58,10 +60,12 @@ def genai_config(
     """
     # heads and head size: [batch, heads, length, size], or [blocks, tokens, heads, size]
     sizes = slice(2, 4) if interface.shared else slice(1, None, 2)
-    shapes = {interface.inputs[name].shape[sizes] for name in interface.past}
-    layers = len(interface.past) // 2
-    numbered = {CachePort(layer, part).past for layer in range(layers) for part in GROWING}
-    names = {part: genai_pattern(part) for part in GROWING}
+    parts = [part for part in (*GROWING, *SCALES) if CachePort(0, part).past in interface.past]
+    caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
+    shapes = {interface.inputs[name].shape[sizes] for name in caches}
+    layers = len(interface.past) // max(1, len(parts))
+    numbered = {CachePort(layer, part).past for layer in range(layers) for part in parts}
+    names = {part: genai_pattern(part) for part in parts}
     if interface.paged:
         return PAGED()
     if ATTENTION_MASK not in interface.inputs and not interface.shared:
@@ -72,15 +76,9 @@ def genai_config(
         return UNKNOWN()
     ((heads, size),) = shapes
     fed = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
-    inputs = {name: name for name in fed if name in interface.inputs} | {
-        "past_key_names": names["key"][0],
-        "past_value_names": names["value"][0],
-    }
-    outputs = {
-        LOGITS: LOGITS,
-        "present_key_names": names["key"][1],
-        "present_value_names": names["value"][1],
-    }
+    inputs = {name: name for name in fed if name in interface.inputs}
+    inputs |= {f"past_{part}_names": pattern[0] for part, pattern in names.items()}
+    outputs = {LOGITS: LOGITS} | {f"present_{part}_names": pattern[1] for part, pattern in names.items()}
     decoder = {
         # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
         "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},

@@ -1,8 +1,9 @@
 """The names of a graph's inputs and outputs, and the grammar of cache names: the one place that spells them.
 
 A cache of layer N comes in as ``past_key_values.N.PART`` and goes out as ``present.N.PART``. The part is ``key`` or
-``value`` of a cache that grows, or one of :data:`STATES` of a cache in pages. :mod:`graphopt.checks.certificate` spells
-these names on its own, since it shares nothing with what it checks.
+``value`` of a cache that grows or whose blocks requests share, one of :data:`SCALES` beside it, or one of
+:data:`STATES` of a cache in pages. :mod:`graphopt.checks.certificate` spells these names on its own, since it shares
+nothing with what it checks.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ POOL = "ai.graphopt.pool"
 GROWING = ("key", "value")
 """The parts of a cache that grows."""
 
+SCALES = ("key_scale", "value_scale")
+"""The scales of tokens in blocks of integers that requests share."""
+
 STATES = SCHEMA.of_role(Role.STATE)
 """The parts of a cache in pages: the state tensors of ``KVAttention``, in order."""
 
 _PAST, _PRESENT = "past_key_values", "present"
-_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *STATES))})")
+_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))})")
 # How transformers' exporter names caches; it names the side only where both sides have the name.
 _EXPORTED = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
 
@@ -42,7 +46,7 @@ class CachePort:
 
     Attributes:
         layer: N in ``past_key_values.N.key``.
-        part: one of :data:`GROWING` or :data:`STATES`.
+        part: one of :data:`GROWING`, :data:`SCALES` or :data:`STATES`.
     """
 
     layer: int

@@ -14,7 +14,8 @@ are tokens of it. Instead of a growing ``key`` and ``value`` it has the state te
 A graph of ``ai.graphopt::PagedAttention`` is fed by an engine: ``input_ids`` int64 [tokens], of all requests one
 behind the other, ``cumulative_sequence_lengths`` int32 [batch + 1], ``past_sequence_lengths`` int32 [batch],
 ``block_table`` int32 [batch, blocks], and per layer N ``past_key_values.N.key`` and ``.value`` [blocks, tokens of a
-block, KV heads, head size], which come back in the same shape. Its logits are [batch, vocabulary].
+block, KV heads, head size], which come back in the same shape; of blocks of integers also ``.key_scale`` and
+``.value_scale`` [blocks, tokens of a block, KV heads]. Its logits are [batch, vocabulary].
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from graphopt.analysis.ports import (
     PAST_LENGTHS,
     POSITION_IDS,
     STARTS,
+    STATES,
     past_port,
 )
 from graphopt.analysis.structure import last_positions
@@ -184,15 +186,15 @@ class Interface:
         caches: dict[str, Array] = {}
         for name in self.past:
             port = self.inputs[name]
+            if self.shared:
+                blocks = batch * max(1, -(-room // int(str(port.shape[1]))))
+                caches[name] = np.zeros((blocks, *(int(str(size)) for size in port.shape[1:])), port.dtype)
+                continue
             if len(port.shape) != 4 or port.shape[1] is None or port.shape[3] is None or port.dtype is None:
                 raise InputError(
                     "a cache input must state its KV heads and head size", tensor=name, shape=list(port.shape)
                 )
-            if self.shared:
-                blocks = batch * max(1, -(-room // port.shape[1]))
-                caches[name] = np.zeros((blocks, *(int(str(size)) for size in port.shape[1:])), port.dtype)
-            else:
-                caches[name] = np.zeros((batch, port.shape[1], self.windows.get(name, 0), port.shape[3]), port.dtype)
+            caches[name] = np.zeros((batch, port.shape[1], self.windows.get(name, 0), port.shape[3]), port.dtype)
         return caches
 
     def feeds(
@@ -261,7 +263,7 @@ def _packed(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> dict[
 def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequence[PagedLayer]) -> None:
     """Refuse a graph whose caches are not what its layers say."""
     told = {name for layer in layers for name in layer.ports}
-    there = {name for name in past if (port := past_port(name)) is not None and not port.grows}
+    there = {name for name in past if (port := past_port(name)) is not None and port.part in STATES}
     odd = sorted((told ^ there) | ({*past} - there if told else set()))
     odd += [name for name in _LENGTHS if (name in inputs) != bool(told)]
     if odd:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from graphopt.generation import generate
 from graphopt.passes.cache.serve import ServeOptions
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe
+from graphopt.runtime import open_session
 from graphopt.runtime_ops import library_path
 from graphopt.session import load
 from graphopt.tasks.causal_lm.interface import Interface
@@ -37,12 +39,54 @@ def recipe(*steps: dict[str, Any]) -> Recipe:
 def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("serve") / "served"
     # Other tests compare logits: here tokens are compared.
-    optimize(shipped_artifact, recipe({"step": "serve", "memory": "16MB"}), folder, run=False)
+    optimize(shipped_artifact, recipe({"step": "serve", "memory": "16MB", "block": 16}), folder, run=False)
     return folder
 
 
-def run_engine(folder: Path, prompts: list[list[int]], starts: list[int], new_tokens: int) -> list[list[int]]:
-    """Return the greedy tokens of requests of which each begins at a step of the Engine."""
+ROUNDED = {
+    "int8": [{"step": "quantize_kv", "storage": "int8"}],
+    "int4": [
+        {"step": "fold_norms"},
+        {"step": "rotate", "query_key": "hadamard"},
+        {"step": "quantize_kv", "storage": "int4"},
+    ],
+}
+"""Steps in front of serve; int4 as in the preset rotate-kv4."""
+
+LOGITS_CHANGE = {"int8": 0.01, "int4": 0.15}
+"""Largest change of a logit by the largest logit that is allowed, twice what was seen."""
+
+
+@pytest.fixture(scope="module", params=ROUNDED)
+def rounded(
+    request: pytest.FixtureRequest, shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path]:
+    folder = tmp_path_factory.mktemp("serve") / request.param
+    steps = [*ROUNDED[request.param], {"step": "serve", "memory": "4MB", "block": 16}]
+    optimize(shipped_artifact, recipe(*steps), folder, run=False)
+    return request.param, folder
+
+
+def logits_of(folder: Path, prompts: list[list[int]]) -> np.ndarray:
+    """Return the logits [requests, vocabulary] of a served graph for requests that come together."""
+    session = open_session(folder / "model.onnx", threads=1)
+    interface = Interface.of_session(session)
+    longest = max(map(len, prompts))
+    ids, mask = np.zeros((2, len(prompts), longest), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :], mask[row, longest - len(prompt) :] = prompt, 1
+    past = interface.empty_past(len(prompts), longest)
+    made: np.ndarray = session.run(["logits"], interface.feeds(ids, mask, past))[0]
+    return made
+
+
+def run_engine(
+    folder: Path, prompts: list[list[int]], starts: list[int], new_tokens: int, made_at: list[int] | None = None
+) -> list[list[int]]:
+    """Return the greedy tokens of requests of which each begins at a step of the Engine.
+
+    How many requests get a token in a step goes to ``made_at``.
+    """
     engine = onnxruntime_genai.Engine(onnxruntime_genai.Model(str(folder)))
     buffer, requests, made = engine.create_event_buffer(64), {}, [[] for _ in prompts]
     for step in range(500):
@@ -53,10 +97,14 @@ def run_engine(folder: Path, prompts: list[list[int]], starts: list[int], new_to
             requests[index].begin_turn(np.array(prompts[index], np.int32), options)
         if step > max(starts) and not engine.has_pending_requests():
             break
+        got = set()
         for event in engine.run(buffer):
             index = next(index for index, request in requests.items() if request == event.request)
             if event.flags & onnxruntime_genai.EngineEventFlags.TOKEN:
                 made[index].append(event.token)
+                got.add(index)
+        if made_at is not None:
+            made_at.append(len(got))
     return made
 
 
@@ -75,6 +123,43 @@ def test_the_engine_says_what_generate_says(served: Path, shipped_artifact: Path
     assert prompts[0][:10] == prompts[3][:10]
     assert run_engine(served, prompts, [0, 2, 5, 9], 16) == expected
     assert run_engine(served, prompts, [0, 0, 0, 0], 16) == expected
+
+
+def test_ten_requests_store_their_prefix_once(served: Path, shipped_artifact: Path, tmp_path: Path) -> None:
+    encode = load(shipped_artifact, threads=1).encode
+    prefix = (encode("def read_lines(path):\n    with open(path) as stream:\n") * 20)[:160]
+    prompts = [[*prefix, *encode(f"        value_{number} = ")] for number in range(10)]
+    assert {-(-(len(prompt) + 8) // 16) for prompt in prompts} == {11}
+    # ten blocks of 16 tokens that all share, and two of each: apart they would take 110
+    folder = shutil.copytree(served, tmp_path / "small")
+    config = json.loads((folder / GENAI_CONFIG).read_text())
+    config["engine"]["dynamic_batching"]["num_blocks"] = 22
+    (folder / GENAI_CONFIG).write_text(json.dumps(config))
+    steps: list[int] = []
+    made = run_engine(folder, prompts, [0] + [4] * 9, 8, steps)
+    assert max(steps) == 10, "all of them run at once"
+    assert made == run_engine(served, prompts, [0] * 10, 8)
+
+
+def test_integers_move_logits_by_little(rounded: tuple[str, Path], served: Path, shipped_artifact: Path) -> None:
+    storage, folder = rounded
+    float32 = load(shipped_artifact, threads=1)
+    text = float32.encode(Path(json.__file__).read_text()[:800])
+    prompts = [text[:length] for length in (20, 50, 90, 130, 170, 200)]
+    expected, found = logits_of(served, prompts), logits_of(folder, prompts)
+    change = np.abs(found - expected).max() / np.abs(expected).max()
+    assert 0 < change < LOGITS_CHANGE[storage]
+    config = json.loads((folder / GENAI_CONFIG).read_text())
+    # 6 layers of keys and values, 2 heads: 64 codes and a scale
+    block = 6 * 2 * 16 * 2 * ({"int8": 64, "int4": 32}[storage] + 4)
+    assert config["engine"]["dynamic_batching"]["num_blocks"] == 4_000_000 // block
+    assert config["model"]["decoder"]["inputs"]["past_key_scale_names"] == "past_key_values.%d.key_scale"
+    # what the Engine says is what the graph says, token by token
+    short = [text[:40], text[:60], text[60:90]]
+    made = run_engine(folder, short, [0, 2, 2], 6)
+    for prompt, tokens in zip(short, made, strict=True):
+        again = [int(logits_of(folder, [[*prompt, *tokens[:count]]])[0].argmax()) for count in range(6)]
+        assert tokens == again
 
 
 def test_the_folder_is_whole(served: Path) -> None:
@@ -110,8 +195,8 @@ def test_blocks_may_be_float16(llama: ir.Model) -> None:
     assert types == {ir.DataType.FLOAT16}
     # 2 layers, keys and values of 2 heads of 16 numbers
     assert json.loads(llama.metadata_props[POOL]) == {
-        "block_size": 16,
-        "num_blocks": (1 << 20) // (2 * 2 * 16 * 2 * 16 * 2),
+        "block_size": 64,
+        "num_blocks": (1 << 20) // (2 * 2 * 64 * 2 * 16 * 2),
     }
 
 
@@ -119,13 +204,24 @@ def test_blocks_may_be_float16(llama: ir.Model) -> None:
     ("step", "options", "message"),
     [
         ("sparse_kv", {}, "it reads a part of its cache: leave out the step sparse_kv"),
-        ("quantize_kv", {"storage": "int8"}, "its cache is stored as int8, and an engine shares blocks of floats"),
+        (
+            "quantize_kv",
+            {"storage": "float8"},
+            "its cache cannot be stored so in blocks that requests share: blocks are stored as float32, float16, "
+            "bfloat16, int8, int4, not float8",
+        ),
+        (
+            "quantize_kv",
+            {"storage": "int4"},
+            "its cache cannot be stored so in blocks that requests share: a head of int4 has a multiple of 32 "
+            "channels up to 256, not 16",
+        ),
         (
             "last_logits",
             {},
             "logits cannot be made for the last token of each request: they are of one position already",
         ),
-        ("page_kv", {"memory": 100}, "a block of all layers takes 8192 bytes, and the memory for caches is 100"),
+        ("page_kv", {"memory": 100}, "a block of all layers takes 32768 bytes, and the memory for caches is 100"),
     ],
 )
 def test_what_stays_says_why(step: str, options: dict[str, Any], message: str, llama: ir.Model) -> None:

@@ -12,9 +12,12 @@ import graphopt.runtime_ops
 from graphopt.runtime_ops.kv_attention.spec import storages
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF, Storage
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES as BLOCKS
 
 CPP = Path(graphopt.runtime_ops.__file__).parent / "kv_attention" / "shared" / "storage.h"
+INPUTS = CPP.parents[2] / "paged_attention" / "cpu" / "inputs.cc"
 TYPES = {"kFloat": "float32", "kFloat16": "float16", "kBFloat16": "bfloat16", "kFloat8": "float8_e4m3fn"}
+KINDS = {name: kind for kind, name in TYPES.items()}
 
 
 def test_each_file_is_a_storage() -> None:
@@ -24,13 +27,18 @@ def test_each_file_is_a_storage() -> None:
 
 
 def test_kernels_know_the_same_storages_in_the_same_order() -> None:
-    lines = re.findall(r'STORAGE\(\w+, "(\w+)", (\w+), (\d+), (\d+), (\w+)<', CPP.read_text(encoding="utf-8"))
+    of_pages, of_blocks = CPP.read_text(encoding="utf-8").split("#define GRAPHOPT_TOKEN_STORAGES")
+    lines = re.findall(r'STORAGE\(\w+, "(\w+)", (\w+), (\d+), (\d+), (\w+)<', of_pages)
     assert [name for name, *_ in lines] == list(STORAGE_OF)
     for name, kind, bits, levels, holds in lines:
         storage = STORAGE_OF[name]
         assert storage.dtype.name == TYPES.get(kind, "uint8")
         assert (storage.bits, storage.levels or 0) == (int(bits), int(levels))
         assert (holds == "Codes") == (storage.levels is not None)
+    lines = re.findall(r'STORAGE\(\w+, "(\w+)", kUint8, (\d+), 0, Numbers<Scaled<(\d+)>>\)', of_blocks)
+    assert lines == [(name, str(each.bits), str(each.bits)) for name, each in BLOCKS.items() if each.levels is not None]
+    known = re.findall(r'\{"(\w+)", (\w+), Storage::k\w+\}', INPUTS.read_text(encoding="utf-8"))
+    assert known == [(name, KINDS.get(each.dtype.name, "kUint8")) for name, each in BLOCKS.items()]
 
 
 @pytest.mark.parametrize("storage", STORAGE_OF.values(), ids=lambda storage: storage.name)

@@ -1,25 +1,38 @@
 from __future__ import annotations
 
-import ml_dtypes
 import numpy as np
 from hypothesis import strategies as st
 
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, pack, stored, width
 from tests.runtime_ops.hostile import Case, Tensor
 
-TYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+def pools(numbers: np.ndarray, storage: str) -> dict[str, np.ndarray]:
+    """Return keys, values and their scales, of numbers [2, N, Hk, P, D]."""
+    found = {}
+    for name, each in zip(("keys", "values"), numbers, strict=True):
+        held, scales = stored(each, storage)
+        found[name] = pack(held, storage, are_keys=name == "keys")
+        count, heads, tokens, _ = each.shape
+        none = np.zeros(0, np.float32)
+        found[f"{name[:-1]}_scales"] = none if scales is None else scales.reshape(count, tokens, heads)
+    return {name: found[name] for name in ("keys", "values", "key_scales", "value_scales")}
 
 
 @st.composite
-def honest(draw: st.DrawFn, stored: tuple[type, ...] = TYPES, fed: tuple[type, ...] = (np.float32, np.float16)) -> Case:
+def honest(
+    draw: st.DrawFn, storages: tuple[str, ...] = tuple(STORAGES), fed: tuple[type, ...] = (np.float32, np.float16)
+) -> Case:
     """Requests of any lengths over pages in any order, some of which they share."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     kv_heads, group, size = (
         draw(st.sampled_from([1, 2, 3])),
         draw(st.sampled_from([1, 2])),
-        draw(st.sampled_from([16, 32])),
+        draw(st.sampled_from([32, 64])),
     )
-    page = draw(st.sampled_from([1, 4, 16]))
-    past = draw(st.lists(st.integers(0, 40), min_size=1, max_size=4))
+    page, storage = draw(st.sampled_from([16, 32, 128])), draw(st.sampled_from(storages))
+    size = size if storage == "int4" else size // 2
+    past = draw(st.lists(st.integers(0, 90), min_size=1, max_size=4))
     new = draw(st.lists(st.integers(0, 9), min_size=len(past), max_size=len(past)).filter(any))
     needed = [-(-(p + n) // page) for p, n in zip(past, new, strict=True)]
     columns = max(needed) + draw(st.integers(0, 2))
@@ -29,7 +42,7 @@ def honest(draw: st.DrawFn, stored: tuple[type, ...] = TYPES, fed: tuple[type, .
         table[row, :count] = order[sum(needed[:row]) : sum(needed[: row + 1])]
         shared = min(past[row], past[0]) // page if draw(st.booleans()) else 0  # full pages, of the past of both
         table[row, :shared] = table[0, :shared]
-    tokens, dtype, like = sum(new), draw(st.sampled_from(stored)), draw(st.sampled_from(fed))
+    tokens, like = sum(new), draw(st.sampled_from(fed))
     heads = kv_heads * group
     lead = draw(st.sampled_from([(tokens,), (1, tokens)]))
 
@@ -44,13 +57,14 @@ def honest(draw: st.DrawFn, stored: tuple[type, ...] = TYPES, fed: tuple[type, .
         "past": np.array(past, np.int32),
         "block_table": table,
         "sink_logits": normal(heads if draw(st.booleans()) else 0).astype(np.float32),
-        "keys": normal(len(order), page, kv_heads, size).astype(dtype),
-        "values": normal(len(order), page, kv_heads, size).astype(dtype),
+        **pools(normal(2, len(order), kv_heads, page, size), storage),
     }
+    assert inputs["keys"].shape[3] == width(size, storage)
     attributes = {
         "kv_heads": kv_heads,
         "window": draw(st.sampled_from([0, 1, 7, 100])),
         "scale": draw(st.sampled_from([0.25, 1.0])),
         "softcap": draw(st.sampled_from([0.0, 2.5])),
+        "storage": storage,
     }
     return Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)

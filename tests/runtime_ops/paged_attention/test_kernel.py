@@ -11,12 +11,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from graphopt.runtime import array_of, ort_value, run
-from graphopt.runtime_ops import DOMAIN, library_path
+from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.op import reference
 from tests.native import INSTRUCTIONS, ISA_VARIABLE, needs_library, skip_without
 from tests.runtime_ops.hostile import Case, Tensor
-from tests.runtime_ops.paged_attention.honest import honest
-from tests.runtime_ops.paged_attention.test_op import LIES, SIZES, arrays, requests
+from tests.runtime_ops.paged_attention.honest import honest, pools
+from tests.runtime_ops.paged_attention.test_op import LIES, SIZES, arrays, requests, spoil
 from tests.runtime_ops.test_registry import node_of
 
 pytestmark = needs_library
@@ -25,23 +28,27 @@ FLOAT32, FLOAT16 = 2e-5, 4e-3
 """Of y: sums of up to 50 products of normal numbers in float32; the last bit of float16 is 1e-3 of numbers up to 4."""
 
 
-def kernel_session(case: Case) -> onnxruntime.InferenceSession:
+QUERIES = {"query": 4, "key": 2, "value": 2}
+"""Heads of what is fed."""
+
+
+def kernel_session(case: Case, threads: int = 2) -> onnxruntime.InferenceSession:
     """Open a model of one node, which graphopt's kernel takes."""
     node = node_of(case)
     outputs = list(node.outputs)
-    for name, value in zip(("y", "new_keys", "new_values"), outputs, strict=True):
+    for name, value in zip(OPERATORS[case.operator].schema.output_names, outputs, strict=True):
         value.name = f"made_{name}"
     graph = ir.Graph(list(node.inputs), outputs, nodes=[node], opset_imports={"": 23, DOMAIN: 1}, name="one")
     model = ir.Model(graph, ir_version=11)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    options.intra_op_num_threads = 2
+    options.intra_op_num_threads = threads
     options.register_custom_ops_library(str(library_path()))
     return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString(), options, ["CPUExecutionProvider"])
 
 
-def by_kernel(case: Case) -> list[np.ndarray]:
-    return list(run(kernel_session(case), None, {name: tensor.values for name, tensor in case.inputs.items()}))
+def by_kernel(case: Case, threads: int = 2) -> list[np.ndarray]:
+    return list(run(kernel_session(case, threads), None, {name: tensor.values for name, tensor in case.inputs.items()}))
 
 
 @pytest.mark.parametrize("isa", INSTRUCTIONS)
@@ -62,38 +69,114 @@ def test_the_kernel_is_the_reference(isa: str, monkeypatch: pytest.MonkeyPatch) 
     agree()
 
 
-@pytest.mark.parametrize("size", [64, 128, 256])
-def test_larger_heads_over_many_blocks(size: int) -> None:
-    random, tokens = np.random.default_rng(0), [1, 70, 1, 3]
-    past, page = [200, 0, 37, 5], 16
-    table = np.full((4, 16), -1, np.int32)
-    order = iter(random.permutation(40))
-    for row in range(4):
-        for column in range(-(-(past[row] + tokens[row]) // page)):
-            table[row, column] = next(order)
-    normal = random.standard_normal
+def case_of(inputs: dict[str, np.ndarray], **attributes: Any) -> Case:
+    return Case(
+        "PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, {**SIZES, **attributes}
+    )
+
+
+def random_case(
+    new: list[int], past: list[int], table: np.ndarray, size: int, storage: str = "float32", **attributes: Any
+) -> Case:
+    """Requests of 2 KV heads and 4 query heads over blocks of 16 tokens."""
+    random = np.random.default_rng(0)
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32)
+
     inputs = {
-        "query": normal((75, 4 * size)).astype(np.float32),
-        "key": normal((75, 2 * size)).astype(np.float32),
-        "value": normal((75, 2 * size)).astype(np.float32),
-        "starts": np.cumsum([0, *tokens]).astype(np.int32),
+        "query": normal(sum(new), 4 * size),
+        "key": normal(sum(new), 2 * size),
+        "value": normal(sum(new), 2 * size),
+        "starts": np.cumsum([0, *new]).astype(np.int32),
         "past": np.array(past, np.int32),
-        "block_table": table,
-        "sink_logits": normal(4).astype(np.float32),
-        "keys": normal((40, page, 2, size)).astype(np.float32),
-        "values": normal((40, page, 2, size)).astype(np.float32),
+        "block_table": table.astype(np.int32),
+        "sink_logits": normal(4),
+        **pools(normal(2, int(table.max()) + 1, 2, 16, size), storage),
     }
-    attributes = {**SIZES, "window": 50, "scale": size**-0.5}
-    y, keys, _ = reference(*inputs.values(), **attributes)
-    case = Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)
-    found, stored, _ = by_kernel(case)
-    np.testing.assert_array_equal(stored, keys)
+    return case_of(inputs, scale=size**-0.5, storage=storage, **attributes)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("size", [64, 96, 256])
+def test_larger_heads_over_many_blocks(size: int, storage: str) -> None:
+    new, past = [1, 70, 1, 3], [200, 0, 37, 5]
+    order = iter(np.random.default_rng(0).permutation(40))
+    table = np.full((4, 16), -1)
+    for row in range(4):
+        for column in range(-(-(past[row] + new[row]) // 16)):
+            table[row, column] = next(order)
+    case = random_case(new, past, table, size, storage, window=50)
+    y, *after = reference(*arrays(case), **case.attributes)
+    found, *stored = by_kernel(case)
+    for expected, made in zip(after, stored, strict=True):
+        np.testing.assert_array_equal(expected, made)
     np.testing.assert_allclose(found, y, atol=FLOAT32)
 
 
+@pytest.mark.parametrize("storage", ["float32", "int4"])
+def test_any_number_of_threads_computes_the_same_bits(storage: str) -> None:
+    # one request that is split, beside short ones
+    table = np.full((3, 400), -1)
+    table[0], table[1, :2], table[2, :2] = np.arange(400), [400, 401], [402, 403]
+    case = random_case([1, 20, 1], [6300, 3, 17], table, 64, storage)
+    expected, *_ = reference(*arrays(case), **case.attributes)
+    first, *_ = by_kernel(case, 1)
+    np.testing.assert_allclose(first, expected, atol=FLOAT32)
+    for threads in (2, 3, 4):
+        np.testing.assert_array_equal(by_kernel(case, threads)[0], first)
+
+
+@pytest.mark.parametrize("storage", ["float32", "int8"])
+def test_a_prefix_that_requests_share_is_read_for_all_of_them(storage: str) -> None:
+    # 0 to 3 share 32 blocks, 1 to 3 of them 20 more, 4 and 5 share 16 others, 6 has nothing in common with anyone
+    # behind its first block, and 7 has as many new tokens as a prompt
+    table = np.full((8, 60), -1)
+    table[:4, :32] = table[7, :32] = np.arange(32)
+    table[1:4, 32:52] = np.arange(32, 52)
+    table[4:6, :16] = np.arange(60, 76)
+    table[6, :20] = [0, *range(80, 99)]
+    past, new = [520, 835, 840, 833, 257, 300, 310, 512], [1, 1, 2, 1, 3, 1, 1, 30]
+    fresh = iter(range(100, 200))
+    for row, tokens in enumerate(past):
+        for column in range(tokens // 16, -(-(tokens + new[row]) // 16)):
+            table[row, column] = next(fresh)
+        table[row][(table[row] < 0) & (np.arange(60) * 16 < tokens)] = 150
+    order = np.random.default_rng(0).permutation(8)
+    case = random_case([new[row] for row in order], [past[row] for row in order], table[order], 32, storage)
+    y, *after = reference(*arrays(case), **case.attributes)
+    found, *stored = by_kernel(case)
+    np.testing.assert_allclose(found, y, atol=FLOAT32)
+    for expected, made in zip(after, stored, strict=True):
+        np.testing.assert_array_equal(expected, made)
+    np.testing.assert_array_equal(by_kernel(case, 1)[0], found)
+
+
+def test_rows_of_pages_of_their_own_compute_the_same_bits() -> None:
+    """``KVAttention`` over pages as long as the blocks."""
+    random, past, page, size = np.random.default_rng(0), [300, 70], 64, 64
+    table = np.array([[3, 1, 5, 0, 6], [4, 2, -1, -1, -1]])
+    numbers = random.standard_normal((2, 7, 2, page, size), np.float32)
+    tokens = {name: random.standard_normal((2, 1, heads * size), np.float32) for name, heads in QUERIES.items()}
+    attrs = KVAttributes(kv_heads=2, scale=0.125, page=page)
+    states = attrs.state(2, 5, size).zeros()
+    for name, each in zip(("keys", "values"), numbers, strict=True):
+        packed = (pack_keys if name == "keys" else pack_values)(each, "float32")  # block, head, numbers
+        states[name] = np.ascontiguousarray(packed[table].swapaxes(1, 2))
+    nothing = np.zeros(0, np.float32)
+    lengths = {"past": np.array(past), "new": np.array([1, 1])}
+    given_tensors = {**tokens, **lengths, "sink_logits": nothing, "sink_query": nothing, **states}
+    kv = Case("KVAttention", {name: Tensor(array, "fed") for name, array in given_tensors.items()}, attrs.for_node())
+    flat = {name: array.reshape(2, -1) for name, array in tokens.items()}
+    lengths = {"starts": np.array([0, 1, 2], np.int32), "past": np.array(past, np.int32)}
+    shared = {**flat, **lengths, "block_table": table.astype(np.int32), "sink_logits": nothing}
+    case = case_of({**shared, **pools(numbers, "float32")}, scale=0.125)
+    np.testing.assert_array_equal(by_kernel(case)[0], by_kernel(kv)[0].reshape(2, -1))
+
+
 def test_blocks_are_written_where_they_lie() -> None:
-    inputs = requests([3, 2], [2, 3], [[5, 1, -1], [0, 7, -1]])
-    y, keys, values = reference(*inputs.values(), **SIZES)
+    inputs = requests([3, 2], [14, 15], [[5, 1, -1], [0, 7, -1]])
+    y, keys, values, *_ = reference(*inputs.values(), **SIZES)
     session = kernel_session(Case("PagedAttention", {n: Tensor(a, "fed") for n, a in inputs.items()}, dict(SIZES)))
     given_values = {name: ort_value(array.copy()) for name, array in inputs.items()}
     binding = session.io_binding()
@@ -102,6 +185,8 @@ def test_blocks_are_written_where_they_lie() -> None:
     binding.bind_output("made_y", "cpu")
     binding.bind_ortvalue_output("made_new_keys", given_values["keys"])
     binding.bind_ortvalue_output("made_new_values", given_values["values"])
+    binding.bind_output("made_new_key_scales", "cpu")
+    binding.bind_output("made_new_value_scales", "cpu")
     session.run_with_iobinding(binding)
     np.testing.assert_array_equal(array_of(given_values["keys"]), keys)
     np.testing.assert_array_equal(array_of(given_values["values"]), values)
@@ -110,9 +195,8 @@ def test_blocks_are_written_where_they_lie() -> None:
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> None:
-    inputs = requests([2, 1], [5, 4], [[5, 1], [0, 7]])
-    inputs["keys"][5, 2, 0, 3] = inputs["values"][0, 1, 1, 6] = odd
-    inputs["keys"][1, 3] = inputs["values"][7, 2:] = odd  # beyond what is written: nobody reads it
+    inputs = requests([2, 1], [17, 16], [[5, 1], [0, 7]])
+    spoil(inputs, odd)
     for window in (0, 3):
         attributes = {**SIZES, "window": window}
         case = Case("PagedAttention", {name: Tensor(array, "fed") for name, array in inputs.items()}, attributes)
@@ -122,7 +206,7 @@ def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> N
 
 @pytest.mark.parametrize(("lie", "message"), LIES, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_lie_is_an_error_that_names_the_node(lie: dict[str, Any], message: str) -> None:
-    inputs = requests([3, 2], [2, 3], [[5, 1, -1], [0, 7, -1]])
+    inputs = requests([3, 2], [14, 15], [[5, 1, -1], [0, 7, -1]])
     inputs |= {name: np.array(numbers, np.int32) for name, numbers in lie.items()}
-    with pytest.raises(Exception, match="ai.graphopt node 'node': (starts|past|request|two new)"):
+    with pytest.raises(Exception, match="ai.graphopt node 'node': (starts|past|request|block [57] is written)"):
         by_kernel(Case("PagedAttention", {n: Tensor(a, "fed") for n, a in inputs.items()}, dict(SIZES)))

@@ -7,15 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES, head_size, pack, restored, stored, unpack, width
 from graphopt.runtime_ops.paged_attention.spec.op import PAGED_ATTENTION, reference
-from tests.runtime_ops.hostile import Case
-from tests.runtime_ops.paged_attention.honest import honest
+from tests.runtime_ops.hostile import Case, Tensor
+from tests.runtime_ops.paged_attention.honest import honest, pools
 from tests.runtime_ops.test_registry import run_body
 
 Arrays = dict[str, np.ndarray]
 
-SIZES = {"kv_heads": 2, "window": 0, "scale": 0.25, "softcap": 0.0}
+SIZES = {"kv_heads": 2, "window": 0, "scale": 0.25, "softcap": 0.0, "storage": "float32"}
 
 
 def arrays(case: Case) -> list[np.ndarray]:
@@ -23,7 +25,7 @@ def arrays(case: Case) -> list[np.ndarray]:
 
 
 def requests(new: list[int], past: list[int], table: list[list[int]], blocks: int = 8) -> Arrays:
-    """Random numbers for requests over pages of 4 tokens, 2 KV heads of 16 numbers, 4 query heads."""
+    """Random numbers for requests over blocks of 16 tokens, 2 KV heads of 16 numbers, 4 query heads."""
     random, tokens = np.random.default_rng(0), sum(new)
     normal = random.standard_normal
     return {
@@ -34,14 +36,18 @@ def requests(new: list[int], past: list[int], table: list[list[int]], blocks: in
         "past": np.array(past, np.int32),
         "block_table": np.array(table, np.int32),
         "sink_logits": np.zeros(0, np.float32),
-        "keys": normal((blocks, 4, 2, 16)).astype(np.float32),
-        "values": normal((blocks, 4, 2, 16)).astype(np.float32),
+        **pools(normal((2, blocks, 2, 16, 16)), "float32"),
     }
 
 
-def by_body(inputs: Arrays, **attributes: Any) -> list[np.ndarray]:
-    from tests.runtime_ops.hostile import Tensor
+def put(inputs: Arrays, name: str, block: int, slots: slice, number: float, head: int = 0, channel: int = 0) -> None:
+    """Change a number of a token in float32 blocks."""
+    held = unpack(inputs[name], "float32", are_keys=name == "keys").copy()
+    held[block, head, slots, channel] = number
+    inputs[name] = pack(held, "float32", are_keys=name == "keys")
 
+
+def by_body(inputs: Arrays, **attributes: Any) -> list[np.ndarray]:
     fed = {name: Tensor(array, "fed") for name, array in inputs.items()}
     return run_body(Case("PagedAttention", fed, {**SIZES, **attributes}))
 
@@ -60,25 +66,25 @@ def test_the_body_is_the_reference(case: Case) -> None:
 
 def test_requests_together_are_requests_alone() -> None:
     table = [[5, 1, -1], [0, 7, 3]]
-    inputs = requests([3, 6], [2, 5], table)
-    y, keys, values = reference(*inputs.values(), **SIZES)
+    inputs = requests([3, 6], [14, 29], table)
+    y, keys, values, *_ = reference(*inputs.values(), **SIZES)
     for row, tokens in ((0, slice(0, 3)), (1, slice(3, 9))):
         alone = {name: inputs[name][tokens] for name in ("query", "key", "value")}
         alone |= {"starts": np.array([0, tokens.stop - tokens.start], np.int32), "past": inputs["past"][row : row + 1]}
         alone = {**inputs, **alone, "block_table": inputs["block_table"][row : row + 1]}
-        found, stored, _ = reference(*alone.values(), **SIZES)
+        found, after, *_ = reference(*alone.values(), **SIZES)
         np.testing.assert_array_equal(found, y[tokens])
         used = [block for block in table[row] if block >= 0]
-        np.testing.assert_array_equal(stored[used], keys[used])
+        np.testing.assert_array_equal(after[used], keys[used])
     # blocks that no request names stay
     np.testing.assert_array_equal(values[[2, 4, 6]], inputs["values"][[2, 4, 6]])
 
 
 def test_a_prompt_in_pieces_is_a_prompt_at_once() -> None:
-    whole = requests([10], [0], [[5, 1, 2]])
+    whole = requests([40], [0], [[5, 1, 2]])
     expected, *after = reference(*whole.values(), **{**SIZES, "window": 6, "softcap": 3.0})
     state, found = [whole["keys"], whole["values"]], []
-    for begin, end in ((0, 3), (3, 4), (4, 10)):
+    for begin, end in ((0, 12), (12, 13), (13, 40)):
         piece = {name: whole[name][begin:end] for name in ("query", "key", "value")}
         piece |= {"starts": np.array([0, end - begin], np.int32), "past": np.array([begin], np.int32)}
         piece |= {"keys": state[0], "values": state[1]}
@@ -86,13 +92,13 @@ def test_a_prompt_in_pieces_is_a_prompt_at_once() -> None:
         found.append(y)
     # the same sums in float64
     np.testing.assert_allclose(np.concatenate(found), expected, rtol=1e-12)
-    np.testing.assert_array_equal(state, after)
+    np.testing.assert_array_equal(state[:2], after[:2])
 
 
 def test_a_shared_prefix_is_read_by_both() -> None:
-    inputs = requests([1, 1], [4, 4], [[3, 1], [3, 2]])
+    inputs = requests([1, 1], [16, 16], [[3, 1], [3, 2]])
     inputs["query"][1], inputs["key"][1], inputs["value"][1] = (inputs[n][0] for n in ("query", "key", "value"))
-    y, _, _ = reference(*inputs.values(), **SIZES)
+    y, *_ = reference(*inputs.values(), **SIZES)
     np.testing.assert_array_equal(y[0], y[1])
 
 
@@ -102,19 +108,20 @@ LIES: list[tuple[dict[str, Any], str]] = [
     ({"starts": [0, 3, 4]}, "starts rises from 0 to 5"),
     ({"starts": [0, 7, 5]}, "starts rises from 0 to 5"),
     ({"past": [-1, 3]}, "past is at least 0"),
-    ({"past": [2, 2**31 - 1]}, "request 1 has 2147483649 tokens and 3 blocks of 4"),
-    ({"past": [2, 11]}, "request 1 has 13 tokens and 3 blocks of 4"),
+    ({"past": [14, 2**31 - 1]}, "request 1 has 2147483649 tokens and 3 blocks of 16"),
+    ({"past": [14, 47]}, "request 1 has 49 tokens and 3 blocks of 16"),
     ({"block_table": [[5, -1, -1], [0, 7, 3]]}, "request 0 needs block -1 of 8"),
     ({"block_table": [[5, 8, -1], [0, 7, 3]]}, "request 0 needs block 8 of 8"),
     ({"block_table": [[-(2**31), 1, -1], [0, 7, 3]]}, "needs block -2147483648"),
-    ({"block_table": [[5, 7, -1], [0, 7, 3]]}, "two new tokens have the same place"),
+    ({"block_table": [[5, 7, -1], [0, 7, 3]]}, "a block is written for two requests"),
+    ({"block_table": [[5, 5, -1], [0, 7, 3]]}, "a block is written for two requests, or twice for one"),
 ]
 
 
 @pytest.mark.parametrize(("lie", "message"), LIES, ids=lambda value: value if isinstance(value, str) else "")
 def test_lies_are_errors_of_reference_and_body(lie: dict[str, Any], message: str) -> None:
-    # request 0 has positions 2 to 4, request 1 positions 3 and 4
-    inputs = requests([3, 2], [2, 3], [[5, 1, -1], [0, 7, -1]])
+    # request 0 has positions 14 to 16, request 1 positions 15 and 16
+    inputs = requests([3, 2], [14, 15], [[5, 1, -1], [0, 7, -1]])
     by_body(inputs)
     inputs |= {name: np.array(numbers, np.int32) for name, numbers in lie.items()}
     with pytest.raises(ValueError, match=message):
@@ -123,21 +130,27 @@ def test_lies_are_errors_of_reference_and_body(lie: dict[str, Any], message: str
         by_body(inputs)
 
 
+def spoil(inputs: Arrays, odd: float) -> None:
+    """Put a number into what the requests of the test below read, and into slots that nobody reads."""
+    put(inputs, "keys", 5, slice(2, 3), odd, channel=3)  # position 2 of request 0
+    put(inputs, "values", 0, slice(1, 2), odd, head=1, channel=6)  # position 1 of request 1
+    put(inputs, "keys", 1, slice(3, None), odd)
+    put(inputs, "values", 7, slice(2, None), odd)
+
+
 @pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
 def test_numbers_that_are_not_finite_reach_those_that_read_them(odd: float) -> None:
-    inputs = requests([2, 1], [5, 4], [[5, 1], [0, 7]])
-    inputs["keys"][5, 2, 0, 3] = odd  # position 2 of request 0, head 0
-    inputs["values"][0, 1, 1, 6] = odd  # position 1 of request 1, head 1, a channel
-    inputs["keys"][1, 3] = inputs["values"][7, 2:] = odd  # beyond what is written: nobody reads it
-    y, _, _ = reference(*inputs.values(), **SIZES)
+    inputs = requests([2, 1], [17, 16], [[5, 1], [0, 7]])
+    spoil(inputs, odd)
+    y, *_ = reference(*inputs.values(), **SIZES)
     lost = np.isnan(y.reshape(3, 2, 2, 16))
     assert lost[:2, 0].all()
     assert not lost[:2, 1].any()
     assert lost[2, 1, :, 6].all()
     assert lost.sum() == 2 * 2 * 16 + 2
-    found, _, _ = by_body(inputs)
+    found, *_ = by_body(inputs)
     np.testing.assert_array_equal(np.isnan(found), np.isnan(y))
-    windowed, _, _ = reference(*inputs.values(), **{**SIZES, "window": 3})
+    windowed, *_ = reference(*inputs.values(), **{**SIZES, "window": 3})
     assert not np.isnan(windowed).any()
     assert not np.isnan(by_body(inputs, window=3)[0]).any()
 
@@ -150,18 +163,56 @@ def test_frozen_vectors_keep_their_meaning() -> None:
             name: np.array(each["numbers"], each["type"]).reshape(each["shape"])
             for name, each in frozen["inputs"].items()
         }
-        y, keys, values = reference(*inputs.values(), **frozen["attributes"])
+        y, *after = reference(*inputs.values(), **frozen["attributes"])
         # y is frozen with 9 digits
         np.testing.assert_allclose(y.ravel(), frozen["y"], atol=1e-8)
-        for made, name in ((keys, "keys"), (values, "values")):
+        for made, name in zip(after, ("keys", "values", "key_scales", "value_scales"), strict=True):
             np.testing.assert_array_equal(made.ravel(), np.array(frozen[name], made.dtype))
-        found, stored, _ = by_body(inputs, **frozen["attributes"])
+        found, *held = by_body(inputs, **frozen["attributes"])
         np.testing.assert_allclose(found.ravel(), frozen["y"], atol=2e-6)
-        np.testing.assert_array_equal(stored, keys)
+        for made, expected in zip(held, after, strict=True):
+            np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@given(seed=st.integers(0, 2**32 - 1), heads=st.integers(1, 3), lines=st.integers(1, 2), size=st.sampled_from([32, 96]))
+@settings(max_examples=10, deadline=None)
+def test_blocks_hold_each_token_by_itself(storage: str, seed: int, heads: int, lines: int, size: int) -> None:
+    random = np.random.default_rng(seed)
+    numbers = random.standard_normal((2, heads, 16 * lines, size)).astype(np.float32)
+    held, scales = stored(numbers, storage)
+    for are_keys in (True, False):
+        blocks = pack(held, storage, are_keys=are_keys)
+        assert blocks.shape == (2, 16 * lines, heads, width(size, storage))
+        assert head_size(blocks.shape[-1], storage) == size
+        np.testing.assert_array_equal(unpack(blocks, storage, are_keys=are_keys), held)
+        # a token's bytes are its own: another token changes none of them
+        other = held.copy()
+        other[0, 0, 3] = 0
+        changed = pack(other, storage, are_keys=are_keys) != blocks
+        assert changed.sum() <= width(size, storage)
+        assert not changed[1].any()
+        assert not changed.reshape(2, heads, -1)[:, 1:].any()
+    error = np.abs(restored(held, scales, storage) - numbers)
+    if scales is not None:
+        # half a step, and what float32 rounds on the way
+        assert (error <= scales[..., None] * 0.5001).all()
+        assert scales.shape == (2, heads, 16 * lines)
+
+
+def test_tokens_without_a_scale() -> None:
+    tokens = np.array([[0.0] * 32, [1e-38] * 32, [np.inf] + [1.0] * 31, [np.nan] * 32, [3e38] * 32], np.float32)
+    codes, scales = stored(tokens, "int4")
+    assert scales is not None
+    np.testing.assert_array_equal(scales[:2], 0)
+    assert np.isnan(scales[2:]).all()
+    assert not codes.any()
 
 
 def test_cost() -> None:
-    cost = PAGED_ATTENTION.cost([(5, 32), (5, 16), (5, 16), (3,), (2,), (2, 3), (0,), (8, 4, 2, 8), (8, 4, 2, 8)])
+    cost = PAGED_ATTENTION.cost(
+        [(5, 32), (5, 16), (5, 16), (3,), (2,), (2, 3), (0,), (8, 4, 2, 8), (8, 4, 2, 8), (0,), (0,)]
+    )
     assert cost.operations == 4 * 5 * 32 * 12
     # query and y, new keys and values given and stored, 12 tokens of 2 requests
     assert cost.bytes == 4 * (2 * 160 + 4 * 80 + 2 * 2 * 12 * 16) + 4 * 5

@@ -3,9 +3,11 @@
 
 #include "kv_attention/cpu/bfloat16.h"
 #include "kv_attention/cpu/compensate.h"
+#include "kv_attention/cpu/factors.h"
 #include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/kernels.h"
-#include "kv_attention/cpu/numbers.h"
+#include "kv_attention/cpu/scaled.h"
+#include "kv_attention/cpu/steps.h"
 
 namespace graphopt {
 namespace {
@@ -21,39 +23,6 @@ inline Floats most_of(const Floats& a, const Floats& b) {
     const auto kept = a.part[i] > b.part[i] ? a.part[i] : b.part[i];
     return a.part[i] != a.part[i] ? a.part[i] : kept;
   });
-}
-
-// low, step and inverse step of 16 sets, from the least and the largest of each; `spoiled` is NaN where a set has a
-// number that is not finite, else 0.
-struct Steps {
-  Floats low, step, inverse;
-
-  Steps(const Floats& least, const Floats& most, const Floats& spoiled, float levels) {
-    const Floats span = (most - least) + spoiled, nan = span - span;
-    for (size_t i = 0; i < kParts; ++i) {
-      const Floats::Part s = span.part[i], zero = {};
-      const Floats::Part tiny = Floats::Part{} + 1e-30f;
-      const auto used = (s >= tiny) & (nan.part[i] == zero);
-      low.part[i] = nan.part[i] == zero ? least.part[i] : nan.part[i];
-      const Floats::Part divisor = used ? s : zero + 1;
-      step.part[i] = used ? s / levels : zero;
-      inverse.part[i] = used ? levels / divisor : zero;
-    }
-  }
-};
-
-// Codes of 16 numbers, one in each byte.
-inline void to_codes(const Floats& x, const Floats& low, const Floats& inverse, float levels, uint8_t* codes) {
-  const Floats scaled = (x - low) * inverse;
-  // comparisons with NaN are false: it becomes 0
-  const Floats clamped = by_parts<Floats>([&](size_t i) {
-    const Floats::Part zero = {}, most = zero + levels;
-    const auto above = scaled.part[i] > zero ? scaled.part[i] : zero;
-    return above < most ? above : most;
-  });
-  int32_t lane[kColumns];
-  store_line(lane, nearest(clamped));
-  for (size_t i = 0; i < kColumns; ++i) codes[i] = static_cast<uint8_t>(lane[i]);
 }
 
 // Rounds a page of floats, keys [page, size] and then values [page, size].
@@ -145,20 +114,31 @@ inline void put(const float* token, Stored* to, size_t size) {
 }
 
 template <typename Stored>
-inline void put_token(Numbers<Stored>, const float* key, const float* value, size_t size, size_t offset, char* keys,
-                      char* values) {
-  Stored* const lane = reinterpret_cast<Stored*>(keys) + offset / kColumns * size * kColumns + offset % kColumns;
+inline void put_token(Numbers<Stored>, const float* key, const float* value, size_t size, size_t offset,
+                      const TokenRun& run) {
+  Stored* const lane = reinterpret_cast<Stored*>(run.keys) + offset / kColumns * size * kColumns + offset % kColumns;
   for (size_t c = 0; c < size; ++c) put_one(key[c], lane + c * kColumns);
-  put(value, reinterpret_cast<Stored*>(values) + offset * size, size);
+  put(value, reinterpret_cast<Stored*>(run.values) + offset * size, size);
 }
 template <unsigned Bits>
-inline void put_token(Codes<Bits>, const float*, const float*, size_t, size_t, char*, char*) {}  // a slot is written
+inline void put_token(Numbers<Scaled<Bits>>, const float* key, const float* value, size_t size, size_t offset,
+                      const TokenRun& run) {
+  uint8_t codes[kMostFactors];
+  run.key_scales[offset] = round_token<Bits>(key, size, codes);
+  put_codes(codes, size, offset, true, reinterpret_cast<Scaled<Bits>*>(run.keys));
+  run.value_scales[offset] = round_token<Bits>(value, size, codes);
+  put_codes(codes, size, offset, false, reinterpret_cast<Scaled<Bits>*>(run.values));
+}
+template <unsigned Bits>
+inline void put_token(Codes<Bits>, const float*, const float*, size_t, size_t, const TokenRun&) {}  // a slot is written
 
-// Writes the key and the value of a token into a page of floats.
-inline void put_token(const Layout& layout, const float* key, const float* value, size_t offset, char* keys,
-                      char* values) {
-  with_storage(layout.storage, [&](auto holds) {
-    put_token(holds, key, value, layout.size, offset, keys, values);
+// Writes the key and the value of a token where a page of numbers has it.
+inline void put_token(const Attention& call, const float* key, const float* value, size_t row, size_t head,
+                      int64_t position) {
+  const size_t tokens = call.run_tokens(), at = static_cast<size_t>(position);
+  const TokenRun run(call, call.place(row, head, at / tokens));
+  with_any_storage(call.layout.storage, [&](auto holds) {
+    put_token(holds, key, value, call.layout.size, at % tokens, run);
   });
 }
 
@@ -166,27 +146,26 @@ void append(const Attention& call, size_t row, size_t head, float* scratch) {
   const Layout& layout = call.layout;
   const size_t size = layout.size, bytes = layout.page_bytes();
   const HeadState state(layout, call.state, row, head);
-  for (size_t column = call.first_column(row); column < call.columns; ++column) {
+  for (size_t column = call.first_column(row); column < call.end_column(row); ++column) {
     const int64_t position = call.position(row, column), page = layout.page_of(position);
     const size_t offset = static_cast<size_t>(position - page * static_cast<int64_t>(layout.page));
-    const size_t at = ((row * call.columns + column) * layout.kv_heads + head) * size, physical = layout.physical(page);
+    const size_t at = (call.token(row, column) * layout.kv_heads + head) * size;
     const float *const key = call.key + at, *const value = call.value + at;
-    if (layout.known) summarize(layout, key, offset, state.summaries + physical * layout.summary);
+    if (layout.known) summarize(layout, key, offset, state.summaries + layout.physical(page) * layout.summary);
     if (layout.compensate && position >= layout.sinks) follow(layout, key, value, position, state.summaries);
-    char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
     if (!layout.integers()) {
-      put_token(layout, key, value, offset, keys, values);
-    } else {
-      float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
-      const int64_t leaves = page - layout.recent_pages - 1;
-      if (offset == 0 && page >= layout.sink_pages && leaves >= layout.sink_pages) {
-        const size_t to = layout.physical(leaves);
-        round_page(layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * bytes),
-                   reinterpret_cast<uint8_t*>(state.values + to * bytes), state.scales + to * layout.scales(), scratch);
-      }
-      put(key, slot + offset * size, size);
-      put(value, slot + (layout.page + offset) * size, size);
+      put_token(call, key, value, row, head, position);
+      continue;
     }
+    float* const slot = state.recent + layout.slot(page) * layout.slot_floats();
+    const int64_t leaves = page - layout.recent_pages - 1;
+    if (offset == 0 && page >= layout.sink_pages && leaves >= layout.sink_pages) {
+      const size_t to = layout.physical(leaves);
+      round_page(layout, slot, reinterpret_cast<uint8_t*>(state.keys + to * bytes),
+                 reinterpret_cast<uint8_t*>(state.values + to * bytes), state.scales + to * layout.scales(), scratch);
+    }
+    put(key, slot + offset * size, size);
+    put(value, slot + (layout.page + offset) * size, size);
   }
 }
 

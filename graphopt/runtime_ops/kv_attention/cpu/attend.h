@@ -1,101 +1,26 @@
 // Attention of a few queries over a list of pages.
 #pragma once
 
-#include <initializer_list>
-
-#include "kv_attention/cpu/kernels.h"
+#include "kv_attention/cpu/desk.h"
 #include "kv_attention/cpu/integers.h"
+#include "kv_attention/cpu/kernels.h"
+#include "kv_attention/cpu/lookahead.h"
 #include "kv_attention/cpu/softmax.h"
 
 namespace graphopt {
 namespace {
 
-// The keys of a slot, [page, size], as [page / 16, size, 16].
-inline void transpose_keys(const float* keys, size_t size, size_t lines, float* to) {
-  for (size_t i = 0; i < lines; ++i) {
-    for (size_t c = 0; c < size; c += kColumns) {
-      const float* const from = keys + i * kColumns * size + c;
-      float* const block = to + (i * size + c) * kColumns;
-#if defined(__AVX512F__)
-      __m512 row[kColumns], next[kColumns];
-#pragma GCC unroll 16
-      for (size_t t = 0; t < 16; ++t) row[t] = _mm512_loadu_ps(from + t * size);
-      // rows that are 8, 4, 2 and 1 apart change halves
-      const auto halves = [&](__m512* out, const __m512* in, size_t distance, __m512i low, __m512i high)
-          __attribute__((always_inline)) {
-#pragma GCC unroll 16
-        for (size_t t = 0; t < 16; ++t) {
-          if (t & distance) continue;
-          out[t] = _mm512_permutex2var_ps(in[t], low, in[t + distance]);
-          out[t + distance] = _mm512_permutex2var_ps(in[t], high, in[t + distance]);
-        }
-      };
-      const auto index = [](int distance, bool upper) __attribute__((always_inline)) {
-        alignas(64) int lanes[16];
-        for (int j = 0; j < 16; ++j) {
-          const int from_second = j & distance, lane = upper ? j | distance : j & ~distance;
-          lanes[j] = (from_second ? 16 : 0) + (upper ? lane : from_second ? j & ~distance : j);
-        }
-        return _mm512_load_si512(lanes);
-      };
-      halves(next, row, 8, index(8, false), index(8, true));
-      halves(row, next, 4, index(4, false), index(4, true));
-      halves(next, row, 2, index(2, false), index(2, true));
-      halves(row, next, 1, index(1, false), index(1, true));
-#pragma GCC unroll 16
-      for (size_t t = 0; t < 16; ++t) _mm512_store_ps(block + t * kColumns, row[t]);
-#else
-      for (size_t k = 0; k < kColumns; ++k) {
-        for (size_t t = 0; t < kColumns; ++t) block[k * kColumns + t] = from[t * size + k];
-      }
-#endif
-    }
-  }
-}
-
-// The memory of a task.
-struct Desk {
-  float *queries, *sink_queries, *scores, *sink_scores, *factors, *keys, *values;
-  Visible* seen;
-
-  // With `memory` null, only computes the size.
-  size_t lay_out(const Layout& layout, size_t rows, char* memory) {
-    size_t bytes = 0;
-    const auto take = [&](auto** part, size_t count) {
-      *part = reinterpret_cast<std::remove_reference_t<decltype(**part)>*>(memory + bytes);
-      bytes += (count * sizeof(**part) + kLine - 1) / kLine * kLine;
-    };
-    take(&queries, rows * layout.size), take(&sink_queries, rows * layout.size);
-    take(&scores, rows * layout.page), take(&sink_scores, rows * layout.page);
-    take(&factors, rows), take(&seen, rows);
-    take(&keys, layout.integers() ? layout.page * layout.size : 0);
-    take(&values, layout.integers() && !kMultiplyCodes ? layout.page * layout.size : 0);
-    return bytes;
-  }
-};
-
-size_t attend_scratch(const Layout& layout, size_t rows) {
-  Desk desk;
-  return desk.lay_out(layout, rows, reinterpret_cast<char*>(kLine));
-}
-
 constexpr size_t kStepColumns = 16;
 
-struct Reader {
-  const Attention& call;
-  const Layout& layout;
-  const Queries& queries;
-  const HeadState state;
+struct Reader : Lookahead {
   const Partial& partial;
   Desk desk;
-  size_t columns, rows;
+  size_t rows;
   bool step;  // few tokens behind a prompt, each of which must have the bits that it has alone
-  int64_t newest;
 
   Reader(const Attention& call, const Queries& queries, void* scratch, const Partial& partial)
-      : call(call), layout(call.layout), queries(queries), state(layout, call.state, queries.row, queries.head),
-        partial(partial), columns(queries.end_column - queries.first_column), rows(columns * layout.group),
-        step(call.columns <= kStepColumns), newest(call.newest_page(queries.row)) {
+      : Lookahead(call, queries), partial(partial), rows(columns * layout.group),
+        step(call.end_column(queries.row) <= kStepColumns) {
     desk.lay_out(layout, rows, static_cast<char*>(scratch));
     take_queries(call.query, desk.queries);
     if (call.sink_query) take_queries(call.sink_query, desk.sink_queries);
@@ -106,8 +31,8 @@ struct Reader {
   void take_queries(const float* from, float* to) const {
     const size_t floats = layout.group * layout.size;
     for (size_t i = 0; i < columns; ++i, to += floats) {
-      const size_t column = queries.row * call.columns + queries.first_column + i;
-      const float* const q = from + (column * layout.kv_heads + queries.head) * floats;
+      const Member member = queries.member(i);
+      const float* const q = from + (call.token(member.row, member.column) * layout.kv_heads + queries.head) * floats;
       for (size_t c = 0; c < floats; c += kColumns) store_line(to + c, load_line<Floats>(q + c) * layout.scale);
     }
   }
@@ -149,20 +74,40 @@ struct Reader {
     }
   }
 
+  // Scores or weights [rows, page] times the scales of 16 * `lines` tokens.
+  void scale(const float* scales, size_t lines, float* numbers) const {
+    for (size_t i = 0; scales && i < lines; ++i) {
+      const Floats line = load_line<Floats>(scales + i * kColumns);
+      for (size_t r = 0; r < rows; ++r) {
+        float* const at = numbers + r * layout.page + i * kColumns;
+        store_line(at, load_line<Floats>(at) * line);
+      }
+    }
+  }
+
+  // Reads the first lines of a page that consists of runs of so many tokens.
   template <typename Keys, typename Values>
-  void read(int64_t logical, bool alike, size_t lines, const Keys* keys, const Values* values,
-            ptrdiff_t to_next) const {
-    const size_t size = layout.size, page = layout.page;
+  void read(int64_t logical, bool alike, size_t lines, size_t tokens, const Stretch<Keys, Values>* runs) const {
+    const size_t size = layout.size, page = layout.page, of_run = tokens / kColumns;
+    const auto each_run = [&](const auto& visit) {
+      for (size_t line = 0; line < lines; line += of_run) {
+        visit(line * kColumns, lines - line < of_run ? lines - line : of_run, runs[line / of_run]);
+      }
+    };
     score(logical, lines, [&](const float* from, float* scores) {
-      multiply_keys(from, rows, keys, to_next, size, lines, page, scores);
+      each_run([&](size_t first, size_t count, const auto& run) {
+        multiply_keys(from, rows, run.keys, run.to_next, size, count, page, scores + first);
+        scale(run.key_scales, count, scores + first);
+      });
     });
     weigh_rows(alike, lines);
+    each_run([&](size_t first, size_t count, const auto& run) { scale(run.value_scales, count, desk.scores + first); });
     by_columns(alike, [&](size_t row, size_t count, const Visible& seen) {
-      for (int run = 0; run < 2; ++run) {
-        if (seen.first[run] >= seen.end[run]) continue;
+      for (int part = 0; part < 2; ++part) {
+        if (seen.first[part] >= seen.end[part]) continue;
         const bool in_order = (step ? layout.group : count) <= kRowsInOrder<Values>;
-        multiply_values(desk.scores + row * page, desk.factors + row, count, in_order, values, to_next, size, page,
-                        static_cast<size_t>(seen.first[run]), static_cast<size_t>(seen.end[run]),
+        multiply_values(desk.scores + row * page, desk.factors + row, count, in_order, runs, tokens, size, page,
+                        static_cast<size_t>(seen.first[part]), static_cast<size_t>(seen.end[part]),
                         partial.values + row * size);
       }
     });
@@ -184,46 +129,9 @@ struct Reader {
 #else
     decode_keys<Narrow>(keys, ahead, scales, size, page, desk.keys);
     decode_values<Narrow>(values, ahead, scales + 2 * size, size, page, desk.values);
-    read(logical, alike, lines, desk.keys, desk.values, 0);
+    const Stretch<float, float> decoded = {desk.keys, desk.values, nullptr, nullptr, 0};
+    read(logical, alike, lines, page, &decoded);
 #endif
-  }
-
-  // Adds the tokens of a page that are read; of the newest and the first page this can be a part.
-  void add(PageEntry entry, Ahead* ahead) const {
-    const int64_t logical = entry >> 1;
-    const Visible seen = visible(layout, call.position(queries.row, queries.end_column - 1), logical, entry & 1);
-    const size_t end = static_cast<size_t>(seen.end[0] > seen.end[1] ? seen.end[0] : seen.end[1]);
-    const size_t tokens = (end + kColumns - 1) / kColumns * kColumns;
-    if (!tokens) return;
-    if (layout.integers() && layout.in_slot(logical, newest)) {
-      const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
-      const size_t bytes = tokens * layout.size * sizeof(float);
-      return ahead->add(slot, bytes), ahead->add(slot + layout.page * layout.size, bytes);
-    }
-    const size_t physical = layout.physical(logical), of_page = layout.page_bytes();
-    const size_t bytes = layout.integers() ? of_page : of_page / layout.page * tokens;
-    // in the order in which they are needed
-    if (layout.integers()) ahead->add(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
-    ahead->add(state.keys + physical * of_page, bytes), ahead->add(state.values + physical * of_page, bytes);
-  }
-
-  // Prefetches a line of each 4 KB of a page well before the others. Pages lie far apart, so each address needs a walk
-  // of page tables that are not in a cache: the first access waits for that, and all accesses behind it.
-  void look_up(PageEntry entry) const {
-    constexpr size_t kPageOfMemory = 4096;  // a virtual machine's host may use small pages whatever the guest uses
-    const size_t physical = layout.physical(entry >> 1), of_page = layout.page_bytes();
-    const auto touch = [&](const void* from, size_t bytes) {
-      for (size_t i = 0; i < bytes; i += kPageOfMemory) prefetch_line(static_cast<const char*>(from) + i, 0);
-    };
-    touch(state.keys + physical * of_page, of_page), touch(state.values + physical * of_page, of_page);
-    touch(state.scales + physical * layout.scales(), layout.scales() * sizeof(float));
-  }
-
-  // For the first pages, which no earlier page prefetches.
-  void ask_for(PageEntry entry) const {
-    Ahead ahead;
-    add(entry, &ahead);
-    ahead.ask_all();
   }
 
   // `next` is the page that is read then.
@@ -231,7 +139,7 @@ struct Reader {
     const int64_t logical = entry >> 1;
     const bool whole = entry & 1;
     const auto see = [&](size_t i) {
-      return visible(layout, call.position(queries.row, queries.first_column + i), logical, whole);
+      return visible(layout, position(i), logical, whole);
     };
     // if two columns see the whole page, all columns between them do
     const Visible first = see(0), last = see(columns - 1);
@@ -244,36 +152,73 @@ struct Reader {
     if (!end) return;
     const bool alike = all || columns == 1;
     const size_t lines = (static_cast<size_t>(end) + kColumns - 1) / kColumns;
-    const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
-    const ptrdiff_t pages_on = static_cast<ptrdiff_t>(layout.physical(next >> 1)) - static_cast<ptrdiff_t>(physical);
-    const ptrdiff_t to_next = pages_on * static_cast<ptrdiff_t>(bytes);
-    const char *const keys = state.keys + physical * bytes, *const values = state.values + physical * bytes;
-    with_storage(layout.storage, [&](auto holds) {
+    with_any_storage(layout.storage, [&](auto holds) {
       if constexpr (is_codes(holds)) {
-        read_rounded(holds, logical, alike, lines, keys, values, entry, next);
+        read_rounded(holds, logical, alike, lines, entry, next);
       } else {
-        using Number = typename decltype(holds)::Number;
-        read(logical, alike, lines, reinterpret_cast<const Number*>(keys), reinterpret_cast<const Number*>(values),
-             to_next);
+        read_numbers<typename decltype(holds)::Number>(logical, alike, lines, next >> 1);
       }
     });
   }
 
+  static constexpr size_t kMostRuns = 4;  // of a page
+
+  template <typename Number>
+  void read_numbers(int64_t logical, bool alike, size_t lines, int64_t next) const {
+    Stretch<Number, Number> runs[kMostRuns];
+    const size_t tokens = call.run_tokens(), of_page = layout.page / tokens, in_use = call.runs_in_use(queries.row);
+    for (size_t i = 0; i * tokens < lines * kColumns; ++i) {
+      const size_t then = static_cast<size_t>(next) * of_page + i;
+      const size_t here = call.place(queries.row, queries.head, static_cast<size_t>(logical) * of_page + i);
+      const size_t there = then < in_use ? call.place(queries.row, queries.head, then) : here;
+      const ptrdiff_t runs_on = static_cast<ptrdiff_t>(there) - static_cast<ptrdiff_t>(here);
+      const TokenRun run(call, here);
+      runs[i] = {reinterpret_cast<const Number*>(run.keys), reinterpret_cast<const Number*>(run.values),
+                 run.key_scales, run.value_scales, runs_on * static_cast<ptrdiff_t>(call.run_bytes())};
+    }
+    if constexpr (is_scaled<Number>) {
+      if (rows > kMostTogether) return read_decoded(logical, alike, lines, tokens, runs);
+    }
+    read(logical, alike, lines, tokens, runs);
+  }
+
+  // Many queries read the codes of a page: they become floats once, still without their scales.
+  template <typename Number>
+  void read_decoded(int64_t logical, bool alike, size_t lines, size_t tokens, const Stretch<Number, Number>* runs) const {
+    Stretch<float, float> floats[kMostRuns];
+    for (size_t first = 0, i = 0; first < lines * kColumns; first += tokens, ++i) {
+      float *const keys = desk.keys + first * layout.size, *const values = desk.values + first * layout.size;
+      const size_t left = lines * kColumns - first, count = (left < tokens ? left : tokens) * layout.size;
+      decode(runs[i].keys, runs[i].to_next, count, keys), decode(runs[i].values, runs[i].to_next, count, values);
+      floats[i] = {keys, values, runs[i].key_scales, runs[i].value_scales, 0};
+    }
+    read(logical, alike, lines, tokens, floats);
+  }
+
+  template <typename Number>
+  static void decode(const Number* from, ptrdiff_t to_next, size_t count, float* to) {
+    for (size_t n = 0; n < count; n += kColumns) {
+      prefetch_line(number_at(from, n), to_next);
+      store_line(to + n, load_numbers(from, n));
+    }
+  }
+
   // Reads a page of a storage of integers: its codes, or its floats where it is in a slot still.
   template <unsigned Bits>
-  void read_rounded(Codes<Bits>, int64_t logical, bool alike, size_t lines, const char* keys, const char* values,
-                    PageEntry entry, PageEntry next) const {
+  void read_rounded(Codes<Bits>, int64_t logical, bool alike, size_t lines, PageEntry entry, PageEntry next) const {
     Ahead ahead;
     if (next != entry) add(next, &ahead);
     if (layout.in_slot(logical, newest)) {
       const float* const slot = state.recent + layout.slot(logical) * layout.slot_floats();
       ahead.ask_all();
       transpose_keys(slot, layout.size, lines, desk.keys);
-      return read(logical, alike, lines, desk.keys, slot + layout.page * layout.size, 0);
+      const Stretch<float, float> floats = {desk.keys, slot + layout.page * layout.size, nullptr, nullptr, 0};
+      return read(logical, alike, lines, layout.page, &floats);
     }
-    read_codes<Bits == 4>(logical, alike, reinterpret_cast<const uint8_t*>(keys),
-                          reinterpret_cast<const uint8_t*>(values),
-                          state.scales + layout.physical(logical) * layout.scales(), ahead);
+    const size_t physical = layout.physical(logical), bytes = layout.page_bytes();
+    read_codes<Bits == 4>(logical, alike, reinterpret_cast<const uint8_t*>(state.keys + physical * bytes),
+                          reinterpret_cast<const uint8_t*>(state.values + physical * bytes),
+                          state.scales + physical * layout.scales(), ahead);
   }
 };
 

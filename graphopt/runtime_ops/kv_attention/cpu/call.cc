@@ -5,6 +5,8 @@
 #include <new>
 #include <type_traits>
 
+#include "abi/instructions.h"
+
 namespace graphopt {
 namespace {
 
@@ -16,6 +18,17 @@ constexpr size_t kScored = 256;
 constexpr size_t round_up(size_t count, size_t to) { return (count + to - 1) / to * to; }
 
 }  // namespace
+
+OrtStatus* choose_kernels(const Node& node, const KVAttentionKernels** kernels) {
+  Instructions instructions;
+  if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
+  *kernels = &kKVAttentionScalar;
+#if defined(__x86_64__)
+  if (instructions >= Instructions::kAvx2) *kernels = &kKVAttentionAvx2;
+  if (instructions == Instructions::kAvx512) *kernels = &kKVAttentionAvx512;
+#endif
+  return nullptr;
+}
 
 OrtStatus* Call::for_each(void (Call::*task)(size_t), size_t tasks, bool parallel) {
   if (tasks > 1 && parallel) {
@@ -53,7 +66,8 @@ OrtStatus* Call::append_all() {
   const Layout& layout = attention_.layout;
   double work = 0;
   size_t growing = 0;
-  together_ = plan_.queries && (!plan_.split || plan_.most_runs == 1);
+  // a block may be written for one row and read for another one
+  together_ = plan_.queries && (!plan_.split || plan_.most_runs == 1) && !attention_.blocks.table;
   for (size_t head = 0; head < layout.kv_heads; ++head) {
     together_ = together_ && attention_.policies[head] != Policy::kRetrieval;
   }
@@ -108,7 +122,8 @@ void Call::attend_block(size_t index) {
     kernels_.attend(attention_, block, first, end, loan.memory,
                     Partial(own + index * floats, rows(block), attention_.layout.size));
   }
-  kernels_.merge(attention_, block, own, cuts.count());
+  const Source source = {own, cuts.count(), rows(block), 0};
+  kernels_.merge(attention_, block, &source, 1);
 }
 
 void Call::take_step(size_t index) {
@@ -148,8 +163,26 @@ void Call::attend(const Run& run) {
   }
   const Partial partial(parts.first + index * floats, rows(block), attention_.layout.size);
   kernels_.attend(attention_, block, first, end, loan.memory, partial);
-  if (parts.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  kernels_.merge(attention_, block, parts.first, parts.count);
+  if (attention_.group_count || parts.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const Source all = source(run.queries);
+  kernels_.merge(attention_, block, &all, 1);
+}
+
+void Call::merge_block(size_t index) {
+  const size_t heads = attention_.layout.kv_heads, of_groups = attention_.group_count * heads;
+  const Queries& block = queries_[of_groups + index];
+  Source sources[kMostGroups + 1];
+  size_t count = 0;
+  for (size_t group = 0; group < attention_.group_count && count < kMostGroups; ++group) {
+    const Group& each = attention_.groups[group];
+    for (size_t i = 0; i < each.count; ++i) {
+      if (each.members[i].row != block.row || each.members[i].column != block.first_column) continue;
+      sources[count++] = source(group * heads + block.head, i * attention_.layout.group);
+      break;
+    }
+  }
+  sources[count++] = source(of_groups + index);
+  kernels_.merge(attention_, block, sources, count);
 }
 
 template <typename Visit>
@@ -234,7 +267,10 @@ OrtStatus* Call::attend_all() {
     }
     steps_[steps++] = step;
   });
-  return for_each(&Call::take_step, steps, parallel);
+  GRAPHOPT_RETURN_IF_ERROR(for_each(&Call::take_step, steps, parallel));
+  if (!attention_.group_count || no_memory_) return nullptr;
+  const size_t blocks = plan_.queries - attention_.group_count * layout.kv_heads;
+  return for_each(&Call::merge_block, blocks, parallel);
 }
 
 }  // namespace graphopt

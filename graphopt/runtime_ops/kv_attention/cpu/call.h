@@ -11,6 +11,9 @@
 
 namespace graphopt {
 
+// The kernels for the instructions that this machine has, or that the environment asks for.
+OrtStatus* choose_kernels(const Node& node, const KVAttentionKernels** kernels);
+
 class Call {
  public:
   Call(const Node& node, const KVAttentionKernels& kernels, Pool& pool, OrtKernelContext* context,
@@ -38,6 +41,9 @@ class Call {
     size_t count;
     std::atomic<size_t> left;
   };
+  Source source(size_t block, size_t first_row = 0) const {
+    return {parts_[block].first, parts_[block].count, rows(queries_[block]), first_row};
+  }
 
   OrtStatus* append_all();
   OrtStatus* attend_all();
@@ -47,6 +53,7 @@ class Call {
   void append(size_t index);
   void attend_block(size_t index);  // all of a block, run by run
   void take_step(size_t index);     // the next step, if some wait for others
+  void merge_block(size_t index);   // with what groups have read for it
 
   void score(const Run& run);
   void list(Queries* block, const Retrieval& retrieval) const;
@@ -58,7 +65,7 @@ class Call {
   bool retrieves(const Queries& block) const { return attention_.policies[block.head] == Policy::kRetrieval; }
   int64_t position(const Queries& block) const { return attention_.position(block.row, block.first_column); }
   Candidates candidates(const Queries& block) const { return Candidates(attention_.layout, position(block)); }
-  size_t rows(const Queries& block) const { return (block.end_column - block.first_column) * attention_.layout.group; }
+  size_t rows(const Queries& block) const { return block.columns() * attention_.layout.group; }
 
   const Node& node_;
   const KVAttentionKernels& kernels_;

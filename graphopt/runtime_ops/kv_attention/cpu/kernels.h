@@ -1,13 +1,29 @@
-// KVAttention's kernels: raw pointers in, raw pointers out. cpu.cc is compiled once for each set of instructions.
+// The kernels of KVAttention and PagedAttention: raw pointers in, raw pointers out. kernels.cc is compiled once for each
+// set of instructions.
 #pragma once
 
 #include "kv_attention/shared/layout.h"
 
 namespace graphopt {
 
+// Requests that share a pool of blocks. A block holds some tokens of all KV heads, head by head, and a page consists of
+// as many blocks as its tokens take.
+struct Blocks {
+  const int32_t* table = nullptr;  // [rows, columns], the blocks of each row in order; null where rows have own pages
+  size_t columns = 0, tokens = 0;  // of the table; of a block
+  float *key_scales = nullptr, *value_scales = nullptr;  // [blocks, kv_heads, tokens]; null where numbers have none
+  const int32_t* starts = nullptr;  // [rows + 1]: the tokens of the rows stand one behind the other
+};
+
+struct Group;
+
 // One call, checked.
 struct Attention {
   Layout layout;
+  Blocks blocks;
+  const Group* groups = nullptr;  // of rows that begin with the same pages; of two that share a row, the larger first
+  size_t group_count = 0;
+  const int64_t* grouped = nullptr;  // of each row, how many of its first pages groups read; null without groups
   const Policy* policies = nullptr;  // of each KV head
   size_t rows = 0, columns = 0;
   const float *query = nullptr, *key = nullptr, *value = nullptr;
@@ -16,9 +32,30 @@ struct Attention {
   State state = {};
   float* y = nullptr;
 
-  GRAPHOPT_INLINE size_t first_column(size_t row) const { return columns - static_cast<size_t>(fresh[row]); }
+  GRAPHOPT_INLINE size_t first_column(size_t row) const {
+    return blocks.starts ? 0 : columns - static_cast<size_t>(fresh[row]);
+  }
+  GRAPHOPT_INLINE size_t end_column(size_t row) const {
+    return blocks.starts ? static_cast<size_t>(fresh[row]) : columns;
+  }
+  // Which of all tokens of the call stands in a column of a row.
+  GRAPHOPT_INLINE size_t token(size_t row, size_t column) const {
+    return (blocks.starts ? static_cast<size_t>(blocks.starts[row]) : row * columns) + column;
+  }
   GRAPHOPT_INLINE int64_t position(size_t row, size_t column) const {
     return past[row] + static_cast<int64_t>(column - first_column(row));
+  }
+  // The tokens of a head that lie side by side: those of a page, or of a block of it.
+  GRAPHOPT_INLINE size_t run_tokens() const { return blocks.table ? blocks.tokens : layout.page; }
+  GRAPHOPT_INLINE size_t run_bytes() const { return run_tokens() * layout.size * layout.bits / 8; }
+  // The runs of a row that have a token.
+  GRAPHOPT_INLINE size_t runs_in_use(size_t row) const {
+    return (static_cast<size_t>(past[row] + fresh[row]) + run_tokens() - 1) / run_tokens();
+  }
+  // Where run `index` of a row lies, counted in runs from the beginning of the keys or values.
+  GRAPHOPT_INLINE size_t place(size_t row, size_t head, size_t index) const {
+    if (!blocks.table) return (row * layout.kv_heads + head) * layout.pages + layout.physical(static_cast<int64_t>(index));
+    return static_cast<size_t>(blocks.table[row * blocks.columns + index]) * layout.kv_heads + head;
   }
   // The last page of a row that has a token; -1 if there is none.
   GRAPHOPT_INLINE int64_t newest_page(size_t row) const {
@@ -27,19 +64,50 @@ struct Attention {
   }
 };
 
+// A run of tokens of a head: keys and values and, where they have some, their scales.
+struct TokenRun {
+  char *keys, *values;
+  float *key_scales, *value_scales;
+
+  GRAPHOPT_INLINE TokenRun(const Attention& call, size_t place)
+      : keys(call.state.keys + place * call.run_bytes()), values(call.state.values + place * call.run_bytes()),
+        key_scales(call.blocks.key_scales), value_scales(call.blocks.value_scales) {
+    if (key_scales) key_scales += place * call.run_tokens(), value_scales += place * call.run_tokens();
+  }
+};
+
 // A page that is read, in one number: twice its index, and 1 where a policy chose the whole of it.
 using PageEntry = int64_t;
 
-// Queries that read pages together: those of all query heads of a KV head, in a run of columns of a row. Their rows are
-// [column][query head].
+// A token of a call.
+struct Member {
+  uint32_t row, column;
+};
+
+constexpr size_t kMostGroups = 4;  // that a row is in
+
+// Tokens of several rows that all see the pages `begin` up to `end`, which are the same blocks for all of them.
+struct Group {
+  const Member* members;  // row by row
+  size_t count;
+  int64_t begin, end;
+};
+
+// Queries that read pages together: those of all query heads of a KV head, in a run of columns of a row, or of a group.
+// Their rows are [column][query head].
 struct Queries {
   size_t row, head, first_column, end_column;
+  const Member* members;  // what the columns are, of a group: then `row` is any of its rows
   // The pages that they read: 0..`sinks`, then `begin` on, `pages` in all; or those of a list, where there is one.
   int64_t sinks, begin;
   size_t pages;
   const PageEntry* list;
   bool whole;
 
+  GRAPHOPT_INLINE size_t columns() const { return end_column - first_column; }
+  GRAPHOPT_INLINE Member member(size_t i) const {
+    return members ? members[i] : Member{static_cast<uint32_t>(row), static_cast<uint32_t>(first_column + i)};
+  }
   GRAPHOPT_INLINE PageEntry entry(size_t index) const {
     if (list) return list[index];
     const int64_t i = static_cast<int64_t>(index);
@@ -57,6 +125,16 @@ struct Partial {
   static GRAPHOPT_INLINE size_t floats(size_t rows, size_t size) { return (rows * (size + 2) + 15) / 16 * 16; }
 };
 
+// Partial results [count] of the same queries, or of some that these are among, from `first_row` on.
+struct Source {
+  const float* partials;
+  size_t count, rows, first_row;
+
+  GRAPHOPT_INLINE Partial part(size_t i, size_t size) const {
+    return Partial(const_cast<float*>(partials) + i * Partial::floats(rows, size), rows, size);
+  }
+};
+
 struct KVAttentionKernels {
   // Writes the new tokens of one head of a row into its pages, and brings its summaries up to date.
   void (*append)(const Attention&, size_t row, size_t head, float* scratch);
@@ -70,7 +148,7 @@ struct KVAttentionKernels {
   // list_floats floats. Returns how many there are.
   size_t (*list)(const Layout&, int64_t position, float* scores, PageEntry* list);
   // Merges partial results, in their order, and writes y.
-  void (*merge)(const Attention&, const Queries&, const float* partials, size_t count);
+  void (*merge)(const Attention&, const Queries&, const Source* sources, size_t count);
 };
 
 // Floats of scratch that `append` needs.

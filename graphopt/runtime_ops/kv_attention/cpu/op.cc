@@ -3,7 +3,6 @@
 
 #include "abi/convert.h"
 #include "abi/custom_op.h"
-#include "abi/instructions.h"
 #include "abi/large_pages.h"
 #include "abi/register.h"
 #include "kv_attention/cpu/call.h"
@@ -22,13 +21,7 @@ struct Kernel : KVTypes<Activations> {
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int type) {
     GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
-    Instructions instructions;
-    if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
-    kernels = &kKVAttentionScalar;
-#if defined(__x86_64__)
-    if (instructions >= Instructions::kAvx2) kernels = &kKVAttentionAvx2;
-    if (instructions == Instructions::kAvx512) kernels = &kKVAttentionAvx512;
-#endif
+    GRAPHOPT_RETURN_IF_ERROR(choose_kernels(node, &kernels));
     return attributes.read(node, info, type);
   }
 

@@ -6,8 +6,9 @@ namespace graphopt {
 namespace {
 
 constexpr size_t kBytesOfCycle = 8;  // that one thread reads from memory
-// With this many blocks of queries the last one does not delay the call much; with fewer, their runs are shared out.
-constexpr size_t kEnough = 64;
+// With this many blocks of queries, none of which has more than this share of the runs, the last one does not delay the
+// call much; else their runs are shared out.
+constexpr size_t kEnough = 64, kLargestShare = 16;
 // Tokens of a run.
 constexpr int64_t kRunTokens = 2048;
 constexpr int64_t kUncut = INT64_MAX / 4;
@@ -26,14 +27,17 @@ void find_pages(const Attention& call, Queries* queries) {
   }
   const PageRange range(layout, policy, first, last);
   queries->sinks = range.sinks, queries->begin = range.begin, queries->pages = range.pages;
+  if (!call.grouped || call.grouped[queries->row] <= range.begin) return;
+  queries->begin = call.grouped[queries->row];
+  queries->pages -= static_cast<size_t>(queries->begin - range.begin);
 }
 
 Plan::Plan(const Attention& call) {
   const Layout& layout = call.layout;
   each(call, [&](const Queries& block) {
-    const size_t rows = (block.end_column - block.first_column) * layout.group, runs = Cuts(call, block).count();
+    const size_t rows = block.columns() * layout.group, of_block = Cuts(call, block).count();
     ++queries;
-    most_runs = runs > most_runs ? runs : most_runs;
+    most_runs = of_block > most_runs ? of_block : most_runs, runs += of_block;
     // a page waits for memory where few queries share it
     const size_t of_page = rows * layout.page * layout.size / 8, read = 2 * layout.page_bytes() / kBytesOfCycle;
     cycles += static_cast<double>(of_page > read ? of_page : read) * static_cast<double>(block.pages);
@@ -42,7 +46,7 @@ Plan::Plan(const Attention& call) {
       cycles += static_cast<double>(rows * layout.known / 4) * static_cast<double>(layout.page_of(last) + 1);
     }
   });
-  split = queries < kEnough;
+  split = queries < kEnough || most_runs > runs / kLargestShare || call.group_count;
 }
 
 Cuts::Cuts(const Attention& call, const Queries& queries) : queries_(queries) {

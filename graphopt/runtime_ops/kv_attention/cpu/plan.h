@@ -40,11 +40,12 @@ class Cuts {
 struct Plan {
   size_t queries = 0;
   size_t most_runs = 0;     // of one block of them, at most
+  size_t runs = 0;          // of all together, at most
   bool split = false;       // queries are so few that their runs are shared out
   double cycles = 0;        // or so, of one thread
 
   explicit Plan(const Attention& call);
-  // Calls visit(queries) for all of them; of those that retrieve, `pages` is the most that they may read.
+  // Calls visit(queries) for all of them, first those of groups, by head; of those that retrieve, `pages` is the most that they may read.
   template <typename Visit>
   static void each(const Attention& call, const Visit& visit);
 };
@@ -55,14 +56,22 @@ void find_pages(const Attention& call, Queries* queries);
 template <typename Visit>
 void Plan::each(const Attention& call, const Visit& visit) {
   const Layout& layout = call.layout;
+  for (size_t i = 0; i < call.group_count * layout.kv_heads; ++i) {
+    const Group& group = call.groups[i / layout.kv_heads];
+    Queries queries = {};
+    queries.members = group.members, queries.row = group.members[0].row, queries.end_column = group.count;
+    queries.head = i % layout.kv_heads, queries.whole = true;
+    queries.begin = group.begin, queries.pages = static_cast<size_t>(group.end - group.begin);
+    visit(queries);
+  }
   for (size_t row = 0; row < call.rows; ++row) {
     for (size_t head = 0; head < layout.kv_heads; ++head) {
       const bool alone = call.policies[head] == Policy::kRetrieval || layout.group > kBlockRows / 2;
       const size_t columns = alone ? 1 : kBlockRows / layout.group;
-      for (size_t column = call.first_column(row); column < call.columns; column += columns) {
+      for (size_t column = call.first_column(row); column < call.end_column(row); column += columns) {
         Queries queries = {};
         queries.row = row, queries.head = head, queries.first_column = column;
-        queries.end_column = call.columns - column < columns ? call.columns : column + columns;
+        queries.end_column = call.end_column(row) - column < columns ? call.end_column(row) : column + columns;
         find_pages(call, &queries);
         visit(queries);
       }

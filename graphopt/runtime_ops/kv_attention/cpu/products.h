@@ -6,6 +6,7 @@
 #include "kv_attention/cpu/bfloat16.h"
 #include "kv_attention/cpu/float8.h"
 #include "kv_attention/cpu/numbers.h"
+#include "kv_attention/cpu/scaled.h"
 
 namespace graphopt {
 namespace {
@@ -13,18 +14,28 @@ namespace {
 inline Floats load_numbers(const float* from) { return load_line<Floats>(from); }
 inline Floats load_numbers(const Half* from) { return load_halves(from); }
 
+// Number `n` of a page, a multiple of 16, and the 16 from there on; codes of 4 bits have functions of their own.
+template <typename Stored>
+inline const Stored* number_at(const Stored* from, size_t n) {
+  return from + n;
+}
+template <typename Stored>
+inline Floats load_numbers(const Stored* from, size_t n) {
+  return load_numbers(from + n);
+}
+
 // Groups of 16 numbers in a line.
 template <typename Stored>
 constexpr size_t kPerLine = kLine / (kColumns * sizeof(Stored));
 
-// Loads `Count` of them.
+// Loads `Count` of them, from number `n` on.
 template <typename Stored, size_t Count>
-inline void load_numbers(const Stored* from, Floats (&numbers)[Count]) {
+inline void load_numbers(const Stored* from, size_t n, Floats (&numbers)[Count]) {
 #if defined(__AVX512VBMI__)
-  if constexpr (sizeof(Stored) == 1 && Count == 4) return load_line_of_float8(from, numbers);
+  if constexpr (std::is_same_v<Stored, Float8> && Count == 4) return load_line_of_float8(from + n, numbers);
 #endif
 #pragma GCC unroll 4
-  for (size_t i = 0; i < Count; ++i) numbers[i] = load_numbers(from + i * kColumns);
+  for (size_t i = 0; i < Count; ++i) numbers[i] = load_numbers(from, n + i * kColumns);
 }
 
 // Fits in registers: sums for that many rows by that many lines.
@@ -111,10 +122,10 @@ inline void multiply_keys(const float* queries, const Stored* keys, ptrdiff_t to
   for (size_t c = 0; c < size; c += kChannels) {
 #pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) {
-      const Stored* const at = keys + (i * size + c) * kColumns;
+      const size_t n = (i * size + c) * kColumns;
       Floats line[kChannels];
-      load_numbers(at, line);
-      prefetch_line(at, to_next);
+      load_numbers(keys, n, line);
+      prefetch_line(number_at(keys, n), to_next);
 #pragma GCC unroll 8
       for (size_t k = 0; k < kChannels; ++k) {
 #pragma GCC unroll 8
@@ -141,8 +152,8 @@ void multiply_keys(const float* queries, size_t rows, const Stored* keys, ptrdif
       constexpr size_t kLines = kRows <= kRowsInOrder<Stored> ? 1 : lines_for<kRows>;
       size_t i = line;
       const auto run = [&](auto width) {
-        multiply_keys<kRows, decltype(width)::value>(queries + row * size, keys + i * size * kColumns, to_next, size,
-                                                     page, scores + row * page + i * kColumns);
+        multiply_keys<kRows, decltype(width)::value>(queries + row * size, number_at(keys, i * size * kColumns), to_next,
+                                                     size, page, scores + row * page + i * kColumns);
         i += decltype(width)::value;
       };
       while (i + kLines <= line + together) run(std::integral_constant<size_t, kLines>());
@@ -152,47 +163,63 @@ void multiply_keys(const float* queries, size_t rows, const Stored* keys, ptrdif
   }
 }
 
-template <size_t Rows, size_t Lines, typename Stored>
-inline void multiply_values(const float* weights, const float* factors, const Stored* values, ptrdiff_t to_next,
-                            size_t size, size_t page, size_t first, size_t end, float* sums) {
+// Tokens that lie side by side: keys and values and, where they have some, their scales. The page that comes next has the
+// like of them `to_next` bytes behind.
+template <typename Keys, typename Values>
+struct Stretch {
+  const Keys* keys;
+  const Values* values;
+  const float *key_scales, *value_scales;
+  ptrdiff_t to_next;
+};
+
+// Of the channels from `begin` on; `first` is in the first run, each of which has `tokens` tokens.
+template <size_t Rows, size_t Lines, typename Keys, typename Stored>
+inline void multiply_values(const float* weights, const float* factors, const Stretch<Keys, Stored>* runs, size_t tokens,
+                            size_t begin, size_t size, size_t page, size_t first, size_t end, float* sums) {
   Floats sum[Rows][Lines] = {};
   constexpr size_t kTogether = Lines % kPerLine<Stored> ? 1 : kPerLine<Stored>;
-  for (size_t t = first; t < end; ++t) {
-    Floats line[Lines / kTogether][kTogether];
+  for (size_t before = 0; before < end; before += tokens, first = 0, ++runs) {
+    const size_t to = end - before < tokens ? end - before : tokens;
+    for (size_t t = first; t < to; ++t) {
+      Floats line[Lines / kTogether][kTogether];
 #pragma GCC unroll 8
-    for (size_t i = 0; i < Lines / kTogether; ++i) {
-      const Stored* const at = values + t * size + i * kTogether * kColumns;
-      load_numbers(at, line[i]);
-      prefetch_line(at, to_next);
-    }
+      for (size_t i = 0; i < Lines / kTogether; ++i) {
+        const size_t n = t * size + begin + i * kTogether * kColumns;
+        load_numbers(runs->values, n, line[i]);
+        prefetch_line(number_at(runs->values, n), runs->to_next);
+      }
 #pragma GCC unroll 8
-    for (size_t r = 0; r < Rows; ++r) {
-      const Floats p = all_lanes(weights[r * page + t]);
+      for (size_t r = 0; r < Rows; ++r) {
+        const Floats p = all_lanes(weights[r * page + before + t]);
 #pragma GCC unroll 8
-      for (size_t i = 0; i < Lines; ++i) sum[r][i] = fused(line[i / kTogether][i % kTogether], p, sum[r][i]);
+        for (size_t i = 0; i < Lines; ++i) sum[r][i] = fused(line[i / kTogether][i % kTogether], p, sum[r][i]);
+      }
     }
   }
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
     for (size_t i = 0; i < Lines; ++i) {
-      float* const to = sums + r * size + i * kColumns;
+      float* const to = sums + r * size + begin + i * kColumns;
       store_line(to, fused(load_line<Floats>(to), all_lanes(factors[r]), sum[r][i]));
     }
   }
 }
 
-// The same for `rows` rows, `Rows` and `Lines` at a time, or as many lines as registers hold for 0.
-template <size_t Rows, size_t Lines, typename Stored>
-inline void multiply_values(const float* weights, const float* factors, size_t rows, const Stored* values,
-                            ptrdiff_t to_next, size_t size, size_t page, size_t first, size_t end, float* sums) {
+// The same for `rows` rows, `Rows` and `Lines` at a time, or as many lines as registers hold for 0, and any first token.
+template <size_t Rows, size_t Lines, typename Keys, typename Stored>
+inline void multiply_values(const float* weights, const float* factors, size_t rows, const Stretch<Keys, Stored>* runs,
+                            size_t tokens, size_t size, size_t page, size_t first, size_t end, float* sums) {
+  const size_t before = first / tokens * tokens;
+  runs += first / tokens, weights += before, first -= before, end -= before;
   for_rows<Rows>(rows, [&](size_t row, auto count) {
     constexpr size_t kRows = decltype(count)::value;
     constexpr size_t kLines = Lines ? Lines : lines_for<kRows>;
     size_t i = 0;
     const auto run = [&](auto width) {
-      multiply_values<kRows, decltype(width)::value>(weights + row * page, factors + row, values + i * kColumns,
-                                                     to_next, size, page, first, end, sums + row * size + i * kColumns);
+      multiply_values<kRows, decltype(width)::value>(weights + row * page, factors + row, runs, tokens, i * kColumns,
+                                                     size, page, first, end, sums + row * size);
       i += decltype(width)::value;
     };
     const size_t lines = size / kColumns;
@@ -201,13 +228,14 @@ inline void multiply_values(const float* weights, const float* factors, size_t r
   });
 }
 
-// sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size], of tokens first..end;
-// factors become 1. A page is summed up by itself first, or `in_order` a part of it, so that many tokens round little.
-template <typename Stored>
-void multiply_values(const float* weights, float* factors, size_t rows, bool in_order, const Stored* values,
-                     ptrdiff_t to_next, size_t size, size_t page, size_t first, size_t end, float* sums) {
+// sums [rows, size] = sums * factors [rows] + weights [rows, page] times values [page, size] in runs of `tokens`, of
+// tokens first..end; factors become 1. A page is summed up by itself first, or `in_order` a part of it, so that many
+// tokens round little.
+template <typename Keys, typename Stored>
+void multiply_values(const float* weights, float* factors, size_t rows, bool in_order, const Stretch<Keys, Stored>* runs,
+                     size_t tokens, size_t size, size_t page, size_t first, size_t end, float* sums) {
   const auto run = [&](auto together, auto lines, size_t from, size_t to) {
-    multiply_values<decltype(together)::value, decltype(lines)::value>(weights, factors, rows, values, to_next, size,
+    multiply_values<decltype(together)::value, decltype(lines)::value>(weights, factors, rows, runs, tokens, size,
                                                                        page, from, to, sums);
     for (size_t r = 0; r < rows; ++r) factors[r] = 1;
   };

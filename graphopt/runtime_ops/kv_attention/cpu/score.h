@@ -118,7 +118,7 @@ void score_pages(const Attention& call, const HeadState& state, const float* all
 void score(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const HeadState state(layout, call.state, row, head);
-  const size_t group = (row * call.columns + column) * layout.kv_heads + head;
+  const size_t group = call.token(row, column) * layout.kv_heads + head;
   const float* const queries = call.query + group * layout.group * layout.size;
   const auto run = [&](const Channels* channels) {
     if (layout.mean) return score_pages<true>(call, state, queries, channels, first, end, scores);

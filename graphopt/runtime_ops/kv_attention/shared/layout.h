@@ -38,6 +38,7 @@ struct Layout {
     storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);
   }
   GRAPHOPT_INLINE bool integers() const { return levels > 0; }
+  GRAPHOPT_INLINE bool scales_tokens() const { return storage > Storage::kCount; }
   GRAPHOPT_INLINE size_t query_heads() const { return kv_heads * group; }
   // Bytes of the keys of a page, or of its values.
   GRAPHOPT_INLINE size_t page_bytes() const { return page * size * bits / 8; }

@@ -8,6 +8,8 @@ namespace graphopt {
 
 struct BFloat16;
 struct Float8;
+template <unsigned Bits>
+struct Scaled;  // codes of few bits, with a scale for each token
 
 // What a page holds: floats of some type, or codes of some bits with scales beside them.
 template <typename T>
@@ -35,32 +37,52 @@ constexpr bool is_codes(Codes<Bits>) {
   STORAGE(kInt8, "int8", kUint8, 8, 255, Codes<8>)                 \
   STORAGE(kInt4, "int4", kUint8, 4, 15, Codes<4>)
 
+// The storages of blocks alone, which requests share: each token has a scale of its own, so it is stored at once, and no
+// token changes what another one has stored.
+#define GRAPHOPT_TOKEN_STORAGES(STORAGE)                                  \
+  STORAGE(kToken8, "int8", kUint8, 8, 0, Numbers<Scaled<8>>)              \
+  STORAGE(kToken4, "int4", kUint8, 4, 0, Numbers<Scaled<4>>)
+
 #define GRAPHOPT_STORAGE_NAME(id, name, type, bits, levels, holds) id,
-enum class Storage : int { GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_NAME) kCount };
+enum class Storage : int {
+  GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_NAME) kCount,
+  GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_NAME)
+};
 #undef GRAPHOPT_STORAGE_NAME
 
+#define GRAPHOPT_STORAGE_CASE(id, name, type, bits, levels, holds) \
+  case Storage::id: return visit(holds());
 // Calls visit() with a Numbers or Codes: what pages of a storage hold. On the host.
 template <typename Visit>
 inline __attribute__((always_inline)) auto with_storage(Storage storage, const Visit& visit) {
   switch (storage) {
-#define GRAPHOPT_STORAGE_CASE(id, name, type, bits, levels, holds) \
-  case Storage::id: return visit(holds());
     GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_CASE)
-#undef GRAPHOPT_STORAGE_CASE
     default: __builtin_unreachable();  // it was checked where the attributes were read
   }
 }
+// The same for blocks as well.
+template <typename Visit>
+inline __attribute__((always_inline)) auto with_any_storage(Storage storage, const Visit& visit) {
+  switch (storage) {
+    GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_CASE)
+    GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_CASE)
+    default: __builtin_unreachable();
+  }
+}
+#undef GRAPHOPT_STORAGE_CASE
 
 // Bits of a number, and the largest code; 0 where a page holds floats.
 inline __attribute__((always_inline)) unsigned bits_of_storage(Storage storage) {
 #define GRAPHOPT_STORAGE_BITS(id, name, type, bits, levels, holds) bits,
-  constexpr unsigned kBits[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_BITS)};
+  constexpr unsigned kBits[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_BITS) 0,
+                                GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_BITS)};
 #undef GRAPHOPT_STORAGE_BITS
   return kBits[static_cast<int>(storage)];
 }
 inline __attribute__((always_inline)) unsigned levels_of_storage(Storage storage) {
 #define GRAPHOPT_STORAGE_LEVELS(id, name, type, bits, levels, holds) levels,
-  constexpr unsigned kLevels[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_LEVELS)};
+  constexpr unsigned kLevels[] = {GRAPHOPT_STORAGES(GRAPHOPT_STORAGE_LEVELS) 0,
+                                  GRAPHOPT_TOKEN_STORAGES(GRAPHOPT_STORAGE_LEVELS)};
 #undef GRAPHOPT_STORAGE_LEVELS
   return kLevels[static_cast<int>(storage)];
 }

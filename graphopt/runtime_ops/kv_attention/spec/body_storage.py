@@ -66,8 +66,21 @@ def as_stored(op: OpBuilder, numbers: ir.Value, attrs: KVAttributes) -> ir.Value
 
 def rounded(op: OpBuilder, page: ir.Value, axis: int, levels: int) -> tuple[ir.Value, ir.Value, ir.Value]:
     """Return codes uint8, and low and step with an ``axis`` of 1; see ``round_page``."""
-    low = op.ReduceMin(page, [axis], keepdims=1)
-    span = op.Sub(op.ReduceMax(page, [axis], keepdims=1), low)
+    low, high = op.ReduceMin(page, [axis], keepdims=1), op.ReduceMax(page, [axis], keepdims=1)
+    return _rounded(op, page, low, high, axis, levels)
+
+
+def rounded_tokens(op: OpBuilder, tokens: ir.Value, levels: int) -> tuple[ir.Value, ir.Value]:
+    """Return codes uint8 of tokens [..., D], and scales with an axis of 1; see ``round_tokens``."""
+    most = op.ReduceMax(op.Abs(tokens), [-1], keepdims=1)
+    codes, low, step = _rounded(op, tokens, op.Neg(most), most, -1, levels)
+    return codes, op.Where(op.IsNaN(low), low, step)
+
+
+def _rounded(
+    op: OpBuilder, page: ir.Value, low: ir.Value, high: ir.Value, axis: int, levels: int
+) -> tuple[ir.Value, ir.Value, ir.Value]:
+    span = op.Sub(high, low)
     # minima and maxima may lose a NaN; x 0 is 0 for finite x and NaN otherwise
     nothing = op.Add(op.ReduceSum(op.Mul(page, 0.0), [axis], keepdims=1), op.Mul(span, 0.0))
     is_bad = op.IsNaN(nothing)

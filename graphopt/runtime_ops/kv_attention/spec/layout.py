@@ -100,7 +100,27 @@ def round_page(page: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, S
     Returns:
         codes uint8, the shape of ``page``; low and step, float32, without ``axis``.
     """
-    low, high = page.min(axis, keepdims=True), page.max(axis, keepdims=True)
+    return _round(page, page.min(axis, keepdims=True), page.max(axis, keepdims=True), axis, levels)
+
+
+def round_tokens(tokens: Singles, levels: int) -> tuple[Bytes, Singles]:
+    """Round each token to codes around zero: as :func:`round_page`, from -m to m with m = max |x| of the token.
+
+    A code c stands for scale (c - levels / 2).
+
+    Args:
+        tokens: float32 [..., D].
+        levels: the largest code.
+
+    Returns:
+        codes uint8, the shape of ``tokens``; scales float32 [...], NaN where a number is not finite.
+    """
+    most = np.abs(tokens).max(-1, keepdims=True)
+    codes, low, step = _round(tokens, -most, most, -1, levels)
+    return codes, np.where(np.isnan(low), low, step)
+
+
+def _round(page: Singles, low: Singles, high: Singles, axis: int, levels: int) -> tuple[Bytes, Singles, Singles]:
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):
         span = high - low
         is_finite = np.isfinite(span)

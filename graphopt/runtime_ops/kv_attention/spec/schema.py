@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -13,6 +13,15 @@ from graphopt.runtime_ops.schema import Cost, Dims, Port, Role, Schema
 
 _PAGES = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGE_OF.values()))
 
+TOKENS = (
+    Port("query", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
+    Port("key", Role.DATA, like="query"),
+    Port("value", Role.DATA, like="query"),
+)
+"""What attention is given of the new tokens."""
+
+SINK_LOGITS = Port("sink_logits", Role.SINKS, (ir.DataType.FLOAT,), placeholder=0)
+
 STATES = (
     Port("keys", Role.STATE, _PAGES),
     Port("values", Role.STATE, _PAGES),
@@ -21,6 +30,17 @@ STATES = (
     Port("summaries", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
 )
 """The parts of a cache: each is an input, and comes back as the output ``new_`` and its name."""
+
+
+def outputs_of(states: Sequence[Port]) -> tuple[Port, ...]:
+    """Return the outputs of attention: y, and each state after the call."""
+    after = (Port(f"new_{state.name}", Role.STATE, like=state.name) for state in states)
+    return (Port("y", Role.DATA, like="query"), *after)
+
+
+def shapes_of(states: Sequence[Port]) -> Callable[[Mapping[str, Dims], Mapping[str, Any]], list[Dims]]:
+    """Return the function that makes the shapes of these outputs from those of the inputs."""
+    return lambda shapes, attributes: [shapes["query"], *(shapes[state.name] for state in states)]
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
@@ -37,28 +57,18 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     return Cost(operations=4 * prod(query) * tokens, bytes=pages + 4 * floats)
 
 
-def _shapes(shapes: Mapping[str, Dims], attributes: Mapping[str, Any]) -> list[Dims]:
-    del attributes
-    return [shapes["query"], *(shapes[state.name] for state in STATES)]
-
-
 SCHEMA = Schema(
     name="KVAttention",
     version=1,
     inputs=(
-        Port("query", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
-        Port("key", Role.DATA, like="query"),
-        Port("value", Role.DATA, like="query"),
+        *TOKENS,
         Port("past", Role.LENGTH, (ir.DataType.INT64,)),
         Port("new", Role.LENGTH, (ir.DataType.INT64,)),
-        Port("sink_logits", Role.SINKS, (ir.DataType.FLOAT,), placeholder=0),
+        SINK_LOGITS,
         Port("sink_query", Role.DATA, like="query", placeholder=0),
         *STATES,
     ),
-    outputs=(
-        Port("y", Role.DATA, like="query"),
-        *(Port(f"new_{state.name}", Role.STATE, like=state.name) for state in STATES),
-    ),
+    outputs=outputs_of(STATES),
     attributes={
         **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
         **dict.fromkeys(("sinks", "recent", "budget", "channels", "compensate"), ir.AttributeType.INT),
@@ -66,6 +76,6 @@ SCHEMA = Schema(
         **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
         "policies": ir.AttributeType.INTS,
     },
-    shapes=_shapes,
+    shapes=shapes_of(STATES),
     cost=cost,
 )

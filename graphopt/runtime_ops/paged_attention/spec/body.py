@@ -1,9 +1,10 @@
-"""The body of ``ai.graphopt::PagedAttention``: standard ONNX operators, the same for all attributes.
+"""The bodies of ``ai.graphopt::PagedAttention``, of standard ONNX operators: for floats, and for int8 and int4.
 
     places of new tokens -> ScatterND -> blocks -> Gather by the table -> K, V [B, Hk, L, D]
     tokens, one behind the other -> rows of equal length -> attention -> tokens again
 
-One ``ScatterND`` alone reads the old blocks, so that onnxruntime may write where they lie; all else reads the new.
+One ``ScatterND`` alone reads each old cache, so that onnxruntime may write where it lies; all else reads the new. The
+overload tells bodies apart, as those of ``KVAttention``.
 """
 
 # onnxscript's builder makes operators by name, so its values have no static type.
@@ -16,39 +17,68 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, PAGES
 from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops.paged_attention.spec.body_blocks import added, pages_of
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
 
-_FIELDS = {ir.AttributeType.INT: "value_int", ir.AttributeType.FLOAT: "value_float"}
+_FIELDS = {
+    ir.AttributeType.INT: "value_int",
+    ir.AttributeType.FLOAT: "value_float",
+    ir.AttributeType.STRING: "value_string",
+}
 _FLOAT, _INT64, _BOOL = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.BOOL
 
 
-def function(opset: int) -> ir.Function:
-    """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
+def overload(**attributes: Any) -> str:
+    """Return the name of the body for these attributes: the storage of integers, "" for floats.
+
+    Raises:
+        ValueError: there is no such storage.
+    """
+    storage = attributes["storage"]
+    if storage not in STORAGES:
+        raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
+    return "" if STORAGES[storage].levels is None else str(storage)
+
+
+def function(opset: int, **attributes: Any) -> ir.Function:
+    """Return the body for a node with these attributes, as a function of the given ONNX opset.
+
+    Its attributes are references to those of the node.
+
+    Raises:
+        ValueError: as :func:`overload`.
+    """
     # heavy, and needed only where a model is made
     from onnxscript import build_function
 
+    storage = overload(**attributes)
+
     def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
-        outputs = _write(op, dict(zip(SCHEMA.input_names, inputs, strict=True)))
+        outputs = _write(op, storage, dict(zip(SCHEMA.input_names, inputs, strict=True)))
         for name, value in zip(SCHEMA.output_names, outputs, strict=True):
             value.name = name
         return outputs
 
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     made = build_function(write, inputs, domain=DOMAIN, name=SCHEMA.name, opset_imports={"": opset})
-    return ir.Function(DOMAIN, SCHEMA.name, graph=made.graph, attributes=SCHEMA.parameters)
+    return ir.Function(DOMAIN, SCHEMA.name, storage, graph=made.graph, attributes=SCHEMA.parameters)
 
 
-def _write(op: OpBuilder, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
+def _write(op: OpBuilder, storage: str, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
     starts, past, table = (op.Cast(given[name], to=_INT64) for name in ("starts", "past", "block_table"))
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
-    page, size = op.Shape(given["keys"], start=1, end=2), op.Shape(given["keys"], start=3, end=4)
+    page = op.Shape(given["keys"], start=1, end=2)
     query, key, value = (op.Cast(given[name], to=_FLOAT) for name in ("query", "key", "value"))
-    key, value = (op.Reshape(each, op.Concat([-1], heads, size, axis=0)) for each in (key, value))
-    count = op.Shape(key, start=0, end=1)
+    count = op.Div(op.Size(key), op.Max(op.Squeeze(op.Shape(key, start=-1), [0]), 1))
+    count = op.Reshape(count, [1])
+    key, value = (op.Reshape(each, op.Concat(count, heads, [-1], axis=0)) for each in (key, value))
+    size = op.Shape(key, start=2, end=3)
     first, ends = op.Slice(starts, [0], [-1]), op.Slice(starts, [1], [2**62])
     lengths = op.Sub(ends, first)
     total = op.Add(past, lengths)
@@ -64,11 +94,13 @@ def _write(op: OpBuilder, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
     entry = op.Max(op.Min(op.Div(position, page), last_page), 0)
     block = op.GatherND(table, op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(entry, [1]), axis=1))
     slot = op.Mod(position, page)
-    refusal = _refusal(op, given["keys"], starts, past, table, lengths, total, count, op.Add(op.Mul(block, page), slot))
+    # as many blocks as entries of the table that are written
+    entries = op.Unique(op.Add(op.Mul(row, op.Add(last_page, 1)), entry), _outputs=4)[0]
+    shared = op.Less(op.Shape(op.Unique(block, _outputs=4)[0]), op.Shape(entries))
+    refusal = _refusal(op, storage, given["keys"], starts, past, table, lengths, total, count, shared)
     block = op.Add(block, refusal)
-    places = op.Concat(op.Unsqueeze(block, [1]), op.Unsqueeze(slot, [1]), axis=1)
-    keys = op.ScatterND(given["keys"], places, op.CastLike(key, given["keys"]))
-    values = op.ScatterND(given["values"], places, op.CastLike(value, given["values"]))
+    keys, key_scales = added(op, storage, given["keys"], given["key_scales"], key, block, slot, are_keys=True)
+    values, value_scales = added(op, storage, given["values"], given["value_scales"], value, block, slot)
 
     # tokens as rows of the longest new length, pages as far as the longest request needs them
     longest = op.ReduceMax(lengths, keepdims=1)
@@ -79,7 +111,8 @@ def _write(op: OpBuilder, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
     needed = op.Div(op.Add(op.ReduceMax(total, keepdims=1), op.Sub(page, 1)), page)
     in_use = op.Slice(table, [0], needed, [1])
     safe = op.Max(op.Min(in_use, op.Sub(op.Shape(given["keys"], start=0, end=1), 1)), 0)
-    K, V = (_rows(op, op.Gather(each, safe), heads, size) for each in (keys, values))
+    K = pages_of(op, storage, keys, key_scales, safe, are_keys=True)
+    V = pages_of(op, storage, values, value_scales, safe)
     asked = op.Reshape(op.Add(op.Unsqueeze(past, [1]), step), [0, -1, 1])  # B, S, 1
     place = _range(op, op.Shape(K, start=2, end=3))
     window = op.Reshape(_of_node(op, "window"), [1])
@@ -89,13 +122,7 @@ def _write(op: OpBuilder, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
     y = op.Transpose(y, perm=[0, 3, 1, 2, 4])
     each = op.Concat(op.Unsqueeze(row, [1]), op.Unsqueeze(column, [1]), axis=1)
     y = op.Reshape(op.GatherND(y, each), op.Shape(query))
-    return op.CastLike(y, given["query"]), keys, values
-
-
-def _rows(op: OpBuilder, blocks: ir.Value, heads: ir.Value, size: ir.Value) -> ir.Value:
-    """Return blocks [B, C, P, H, D] as float [B, H, L, D], L = C P."""
-    flat = op.Reshape(op.Cast(blocks, to=_FLOAT), op.Concat([0, -1], heads, size, axis=0))
-    return op.Transpose(flat, perm=[0, 2, 1, 3])
+    return op.CastLike(y, given["query"]), keys, values, key_scales, value_scales
 
 
 def _attend(
@@ -131,6 +158,7 @@ def _sink_column(op: OpBuilder, q: ir.Value, sinks: ir.Value, heads: ir.Value) -
 
 def _refusal(
     op: OpBuilder,
+    storage: str,
     blocks: ir.Value,
     starts: ir.Value,
     past: ir.Value,
@@ -138,23 +166,27 @@ def _refusal(
     lengths: ir.Value,
     total: ir.Value,
     count: ir.Value,
-    flat: ir.Value,
+    shared: ir.Value,
 ) -> ir.Value:
     """Return 0, int64 [1]; if numbers do not fit one another a Gather fails: ONNX has no other error."""
     page, columns = op.Shape(blocks, start=1, end=2), op.Shape(table, start=1, end=2)
     begins = op.Mul(_range(op, columns), page)
     outside = op.Or(op.Less(table, 0), op.GreaterOrEqual(table, op.Shape(blocks, start=0, end=1)))
-    size = op.Shape(blocks, start=3, end=4)
+    wide, most = op.Shape(blocks, start=3, end=4), STORAGES[storage or "float32"].elements(256)
     wrong = [
-        op.Or(op.Not(op.Equal(op.Mod(size, 16), 0)), op.Or(op.Less(size, 16), op.Greater(size, 256))),
+        op.Or(op.Not(op.Equal(op.Mod(wide, LANES), 0)), op.Or(op.Less(wide, LANES), op.Greater(wide, most))),
+        op.Equal(op.ReduceSum(op.Cast(op.Equal(page, [*PAGES]), to=_INT64), keepdims=1), 0),
         op.Not(op.Equal(op.Gather(starts, [0]), 0)),
         op.Not(op.Equal(op.Gather(starts, [-1]), count)),
         op.Less(lengths, 0),
         op.Less(past, 0),
         op.Greater(total, op.Mul(columns, page)),
         op.Reshape(op.And(outside, op.Less(begins, op.Unsqueeze(total, [1]))), [-1]),
-        op.Less(op.Shape(op.Unique(flat, _outputs=4)[0]), count),
+        shared,
     ]
+    if storage:  # onnxruntime 1.18 to 1.24 give nodes of all storages the same body
+        same = op.Equal(_of_node(op, "storage"), op.Constant(value_string=storage))
+        wrong.append(op.Reshape(op.Not(same), [1]))
     found = op.ReduceSum(op.Cast(op.Concat(*wrong, axis=0), to=_INT64), keepdims=1)
     return op.Gather([0], op.Min(found, 1))
 

@@ -7,6 +7,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES
+from graphopt.runtime_ops.paged_attention.spec.layout import (
+    STORAGES,
+    head_size,
+    pack,
+    restored,
+    stored,
+    unpack,
+    width,
+)
+
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 
@@ -21,37 +32,50 @@ def reference(
     sink_logits: Array,
     keys: Array,
     values: Array,
+    key_scales: Array,
+    value_scales: Array,
     kv_heads: int,
     window: int,
     scale: float,
     softcap: float,
-) -> tuple[Doubles, Array, Array]:
-    """Return y, float64 in the shape of `query`, and the blocks after the call.
+    storage: str,
+) -> tuple[Array, ...]:
+    """Return y, float64 in the shape of `query`, and the blocks and scales after the call.
 
     Raises:
         ValueError: shapes or numbers do not fit one another; nothing is computed then.
     """
     if kv_heads < 1 or window < 0:
         raise ValueError(f"PagedAttention: kv_heads is at least 1 and window at least 0, not {kv_heads} and {window}")
-    tokens, size = _check(query, key, value, starts, past, block_table, sink_logits, keys, values, kv_heads)
+    if storage not in STORAGES:
+        raise ValueError(f"PagedAttention: storage is one of {', '.join(STORAGES)}, not {storage!r}")
+    _check_pools(keys, values, (key_scales, value_scales), kv_heads, storage)
+    size = head_size(keys.shape[3], storage)
+    tokens = _check_tokens(query, key, value, starts, past, block_table, sink_logits, kv_heads, size)
     q = query.reshape(tokens, kv_heads, -1, size).astype(np.float64)
-    places = _places(starts, past, block_table, keys)
-    if len({*map(tuple, places.tolist())}) < tokens:
-        raise ValueError("PagedAttention: two new tokens have the same place")
-    blocks, slots = places.reshape(-1, 2).T
-    after = keys.copy(), values.copy()
-    for stored, new in zip(after, (key, value), strict=True):
-        stored[blocks, slots] = new.reshape(tokens, kv_heads, size).astype(stored.dtype)
+    blocks, slots = _places(starts, past, block_table, keys).T
+    after, scales, numbers = [], [], []
+    for pool, given, new, are_keys in ((keys, key_scales, key, True), (values, value_scales, value, False)):
+        held, rounded = unpack(pool, storage, are_keys=are_keys).copy(), given.copy()
+        made, steps = stored(new.reshape(tokens, kv_heads, size), storage)
+        held[blocks, :, slots] = made
+        by_head = None
+        if steps is not None:
+            by_head = rounded.reshape(len(pool), kv_heads, keys.shape[1])  # a view
+            by_head[blocks, :, slots] = steps
+        after.append(pack(held, storage, are_keys=are_keys))
+        scales.append(rounded)
+        numbers.append(restored(held, by_head, storage))
     y = np.zeros(q.shape)
     for row, before in enumerate(past.tolist()):
         span = range(int(starts[row]), int(starts[row + 1]))
         pages = block_table[row, : -(-(before + len(span)) // keys.shape[1])]
-        K, V = (stored[pages].reshape(-1, kv_heads, size).astype(np.float64) for stored in after)
+        K, V = (each[pages].swapaxes(1, 2).reshape(-1, kv_heads, size) for each in numbers)
         for position, token in enumerate(span, start=before):
             first = max(0, position - window + 1) if window else 0
             read = slice(first, position + 1)
             y[token] = _attend(q[token], K[read], V[read], sink_logits, float(np.float32(scale)), softcap)
-    return y.reshape(query.shape), *after
+    return y.reshape(query.shape), *after, *scales
 
 
 def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, softcap: float) -> Doubles:
@@ -73,6 +97,7 @@ def _attend(q: Doubles, K: Doubles, V: Doubles, sinks: Array, scale: float, soft
 def _places(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArray[np.int64]:
     """Return the block and the slot of each new token, int64 [T, 2]."""
     found: list[tuple[int, int]] = []
+    written: list[int] = []
     size = keys.shape[1]
     for row, before in enumerate(past.tolist()):
         total = before + int(starts[row + 1] - starts[row])
@@ -83,10 +108,31 @@ def _places(starts: Array, past: Array, table: Array, keys: Array) -> npt.NDArra
             if not 0 <= block < len(keys):
                 raise ValueError(f"PagedAttention: request {row} needs block {block} of {len(keys)}")
         found += [(int(table[row, each // size]), each % size) for each in range(before, total)]
+        written += table[row, before // size : needed].tolist() if total > before else []
+    if len({*written}) < len(written):
+        raise ValueError("PagedAttention: a block is written for two requests, or twice for one")
     return np.array(found, np.int64).reshape(-1, 2)
 
 
-def _check(
+def _check_pools(keys: Array, values: Array, scales: tuple[Array, Array], kv_heads: int, storage: str) -> None:
+    """Refuse blocks that do not fit one another."""
+    if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[2] != kv_heads:
+        raise ValueError(f"PagedAttention: keys and values are [N, P, {kv_heads}, W], not {list(keys.shape)}")
+    if keys.dtype != STORAGES[storage].dtype:
+        raise ValueError(f"PagedAttention: blocks of {storage} are {STORAGES[storage].dtype}, not {keys.dtype}")
+    if keys.shape[1] not in PAGES:
+        raise ValueError(f"PagedAttention: a block has one of {PAGES} tokens, not {keys.shape[1]}")
+    try:
+        width(head_size(keys.shape[3], storage), storage)
+    except ValueError as error:
+        raise ValueError(f"PagedAttention: {error}") from error
+    wanted = (0,) if STORAGES[storage].levels is None else keys.shape[:3]
+    for each in scales:
+        if each.shape != wanted:
+            raise ValueError(f"PagedAttention: scales of {storage} are {list(wanted)}, not {list(each.shape)}")
+
+
+def _check_tokens(
     query: Array,
     key: Array,
     value: Array,
@@ -94,21 +140,15 @@ def _check(
     past: Array,
     table: Array,
     sinks: Array,
-    keys: Array,
-    values: Array,
     kv_heads: int,
-) -> tuple[int, int]:
-    """Return the number of tokens and the size of a head, or raise ``ValueError``."""
-    if keys.ndim != 4 or keys.shape != values.shape or keys.dtype != values.dtype or keys.shape[2] != kv_heads:
-        raise ValueError(f"PagedAttention: keys and values are [N, P, {kv_heads}, D], not {list(keys.shape)}")
-    size = keys.shape[3]
-    if size % 16 or not 16 <= size <= 256:
-        raise ValueError(f"PagedAttention: a head size is a multiple of 16 up to 256, not {size}")
-    width, tokens = kv_heads * size, int(np.prod(key.shape[:-1]))
-    if key.shape != value.shape or key.shape[-1] != width:
-        raise ValueError(f"PagedAttention: key and value are [..., {width}], not {list(key.shape)}")
-    if query.shape[:-1] != key.shape[:-1] or not query.shape[-1] or query.shape[-1] % width:
-        raise ValueError(f"PagedAttention: query is {list(key.shape[:-1])} and G {width}, not {list(query.shape)}")
+    size: int,
+) -> int:
+    """Return the number of tokens, or raise ``ValueError``."""
+    across, tokens = kv_heads * size, int(np.prod(key.shape[:-1]))
+    if key.shape != value.shape or key.shape[-1] != across:
+        raise ValueError(f"PagedAttention: key and value are [..., {across}], not {list(key.shape)}")
+    if query.shape[:-1] != key.shape[:-1] or not query.shape[-1] or query.shape[-1] % across:
+        raise ValueError(f"PagedAttention: query is {list(key.shape[:-1])} and G {across}, not {list(query.shape)}")
     if sinks.shape not in ((0,), (query.shape[-1] // size,)):
         raise ValueError(f"PagedAttention: sink_logits are {[query.shape[-1] // size]} or [0], not {list(sinks.shape)}")
     if past.ndim != 1 or starts.shape != (len(past) + 1,) or table.ndim != 2 or len(table) != len(past):
@@ -117,4 +157,4 @@ def _check(
         raise ValueError(f"PagedAttention: starts rises from 0 to {tokens}, not {starts.tolist()}")
     if (past < 0).any():
         raise ValueError(f"PagedAttention: past is at least 0, not {past.tolist()}")
-    return tokens, size
+    return tokens

@@ -7,48 +7,53 @@ from math import prod
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.kv_attention.spec.schema import SINK_LOGITS, TOKENS, outputs_of, shapes_of
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
 
-_PAGES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+_BLOCKS = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGES.values()))
+
+POOLS = (
+    Port("keys", Role.STATE, _BLOCKS),
+    Port("values", Role.STATE, like="keys"),
+    Port("key_scales", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
+    Port("value_scales", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
+)
+"""The caches that requests share: each is an input, and comes back as the output ``new_`` and its name."""
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """Return what a call takes in which every page of the block table is full, each request reads all of its pages.
 
     Each query head reads the key and the value of each token: a multiplication and an addition for each of their
-    numbers. Shapes tell no types: all count as float32.
+    numbers. Shapes tell no types: blocks without scales count as float32.
     """
-    query, key, _, _, _, table, _, keys, values = shapes
+    query, key, _, _, _, table, _, keys, _, scales, _ = shapes
     tokens = prod(query[:-1])
     read = table[1] * keys[1]
-    pages = 2 * table[0] * read * prod(keys[2:])
-    del values
-    return Cost(operations=4 * prod(query) * read, bytes=4 * (2 * prod(query) + 4 * prod(key) + pages) + 4 * tokens)
+    width = 1 if prod(scales) else 4
+    pages = 2 * table[0] * read * (width * prod(keys[2:]) + (4 * keys[2] if prod(scales) else 0))
+    new = 4 * (2 * prod(query) + 2 * prod(key)) + 2 * tokens * width * prod(keys[2:]) + 4 * tokens
+    return Cost(operations=4 * prod(query) * read, bytes=pages + new)
 
 
 SCHEMA = Schema(
     name="PagedAttention",
     version=1,
     inputs=(
-        Port("query", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
-        Port("key", Role.DATA, like="query"),
-        Port("value", Role.DATA, like="query"),
+        *TOKENS,
         Port("starts", Role.LENGTH, (ir.DataType.INT32,)),
         Port("past", Role.LENGTH, (ir.DataType.INT32,)),
         Port("block_table", Role.INDICES, (ir.DataType.INT32,)),
-        Port("sink_logits", Role.SINKS, (ir.DataType.FLOAT,), placeholder=0),
-        Port("keys", Role.STATE, _PAGES),
-        Port("values", Role.STATE, like="keys"),
+        SINK_LOGITS,
+        *POOLS,
     ),
-    outputs=(
-        Port("y", Role.DATA, like="query"),
-        Port("new_keys", Role.STATE, like="keys"),
-        Port("new_values", Role.STATE, like="values"),
-    ),
+    outputs=outputs_of(POOLS),
     attributes={
         **dict.fromkeys(("kv_heads", "window"), ir.AttributeType.INT),
         **dict.fromkeys(("scale", "softcap"), ir.AttributeType.FLOAT),
+        "storage": ir.AttributeType.STRING,
     },
-    shapes=lambda shapes, attributes: (shapes["query"], shapes["keys"], shapes["values"]),
+    shapes=shapes_of(POOLS),
     cost=cost,
 )

@@ -1,0 +1,94 @@
+// Codes of 8 or 4 bits that stand for scale (code - the middle of all codes), each token with a scale of its own: loaded
+// as what the scale is multiplied by.
+#pragma once
+
+#include "kv_attention/cpu/numbers.h"
+#include "kv_attention/cpu/steps.h"
+
+namespace graphopt {
+
+// A byte of 8 bits is a code. Codes of 4 bits are paired line by line: the low bits of 16 bytes are 16 codes, the high
+// bits are the 16 that come next.
+template <unsigned Bits>
+struct Scaled {
+  uint8_t byte;
+};
+
+namespace {
+
+template <typename Number>
+constexpr bool is_scaled = false;
+template <unsigned Bits>
+constexpr bool is_scaled<Scaled<Bits>> = true;
+
+template <unsigned Bits>
+constexpr float kLargestCode = static_cast<float>((1 << Bits) - 1);
+
+inline Integers load_bytes(const void* from) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(static_cast<const __m128i*>(from));
+  return {{reinterpret_cast<Integers::Part>(_mm512_cvtepu8_epi32(bytes))}};
+#elif defined(__AVX2__)
+  return by_parts<Integers>([&](size_t i) {
+    const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(static_cast<const char*>(from) + 8 * i));
+    return reinterpret_cast<Integers::Part>(_mm256_cvtepu8_epi32(bytes));
+  });
+#else
+  int32_t numbers[kColumns];
+  for (size_t i = 0; i < kColumns; ++i) numbers[i] = static_cast<const uint8_t*>(from)[i];
+  return load_line<Integers>(numbers);
+#endif
+}
+
+inline Floats load_numbers(const Scaled<8>* from) {
+  return to_floats(load_bytes(from)) - all_lanes(kLargestCode<8> / 2);
+}
+inline const Scaled<4>* number_at(const Scaled<4>* from, size_t n) { return from + n / 2; }
+inline Floats load_numbers(const Scaled<4>* from, size_t n) {
+  const Integers pair = load_bytes(from + n / (2 * kColumns) * kColumns);
+  const int shift = n / kColumns % 2 ? 4 : 0;
+  const Integers codes = by_parts<Integers>([&](size_t i) { return pair.part[i] >> shift & 15; });
+  return to_floats(codes) - all_lanes(kLargestCode<4> / 2);
+}
+
+// Rounds a token to codes, one in each byte; returns its scale, NaN where a number is not finite.
+template <unsigned Bits>
+float round_token(const float* token, size_t size, uint8_t* codes) {
+  Floats most = all_lanes(0.f), spoiled = most;
+  for (size_t c = 0; c < size; c += kColumns) {
+    const Floats x = load_line<Floats>(token + c);
+    most = larger(magnitude(x), most), spoiled = spoiled + (x - x);
+  }
+  const float largest = largest_of(most);
+  const Steps steps(all_lanes(-largest), all_lanes(largest), all_lanes(sum_of(spoiled)), kLargestCode<Bits>);
+  for (size_t c = 0; c < size; c += kColumns) {
+    to_codes(load_line<Floats>(token + c), steps.low, steps.inverse, kLargestCode<Bits>, codes + c);
+  }
+  float lanes[kColumns];
+  store_line(lanes, steps.step + (steps.low - steps.low));
+  return lanes[0];
+}
+
+// Writes the codes of a token at `offset` of a run: keys [tokens / 16, size, 16], values [tokens, size].
+inline void put_codes(const uint8_t* codes, size_t size, size_t offset, bool is_key, Scaled<8>* to) {
+  if (!is_key) return static_cast<void>(__builtin_memcpy(to + offset * size, codes, size));
+  Scaled<8>* const lane = to + offset / kColumns * size * kColumns + offset % kColumns;
+  for (size_t c = 0; c < size; ++c) lane[c * kColumns].byte = codes[c];
+}
+inline void put_codes(const uint8_t* codes, size_t size, size_t offset, bool is_key, Scaled<4>* to) {
+  const auto both = [&](size_t first, size_t second) {
+    return Scaled<4>{static_cast<uint8_t>(codes[first] | codes[second] << 4)};
+  };
+  if (is_key) {
+    Scaled<4>* const lane = to + offset / kColumns * (size / 2) * kColumns + offset % kColumns;
+    for (size_t c = 0; c < size; c += 2) lane[c / 2 * kColumns] = both(c, c + 1);
+    return;
+  }
+  to += offset * (size / 2);
+  for (size_t c = 0; c < size; c += 2 * kColumns) {
+    for (size_t i = 0; i < kColumns; ++i) to[c / 2 + i] = both(c + i, c + kColumns + i);
+  }
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,198 @@
+#include "paged_attention/cpu/inputs.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <new>
+
+#include "kv_attention/shared/text.h"
+
+namespace graphopt {
+namespace {
+
+// A page is what is read at a time: short blocks are read several together.
+constexpr int64_t kPageTokens = 64;
+
+struct Kept {
+  const char* name;
+  int type;
+  Storage storage;
+};
+constexpr Kept kKept[] = {{"float32", kFloat, Storage::kFloat32},
+                          {"float16", kFloat16, Storage::kFloat16},
+                          {"bfloat16", kBFloat16, Storage::kBFloat16},
+                          {"int8", kUint8, Storage::kToken8},
+                          {"int4", kUint8, Storage::kToken4}};
+
+}  // namespace
+
+const char* const PagedGiven::kNames[kPagedInputs] = {
+    "query",       "key",  "value",  "starts",     "past",        "block_table",
+    "sink_logits", "keys", "values", "key_scales", "value_scales"};
+
+OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
+  int64_t heads = 0;
+  char storage[16] = {};
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "kv_heads", &heads));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "window", &layout.window));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "scale", &layout.scale));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "softcap", &layout.softcap));
+  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
+  if (heads < 1 || heads > kMostHeads) {
+    return node.error("its attribute kv_heads must be from 1 to %lld, it is %lld", print(kMostHeads), print(heads));
+  }
+  if (layout.window < 0) return node.error("its attribute window must not be negative, it is %lld", print(layout.window));
+  if (!std::isfinite(layout.scale) || !std::isfinite(layout.softcap) || layout.softcap < 0) {
+    return node.error("its attributes scale and softcap must be finite, and softcap not below 0");
+  }
+  const auto* kept = std::find_if(std::begin(kKept), std::end(kKept),
+                                  [&](const Kept& each) { return !std::strcmp(each.name, storage); });
+  if (kept == std::end(kKept)) {
+    return node.error("its attribute storage must be one of float32, float16, bfloat16, int8, int4, not '%s'", storage);
+  }
+  if (kept->type != type) return node.error("keys and values have another type than %s is stored in", storage);
+  layout.store_as(kept->storage);
+  layout.window = std::min(layout.window, kMostTokens);
+  layout.kv_heads = static_cast<size_t>(heads);
+  policies.reset(new (std::nothrow) Policy[layout.kv_heads]());
+  return policies ? nullptr : node.error("no memory for %lld heads", print(heads));
+}
+
+OrtStatus* PagedGiven::read(const Node& node, const PagedAttributes& attributes, OrtKernelContext* context,
+                            Attention* call) {
+  for (size_t index = 0; index < kPagedInputs; ++index) {
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, index, &value));
+    if (!value) return node.error("%s must be given", kNames[index]);
+    GRAPHOPT_RETURN_IF_ERROR(tensors[index].read(node, value, kNames[index]));
+  }
+  call->layout = attributes.layout;
+  call->policies = attributes.policies.get();
+  size_t tokens = 0;
+  GRAPHOPT_RETURN_IF_ERROR(check_pools(node, call));
+  GRAPHOPT_RETURN_IF_ERROR(check_tokens(node, call, &tokens));
+  GRAPHOPT_RETURN_IF_ERROR(check_lengths(node, call, tokens));
+  return check_blocks(node, *call, tokens);
+}
+
+OrtStatus* PagedGiven::check_pools(const Node& node, Attention* call) const {
+  const Given &keys = tensors[kKeyBlocks], &values = tensors[kValueBlocks];
+  Layout& layout = call->layout;
+  const auto heads = static_cast<int64_t>(layout.kv_heads), of_byte = layout.bits == 4 ? int64_t{2} : int64_t{1};
+  const int64_t tokens = keys.rank == 4 ? keys.shape[1] : 0, width = keys.rank == 4 ? keys.shape[3] : 0;
+  const bool fits = keys.rank == 4 && values.rank == 4 && !std::memcmp(keys.shape, values.shape, sizeof keys.shape);
+  if (!fits || keys.shape[2] != heads || width % 16 || width < 16 || width > 256 / of_byte) {
+    return node.error("keys and values must have the shape [blocks, tokens, %lld, n], n a multiple of 16 up to %lld; "
+                      "they are %s and %s",
+                      print(heads), print(256 / of_byte), Text(keys).characters, Text(values).characters);
+  }
+  if (tokens != 16 && tokens != 32 && tokens != 64 && tokens != 128) {
+    return node.error("a block must have 16, 32, 64 or 128 tokens, it has %lld", print(tokens));
+  }
+  layout.size = static_cast<size_t>(width * of_byte);
+  layout.page = static_cast<size_t>(std::max(tokens, kPageTokens));
+  call->blocks.tokens = static_cast<size_t>(tokens);
+  const bool scaled = tensors[kKeyBlocks].type == kUint8;
+  for (size_t index : {kKeyScales, kValueScales}) {
+    const Given& scales = tensors[index];
+    if (scaled && (scales.rank != 3 || std::memcmp(scales.shape, keys.shape, 3 * sizeof *keys.shape))) {
+      return node.error("%s must have the shape [%lld, %lld, %lld]; it is %s", kNames[index], print(keys.shape[0]),
+                        print(tokens), print(heads), Text(scales).characters);
+    }
+    if (!scaled && (scales.rank != 1 || scales.shape[0])) {
+      return node.error("%s must have the shape [0], as blocks of floats have none; it is %s", kNames[index],
+                        Text(scales).characters);
+    }
+  }
+  return nullptr;
+}
+
+OrtStatus* PagedGiven::check_tokens(const Node& node, Attention* call, size_t* tokens) const {
+  const Given &query = tensors[kPagedQuery], &key = tensors[kPagedKey], &value = tensors[kPagedValue];
+  Layout& layout = call->layout;
+  const auto width = static_cast<int64_t>(layout.kv_heads * layout.size);
+  bool fits = key.rank >= 1 && query.rank == key.rank && value.rank == key.rank;
+  for (size_t axis = 0; fits && axis < key.rank; ++axis) {
+    const bool last = axis + 1 == key.rank;
+    fits = value.shape[axis] == key.shape[axis] && (last || query.shape[axis] == key.shape[axis]);
+  }
+  fits = fits && key.shape[key.rank - 1] == width && query.shape[key.rank - 1] >= width &&
+         query.shape[key.rank - 1] % width == 0 && query.shape[key.rank - 1] / width <= kMostHeads;
+  if (!fits) {
+    return node.error("key and value must have the shape [tokens, %lld], query [tokens, a multiple of that]; they are "
+                      "%s, %s and %s",
+                      print(width), Text(key).characters, Text(value).characters, Text(query).characters);
+  }
+  *tokens = 1;
+  for (size_t axis = 0; axis + 1 < key.rank; ++axis) *tokens *= static_cast<size_t>(key.shape[axis]);
+  layout.group = static_cast<size_t>(query.shape[key.rank - 1] / width);
+  const Given& logits = tensors[kPagedLogits];
+  if (logits.rank != 1 || (logits.shape[0] && logits.shape[0] != static_cast<int64_t>(layout.query_heads()))) {
+    return node.error("sink_logits must have the shape [%zu] or [0]; it is %s", layout.query_heads(),
+                      Text(logits).characters);
+  }
+  call->sink_logits = logits.empty() ? nullptr : static_cast<const float*>(logits.data);
+  return nullptr;
+}
+
+OrtStatus* PagedGiven::check_lengths(const Node& node, Attention* call, size_t tokens) {
+  const Given &starts = tensors[kStarts], &past = tensors[kPagedPast], &table = tensors[kTable];
+  if (past.rank != 1 || starts.rank != 1 || starts.shape[0] != past.shape[0] + 1 || table.rank != 2 ||
+      table.shape[0] != past.shape[0]) {
+    return node.error("past must have the shape [requests], starts [requests + 1] and block_table [requests, blocks]; "
+                      "they are %s, %s and %s",
+                      Text(past).characters, Text(starts).characters, Text(table).characters);
+  }
+  call->rows = static_cast<size_t>(past.shape[0]);
+  call->blocks.columns = static_cast<size_t>(table.shape[1]);
+  call->blocks.table = static_cast<const int32_t*>(table.data);
+  const auto* const begins = static_cast<const int32_t*>(starts.data);
+  const auto* const stored = static_cast<const int32_t*>(past.data);
+  call->blocks.starts = begins;
+  if (begins[0] != 0 || static_cast<int64_t>(begins[call->rows]) != static_cast<int64_t>(tokens)) {
+    return node.error("starts must rise from 0 to %zu; it is %d to %d", tokens, begins[0], begins[call->rows]);
+  }
+  lengths.reset(new (std::nothrow) int64_t[2 * call->rows + 1]);
+  if (!lengths) return node.error("no memory for the lengths of %zu requests", call->rows);
+  for (size_t row = 0; row < call->rows; ++row) {
+    if (begins[row] > begins[row + 1]) {
+      return node.error("starts must rise; it falls from %d to %d", begins[row], begins[row + 1]);
+    }
+    if (stored[row] < 0) return node.error("past[%zu] must not be negative; it is %d", row, stored[row]);
+    lengths[row] = stored[row], lengths[call->rows + row] = int64_t{begins[row + 1]} - begins[row];
+  }
+  call->past = lengths.get(), call->fresh = lengths.get() + call->rows;
+  return nullptr;
+}
+
+OrtStatus* PagedGiven::check_blocks(const Node& node, const Attention& call, size_t tokens) const {
+  const Blocks& blocks = call.blocks;
+  const int64_t count = tensors[kKeyBlocks].shape[0], capacity = static_cast<int64_t>(blocks.columns * blocks.tokens);
+  // a request's new tokens lie in one block more than they fill
+  const std::unique_ptr<int32_t[]> written(new (std::nothrow) int32_t[tokens / blocks.tokens + 2 * call.rows + 1]);
+  if (!written) return node.error("no memory for the blocks of %zu tokens", tokens);
+  int32_t* last = written.get();
+  for (size_t row = 0; row < call.rows; ++row) {
+    const int64_t total = call.past[row] + call.fresh[row];
+    if (total > capacity) {
+      return node.error("request %zu has %lld tokens, and %zu blocks of %zu", row, print(total), blocks.columns,
+                        blocks.tokens);
+    }
+    const int32_t* const table = blocks.table + row * blocks.columns;
+    for (size_t index = 0; index < call.runs_in_use(row); ++index) {
+      if (table[index] < 0 || table[index] >= count) {
+        return node.error("request %zu needs block %d of %lld", row, table[index], print(count));
+      }
+    }
+    if (!call.fresh[row]) continue;
+    const int32_t *const first = table + static_cast<size_t>(call.past[row]) / blocks.tokens,
+                  *const end = table + call.runs_in_use(row);
+    last = std::copy(first, end, last);
+  }
+  std::sort(written.get(), last);
+  const int32_t* const twice = std::adjacent_find(written.get(), last);
+  return twice == last ? nullptr : node.error("block %d is written for two requests, or twice for one", *twice);
+}
+
+}  // namespace graphopt

@@ -1,0 +1,134 @@
+"""Blocks in the body of ``PagedAttention``: the layout of ``layout.py``, as nodes.
+
+Shapes: B requests, T new tokens, C blocks of each request, P tokens of a block, H KV heads, D channels, W numbers or
+bytes of a token and head. Constants are written as Python numbers.
+"""
+
+# onnxscript's builder makes operators by name, so its values have no static type.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES
+from graphopt.runtime_ops.kv_attention.spec.body_storage import rounded_tokens
+from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
+
+if TYPE_CHECKING:
+    from onnxscript import OpBuilder
+
+
+def added(
+    op: OpBuilder,
+    storage: str,
+    pool: ir.Value,
+    scales: ir.Value,
+    tokens: ir.Value,
+    block: ir.Value,
+    slot: ir.Value,
+    *,
+    are_keys: bool = False,
+) -> tuple[ir.Value, ir.Value]:
+    """Return a pool and its scales with new tokens.
+
+    Args:
+        op: makes nodes.
+        storage: of integers; "" for floats.
+        pool: [N, P, H, W].
+        scales: [N, P, H], or [0].
+        tokens: float [T, H, D].
+        block: int64 [T], where each token goes.
+        slot: int64 [T], where in its block.
+        are_keys: whether these are keys, and not values.
+    """
+    page, heads, wide = (op.Shape(pool, start=axis, end=axis + 1) for axis in (1, 2, 3))
+    head = op.Reshape(_range(op, heads), [1, -1, 1])
+    slot, block = op.Reshape(slot, [-1, 1, 1]), op.Reshape(block, [-1, 1, 1])
+    after = op.Identity(scales)
+    numbers = tokens
+    if storage:
+        codes, steps = rounded_tokens(op, tokens, _levels(storage))
+        # T, H, 1 as places of [P, H]
+        place = op.Add(op.Mul(head, page), slot)
+        here = _indices(op, block, place, (heads,))
+        after = op.ScatterND(scales, here, steps)
+        numbers = _bytes_of(op, codes, storage, are_keys=are_keys)
+    # T, H, W as places of [P, H, W]
+    number = op.Reshape(_range(op, wide), [1, 1, -1])
+    if are_keys:
+        line = op.Add(op.Mul(op.Div(slot, LANES), wide), number)
+        inside = op.Add(op.Mul(line, LANES), op.Mod(slot, LANES))
+    else:
+        inside = op.Add(op.Mul(slot, wide), number)
+    place = op.Add(op.Mul(head, op.Mul(page, wide)), inside)
+    return op.ScatterND(pool, _indices(op, block, place, (heads, wide)), op.CastLike(numbers, pool)), after
+
+
+def pages_of(
+    op: OpBuilder, storage: str, pool: ir.Value, scales: ir.Value, table: ir.Value, *, are_keys: bool = False
+) -> ir.Value:
+    """Return what the blocks of each request hold, float [B, H, C P, D]; ``table`` is int64 [B, C]."""
+    heads, wide = op.Shape(pool, start=2, end=3), op.Shape(pool, start=3, end=4)
+    blocks = op.Gather(pool, table)
+    if not storage:
+        blocks = op.Cast(blocks, to=ir.DataType.FLOAT)
+    blocks = op.Reshape(blocks, op.Concat([0, 0], heads, [-1], axis=0))
+    if are_keys:
+        lines = op.Reshape(blocks, op.Concat([0, 0, 0, -1], wide, [LANES], axis=0))
+        turned = op.Transpose(lines, perm=[0, 2, 1, 3, 5, 4])
+    else:
+        turned = op.Transpose(op.Reshape(blocks, op.Concat([0, 0, 0, -1], wide, axis=0)), perm=[0, 2, 1, 3, 4])
+    rows = op.Reshape(turned, op.Concat([0, 0, -1], wide, axis=0))
+    if not storage:
+        return rows
+    levels = _levels(storage)
+    codes = op.Cast(_codes_of(op, rows, storage, are_keys=are_keys), to=ir.DataType.FLOAT)
+    steps = op.Transpose(
+        op.Reshape(op.Gather(scales, table), op.Concat([0, 0], heads, [-1], axis=0)), perm=[0, 2, 1, 3]
+    )
+    return op.Mul(op.Sub(codes, levels / 2), op.Reshape(steps, op.Concat([0], heads, [-1, 1], axis=0)))
+
+
+def _levels(storage: str) -> int:
+    levels = STORAGES[storage].levels
+    assert levels is not None, "bodies of floats have no codes"
+    return levels
+
+
+def _indices(op: OpBuilder, block: ir.Value, place: ir.Value, dims: tuple[ir.Value, ...]) -> ir.Value:
+    """Return places in a block as indices of a pool: along P, then along ``dims``."""
+    found = []
+    for size in reversed(dims):
+        found.append(op.Mod(place, size))
+        place = op.Div(place, size)
+    every = [op.Add(block, op.Mul(place, 0)), place, *reversed(found)]
+    return op.Concat(*(op.Unsqueeze(each, [-1]) for each in every), axis=-1)
+
+
+def _bytes_of(op: OpBuilder, codes: ir.Value, storage: str, *, are_keys: bool) -> ir.Value:
+    """Return the bytes [T, H, W] of codes [T, H, D]."""
+    if STORAGES[storage].bits == 8:
+        return codes
+    pairs = op.Reshape(codes, [0, 0, -1, 2] if are_keys else [0, 0, -1, 2, LANES])
+    low, high = op.Split(pairs, axis=3, num_outputs=2, _outputs=2)
+    both = op.BitwiseOr(low, op.BitShift(high, 4, direction="LEFT"))
+    return op.Reshape(both, [0, 0, -1])
+
+
+def _codes_of(op: OpBuilder, rows: ir.Value, storage: str, *, are_keys: bool) -> ir.Value:
+    """Return the codes [B, H, L, D] of bytes [B, H, L, W]."""
+    if STORAGES[storage].bits == 8:
+        return rows
+    pairs = op.Unsqueeze(rows, [-1]) if are_keys else op.Reshape(rows, [0, 0, 0, -1, 1, LANES])
+    low, high = op.BitwiseAnd(pairs, 15), op.BitShift(pairs, 4, direction="RIGHT")
+    every = op.Concat(low, high, axis=4)
+    # 0 takes over a dimension, so [B, H, L, W, 2] and [B, H, L, D/32, 2, 16] become [B, H, L, D]
+    return op.Reshape(every, [0, 0, 0, -1])
+
+
+def _range(op: OpBuilder, size: ir.Value) -> ir.Value:
+    """Return 0 .. size - 1 for a size int64 [1]."""
+    return op.Range(0, op.Squeeze(size, [0]), 1)

@@ -1,0 +1,108 @@
+"""How ``ai.graphopt::PagedAttention`` stores a block of P tokens of H KV heads with D channels.
+
+A block holds its heads one behind the other, whatever the shape of the tensor [N, P, H, W] says: P W numbers of head 0,
+then those of head 1. Within a head it is as a page of ``KVAttention``: keys [P/16, W, 16], so that one channel of 16
+tokens is one load, and values [P, W]. Scales [N, P, H] lie the same: P of head 0, then P of head 1.
+
+Floats: W = D, no scales.
+
+Integers: each token of each head is rounded by itself, with a scale of its own for its key and one for its value: codes
+from 0 to L, L = 255 or 15, and a code c stands for scale (c - L / 2). So a block is complete with every token, and no
+token changes the bytes of another one.
+
+int8: W = D. int4: W = D / 2. A byte of a key has channel 2 i in its low 4 bits and channel 2 i + 1 in the high ones. A
+byte of a value has channel 32 g + i, i < 16, and channel 32 g + 16 + i: it is byte 16 g + i. So D is a multiple of 32.
+
+This layout is part of the operator's meaning.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.runtime_ops.kv_attention.spec.attributes import LANES
+from graphopt.runtime_ops.kv_attention.spec.layout import round_tokens, to_storage
+from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
+
+Array = npt.NDArray[Any]
+
+STORAGES = {name: STORAGE_OF[name] for name in ("float32", "float16", "bfloat16", "int8", "int4")}
+"""What blocks may hold, by the name that the attribute ``storage`` calls it."""
+
+
+def width(head_size: int, storage: str) -> int:
+    """Return W, the numbers or bytes of a token and head.
+
+    Raises:
+        ValueError: heads of this size cannot be stored so.
+    """
+    if storage not in STORAGES:
+        raise ValueError(f"blocks are stored as {', '.join(STORAGES)}, not {storage}")
+    found = STORAGES[storage].elements(head_size)
+    if found % LANES or not 0 < head_size <= 256 or found < LANES:
+        raise ValueError(
+            f"a head of {storage} has a multiple of {_multiple(storage)} channels up to 256, not {head_size}"
+        )
+    return found
+
+
+def head_size(width: int, storage: str) -> int:
+    """Return D for blocks of this width."""
+    return width * (8 * STORAGES[storage].dtype.itemsize) // STORAGES[storage].bits
+
+
+def unpack(blocks: Array, storage: str, *, are_keys: bool) -> Array:
+    """Return what blocks [N, P, H, W] hold: numbers, or codes as uint8, [N, H, P, D]."""
+    count, tokens, heads, wide = blocks.shape
+    of_head = blocks.reshape(count, heads, tokens * wide)
+    found = of_head.reshape(count, heads, -1, wide, LANES).swapaxes(-1, -2) if are_keys else of_head
+    found = np.ascontiguousarray(found).reshape(count, heads, tokens, wide)
+    if STORAGES[storage].bits >= 8:
+        return found
+    if are_keys:
+        codes = np.stack([found & 15, found >> 4], axis=-1)
+    else:
+        pairs = found.reshape(count, heads, tokens, -1, LANES)
+        codes = np.stack([pairs & 15, pairs >> 4], axis=-2)
+    return codes.reshape(count, heads, tokens, 2 * wide)
+
+
+def pack(numbers: Array, storage: str, *, are_keys: bool) -> Array:
+    """Return the blocks that hold this; the inverse of :func:`unpack`."""
+    count, heads, tokens, size = numbers.shape
+    found = numbers
+    if STORAGES[storage].bits < 8:
+        if are_keys:
+            low, high = np.moveaxis(numbers.reshape(count, heads, tokens, -1, 2), -1, 0)
+        else:
+            low, high = np.moveaxis(numbers.reshape(count, heads, tokens, -1, 2, LANES), -2, 0)
+        found = (low | high << np.uint8(4)).reshape(count, heads, tokens, size // 2)
+    wide = found.shape[-1]
+    if are_keys:
+        found = found.reshape(count, heads, -1, LANES, wide).swapaxes(-1, -2)
+    return np.ascontiguousarray(found).reshape(count, tokens, heads, wide)
+
+
+def stored(tokens: Array, storage: str) -> tuple[Array, Array | None]:
+    """Return tokens [..., D] as they are stored: numbers, or codes as uint8 and their scales float32 [...]."""
+    levels = STORAGES[storage].levels
+    if levels is None:
+        return to_storage(tokens.astype(np.float32), storage), None
+    return round_tokens(tokens.astype(np.float32), levels)
+
+
+def restored(held: Array, scales: Array | None, storage: str) -> npt.NDArray[np.float64]:
+    """Return the numbers that stored ones stand for, float64; arguments as :func:`stored` returns them."""
+    levels = STORAGES[storage].levels
+    numbers = held.astype(np.float64)
+    if levels is None or scales is None:
+        return numbers
+    found: npt.NDArray[np.float64] = scales[..., None].astype(np.float64) * (numbers - levels / 2)
+    return found
+
+
+def _multiple(storage: str) -> int:
+    return LANES * 8 * STORAGES[storage].dtype.itemsize // STORAGES[storage].bits
