@@ -165,7 +165,9 @@ def _table(rows: list[dict[str, Any]]) -> Table:
 
 @contextmanager
 def _graphopt(work: Work) -> Iterator[Server]:
-    folder = work.folder.resolve() / f"served-{Path(work.recipe).stem}"
+    # the pool is a part of the artifact
+    pool = f"{work.most}x{work.prompt + work.reply}"
+    folder = work.folder.resolve() / f"served-{Path(work.recipe).stem}-{pool}"
     if not folder.exists():
         _optimize(work, folder)
     port = free_port()

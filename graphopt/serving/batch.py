@@ -69,6 +69,7 @@ class Batch:
         import onnxruntime_genai
 
         self._genai = onnxruntime_genai
+        onnxruntime_genai.disable_telemetry_events()
         try:
             config = onnxruntime_genai.Config(str(self._folder))
             if self._threads:

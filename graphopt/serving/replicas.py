@@ -25,7 +25,7 @@ from graphopt.serving.asked import Limits
 
 _LOOK = 0.1  # seconds between two looks at the processes
 _LONG = 30.0  # seconds after which a process counts as one that worked, and between two starts at most
-_OF_REQUESTS = (b"request_span", b"dynamo_llm::http::service", b"monitor_instance_source")
+_OF_REQUESTS = (b"request_span", b"dynamo_llm::http::service", b"monitor_instance_source", b"discovery stream ended")
 _UNUSABLE = 2  # exit code of a process whose input cannot be used: another start would not help
 
 
@@ -142,7 +142,7 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
 
 def _start(folder: Path, settings: Settings, port: int, state: Path, say: Callable[[str], None]) -> list[_Process]:
     shared = {
-        "DYN_LOG": "warn",
+        "DYN_LOG": "error,dynamo_llm::discovery::controller=warn",
         "DYN_FILE_KV": str(state / "discovery"),
         "DYN_GRACEFUL_SHUTDOWN_GRACE_PERIOD_SECS": "0",
         "DYN_HTTP_GRACEFUL_SHUTDOWN_TIMEOUT_SECS": str(math.ceil(settings.patience)),
