@@ -20,7 +20,7 @@ BLOCKS = 40
 def served(shipped_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The shipped model with a pool of 325 blocks, and a chat template."""
     folder = tmp_path_factory.mktemp("served") / "python"
-    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "64MB"}]
+    steps = [{"step": "canonicalize"}, {"step": "serve", "memory": "64MB", "block": 16}]
     optimize(shipped_artifact, Recipe.model_validate({"name": "served", "steps": steps}), folder, run=False)
     (folder / TEMPLATE).write_text(PYTHON)
     return folder

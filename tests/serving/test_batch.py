@@ -11,9 +11,13 @@ import pytest
 from graphopt.serving.batch import Batch
 from graphopt.serving.stream import Event, Turn
 from graphopt.session import load
-from tests.serving.conftest import BLOCKS
+from tests.serving.conftest import with_blocks
 
 TEXTS = ("def read_lines(path):\n", "class Stack:\n", "import ", "for line in stream:\n", "x = [")
+
+
+BLOCKS = 12
+"""Blocks of a pool that is soon full: 192 tokens."""
 
 
 class Counted(Batch):
@@ -40,8 +44,9 @@ def wide(served: Path) -> Iterator[Counted]:
 
 
 @pytest.fixture(scope="module")
-def tight(narrow: Path) -> Iterator[Counted]:
-    batch = Counted(narrow, threads=1, on_failure=print)
+def tight(served: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Counted]:
+    folder = with_blocks(served, tmp_path_factory.mktemp("tight") / "python", BLOCKS)
+    batch = Counted(folder, threads=1, on_failure=print)
     yield batch
     batch.close()
 
@@ -61,13 +66,13 @@ def run(batch: Batch, turns: list[Turn]) -> list[tuple[list[int], Event]]:
 
 
 def test_a_pool_that_is_full_changes_no_token(wide: Counted, tight: Counted, prompts: list[tuple[int, ...]]) -> None:
-    ways = ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"guidance": ("regex", "[a-z ]{900}")}, {})
-    turns = [Turn(prompts[i % len(prompts)], 100 + i, **ways[i % len(ways)]) for i in range(20)]  # type: ignore[arg-type]
-    # 20 requests of more than 6 blocks each
-    assert BLOCKS < 20 * 6
+    ways = ({}, {"temperature": 0.9, "top_p": 0.9, "seed": 7}, {"guidance": ("regex", "[a-z ]{300}")}, {})
+    turns = [Turn(prompts[i % len(prompts)], 30 + i, **ways[i % len(ways)]) for i in range(20)]  # type: ignore[arg-type]
+    # 20 requests of 3 blocks or more each
+    assert BLOCKS < 20 * 3
     expected = run(wide, turns)
     assert wide.left == 0
-    assert [len(tokens) for tokens, _ in expected] == [100 + i for i in range(20)]
+    assert [len(tokens) for tokens, _ in expected] == [30 + i for i in range(20)]
     assert [tokens for tokens, _ in run(tight, turns)] == [tokens for tokens, _ in expected]
     assert tight.left > 0
 
@@ -89,15 +94,15 @@ def test_a_stream_goes_on_where_another_worker_left_it(
 def test_a_stream_that_is_cancelled_gives_its_blocks_back(tight: Counted, prompts: list[tuple[int, ...]]) -> None:
     events: queue.SimpleQueue[Event] = queue.SimpleQueue()
     left = tight.left
-    long = tight.begin(Turn(prompts[0], 600, least=600), events.put)
-    for _ in range(300):  # about half of the pool
+    long = tight.begin(Turn(prompts[0], 170, least=170), events.put)
+    for _ in range(80):  # about half of the pool
         assert events.get(timeout=60).finish is None
     tight.cancel(long)
     while (event := events.get(timeout=60)).finish is None:
         pass
     assert event.finish == "cancelled"
-    (tokens, last), *_ = run(tight, [Turn(prompts[1], 600, least=600)])
-    assert (len(tokens), last.finish) == (600, "length")
+    (tokens, last), *_ = run(tight, [Turn(prompts[1], 170, least=170)])
+    assert (len(tokens), last.finish) == (170, "length")
     assert tight.left == left
     tight.cancel(long)  # nothing happens
 
