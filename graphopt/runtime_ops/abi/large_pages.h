@@ -11,19 +11,21 @@
 namespace graphopt {
 
 // Asks the system for pages of 2 MiB under memory that every call reads from end to end: each page costs a look into
-// the page tables. Where the system refuses, nothing changes.
-inline void prefer_large_pages(const void* memory, size_t bytes) {
+// the page tables. Where the system refuses, nothing changes. kLater: only under what has no memory yet, once it is
+// written; else all of it gets memory now.
+enum class LargePages { kNow, kLater };
+inline void prefer_large_pages(const void* memory, size_t bytes, LargePages when = LargePages::kNow) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr uintptr_t kPage = uintptr_t{2} << 20;
   constexpr int kCollapse = 25;  // MADV_COLLAPSE, since Linux 6.1; headers of older systems do not have it
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(memory) + kPage - 1) / kPage * kPage;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(memory) + bytes) / kPage * kPage;
   if (begin >= end) return;
-  if (!madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE)) {
+  if (!madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE) && when == LargePages::kNow) {
     madvise(reinterpret_cast<void*>(begin), end - begin, kCollapse);
   }
 #else
-  (void)memory, (void)bytes;
+  (void)memory, (void)bytes, (void)when;
 #endif
 }
 

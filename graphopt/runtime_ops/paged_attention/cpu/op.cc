@@ -59,7 +59,8 @@ OrtStatus* Kernel<Activations>::compute(OrtKernelContext* context) const {
     if (written[index] != like.data) {
       std::memmove(written[index], like.data, like.bytes());
     } else if (known[index - 1].exchange(like.data) != like.data) {
-      prefer_large_pages(like.data, like.bytes());  // a pool that stays where it is is read call after call
+      // a pool that stays where it is is read call after call; most of it is empty at first
+      prefer_large_pages(like.data, like.bytes(), LargePages::kLater);
     }
   }
   call.state.keys = static_cast<char*>(written[1]), call.state.values = static_cast<char*>(written[2]);
