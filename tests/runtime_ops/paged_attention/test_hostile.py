@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -59,4 +60,37 @@ def test_hostile_nodes_are_errors_that_name_the_node_or_have_a_result() -> None:
             np.testing.assert_allclose(y, expected, atol=1e-3)
 
     no_crash()
+    assert min(found[False], found[True]) > 0, "results and errors were to be tried both"
+
+
+@st.composite
+def lying(draw: st.DrawFn) -> Case:
+    case = draw(honest(storages=("float32", "int4"), fed=(np.float32,)))
+    for _ in range(draw(st.integers(1, 3))):
+        numbers = case.inputs[draw(st.sampled_from(["starts", "past", "block_table"]))]
+        numbers.values = numbers.values.copy()
+        place = draw(st.integers(0, numbers.values.size - 1))
+        near = int(numbers.values.reshape(-1)[place]) + draw(st.integers(-3, 3))
+        odd = draw(st.sampled_from([0, 1, -1, 2**31 - 1, -(2**31), max(-(2**31), min(near, 2**31 - 1))]))
+        numbers.values.reshape(-1)[place] = odd
+    return case
+
+
+def test_numbers_that_lie_are_errors_that_name_the_node_where_the_definition_has_errors() -> None:
+    found: Counter[bool] = Counter()
+
+    @given(lying())
+    @settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
+    def same(case: Case) -> None:
+        try:
+            expected, *_ = reference(*arrays(case), **case.attributes)
+        except ValueError:
+            found[False] += 1
+            with pytest.raises(Exception, match="ai.graphopt node 'node': "):
+                by_kernel(case)
+            return
+        found[True] += 1
+        np.testing.assert_allclose(by_kernel(case)[0], expected, atol=1e-3)
+
+    same()
     assert min(found[False], found[True]) > 0, "results and errors were to be tried both"

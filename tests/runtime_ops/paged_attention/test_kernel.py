@@ -127,6 +127,21 @@ def test_any_number_of_threads_computes_the_same_bits(storage: str) -> None:
         np.testing.assert_array_equal(by_kernel(case, threads)[0], first)
 
 
+def test_heads_that_take_turns_compute_the_same_bits() -> None:
+    # enough requests that a task reads both heads, page by page; alone each has a task for each head
+    past = [int(number) for number in np.random.default_rng(1).integers(0, 150, 260)]
+    table = np.random.default_rng(2).permutation(260 * 10).reshape(260, 10)
+    case = random_case([1] * 260, past, table, 32)
+    expected, *_ = reference(*arrays(case), **case.attributes)
+    found, *_ = by_kernel(case)
+    np.testing.assert_allclose(found, expected, atol=FLOAT32)
+    for row in (0, 7, 259):
+        alone = {name: tensor.values for name, tensor in case.inputs.items()}
+        alone |= {name: alone[name][row : row + 1] for name in ("query", "key", "value", "past", "block_table")}
+        alone["starts"] = np.array([0, 1], np.int32)
+        np.testing.assert_array_equal(by_kernel(case_of(alone, **case.attributes))[0], found[row : row + 1])
+
+
 @pytest.mark.parametrize("storage", ["float32", "int8"])
 def test_a_prefix_that_requests_share_is_read_for_all_of_them(storage: str) -> None:
     # 0 to 3 share 32 blocks, 1 to 3 of them 20 more, 4 and 5 share 16 others, 6 has nothing in common with anyone

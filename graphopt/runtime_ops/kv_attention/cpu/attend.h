@@ -1,6 +1,8 @@
 // Attention of a few queries over a list of pages.
 #pragma once
 
+#include <new>
+
 #include "kv_attention/cpu/desk.h"
 #include "kv_attention/cpu/integers.h"
 #include "kv_attention/cpu/kernels.h"
@@ -13,7 +15,7 @@ namespace {
 constexpr size_t kStepColumns = 16;
 
 struct Reader : Lookahead {
-  const Partial& partial;
+  const Partial partial;
   Desk desk;
   size_t rows;
   bool step;  // few tokens behind a prompt, each of which must have the bits that it has alone
@@ -224,16 +226,24 @@ struct Reader : Lookahead {
 
 constexpr size_t kLookedUp = 2;  // pages ahead
 
-void attend(const Attention& call, const Queries& queries, size_t first, size_t end, void* scratch,
-            const Partial& partial) {
-  const Reader reader(call, queries, scratch, partial);
-  if (first < end) reader.ask_for(queries.entry(first));
+void attend(const Attention& call, const Queries* queries, size_t count, size_t first, size_t end, void* scratch,
+            float* const* partials) {
+  const size_t rows = queries->columns() * call.layout.group, bytes = attend_scratch(call.layout, rows);
+  alignas(Reader) char memory[kMostHeadsTogether * sizeof(Reader)];
+  Reader* const readers = reinterpret_cast<Reader*>(memory);
+  for (size_t i = 0; i < count; ++i) {
+    new (readers + i) Reader(call, queries[i], static_cast<char*>(scratch) + i * bytes,
+                             Partial(partials[i], rows, call.layout.size));
+    if (first < end) readers[i].ask_for(queries->entry(first));
+  }
   for (size_t index = first; index < end; ++index) {
-    const PageEntry entry = queries.entry(index);
-    PageEntry next = queries.entry(index + 1 < end ? index + 1 : index);
-    if (!call.layout.integers() && next != entry && next >> 1 == reader.newest) reader.ask_for(next), next = entry;
-    if (index + kLookedUp < end) reader.look_up(queries.entry(index + kLookedUp));
-    reader.read_page(entry, next);
+    for (const Reader* reader = readers; reader != readers + count; ++reader) {
+      const PageEntry entry = reader->queries.entry(index);
+      PageEntry next = reader->queries.entry(index + 1 < end ? index + 1 : index);
+      if (!call.layout.integers() && next != entry && next >> 1 == reader->newest) reader->ask_for(next), next = entry;
+      if (index + kLookedUp < end) reader->look_up(reader->queries.entry(index + kLookedUp));
+      reader->read_page(entry, next);
+    }
   }
 }
 

@@ -119,8 +119,8 @@ void Call::attend_block(size_t index) {
   for (size_t index = 0; index < cuts.count(); ++index) {
     size_t first, end;
     cuts.run(index, &first, &end);
-    kernels_.attend(attention_, block, first, end, loan.memory,
-                    Partial(own + index * floats, rows(block), attention_.layout.size));
+    float* const partial = own + index * floats;
+    kernels_.attend(attention_, &block, 1, first, end, loan.memory, &partial);
   }
   const Source source = {own, cuts.count(), rows(block), 0};
   kernels_.merge(attention_, block, &source, 1);
@@ -152,20 +152,22 @@ void Call::score(const Run& run) {
 
 void Call::attend(const Run& run) {
   const Queries& block = queries_[run.queries];
-  Parts& parts = parts_[run.queries];
-  const size_t index = run.first, floats = Partial::floats(rows(block), attention_.layout.size);
+  const size_t index = run.first, heads = run.end, floats = Partial::floats(rows(block), attention_.layout.size);
   size_t first, end;
   Cuts(attention_, block).run(index, &first, &end);
-  const Pool::Loan loan(pool_, kernels_.attend_scratch(attention_.layout, rows(block)));
+  const Pool::Loan loan(pool_, heads * kernels_.attend_scratch(attention_.layout, rows(block)));
   if (!loan.memory) {
     no_memory_ = true;
     return;
   }
-  const Partial partial(parts.first + index * floats, rows(block), attention_.layout.size);
-  kernels_.attend(attention_, block, first, end, loan.memory, partial);
-  if (attention_.group_count || parts.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const Source all = source(run.queries);
-  kernels_.merge(attention_, block, &all, 1);
+  float* partials[kMostHeadsTogether];
+  for (size_t head = 0; head < heads; ++head) partials[head] = parts_[run.queries + head].first + index * floats;
+  kernels_.attend(attention_, &block, heads, first, end, loan.memory, partials);
+  for (size_t at = run.queries; at < run.queries + heads && !attention_.group_count; ++at) {
+    if (parts_[at].left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+    const Source all = source(at);
+    kernels_.merge(attention_, queries_[at], &all, 1);
+  }
 }
 
 void Call::merge_block(size_t index) {
@@ -188,7 +190,9 @@ void Call::merge_block(size_t index) {
 template <typename Visit>
 void Call::each_step(const Visit& visit) {
   const auto attend = [&](size_t block) {
-    for (size_t i = 0; i < parts_[block].count; ++i) visit(Step{Step::kAttend, {block, i, 0}});
+    const size_t heads = heads_together(queries_[block]);
+    if (queries_[block].head % heads) return;
+    for (size_t i = 0; i < parts_[block].count; ++i) visit(Step{Step::kAttend, {block, i, heads}});
   };
   size_t waiting = plan_.queries;  // the block whose list is made
   for (size_t block = 0; block < plan_.queries; ++block) {

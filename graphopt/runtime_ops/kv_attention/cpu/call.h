@@ -27,7 +27,7 @@ class Call {
   // Scores or attends to some of the pages of a block of queries.
   struct Step {
     enum Kind : uint32_t { kScore, kAttend } kind;
-    Run run;
+    Run run;  // of kAttend: the first of the blocks, the number of their run, how many blocks
   };
   // Retrieval of a block: its scores, its list, and how many steps have not scored yet; -1 once the list is complete.
   struct Retrieval {
@@ -35,6 +35,8 @@ class Call {
     PageEntry* list;
     std::atomic<int64_t> left;
   };
+  static constexpr size_t kFewRows = 32;
+
   // Where the partial results of a block lie, and how many steps have not ended.
   struct Parts {
     float* first;
@@ -65,6 +67,11 @@ class Call {
   bool retrieves(const Queries& block) const { return attention_.policies[block.head] == Policy::kRetrieval; }
   int64_t position(const Queries& block) const { return attention_.position(block.row, block.first_column); }
   Candidates candidates(const Queries& block) const { return Candidates(attention_.layout, position(block)); }
+  // How many blocks from this one on a step attends to: those of several heads, where few queries wait for memory.
+  size_t heads_together(const Queries& block) const {
+    const bool whole = block.members || block.columns() == attention_.end_column(block.row);
+    return whole && rows(block) <= kFewRows ? plan_.heads : 1;
+  }
   size_t rows(const Queries& block) const { return block.columns() * attention_.layout.group; }
 
   const Node& node_;

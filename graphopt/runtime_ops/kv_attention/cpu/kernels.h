@@ -85,6 +85,7 @@ struct Member {
 };
 
 constexpr size_t kMostGroups = 4;  // that a row is in
+constexpr size_t kMostHeadsTogether = 8;
 
 // Tokens of several rows that all see the pages `begin` up to `end`, which are the same blocks for all of them.
 struct Group {
@@ -140,8 +141,11 @@ struct KVAttentionKernels {
   void (*append)(const Attention&, size_t row, size_t head, float* scratch);
   // Bytes that `attend` needs, at a multiple of 64.
   size_t (*attend_scratch)(const Layout&, size_t rows);
-  // Reads the pages `first` up to `end` of those that the queries read.
-  void (*attend)(const Attention&, const Queries&, size_t first, size_t end, void* scratch, const Partial&);
+  // Reads the pages `first` up to `end` of those that the queries read: `count` of them, at most kMostHeadsTogether, of
+  // different heads and otherwise the same. They take turns page by page, as heads of a block lie side by side. `partials`
+  // has memory for the Partial of each; `scratch` is for all of them.
+  void (*attend)(const Attention&, const Queries*, size_t count, size_t first, size_t end, void* scratch,
+                 float* const* partials);
   // Scores of pages first..end of one column, over the query heads of a KV head; NaN counts as infinite.
   void (*score)(const Attention&, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores);
   // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten; they need

@@ -1,5 +1,7 @@
 #include "kv_attention/cpu/plan.h"
 
+#include <thread>
+
 #include "kv_attention/shared/select.h"
 
 namespace graphopt {
@@ -11,6 +13,7 @@ constexpr size_t kBytesOfCycle = 8;  // that one thread reads from memory
 constexpr size_t kEnough = 64, kLargestShare = 16;
 // Tokens of a run.
 constexpr int64_t kRunTokens = 2048;
+constexpr size_t kTasksOfThread = 4;  // so that threads end together
 constexpr int64_t kUncut = INT64_MAX / 4;
 
 }  // namespace
@@ -46,7 +49,12 @@ Plan::Plan(const Attention& call) {
       cycles += static_cast<double>(rows * layout.known / 4) * static_cast<double>(layout.page_of(last) + 1);
     }
   });
-  split = queries < kEnough || most_runs > runs / kLargestShare || call.group_count;
+  split = queries < kEnough || most_runs > runs / kLargestShare || call.blocks.table;
+  if (!call.blocks.table) return;
+  const size_t threads = std::thread::hardware_concurrency();
+  for (size_t together = 2; together <= kMostHeadsTogether; ++together) {
+    if (layout.kv_heads % together == 0 && runs / together >= kTasksOfThread * threads) heads = together;
+  }
 }
 
 Cuts::Cuts(const Attention& call, const Queries& queries) : queries_(queries) {

@@ -41,6 +41,7 @@ struct Plan {
   size_t queries = 0;
   size_t most_runs = 0;     // of one block of them, at most
   size_t runs = 0;          // of all together, at most
+  size_t heads = 1;         // of blocks that requests share, which a task reads in turns
   bool split = false;       // queries are so few that their runs are shared out
   double cycles = 0;        // or so, of one thread
 
