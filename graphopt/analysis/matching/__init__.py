@@ -139,7 +139,7 @@ class _Matcher:
             mine, other = value.producer(), read[place].producer() if place in read else None
             if mine is None or other is None or mine in self.before.constant or other in self.after.constant:
                 continue
-            if _alike(mine, other) and value.index() == read[place].index():
+            if self._alike(mine, other) and value.index() == read[place].index():
                 found.append((mine, other))
         return found
 
@@ -152,7 +152,7 @@ class _Matcher:
             table: dict[Hashable, list[ir.Node]] = {}
             for node, place in side.readers.get(value, ()):
                 if node not in done:
-                    table.setdefault((node.domain, node.op_type, place), []).append(node)
+                    table.setdefault((side.does(node), place), []).append(node)
             tables.append(table)
         both = ((tables[0][key], tables[1][key]) for key in tables[0].keys() & tables[1].keys())
         return [(mine[0], other[0]) for mine, other in both if len(mine) == len(other) == 1]
@@ -173,13 +173,16 @@ class _Matcher:
                 if each in self.found.pairs
             }
             for other in dict.fromkeys(each for key in keys for each in by_neighbour.get(key, ())):
-                shared, alike = keys & near[other], _alike(node, other)
+                shared, alike = keys & near[other], self._alike(node, other)
                 inwards = {inward for _, inward, _ in shared}
                 if alike or len(inwards) == 2:  # another operator, but between the same neighbours
                     ranked.append((len(shared) + 2 * alike, -number, node, other))
         for _, _, node, other in sorted(ranked, key=lambda each: each[:2], reverse=True):
             if self._add(node, other, "similarity"):
                 self._spread([(node, other)])
+
+    def _alike(self, ours: ir.Node, theirs: ir.Node) -> bool:
+        return self.before.does(ours) == self.after.does(theirs)
 
     @staticmethod
     def _matched(node: ir.Node, side: Side) -> set[tuple[ir.Node, bool, int]]:
@@ -188,10 +191,6 @@ class _Matcher:
         return {(each, True, place) for each, _, place in inward if each is not None} | {
             (each, False, place) for each, place in reading
         }
-
-
-def _alike(ours: ir.Node, theirs: ir.Node) -> bool:
-    return (ours.domain, ours.op_type) == (theirs.domain, theirs.op_type)
 
 
 __all__ = ["CONFIDENCE", "How", "Matching", "Side", "match"]

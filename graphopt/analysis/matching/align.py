@@ -26,7 +26,7 @@ _ALIKE = 0.5
 @dataclass(frozen=True)
 class _Segment:
     structure: int
-    operators: Counter[tuple[str, str]]
+    operators: Counter[Hashable]
     weights: frozenset[Hashable]
 
 
@@ -82,7 +82,7 @@ def _segments(side: Side) -> Sequence[_Segment]:
             for _, value in side.inputs(node)
             if value.is_initializer() and value.const_value is not None and value.const_value.size > 1
         )
-        operators = Counter((node.domain, node.op_type) for node in nodes)
+        operators = Counter(side.does(node) for node in nodes)
         found.append(_Segment(side.folded.structures[number], operators, weights))
     return found
 
@@ -108,5 +108,5 @@ def _similarities(ours: Sequence[_Segment], theirs: Sequence[_Segment]) -> npt.N
     return found
 
 
-def _alike(ours: Counter[tuple[str, str]], theirs: Counter[tuple[str, str]]) -> float:
+def _alike(ours: Counter[Hashable], theirs: Counter[Hashable]) -> float:
     return (ours & theirs).total() / max(1, ours.total(), theirs.total())

@@ -32,12 +32,14 @@ def labels(side: Side, radius: int, strict: bool, numbers: dict[Hashable, int]) 
 def _own(side: Side, node: ir.Node, strict: bool) -> Hashable:
     reads = []
     for place, value in side.inputs(node):
+        if side.is_constant(value) and not strict and side.is_product(node):
+            continue  # how its matrix is stored is another matter
         if side.is_constant(value):
             reads.append((place, side.constant_key(value) if strict else dims(value)))
         elif value.producer() is None:
             reads.append((place, ("port", value.dtype, dims(value))))
     outward = tuple(value.is_graph_output() for value in node.outputs)
-    return (kind(node) if strict else (node.domain, node.op_type)), tuple(reads), outward
+    return (kind(node) if strict else side.does(node)), tuple(reads), outward
 
 
 def _around(side: Side, node: ir.Node, found: dict[ir.Node, int]) -> Hashable:

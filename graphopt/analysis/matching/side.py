@@ -12,6 +12,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from graphopt.analysis.folding import fold
+from graphopt.analysis.folding.labels import matrix_of
 from graphopt.analysis.folding.trunk import constant_nodes, inputs_of
 from graphopt.analysis.matching.contents import sample
 
@@ -35,6 +36,7 @@ class Side:
         self.layer = self.folded.layer_of()
         self._inputs: dict[ir.Node, list[tuple[int, ir.Value]]] = {}
         self._samples: dict[ir.Value, Hashable] = {}
+        self._does: dict[ir.Node, Hashable] = {}
 
     @cached_property
     def readers(self) -> dict[ir.Value, list[Reading]]:
@@ -53,6 +55,18 @@ class Side:
             found += enumerate(list(inputs_of(node))[len(found) :], len(node.inputs))
             self._inputs[node] = found
         return found
+
+    def does(self, node: ir.Node) -> Hashable:
+        """Return what a node does, whatever operator does it: products of matrices of one shape do the same."""
+        found = self._does.get(node)
+        if found is None:
+            matrix = matrix_of(node, self.constant)
+            found = self._does[node] = (node.domain, node.op_type) if matrix is None else ("product", matrix)
+        return found
+
+    def is_product(self, node: ir.Node) -> bool:
+        """Return whether a node multiplies by a constant matrix."""
+        return matrix_of(node, self.constant) is not None
 
     def is_constant(self, value: ir.Value) -> bool:
         """Return whether a value is stored in the file, or computed of such values only."""
