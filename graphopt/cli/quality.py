@@ -39,7 +39,7 @@ def quality(
     from graphopt.manifest import read_manifest
     from graphopt.quality.judge import measured
     from graphopt.quality.losses import losses
-    from graphopt.view.losses import errors_table, restored_table, told
+    from graphopt.view.losses import errors_table, groups_table, spread_table, told
     from graphopt.view.tables import quality_table
 
     if recipe is not None and (not where or len(after) > 1):
@@ -64,7 +64,7 @@ def quality(
     out.print(quality_table(rows))
     for (name, _), found in zip(rows, lost, strict=False):
         out.print(f"where {name} loses quality:", markup=False, highlight=False, soft_wrap=True)
-        for table in (errors_table(found), restored_table(found)):
+        for table in (errors_table(found), spread_table(found), groups_table(found)):
             if table is not None:
                 out.print(table)
         for line in told(found):

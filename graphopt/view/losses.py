@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from rich.table import Column, Table
 from rich.text import Text
 
+from graphopt.quality.groups import Group
 from graphopt.quality.losses import Losses, ProductLoss
+from graphopt.quality.spread import Spread
 from graphopt.view.plain import plain, ranges
 from graphopt.view.sentences import sentence
 from graphopt.view.tables import megabytes
@@ -18,64 +20,104 @@ _LINES = 8
 
 
 def errors_table(found: Losses) -> Table:
-    """Show the errors of products by role, all layers together; with what restoring them brings."""
-    restored = {each.role: each for each in found.restored if each.what == "role"}
-    right = [Column(name, justify="right") for name in ("products", "alone", "worst", "in layer", "first", "last")]
-    table = Table("role", *right)
-    if restored:
-        for name in ("in floats: KL", "costs"):
-            table.add_column(name, justify="right")
+    """Show the errors of products by role, all layers together."""
+    names = ("products", "alone", "worst", "in layer", "inside: first", "last", "first token")
+    table = Table("role", *(Column(name, justify="right") for name in names))
     for role in dict.fromkeys(each.role for each in found.products):
         those = [each for each in found.products if each.role == role]
         worst = max(those, key=lambda one: one.local)
         usual = float(np.median([each.local for each in those]))
-        inside = (f"{each.accumulated:.1%}" for each in (those[0], those[-1]))
-        cells = [str(len(those)), f"{usual:.1%}", f"{worst.local:.1%}", _layer(worst), *inside]
-        if role in restored:
-            cells += [f"{restored[role].kl:.4f}", megabytes(restored[role].bytes)]
+        inside = (those[0].accumulated, those[-1].accumulated, those[-1].first_token)
+        cells = [str(len(those)), f"{usual:.1%}", f"{worst.local:.1%}", _layer(worst), *map(percent, inside)]
         table.add_row(Text(role), *cells)
     return table
 
 
-def restored_table(found: Losses) -> Table | None:
-    """Show what comes back where some products are in floats; ``None`` where that was not measured."""
+def spread_table(found: Losses) -> Table | None:
+    """Show outliers of what products read, before and after the rotations; ``None`` where they were not measured."""
+    names = ("kurtosis before", "after", "largest before", "after")
+    table = Table("role", *(Column(name, justify="right") for name in names))
+    for role in dict.fromkeys(each.role for each in found.products):
+        those = [each for each in found.products if each.role == role and each.read is not None]
+        sides = [_usual([each.read_before for each in those]), _usual([each.read for each in those])]
+        if any(sides):
+            cells = [[f"{each.kurtosis:.1f}", f"{each.largest:.1f}"] if each else ["", ""] for each in sides]
+            table.add_row(Text(role), *(cells[side][figure] for figure in (0, 1) for side in (0, 1)))
+    return table if table.row_count else None
+
+
+def groups_table(found: Losses) -> Table | None:
+    """Show what groups of products do to the divergence; ``None`` where that was not measured."""
     if found.kl is None:
         return None
-    table = Table("in floats", *(Column(name, justify="right") for name in ("KL", "comes back", "costs")))
-    table.add_row("nothing", f"{found.kl:.4f}", "", "")
-    said = {"inputs": "inputs of products", "products": "all products", "layers": "layers"}
-    for each in found.restored:
-        if each.what == "role":
-            continue
-        what = f"{said[each.what]} {ranges(each.layers)}" if each.layers else said[each.what]
+    names = ("KL: only this", "all but this", "comes back", "costs")
+    table = Table("quantized", *(Column(name, justify="right") for name in names))
+    table.add_row("everything", f"{found.kl:.4f}", "", "", "")
+    for each in found.groups:
         back = (found.kl - each.kl) / found.kl if found.kl else 0.0
-        table.add_row(what, f"{each.kl:.4f}", f"{back:.0%}", megabytes(each.bytes))
+        alone = "" if each.only is None else f"{each.only:.4f}"
+        table.add_row(Text(named(each)), alone, f"{each.kl:.4f}", f"{back:.0%}", megabytes(each.bytes))
     return table
+
+
+def named(group: Group) -> str:
+    """Return what a group of products is called."""
+    if group.what == "both":
+        return f"{group.role} of layer {ranges(group.layers)}"
+    if group.what == "layers":
+        return f"{'layers' if len(group.layers) > 1 else 'layer'} {ranges(group.layers)}"
+    return group.role or {"inputs": "inputs of products", "products": "all products"}[group.what]
+
+
+def percent(value: float | None) -> str:
+    """Return a share in percent; "" where it is not known."""
+    return "" if value is None else f"{value:.1%}"
 
 
 def told(found: Losses) -> Iterator[str]:
     """Say what the columns are, and what the figures support."""
     yield (
-        f"errors relative to what a product makes in floats, {found.tokens:,} tokens: alone, and inside the model in "
-        "the first and the last layer"
+        f"errors are relative to what a product makes in floats, on {found.tokens:,} tokens: alone, with inputs of the "
+        "float model; inside the model, in the first layer and in the last; first token: that of each text, inside"
     )
+    if any(each.read is not None for each in found.products):
+        yield "kurtosis and largest (over the root mean square) are of inputs: of the model before, and after rotations"
+    if found.remainder is not None:
+        yield remainder(found)
     yield from (f"advice: {plain(sentence(each), 300)}" for each in found.advice)
-    yield from _lines(found)
+    if found.remedy is not None and found.recipe is not None:
+        yield "the most for its bytes, as lines for the recipe (`--recipe FILE` writes all of it):"
+        yield from (f"  {line}" for line in recipe_lines(found.remedy))
     if found.unmatched:
         yield f"without a partner in floats: {', '.join(map(plain, found.unmatched[:8]))}"
 
 
-def _lines(found: Losses) -> Iterator[str]:
-    """Say which lines of a recipe leave what is worth most in floats."""
-    if found.remedy is None or found.recipe is None:
-        return
-    yield "the most for its bytes, as lines for the recipe (`--recipe FILE` writes all of it):"
-    yield "  - step: quantize_weights"
-    yield "    matrices:"
-    yield from (f"      {json.dumps(plain(name, 300))}: null" for name in found.remedy.matrices[:_LINES])
-    if len(found.remedy.matrices) > _LINES:
-        yield f"      # and {len(found.remedy.matrices) - _LINES} more"
+def remainder(found: Losses) -> str:
+    """Say what of the divergence no kind of product explains."""
+    assert found.remainder is not None
+    kinds, rest, together = (found.remainder.kinds, found.remainder.rest, found.remainder.together)
+    how = "strengthen" if together > 0 else "cancel"
+    return (
+        f"one by one, the kinds of products cause {kinds:.4f} nats, and what is not a product {rest:.4f}; the other "
+        f"{together:+.4f} of {found.kl or 0:.4f} do not add up: errors of several kinds {how} each other"
+    )
+
+
+def recipe_lines(remedy: Group, limit: int = _LINES) -> list[str]:
+    """Return the lines of a recipe that leave a group of products in floats; at most ``limit`` of them are matrices."""
+    names = remedy.matrices
+    lines = ["- step: quantize_weights", "  matrices:"]
+    lines += [f"    {json.dumps(plain(name, 300))}: null" for name in names[:limit]]
+    return [*lines, f"    # and {len(names) - limit} more"] if len(names) > limit else lines
 
 
 def _layer(product: ProductLoss) -> str:
     return "" if product.layer is None else str(product.layer)
+
+
+def _usual(spreads: Sequence[Spread | None]) -> Spread | None:
+    known = [each for each in spreads if each is not None]
+    if not known:
+        return None
+    medians = {name: float(np.median([getattr(each, name) for each in known])) for name in ("kurtosis", "largest")}
+    return Spread(**medians)

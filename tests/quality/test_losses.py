@@ -16,7 +16,7 @@ from graphopt.pipeline import optimize
 from graphopt.quality.judge import measured
 from graphopt.quality.losses import losses
 from graphopt.recipe import Recipe
-from graphopt.view.losses import errors_table, restored_table, told
+from graphopt.view.losses import errors_table, groups_table, spread_table, told
 
 BAD = "model.layers.1.mlp.up_proj.MatMul"
 
@@ -50,19 +50,32 @@ def test_a_planted_bad_rounding_is_named_first(shipped_artifact: Path, planted: 
     assert by_name["model.layers.1.mlp.down_proj.MatMul"].accumulated > 0.2
     assert found.kl is not None
     assert found.kl > 0.001
-    by_role = {each.role: each.kl for each in found.restored if each.what == "role"}
+    by_role = {each.role: each.kl for each in found.groups if each.what == "role"}
     assert min(by_role, key=by_role.__getitem__) == "up_proj"
     assert by_role["up_proj"] < 0.2 * found.kl
-    single = [each for each in found.restored if each.what == "layers" and len(each.layers) == 1]
+    single = [each for each in found.groups if each.what == "layers" and len(each.layers) == 1]
     assert min(single, key=lambda each: each.kl).layers == [1]
-    (whole,) = [each for each in found.restored if each.what == "products"]
+    (whole,) = [each for each in found.groups if each.what == "products"]
     assert whole.kl < 0.1 * found.kl
+    # quantizing all products in the reference makes the model again, but for its token embedding
+    assert whole.only == pytest.approx(found.kl, rel=0.1)
+    (planted_alone,) = [
+        each for each in found.groups if (each.what, each.role, each.layers) == ("both", "up_proj", [1])
+    ]
+    # what it causes alone is most of the divergence; int8 everywhere else is the rest
+    assert 0.6 * found.kl < planted_alone.only < found.kl
+    assert planted_alone.kl == min(each.kl for each in found.groups if each.what == "both")
+    assert found.remainder is not None
+    assert found.remainder.rest == whole.kl
+    assert found.remainder.kinds + found.remainder.rest + found.remainder.together == pytest.approx(found.kl)
     said = list(told(found))
     assert any(BAD in line and "errs most" in line for line in said)
-    assert any("layers 1 in floats" in line for line in said)
+    assert any("up_proj of layer 1 in floats" in line for line in said)
+    assert any("do not add up" in line for line in said)
     console = Console(record=True, width=200)
     console.print(errors_table(found))
-    console.print(restored_table(found))
+    console.print(groups_table(found))
+    console.print(spread_table(found))
     text = console.export_text()
     assert "30." in text or "29." in text
 
@@ -102,16 +115,17 @@ def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_p
     # 4 bits for weights and inputs: about a tenth, certainly not the basis of the reference taken for another
     local = {each.node: each.local for each in found.products if each.role != "lm_head"}
     assert {name: error for name, error in local.items() if not 0.005 < error < 0.4} == {}
-    (whole,) = [each for each in found.restored if each.what == "products"]
+    (whole,) = [each for each in found.groups if each.what == "products"]
     assert found.kl is not None
     assert whole.kl < 0.2 * found.kl
+    assert whole.only == pytest.approx(found.kl, rel=0.2)
 
 
 def test_an_encoder_has_errors_and_no_divergence(bert_artifact: Path, tmp_path: Path) -> None:
     optimize(bert_artifact, "int4-rtn", tmp_path / "made", run=False)
     found = losses(bert_artifact, tmp_path / "made", ["one two three four " * 30], tokens=64, window=32)
     assert found.kl is None
-    assert restored_table(found) is None
+    assert groups_table(found) is None
     assert {each.layer for each in found.products} >= {0, 1}
     assert all(0.01 < each.local < 0.4 for each in found.products if each.role == "up_proj")
 
