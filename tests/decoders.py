@@ -9,14 +9,15 @@ import numpy as np
 import onnx_ir as ir
 
 VOCABULARY, WIDTH, HEADS, GROUPS, HEAD, INNER = 48, 32, 4, 2, 8, 48
+EXPERTS, CHOSEN = 8, 2
 
 
 def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
     """Return a decoder with grouped queries, rotary positions, a growing cache and a gated MLP in each layer.
 
     Args:
-        layers: for each layer "local", which reads a window of 4 tokens, or "global", which reads all; a number of
-            layers is of global ones.
+        layers: for each layer "local", which reads a window of 4 tokens, "global", which reads all, or "experts", which
+            reads all and has 8 MLPs of which a router chooses 2 for each token; a number of layers is of global ones.
         seed: of the weights.
     """
     kinds = ["global"] * layers if isinstance(layers, int) else list(layers)
@@ -38,12 +39,22 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
         dims: Sequence[object] | None = None,
         **attributes: object,
     ) -> ir.Value:
-        node = ir.node(op_type, inputs, attributes or None, name=name)  # type: ignore[arg-type]
+        return several(op_type, inputs, name, [dims], **attributes)[0]
+
+    def several(
+        op_type: str,
+        inputs: Sequence[ir.Value | None],
+        name: str,
+        dims: Sequence[Sequence[object] | None],
+        **attributes: object,
+    ) -> Sequence[ir.Value]:
+        node = ir.node(op_type, inputs, attributes or None, name=name, num_outputs=len(dims))  # type: ignore[arg-type]
         nodes.append(node)
-        value = node.outputs[0]
-        value.name, value.dtype = f"{name}.out", ir.DataType.FLOAT
-        value.shape = None if dims is None else ir.Shape(dims)  # type: ignore[arg-type]
-        return value
+        for number, (value, sizes) in enumerate(zip(node.outputs, dims, strict=True)):
+            value.name = f"{name}.out{number or ''}"
+            if sizes is not None:  # where masks and positions have whatever types onnxruntime infers
+                value.dtype, value.shape = ir.DataType.FLOAT, ir.Shape(sizes)  # type: ignore[arg-type]
+        return node.outputs
 
     ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
     positions = ir.val("position_ids", ir.DataType.INT64, ["batch", "length"])
@@ -121,7 +132,7 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
         outputs += cache
         mixed = op(
             "Attention",
-            [q, *cache, masks[kind]],
+            [q, *cache, masks["local" if kind == "local" else "global"]],
             f"attention{number}",
             ["batch", HEADS, "length", HEAD],
             scale=HEAD**-0.5,
@@ -137,11 +148,35 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
         )
         x = op("Add", [x, linear(joined, HEADS * HEAD, WIDTH, "o")], f"attended{number}", hidden)
         normed = norm(x, "mlp_norm")
-        inner = ["batch", "length", INNER]
-        gate = linear(normed, WIDTH, INNER, "gate")
-        silu = op("Mul", [gate, op("Sigmoid", [gate], f"sigmoid{number}", inner)], f"silu{number}", inner)
-        product = op("Mul", [silu, linear(normed, WIDTH, INNER, "up")], f"gated{number}", inner)
-        x = op("Add", [x, linear(product, INNER, WIDTH, "down")], f"residual{number}", hidden)
+
+        def mlp(value: ir.Value, part: str = "", number: int = number) -> ir.Value:
+            inner = ["batch", "length", INNER]
+            gate = linear(value, WIDTH, INNER, f"{part}gate")
+            silu = op(
+                "Mul", [gate, op("Sigmoid", [gate], f"{part}sigmoid{number}", inner)], f"{part}silu{number}", inner
+            )
+            product = op("Mul", [silu, linear(value, WIDTH, INNER, f"{part}up")], f"{part}gated{number}", inner)
+            return linear(product, INNER, WIDTH, f"{part}down")
+
+        def experts(value: ir.Value, number: int = number) -> ir.Value:
+            wide, few = ["batch", "length", EXPERTS], ["batch", "length", CHOSEN]
+            scores = linear(value, WIDTH, EXPERTS, "router")
+            chances = op("Softmax", [scores], f"chances{number}", wide, axis=-1)
+            count = constant(f"chosen{number}.count", np.array([CHOSEN]))
+            best, places = several("TopK", [chances, count], f"chosen{number}", [few, few], axis=-1)
+            places.dtype = ir.DataType.INT64
+            nothing = op("Sub", [chances, chances], f"nothing{number}", wide)
+            shares = op("ScatterElements", [nothing, places, best], f"shares{number}", wide, axis=-1)
+            one = [["batch", "length", 1]] * EXPERTS
+            parts = several("Split", [shares], f"share{number}", one, axis=-1, num_outputs=EXPERTS)
+            total = None
+            for place, share in enumerate(parts):
+                made = op("Mul", [mlp(value, f"expert{place}."), share], f"expert{place}.part{number}", hidden)
+                total = made if total is None else op("Add", [total, made], f"expert{place}.sum{number}", hidden)
+            assert total is not None
+            return total
+
+        x = op("Add", [x, experts(normed) if kind == "experts" else mlp(normed)], f"residual{number}", hidden)
     gain = constant("final_norm.gain", random_numbers.uniform(0.5, 1.5, WIDTH).astype(np.float32))
     final = op("RMSNormalization", [x, gain], "final_norm", hidden, axis=-1)
     logits = op("MatMul", [final, weight("head.weight", WIDTH, VOCABULARY)], "head", ["batch", "length", VOCABULARY])

@@ -12,9 +12,17 @@ import onnx_ir as ir
 import onnxruntime
 
 from graphopt import artifact
+from graphopt.checks.steps import run_passes
 from graphopt.facts import PassReport
 from graphopt.passes import PASSES
+from graphopt.passes.base import Pass
+from graphopt.passes.context import Surroundings
+from graphopt.recipe import Recipe
+from graphopt.running import Runner
 from graphopt.runtime import open_session
+from graphopt.tasks import TASKS
+from graphopt.weights.evaluate import Evaluator
+from graphopt.weights.store import Store
 
 VOCABULARY = 24
 
@@ -154,3 +162,24 @@ def logits(model: ir.Model, folder: Path, seed: int = 1) -> np.ndarray:
 def relative(before: np.ndarray, after: np.ndarray) -> float:
     """Return the largest difference, relative to the largest value before."""
     return float(np.abs(after - before).max() / np.abs(before).max())
+
+
+def compiled(source: artifact.Artifact, recipe: Recipe, folder: Path) -> tuple[ir.Model, list[PassReport]]:
+    """Run all steps of a recipe that needs no text, as `optimize` does, but check nothing and run nothing.
+
+    Args:
+        source: what to make it of.
+        recipe: as it is written; steps that the graph needs are added.
+        folder: an empty one, for evaluated weights.
+    """
+    model, fitted = source.model.clone(), recipe.fitting(source.model.graph)
+    evaluator, reports = Evaluator(Store(folder)), []
+    shared = Surroundings(TASKS[source.manifest.task], fitted.target, Runner(fitted.session_entries()))
+
+    def settle(step: Pass[Any]) -> None:
+        if step.phase() == "lower":  # it reads scales
+            evaluator.settle(model)
+
+    for ran in run_passes(model, fitted.passes(), shared, on_pass=settle):
+        reports.append(ran.report)
+    return model, reports

@@ -112,13 +112,17 @@ def write_report(
     before: Annotated[Path | None, typer.Option(help="what it was made from: the page shows what is different")] = None,
     where: Annotated[bool, typer.Option("--where", help="also run both, and show where quality was lost")] = False,
     time: Annotated[bool, typer.Option("--time", help="also run it, and show where time goes")] = False,
+    weights: Annotated[
+        bool,
+        typer.Option("--weights", help="with --where: also histograms of weights among the levels of formats"),
+    ] = False,
     context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
 ) -> None:
     """Write one HTML file about a model, which needs no network: size, passes, layers, differences, every node."""
     from graphopt.view.page.write import write
 
     with progress() as say:
-        write(model, output, before=before, where=where, time=time, context=context, on_stage=say)
+        write(model, output, before=before, where=where, time=time, weights=weights, context=context, on_stage=say)
     out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -131,6 +135,9 @@ def view_model(
     netron: Annotated[
         bool, typer.Option("--netron", help="open the graph in Netron instead, if it is installed")
     ] = False,
+    model_explorer: Annotated[
+        Path | None, typer.Option(help="instead, a folder to write the graph into as Model Explorer reads it, and end")
+    ] = None,
     context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
 ) -> None:
     """Show the page of `report` in a browser, and show it anew when the model's files change; Ctrl-C ends it."""
@@ -143,6 +150,15 @@ def view_model(
         from graphopt.view.netron import open_netron
 
         return open_netron(model, port, browser=browser)
+    if model_explorer is not None:
+        from graphopt.view import model_explorer as explorer
+        from graphopt.view.differing import diff
+        from graphopt.view.tracing import trace
+
+        both = None if before is None else (trace(before, context), diff(before, model))
+        for file in explorer.export(trace(model, context), model_explorer, *(both or ())):
+            out.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
+        return None
     with progress() as say:
         make = partial(page_about, model, before=before, context=context, live=True)
         server = PageServer(model, partial(make, on_stage=say), port, on_failure=show_error)

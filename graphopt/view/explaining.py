@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import onnx_ir as ir
@@ -92,10 +92,22 @@ def explain(path: Path, name: str) -> Explanation:
 
 def explained(model: ir.Model, manifest: Manifest | None, name: str) -> Explanation:
     """Say where a node came from; see :func:`explain`."""
-    node = found(model.graph, name)
+    (only,) = explanations(model, manifest, [found(model.graph, name)])
+    return only
+
+
+def explanations(
+    model: ir.Model, manifest: Manifest | None, nodes: Collection[ir.Node] | None = None
+) -> Iterator[Explanation]:
+    """Say where nodes of a model came from, in the order of the graph; all of them by default."""
     constant = constant_nodes(model.graph)
     trace = trace_of(model, manifest, "")
-    (record,) = [each for each, other in zip(trace.nodes, model.graph, strict=True) if other is node]
+    for record, node in zip(trace.nodes, model.graph, strict=True):
+        if nodes is None or node in nodes:
+            yield _explained(node, record, constant, manifest)
+
+
+def _explained(node: ir.Node, record: Node, constant: set[ir.Node], manifest: Manifest | None) -> Explanation:
     weights = [] if node in constant else constants_of(node, constant)
     items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *weights]
     histories = [(provenance.steps(item), item) for item in items]

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from rich.table import Column, Table
 from rich.text import Text
 
+from graphopt.analysis.roles import OTHER, SHARED
 from graphopt.profiling import Profile, Run
 from graphopt.view.plain import counted, plain
-from graphopt.view.trace import Trace
+from graphopt.view.trace import Node, Trace
 from graphopt.view.tracing import BYTES
 
 ROWS, _KERNELS = 25, 3
@@ -46,8 +47,7 @@ def rows(trace: Trace, run: Run) -> list[Row]:
     found: dict[str, Row] = {}
     for name, seconds in run.nodes.items():
         node = known.get(name)
-        plain_role = node is None or node.role in ("other", "shared")
-        role = node.operator if node is not None and plain_role else node.role if node is not None else "added at load"
+        role = _role(node)
         row = found.setdefault(role, Row(role))
         row.nodes += 1
         row.seconds += seconds
@@ -56,6 +56,27 @@ def rows(trace: Trace, run: Run) -> list[Row]:
         row.worst = max(row.worst, (seconds, name))
     found[OUTSIDE] = Row(OUTSIDE, seconds=run.between)
     return sorted(found.values(), key=lambda row: -row.seconds)
+
+
+def parts(trace: Trace, run: Run) -> dict[str, dict[int | None, tuple[float, str]]]:
+    """Return the seconds of each role in each layer (``None``: outside of layers), with the slowest node there."""
+    known = {node.name: node for node in trace.nodes}
+    found: dict[str, dict[int | None, tuple[float, str]]] = {}
+    slowest: dict[tuple[str, int | None], float] = {}
+    for name, seconds in run.nodes.items():
+        node = known.get(name)
+        role, layer = _role(node), None if node is None else node.layer
+        total, worst = found.setdefault(role, {}).get(layer, (0.0, name))
+        if seconds > slowest.get((role, layer), 0.0):
+            slowest[role, layer], worst = seconds, name
+        found[role][layer] = total + seconds, worst
+    return found
+
+
+def _role(node: Node | None) -> str:
+    if node is None:
+        return "added at load"
+    return node.operator if node.role in (OTHER, SHARED) else node.role
 
 
 def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:

@@ -11,6 +11,7 @@ from graphopt import artifact, provenance
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
 from graphopt.pipeline import optimize
+from graphopt.targets import Target
 from graphopt.view.explaining import explain, explained, rewrite_of
 from tests.decoders import decoder
 
@@ -21,18 +22,12 @@ def names_of(graph: ir.Graph) -> set[str]:
     return made | ports | set(graph.initializers) | {node.name or "" for node in graph}
 
 
-@pytest.mark.parametrize(
-    ("preset", "target"),
-    [("rotate-int4", None), ("rotate-online", None), ("w4a8-rtn", "ort-cpu"), ("fp6-rtn", "ort-cpu"), ("float16", None),
-     ("rotate-kv4", None), ("streaming", None), ("retrieval", None)],
-)  # fmt: skip
-def test_every_node_has_an_origin_in_the_model_as_it_came_in(
-    llama_artifact: Path, preset: str, target: str | None
-) -> None:
+@pytest.mark.parametrize(("preset", "target"), [("w4a8-rtn", "ort-cpu"), ("fp6-rtn", "ort-cpu")])
+def test_nodes_for_graphopt_s_kernels_have_an_origin_too(llama_artifact: Path, preset: str, target: Target) -> None:
     source = artifact.read(llama_artifact).model.graph
     there = names_of(source)
     untouched = {(node.name, node.op_type) for node in source}
-    made = optimize(llama_artifact, preset, run=False, target=target)  # type: ignore[arg-type]
+    made = optimize(llama_artifact, preset, run=False, target=target, quality_tokens=0)
     for node in made.model.graph:
         steps, origins = provenance.steps(node), provenance.history(node)[1]
         if not steps:

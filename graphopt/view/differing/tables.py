@@ -113,9 +113,9 @@ def _line(change: Change, alone: bool) -> str:
     if change.before != change.after:
         return f"weight {change.before} -> {change.after}"
     figures = change.figures
-    moved = f", moved by {figures['relative']:.2g} of their size" if "relative" in figures else ""
+    moved = f", by {figures['relative']:.2g} of their size" if "relative" in figures else ""
     share = f"{figures['changed']:.1%} of " if figures.get("changed", 1) < 1 else ""
-    return f"weight {change.before}: {share}its numbers are others{moved}"
+    return f"weight {change.before}: {share}its numbers changed{moved}"
 
 
 def _size(found: Diff, side: int) -> str:

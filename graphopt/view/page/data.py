@@ -8,6 +8,7 @@ from typing import Any
 
 from graphopt.quality.losses import Losses
 from graphopt.view.differing.tables import became, cause, told
+from graphopt.view.page.difference import edits
 from graphopt.view.sentences import sentence
 from graphopt.view.trace import Diff, Trace
 from graphopt.view.tracing import BYTES, OPERATIONS
@@ -53,10 +54,13 @@ def page_data(trace: Trace, found: Diff | None, lost: Losses | None, time: Mappi
                 errors.get(node.name),
                 [words(line[:_LINE]) for line in changed.get(node.name, ())],
                 time.get(node.name),
+                node.fold,
+                node.place,
             ]
         )
     weights = [[words(w.name), words(w.format), w.group, w.shape, w.parameters, w.bytes] for w in trace.weights]
-    content = {"nodes": rows, "weights": weights, "words": list(words.texts)}
+    steps = edits(found, words)
+    content = {"nodes": rows, "weights": weights, "edits": steps, "words": list(words.texts)}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
     for mark, code in escaped.items():

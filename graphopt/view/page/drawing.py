@@ -1,12 +1,12 @@
 """One layer drawn as a graph: nodes in rows by their distance from what the layer reads, edges as curves.
 
-Rows are ordered so that few edges cross: each node goes to the mean place of its neighbours, a few times down and up
-(Sugiyama, Tagawa and Toda, 1981).
+Nodes that do the same to the same are one box, such as those of eight experts. Rows are ordered so that few edges
+cross: each node goes to the mean place of its neighbours, a few times down and up (Sugiyama, Tagawa and Toda, 1981).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from graphopt.analysis.roles import OTHER, SHARED
@@ -22,11 +22,13 @@ def drawing(trace: Trace, fold: int) -> Html:
     """Return the archetype of a fold as SVG; nodes that only make constants are left out."""
     layer = trace.folds[fold].layers[0]
     helps = _constants(trace)
-    places = [number for number, node in enumerate(trace.nodes) if node.layer == layer and number not in helps]
+    inside = [number for number, node in enumerate(trace.nodes) if node.layer == layer and number not in helps]
+    first = _equal(trace, inside, helps)
+    places = [number for number in inside if first[number] == number]
     if not places or len(places) > _LARGEST:
         return el("p", f"{len(places)} nodes: too many to draw, see the list of nodes", class_="note")
-    inside = set(places)
-    edges = [(maker, reader) for reader in places for maker in trace.nodes[reader].reads if maker in inside]
+    pairs = ((first[m], reader) for reader in places for m in trace.nodes[reader].reads if m in first)
+    edges = list(dict.fromkeys(pairs))
     rows, chains = _ranks(places, edges)
     rows = _ordered(rows, [pair for chain in chains for pair in pairwise(chain)])
     widths = [sum(_ACROSS + (_WIDTH if each >= 0 else 0) for each in row) - _ACROSS for row in rows]
@@ -39,13 +41,29 @@ def drawing(trace: Trace, fold: int) -> Html:
             x += size + _ACROSS
     height = 2 * _MARGIN + len(rows) * (_HEIGHT + _DOWN) - _DOWN
     lines = (el("path", d="".join(_path([where[each] for each in chain])), class_="edge") for chain in chains)
-    boxes = (_box(trace, number, *where[number]) for number in places)
+    same: dict[int, list[int]] = {number: [] for number in places}
+    for number in inside:
+        same[first[number]].append(number)
+    boxes = (_box(trace, same[number], *where[number]) for number in places)
     width = max(widths) + 2 * _MARGIN
     size_of = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
-    title = f"layer {layer}: {len(places)} nodes"
+    title = f"layer {layer}: {len(inside)} nodes"
     return el(
         "div", el("svg", el("g", lines), el("g", boxes), role="group", aria_label=title, **size_of), class_="scroll"
     )
+
+
+def _equal(trace: Trace, places: Sequence[int], helps: Collection[int]) -> dict[int, int]:
+    """Return for each node the first one of its operator and role that reads the same, or what equals that."""
+    found: dict[object, int] = {}
+    first: dict[int, int] = {}
+    for number in places:
+        node = trace.nodes[number]
+        stored = tuple((trace.weights[each].format, tuple(trace.weights[each].shape)) for each in node.weights)
+        reads = tuple(first.get(maker, maker) for maker in node.reads if maker not in helps)
+        alone = None if reads else number
+        first[number] = found.setdefault((node.operator, node.role, stored, reads, alone), number)
+    return first
 
 
 def _constants(trace: Trace) -> set[int]:
@@ -107,9 +125,10 @@ def _path(points: Sequence[tuple[float, float]]) -> Iterator[str]:
         x, y = u, v + _HEIGHT
 
 
-def _box(trace: Trace, number: int, x: float, y: float) -> Html:
-    node = trace.nodes[number]
+def _box(trace: Trace, numbers: Sequence[int], x: float, y: float) -> Html:
+    node = trace.nodes[numbers[0]]
     name, below = label_of(trace, node)
+    name = name if len(numbers) == 1 else f"{name} x {len(numbers)}"
     kind = "product" if node.weights and node.role.endswith("proj") else "attention" if node.role == "attention" else ""
     kind = kind or ("norm" if "norm" in node.role else "plain")
     return el(
@@ -119,7 +138,8 @@ def _box(trace: Trace, number: int, x: float, y: float) -> Html:
         el("text", plain(name, _TEXT), x=f"{x:.0f}", y=f"{y + (16 if below else 23):.0f}"),
         el("text", plain(below, _TEXT + 4), x=f"{x:.0f}", y=f"{y + 30:.0f}", class_="small") if below else None,
         class_=f"box {kind}",
-        data_node=number,
+        data_node=numbers[0],
+        data_same=" ".join(map(str, numbers)) if len(numbers) > 1 else None,
         tabindex=0,
         role="button",
     )

@@ -4,8 +4,8 @@ window.addEventListener("error", event => { document.body.dataset.error = event.
 const data = JSON.parse(document.getElementById("data").textContent);
 const word = number => data.words[number];
 const nodes = data.nodes.map((row, place) => {
-  const [name, operator, role, layer, computes, runner, weights, passes, left, reads, operations, bytes, errors, changes, time] = row;
-  return { place, name: word(name), operator: word(operator), role: word(role), layer, runner: word(runner), weights, reads, operations, bytes, errors, time,
+  const [name, operator, role, layer, computes, runner, weights, passes, left, reads, operations, bytes, errors, changes, time, fold, slot] = row;
+  return { place, name: word(name), operator: word(operator), role: word(role), layer, runner: word(runner), weights, reads, operations, bytes, errors, time, fold, slot,
     computes: computes === null ? null : word(computes), passes: passes.map(word), changes: changes.map(word),
     left: left.map(([by, why]) => ({ by: word(by), why: word(why) })) };
 });
@@ -85,14 +85,14 @@ const short = name => {
   const line = name.replace(/[\u0000-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, "·");
   return line.length > 90 ? line.slice(0, 45) + "…" + line.slice(-44) : line;
 };
-const amount = value => value === null || value === undefined ? "" : value >= 1e9 ? (value / 1e9).toFixed(1) + " G" : value >= 1e6 ? (value / 1e6).toFixed(1) + " M" : value >= 1e3 ? (value / 1e3).toFixed(1) + " k" : String(Math.round(value));
-const percent = value => (100 * value).toFixed(1) + "%";
+const amount = value => !value ? "" : value >= 1e9 ? (value / 1e9).toFixed(1) + " G" : value >= 1e6 ? (value / 1e6).toFixed(1) + " M" : value >= 1e3 ? (value / 1e3).toFixed(1) + " k" : String(Math.round(value));
+const percent = value => value === null || value === undefined ? "not known" : (100 * value).toFixed(1) + "%";
 const stored = node => [...new Set(node.weights.filter(n => weights[n].parameters).map(n => weights[n].format + (weights[n].group ? " by " + weights[n].group : "")))].join(", ");
 
 const field = document.getElementById("query"), count = document.getElementById("count"), list = document.getElementById("list");
 const measured = nodes.some(node => node.errors), timed = nodes.some(node => node.time);
 const columns = [["name", n => short(n.name)], ["operator", n => short(n.operator)], ["role", n => n.role], ["layer", n => n.layer], ["stored", stored],
-  ["run by", n => n.runner], ["op/token", n => amount(n.operations), "n"], ["bytes/token", n => amount(n.bytes), "n"],
+  ["run by", n => n.runner], ["operations per token", n => amount(n.operations), "n"], ["bytes per token", n => amount(n.bytes), "n"],
   ...(measured ? [["error alone", n => n.errors ? percent(n.errors[0]) : "", "n"], ["inside", n => n.errors ? percent(n.errors[1]) : "", "n"]] : []),
   ...(timed ? [["time", n => n.time ? percent(n.time) : "", "n"]] : []), ["passes", n => n.passes.join(", ")]];
 const head = make("tr");
@@ -111,6 +111,29 @@ function search() {
     return row;
   });
   list.tBodies[0].replaceChildren(...rows);
+  document.dispatchEvent(new CustomEvent("found", { detail: new Set(found.map(node => node.place)) }));
+}
+
+// The state of the page is in its address, so that a link leads to a view.
+const view = { q: "", node: null, colour: "" };
+function remember() {
+  const said = Object.entries(view).filter(([, value]) => value !== null && value !== "");
+  const hash = said.map(([key, value]) => `${key}=${encodeURIComponent(value)}`).join("&");
+  history.replaceState(null, "", hash ? "#" + hash : location.pathname + location.search);
+}
+async function copy(button) {
+  const field = make("input", null, { value: location.href, "aria-label": "link" });
+  try { await navigator.clipboard.writeText(location.href); }
+  catch {
+    // Where a page may not use the clipboard this older way still works.
+    button.after(field);
+    field.select();
+    document.execCommand("copy");
+    field.remove();
+  }
+  const said = button.textContent;
+  button.textContent = "copied";
+  setTimeout(() => { button.textContent = said; }, 1500);
 }
 
 const drawer = document.getElementById("drawer");
@@ -118,14 +141,14 @@ let opener = null;
 function open(place, push = true) {
   const node = nodes[place];
   if (!node) return;
-  const close = make("button", "close", { class: "close", "data-close": "" }), facts = make("dl");
+  const close = make("button", "close", { type: "button", class: "close", "data-close": "" }), link = make("button", "copy link", { type: "button", class: "link", "data-copy": "" }), facts = make("dl");
   const say = (title, ...values) => {
     if (!values.length) return;
     const cell = make("dd");
     values.forEach(value => { cell.append(value instanceof Node ? value : make("div", String(value))); });
     facts.append(make("dt", title), cell);
   };
-  const link = number => make("button", short(nodes[number].name || nodes[number].operator), { "data-node": number });
+  const other = number => make("button", short(nodes[number].name || nodes[number].operator), { type: "button", "data-node": number });
   say("operator", node.operator);
   say("role", node.role);
   say("layer", node.layer === null ? "outside of layers" : node.layer);
@@ -138,24 +161,27 @@ function open(place, push = true) {
   say("passes", ...(node.passes.length ? [node.passes.join(", ")] : []));
   say("change", ...node.changes);
   say("left", ...node.left.map(each => `${each.by}: ${each.why}`));
-  say("reads", ...node.reads.map(link));
-  say("read by", ...nodes.filter(each => each.reads.includes(place)).slice(0, 40).map(each => link(each.place)));
+  say("reads", ...node.reads.map(other));
+  say("read by", ...nodes.filter(each => each.reads.includes(place)).slice(0, 40).map(each => other(each.place)));
   if (drawer.hidden) opener = document.activeElement;
-  drawer.replaceChildren(close, make("h2", node.name.slice(0, 2000) || "(no name)"), facts);
+  drawer.replaceChildren(close, link, make("h2", node.name.slice(0, 2000) || "(no name)"), facts);
   drawer.hidden = false;
   drawer.focus();
   document.querySelectorAll(".box.here").forEach(each => each.classList.remove("here"));
   document.querySelector(`.box[data-node="${place}"]`)?.classList.add("here");
-  if (push) history.replaceState(null, "", "#node=" + place);
+  view.node = place;
+  if (push) remember();
 }
 function shut() {
   drawer.hidden = true;
   opener?.focus();
-  history.replaceState(null, "", field.value ? "#q=" + encodeURIComponent(field.value) : location.pathname + location.search);
+  view.node = null;
+  remember();
 }
 document.addEventListener("click", event => {
-  const target = event.target.closest("[data-node]");
-  if (target) open(Number(target.dataset.node));
+  const target = event.target.closest("[data-node]"), copied = event.target.closest("[data-copy]");
+  if (copied) copy(copied);
+  else if (target) open(Number(target.dataset.node));
   else if (event.target.closest("[data-close]") || (!drawer.hidden && !event.target.closest("#drawer"))) shut();
 });
 document.addEventListener("keydown", event => {
@@ -163,13 +189,5 @@ document.addEventListener("keydown", event => {
   const target = event.target.closest("[data-node]");
   if (target && target.tagName !== "BUTTON" && (event.key === "Enter" || event.key === " ")) { event.preventDefault(); open(Number(target.dataset.node)); }
 });
-field.addEventListener("input", () => { search(); history.replaceState(null, "", "#q=" + encodeURIComponent(field.value)); });
+field.addEventListener("input", () => { view.q = field.value; search(); remember(); });
 window.addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(each => { each.open = true; }));
-function follow() {
-  const [, key, value] = /^#(q|node)=(.*)$/s.exec(location.hash) ?? [];
-  if (key === "q") { try { field.value = decodeURIComponent(value); } catch { field.value = value; } search(); document.getElementById("nodes").scrollIntoView(); }
-  else if (key === "node") { open(Number(value), false); }
-}
-window.addEventListener("hashchange", follow);
-search();
-follow();

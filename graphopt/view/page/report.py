@@ -10,7 +10,9 @@ from graphopt.quality.losses import Losses
 from graphopt.version import VERSION
 from graphopt.view.page import sections
 from graphopt.view.page.data import page_data
+from graphopt.view.page.difference import difference_section
 from graphopt.view.page.html import Html, el, section
+from graphopt.view.page.losses import quality_section
 from graphopt.view.page.times import time_section
 from graphopt.view.query import KEYS
 from graphopt.view.trace import Diff, Trace
@@ -43,7 +45,7 @@ def report(
 ) -> str:
     """Return a page about a model, in HTML.
 
-    It holds no weight and no text that the model read.
+    It holds no weight and no text that the model read; histograms of weights only where ``losses`` has them.
 
     Args:
         trace: what the model consists of.
@@ -54,12 +56,12 @@ def report(
         live: whether the page is served, and loads itself again when the model changes.
     """
     parts = [
-        sections.verdict(trace, manifest, difference, losses),
+        sections.verdict(trace, manifest, difference, losses, taken),
         sections.passes(trace, manifest, difference),
         sections.layers(trace),
         sections.size(trace),
-        sections.difference(difference),
-        sections.quality(losses),
+        difference_section(difference),
+        quality_section(losses),
         None if taken is None else time_section(trace, taken),
         _nodes(),
     ]
@@ -72,7 +74,8 @@ def report(
     data = Html(
         f'<script type="application/json" id="data">{page_data(trace, difference, losses, _shares(taken))}</script>'
     )
-    script = Html(f"<script>{_asset('report.js')}{_asset('live.js') if live else ''}</script>")
+    assets = ("report.js", "edits.js", "graph.js", "start.js", *(["live.js"] if live else []))
+    script = Html(f"<script>{''.join(map(_asset, assets))}</script>")
     policy = Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}{_LIVE if live else ""}">')
     meta = [
         Html('<meta charset="utf-8">'),
@@ -100,7 +103,8 @@ def _nodes() -> Html:
     field = el("input", type="search", id="query", placeholder="role:down_proj layer:0-3", **said)
     keys = f"keys are {', '.join(KEYS)}"
     hint = el("p", f"All terms must hold; {keys}; a word without a colon is looked for in names.", class_="note")
-    found = el("p", id="count", role="status")
+    link = el("button", "copy a link to this view", type="button", data_copy="")
+    found = el("p", el("span", id="count", role="status"), " ", link)
     listed = el("div", el("table", el("thead"), el("tbody"), id="list"), class_="scroll tall")
     return section("nodes", "Nodes", field, hint, found, listed)
 

@@ -1,30 +1,34 @@
-"""The parts of a page that stand in it without a script: verdict, passes, layers, differences, quality, size."""
+"""The parts of a page that stand in it without a script: verdict, passes, layers, size."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import islice
 
 from graphopt.analysis.roles import OTHER, SHARED
 from graphopt.manifest import Manifest
+from graphopt.profiling import Profile
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.quality.losses import Losses
-from graphopt.view.differing.tables import became, cause, rows_of, told, where
+from graphopt.view.differing.tables import became, where
 from graphopt.view.explaining import rewrite_of
 from graphopt.view.inspecting import repeats_of, rows, short
 from graphopt.view.page.drawing import drawing
-from graphopt.view.page.html import Html, bar, el, joined, section, shade, table
+from graphopt.view.page.html import Html, bar, el, section, table
 from graphopt.view.plain import counted, letters, ranges
 from graphopt.view.sentences import sentence
 from graphopt.view.tables import megabytes
-from graphopt.view.trace import Diff, Edge, Trace
+from graphopt.view.times import duration
+from graphopt.view.trace import Diff, Stage, Trace
 
 _FIRST, _REASONS = 8, 12
 
 
-def verdict(trace: Trace, manifest: Manifest | None, found: Diff | None, lost: Losses | None) -> Html:
-    """Return size, quality and proofs in a few tiles, and what to look at first."""
+def verdict(
+    trace: Trace, manifest: Manifest | None, found: Diff | None, lost: Losses | None, taken: Profile | None
+) -> Html:
+    """Return size, quality, speed and proofs in a few tiles, and what to look at first."""
     parameters, size = trace.totals()
     tiles = [("weights", megabytes(size), f"{parameters:,} parameters, {8 * size / max(1, parameters):.2f} bits each")]
     if found is not None and found.bytes[1]:
@@ -41,6 +45,10 @@ def verdict(trace: Trace, manifest: Manifest | None, found: Diff | None, lost: L
         said = ", ".join(f"{counts[status]} {status}" for status in ("proved", "measured") if counts[status])
         wrong = counts["failed"] + counts["not covered"]
         tiles.append(("checks", said or "none", f"{wrong} failed or not covered" if wrong else "all covered"))
+    if taken is not None:
+        run = taken.token or taken.prompt
+        prompt = f"; a prompt of {taken.prompt.tokens}: {duration(taken.prompt.seconds)}" if taken.token else ""
+        tiles.append(("speed", f"{run.tokens / run.seconds:,.0f} tokens/s", f"{duration(run.seconds)} a run{prompt}"))
     per_token = sum(each.value for each in trace.measures if each.metric == "bytes/token")
     tiles.append(("read per token", megabytes(round(per_token)), f"with {trace.context:,} tokens in the cache"))
     boxes = (
@@ -53,9 +61,12 @@ def verdict(trace: Trace, manifest: Manifest | None, found: Diff | None, lost: L
 
 
 def _first(manifest: Manifest | None, lost: Losses | None, trace: Trace) -> Iterator[str]:
+    doubtful: dict[tuple[str, str], list[str]] = {}
     for check in [] if manifest is None else manifest.checks:
         if check.status in ("failed", "not covered"):
-            yield f"{check.name} after {check.after}: {check.status}: {sentence(check.reason)}"
+            places = doubtful.setdefault((check.status, sentence(check.reason)), [])
+            places.append(f"{check.name} after {check.after}")
+    yield from (f"{status}: {', '.join(places)}: {reason}" for (status, reason), places in doubtful.items())
     yield from (sentence(each) for each in ([] if lost is None else lost.advice))
     bodies = Counter(node.operator for node in trace.nodes if node.runner == "body")
     if bodies:
@@ -77,7 +88,7 @@ def passes(trace: Trace, manifest: Manifest | None, found: Diff | None) -> Html 
         rewrite = rewrite_of(stage.name)
         own = [] if found is None else [g for g in found.groups if stage.name in found.edges[g.edges[0]].passes]
         edits = table(
-            ("", "x", "layers", "role", "became"),
+            ("", "times", "layers", "role", "became"),
             (
                 (e.kind, len(g.edges), where(g), e.role, became(e, len(g.edges) == 1))
                 for g in own
@@ -89,12 +100,12 @@ def passes(trace: Trace, manifest: Manifest | None, found: Diff | None) -> Html 
             "summary",
             el("b", stage.name if stage.run < 2 else f"{stage.name} ({stage.run})"),
             el("span", stage.effect, class_=f"chip {stage.effect}"),
-            el("span", f"{stage.changed} changed, {stage.left} left, {stage.removed} nodes gone", class_="note"),
+            el("span", _did(stage), class_="note"),
             bar(stage.seconds / longest, f"{stage.seconds:.2f} s"),
         )
         parts = [
             el("pre", ((line, Html("\n")) for line in rewrite.splitlines())) if rewrite else None,
-            el("h4", "What it changed"), edits if own else el("p", "not told without BEFORE", class_="note"),
+            el("h4", "What it changed"), edits if own else _no_edits(found),
             *([el("h4", "What it left, and why"), el("ul", reasons)] if left else []),
             *([el("h4", "Checks"), el("ul", checks)] if stage.checks else []),
         ]  # fmt: skip
@@ -102,11 +113,27 @@ def passes(trace: Trace, manifest: Manifest | None, found: Diff | None) -> Html 
     return section("passes", "Passes", lines)
 
 
+def _did(stage: Stage) -> str:
+    said = [f"{stage.changed:,} changed"]
+    said += [f"{stage.left:,} left alone"] if stage.left else []
+    said += [f"{stage.removed:,} node{'' if stage.removed == 1 else 's'} removed"] if stage.removed else []
+    return ", ".join(said)
+
+
+def _no_edits(found: Diff | None) -> Html:
+    said = "a report with --before FOLDER shows it" if found is None else "nothing that is still different"
+    return el("p", said, class_="note")
+
+
 def layers(trace: Trace) -> Html:
     """Return how layers repeat, and one layer of each structure as a drawing."""
     names = list(islice(letters(), len(trace.folds)))
-    said = repeats_of(trace.repeats, names) if trace.folds else "no layers that repeat were found"
+    count = sum(len(fold.layers) for fold in trace.folds)
+    said = f"{count} layers: {repeats_of(trace.repeats, names)}" if count else "no layers that repeat were found"
     parts: list[Html] = [el("p", said, class_="repeats")]
+    if count:
+        colours = el("label", "colour by ", el("select", id="colour"))
+        parts.append(el("div", colours, el("span", id="legend"), class_="controls", id="colours", hidden=""))
     for number, (fold, name) in enumerate(zip(trace.folds, names, strict=True)):
         odd = f", of which {ranges(fold.exceptions)} are stored in another way" if fold.exceptions else ""
         summary = el(
@@ -137,86 +164,6 @@ def size(trace: Trace) -> Html:
         )
         for row in found
     )
-    head = ("layers", "role", "nodes", "parameters", "size", "stored", "computed", "run by", "op/token", "bytes/token")
+    head = ("layers", "role", "nodes", "parameters", "size", "stored", "computed", "run by", "operations per token",
+            "bytes per token")  # fmt: skip
     return section("size", "Size and work", table(head, lines, right=(2, 3, 8, 9)))
-
-
-def difference(found: Diff | None) -> Html | None:
-    """Return what became of the model before, equal edits of many layers as one row."""
-    if found is None:
-        return None
-    kinds = Counter(edge.kind for edge in found.edges)
-    said = ", ".join(f"{count:,} {kind}" for kind, count in kinds.items())
-    lines = (
-        (
-            el("span", edges[0].kind, class_=f"chip {edges[0].kind}"),
-            len(group.edges),
-            where(group),
-            edges[0].role,
-            became(edges[0], len(group.edges) == 1) if len(edges) == 1 else counted_operators(edges),
-            joined(el("div", line) for line in told(edges[0], len(group.edges) == 1)),
-            cause(edges[0]),
-        )
-        for group, edges in rows_of(found)
-    )
-    head = ("", "x", "layers", "role", "before → after", "what is different", "cause")
-    notes = (el("p", note, class_="note") for note in found.notes)
-    text = el(
-        "p", f"{found.nodes[0]:,} nodes before, {found.nodes[1]:,} after; {found.kept:,} are kept as they were; {said}."
-    )
-    return section("diff", "What is different", text, table(head, lines, right=(1,)), notes)
-
-
-def counted_operators(edges: Sequence[Edge]) -> str:
-    """Return how many nodes of which operators edges are about."""
-    found = Counter(name for edge in edges for name in (*edge.operators[0], *edge.operators[1]))
-    return ", ".join(f"{count} x {name}" if count > 1 else name for name, count in found.most_common())
-
-
-def quality(lost: Losses | None) -> Html | None:
-    """Return errors of products as a heat map of layers and roles, and what comes back in floats."""
-    if lost is None or not lost.products:
-        return None
-    inside = [each for each in lost.products if each.layer is not None]
-    roles = list(dict.fromkeys(each.role for each in inside))
-    numbers = sorted({each.layer for each in inside if each.layer is not None})
-    maps = [
-        (title, _heat(lost, roles, numbers, name))
-        for title, name in (("Alone: on inputs of the reference", "local"), ("Inside the model", "accumulated"))
-    ]
-    drawn = el("div", (el("figure", el("figcaption", title), heat) for title, heat in maps), class_="pair")
-    parts: list[object] = [
-        el("p", f"Errors in percent of what a product makes in floats, {lost.tokens:,} tokens of text."),
-        drawn,
-    ]
-    if lost.kl is not None:
-        kl = lost.kl or 1.0
-        lines = (
-            (
-                each.role or ("layers " + ranges(each.layers) if each.layers else f"all {each.what}"),
-                bar(each.kl / kl, f"{each.kl:.4f}"),
-                f"{(lost.kl - each.kl) / kl:.0%}",
-                megabytes(each.bytes),
-            )
-            for each in lost.restored
-        )
-        parts += [
-            el("h3", f"What comes back in floats, of a divergence of {lost.kl:.4f} nats"),
-            table(("in floats", "divergence that stays", "comes back", "costs"), lines, right=(2, 3)),
-        ]
-    return section("quality", "Where quality was lost", parts)
-
-
-def _heat(lost: Losses, roles: list[str], numbers: list[int], name: str) -> Html:
-    known = {(each.layer, each.role): getattr(each, name) for each in lost.products}
-    largest = max((value for (layer, _), value in known.items() if layer is not None), default=0.0)
-
-    def cell(layer: int, role: str) -> Html:
-        value = known.get((layer, role))
-        if value is None:
-            return el("td")
-        return el("td", f"{100 * value:.1f}", style=shade(value, largest), title=f"layer {layer}, {role}: {value:.2%}")
-
-    head = el("tr", el("th", "layer"), (el("th", role) for role in roles))
-    body = (el("tr", el("th", layer), (cell(layer, role) for role in roles)) for layer in numbers)
-    return el("div", el("table", el("thead", head), el("tbody", body), class_="heat"), class_="scroll")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from graphopt.profiling import Profile
+from graphopt.view.page.charts import icicle
 from graphopt.view.page.html import Html, bar, el, section, table
 from graphopt.view.times import ROWS, duration, kernels_of, reached, rows, told
 from graphopt.view.trace import Trace
@@ -10,7 +11,14 @@ from graphopt.view.trace import Trace
 
 def time_section(trace: Trace, found: Profile) -> Html:
     """Return the part of a page about time."""
-    parts: list[object] = [el("p", line) for line in told(trace, found)]
+    parts: list[object] = [el("p", f"{line[0].upper()}{line[1:]}.") for line in told(trace, found)]
+    parts.append(
+        el(
+            "p",
+            "A share of the bandwidth above 100% means that the processor's cache held what was read.",
+            class_="note",
+        )
+    )
     for title, run in (("One token", found.token), ("A prompt", found.prompt)):
         if run is None:
             continue
@@ -29,5 +37,5 @@ def time_section(trace: Trace, found: Profile) -> Html:
             for row in listed
         )
         head = ("role", "nodes", "time", "share", "bandwidth", "kernels", "slowest node")
-        parts += [el("h3", title), table(head, lines, right=(1, 3, 4))]
+        parts += [el("h3", title), icicle(trace, run), table(head, lines, right=(1, 3, 4))]
     return section("time", "Where time goes", parts)

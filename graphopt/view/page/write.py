@@ -20,6 +20,7 @@ def write(
     before: Path | None = None,
     where: bool = False,
     time: bool = False,
+    weights: bool = False,
     context: int = 1024,
     on_stage: Progress = silent,
 ) -> None:
@@ -30,7 +31,7 @@ def write(
     Raises:
         InputError: a model cannot be read or run, or the file cannot be written.
     """
-    page = page_about(model, before=before, where=where, time=time, context=context, on_stage=on_stage)
+    page = page_about(model, before=before, where=where, time=time, weights=weights, context=context, on_stage=on_stage)
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -43,6 +44,7 @@ def page_about(
     before: Path | None = None,
     where: bool = False,
     time: bool = False,
+    weights: bool = False,
     context: int = 1024,
     live: bool = False,
     on_stage: Progress = silent,
@@ -54,6 +56,7 @@ def page_about(
         before: what it was made from.
         where: whether to run both, to show where quality was lost.
         time: whether to run it, to show where time goes.
+        weights: with ``where``, whether to draw how weights lie among the levels of their formats.
         context: tokens in the cache, for figures per token.
         live: whether it is served by :class:`graphopt.view.page.serve.PageServer`, and follows the model's files.
         on_stage: called when a stage begins.
@@ -63,6 +66,8 @@ def page_about(
     """
     if where and before is None:
         raise InputError("where quality was lost is told beside the model before", remedy="give --before FOLDER")
+    if weights and not where:
+        raise InputError("histograms of weights are a part of where quality was lost", remedy="add --where")
     on_stage("reading the model")
     graph, manifest = opened(model, weights=before is not None)
     trace = trace_of(graph, manifest, str(model), context)
@@ -70,6 +75,6 @@ def page_about(
     if before is not None:
         on_stage("comparing it with the model before")
         found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
-    lost = losses(before, model, on_stage=on_stage) if where and before is not None else None
+    lost = losses(before, model, weights=weights, on_stage=on_stage) if where and before is not None else None
     taken = profile(model, on_stage=on_stage) if time else None
     return report(trace, manifest, found, lost, taken, live=live)

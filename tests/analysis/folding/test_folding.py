@@ -15,9 +15,6 @@ from graphopt.analysis.folding import Part, Repeat, fold
 from graphopt.analysis.folding.lockstep import divided
 from graphopt.analysis.folding.trunk import cut
 from graphopt.analysis.roles import roles_of
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe, presets
-from graphopt.statistics.options import CalibrationOptions
 from tests.decoders import decoder, shuffle_names
 from tests.graphs import residual_model, run_pass
 
@@ -223,12 +220,3 @@ def test_two_layers_of_each_family_are_found_with_names_shuffled(
     outside = [node for number, nodes in enumerate(folded.order) if number not in inside for node in nodes]
     # lm_head, or the pooler
     assert sum(node.op_type in ("MatMul", "Gemm") for node in outside) == 1
-
-
-@pytest.mark.parametrize("preset", presets())
-def test_layers_are_found_behind_every_preset(llama_artifact: Path, preset: str) -> None:
-    # GPTQ runs the model to see the inputs of products; one window of text is enough here.
-    recipe = load_recipe(preset).model_copy(update={"calibration": CalibrationOptions(windows=1)})
-    folded = fold(optimize(llama_artifact, recipe, run=f"{preset}-rtn" in presets()).model.graph)
-    assert len(folded.layers()) == 2
-    assert [part.count for part in folded.parts if isinstance(part, Repeat)] == [2]

@@ -1,0 +1,94 @@
+"""What every preset makes of the shipped model: its layers are found whatever names are, every node has an origin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+
+from graphopt import artifact
+from graphopt.analysis.folding import Repeat, fold
+from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.pipeline import optimize
+from graphopt.recipe import Recipe, load_recipe, presets
+from graphopt.statistics.options import CalibrationOptions
+from graphopt.view.explaining import explanations
+from tests.decoders import shuffle_names
+from tests.graphs import compiled
+
+LAYERS = 6
+
+
+def distinct() -> dict[str, Recipe]:
+    """Return the presets with codes rounded to nearest, which takes no run of the model; of twins then, one.
+
+    How codes are chosen changes neither a node nor its record: that of GPTQ is held against this one below.
+    """
+    found: dict[str, Recipe] = {}
+    for name in presets():
+        recipe = load_recipe(name)
+        if any(isinstance(step, QuantizeWeightsOptions) for step in recipe.steps):
+            recipe = recipe.setting("quantize_weights", rounding="nearest")
+        if all(recipe.steps != other.steps for other in found.values()):
+            found[name] = recipe
+    return found
+
+
+def names_of(graph: ir.Graph) -> set[str]:
+    made = {value.name or "" for node in graph for value in node.outputs}
+    ports = {value.name or "" for value in graph.inputs}
+    return made | ports | set(graph.initializers) | {node.name or "" for node in graph}
+
+
+@pytest.fixture(scope="module")
+def source(shipped_artifact: Path) -> artifact.Artifact:
+    return artifact.read(shipped_artifact)
+
+
+@pytest.mark.parametrize("preset", distinct())
+def test_layers_and_origins_of_every_preset(source: artifact.Artifact, preset: str, tmp_path: Path) -> None:
+    recipe = distinct()[preset]
+    if any(step.step == "split_inputs" for step in recipe.steps):  # it looks at activations, of a little text here
+        few = recipe.model_copy(update={"calibration": CalibrationOptions(windows=1, window=64)})
+        made = optimize(source, few, quality_tokens=0)
+        model, manifest = made.model, made.manifest
+    else:
+        model, reports = compiled(source, recipe, tmp_path)
+        manifest = source.manifest.model_copy(update={"passes": reports})
+    there, untouched = names_of(source.model.graph), {(node.name, node.op_type) for node in source.model.graph}
+    count = 0
+    for count, each in enumerate(explanations(model, manifest), 1):  # noqa: B007
+        assert each.origins, each.node.name
+        assert set(each.origins) <= there, each.node.name
+        assert not each.as_it_came_in or (each.node.name, each.node.operator) in untouched
+    assert count == len(list(model.graph))
+
+    folded = fold(model.graph)
+    assert len(folded.layers()) == LAYERS
+    assert [part.count for part in folded.parts if isinstance(part, Repeat)] == [LAYERS]
+    # no product of a layer is left outside: the first and the last layer are whole
+    inside = {segment for layer in folded.layers() for segment in layer}
+    outside = [node for number, nodes in enumerate(folded.order) if number not in inside for node in nodes]
+    assert not [node.name for node in outside if "layers." in (node.name or "")]
+    shuffle_names(model)
+    shuffled = fold(model.graph)
+    assert (shuffled.parts, shuffled.structures, shuffled.parameters) == (
+        folded.parts, folded.structures, folded.parameters
+    )  # fmt: skip
+
+
+def test_how_codes_are_chosen_changes_no_node(llama_artifact: Path) -> None:
+    few = {"windows": 1, "window": 64}
+    recipe = load_recipe("small")
+    chosen = recipe.model_copy(update={"calibration": recipe.calibration.model_copy(update=few)})
+    models = [
+        optimize(llama_artifact, each, quality_tokens=0).model
+        for each in (chosen, recipe.setting("quantize_weights", rounding="nearest"))
+    ]
+    said = [
+        [(each.call, each.origins, [edge.stage for edge in each.edges]) for each in explanations(model, None)]
+        for model in models
+    ]
+    assert said[0] == said[1]
+    assert fold(models[0].graph).structures == fold(models[1].graph).structures
