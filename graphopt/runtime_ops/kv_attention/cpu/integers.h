@@ -8,8 +8,11 @@
 namespace graphopt {
 namespace {
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
 constexpr bool kMultiplyCodes = true;
+
+#if defined(__AVX512VNNI__)
+constexpr size_t kCodeLines = 2;  // that share each load of factors
 
 // sum + the products of the 4 codes of each lane with 4 factors. Left to itself the compiler copies sums around.
 inline __attribute__((always_inline)) void multiply_four(__m512i& sum, __m512i codes, __m512i factors) {
@@ -22,61 +25,117 @@ inline __attribute__((always_inline)) __m512i four_factors(const int8_t* factors
   return _mm512_set1_epi32(word);
 }
 
+// Sums of products of lines of codes with rows of factors, of high and of low bytes.
+template <bool Narrow, size_t Rows, size_t Lines>
+class CodeSums {
+ public:
+  // Codes of one unit of each line, `to_line` bytes apart.
+  inline __attribute__((always_inline)) void add(const Factors<Rows>& factors, const uint8_t* codes, size_t to_line,
+                                                 size_t unit) {
+    __m512i line[Lines];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < Lines; ++i) line[i] = _mm512_loadu_si512(codes + i * to_line);
+    if (!Narrow) return multiply(factors, line, 4 * unit);
+    const __m512i mask = _mm512_set1_epi8(15);
+    __m512i half[Lines];
+#pragma GCC unroll 2
+    for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(line[i], mask);
+    multiply(factors, half, 8 * unit);
+#pragma GCC unroll 2
+    for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(_mm512_srli_epi16(line[i], 4), mask);
+    multiply(factors, half, 8 * unit + 4);
+  }
+
+  Floats of(size_t r, size_t i) const {
+    return {{_mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(upper_[r][i], 8), lower_[r][i]))}};
+  }
+
+ private:
+  inline __attribute__((always_inline)) void multiply(const Factors<Rows>& factors, const __m512i (&four)[Lines],
+                                                      size_t first) {
+#pragma GCC unroll 8
+    for (size_t r = 0; r < Rows; ++r) {
+      const FactorRow& row = factors.rounded[r];
+      const __m512i high = four_factors(row.upper + first), low = four_factors(row.lower + first);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < Lines; ++i) {
+        multiply_four(upper_[r][i], four[i], high);
+        multiply_four(lower_[r][i], four[i], low);
+      }
+    }
+  }
+
+  __m512i upper_[Rows][Lines] = {}, lower_[Rows][Lines] = {};
+};
+#else
+constexpr size_t kCodeLines = 1;
+
+inline __attribute__((always_inline)) __m256i two_factors(const int16_t* factors) {
+  int32_t word;
+  __builtin_memcpy(&word, factors, sizeof word);
+  return _mm256_set1_epi32(word);
+}
+
+// Sums of products of a line of codes, as numbers of 16 bits, with rows of factors.
+template <bool Narrow, size_t Rows, size_t Lines>
+class CodeSums {
+ public:
+  inline __attribute__((always_inline)) void add(const Factors<Rows>& factors, const uint8_t* codes, size_t, size_t unit) {
+    const __m256i* const line = reinterpret_cast<const __m256i*>(codes);
+    const __m256i pairs[2] = {_mm256_loadu_si256(line), _mm256_loadu_si256(line + 1)};
+    const auto part = [&](int shift) __attribute__((always_inline)) {
+      const __m256i mask = _mm256_set1_epi16(Narrow ? 15 : 255);
+      __m256i numbers[2];
+#pragma GCC unroll 2
+      for (size_t i = 0; i < 2; ++i) numbers[i] = _mm256_and_si256(_mm256_srli_epi16(pairs[i], shift), mask);
+      // first and third of four codes come from the lower bytes
+      const size_t first = (Narrow ? 8 * unit + (shift & 4) : 4 * unit) + (shift & 8) / 4;
+#pragma GCC unroll 8
+      for (size_t r = 0; r < Rows; ++r) {
+        const __m256i factor = two_factors(factors.rounded[r].pairs + first);
+#pragma GCC unroll 2
+        for (size_t i = 0; i < 2; ++i) {
+          sums_[r][i] = _mm256_add_epi32(sums_[r][i], _mm256_madd_epi16(numbers[i], factor));
+          asm("" : "+x"(sums_[r][i]));  // now: the compiler likes to put additions off
+        }
+      }
+    };
+    part(0), part(8);
+    if (Narrow) part(4), part(12);
+  }
+
+  Floats of(size_t r, size_t) const {
+    return by_parts<Floats>([&](size_t i) { return _mm256_cvtepi32_ps(sums_[r][i]); });
+  }
+
+ private:
+  __m256i sums_[Rows][2] = {};
+};
+#endif
+
 // Products of `Rows` rows of factors with `Lines` lines of 16 numbers each, whose codes are [line][unit][16][4].
 template <bool Narrow, size_t Rows, size_t Lines>
 __attribute__((noinline)) void multiply_codes(const Factors<Rows>& factors, const uint8_t* codes, Ahead& ahead,
                                               size_t count, Floats (&products)[Rows][Lines]) {
   const size_t units = count / (Narrow ? 8 : 4), to_line = units * kLine;
   Ahead::Run asked = ahead.run;
-  __m512i upper[Rows][Lines], lower[Rows][Lines];
-#pragma GCC unroll 8
-  for (size_t r = 0; r < Rows; ++r) {
-#pragma GCC unroll 2
-    for (size_t i = 0; i < Lines; ++i) upper[r][i] = lower[r][i] = _mm512_setzero_si512();
-  }
-  const auto multiply = [&](const __m512i (&four)[Lines], size_t factor) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-    for (size_t r = 0; r < Rows; ++r) {
-      const __m512i high = four_factors(factors.upper[r] + factor), low = four_factors(factors.lower[r] + factor);
-#pragma GCC unroll 2
-      for (size_t i = 0; i < Lines; ++i) {
-        multiply_four(upper[r][i], four[i], high);
-        multiply_four(lower[r][i], four[i], low);
-      }
-    }
-  };
+  CodeSums<Narrow, Rows, Lines> sums;
   for (size_t unit = 0; unit < units; ++unit, codes += kLine) {
-    __m512i line[Lines];
 #pragma GCC unroll 2
-    for (size_t i = 0; i < Lines; ++i) {
-      line[i] = _mm512_loadu_si512(codes + i * to_line);
-      ahead.ask(&asked);
-    }
-    if (Narrow) {
-      const __m512i mask = _mm512_set1_epi8(15);
-      __m512i half[Lines];
-#pragma GCC unroll 2
-      for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(line[i], mask);
-      multiply(half, 8 * unit);
-#pragma GCC unroll 2
-      for (size_t i = 0; i < Lines; ++i) half[i] = _mm512_and_si512(_mm512_srli_epi16(line[i], 4), mask);
-      multiply(half, 8 * unit + 4);
-    } else {
-      multiply(line, 4 * unit);
-    }
+    for (size_t i = 0; i < Lines; ++i) ahead.ask(&asked);
+    sums.add(factors, codes, to_line, unit);
   }
   ahead.run = asked;
 #pragma GCC unroll 8
   for (size_t r = 0; r < Rows; ++r) {
 #pragma GCC unroll 2
     for (size_t i = 0; i < Lines; ++i) {
-      const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(upper[r][i], 8), lower[r][i]);
-      products[r][i] = Floats{{_mm512_cvtepi32_ps(sum) * factors.steps[r]}} + all_lanes(factors.offsets[r]);
+      products[r][i] = sums.of(r, i) * factors.steps[r] + all_lanes(factors.offsets[r]);
     }
   }
 }
 
-// The same for any number of lines; finish(row, line, product) takes them. Two lines share each load of factors.
+// The same for any number of lines; finish(row, line, product) takes them.
 template <bool Narrow, size_t Rows, typename Finish>
 inline void multiply_lines(const Factors<Rows>& factors, const uint8_t* codes, Ahead& ahead, size_t count, size_t lines,
                            const Finish& finish) {
@@ -93,7 +152,7 @@ inline void multiply_lines(const Factors<Rows>& factors, const uint8_t* codes, A
     }
     line += kLines;
   };
-  while (line + 2 <= lines) run(std::integral_constant<size_t, 2>());
+  while (line + kCodeLines <= lines) run(std::integral_constant<size_t, kCodeLines>());
   if (line < lines) run(std::integral_constant<size_t, 1>());
 }
 
