@@ -79,7 +79,7 @@ class Served:
         self._lines.put("")
 
     def until(self, pattern: str) -> re.Match[str]:
-        while line := self._lines.get(timeout=60):
+        while line := self._lines.get(timeout=120):
             if found := re.search(pattern, line):
                 return found
         raise AssertionError("".join(self.said))
@@ -109,7 +109,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def server(narrow: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(narrow, tmp_path_factory.mktemp("faults"), "--replicas", 2, "--threads", 1)
+    served = Served(
+        narrow, tmp_path_factory.mktemp("faults"), "--replicas", 2, "--threads", 1, "--tool-parser", "hermes"
+    )
     yield served
     if served.process.poll() is None:
         assert served.close() == 0
@@ -172,6 +174,18 @@ def test_seeds_stop_strings_and_schemas(server: Served) -> None:
     told = {"model": "python", "messages": [{"role": "user", "content": "a stack"}], "max_tokens": 40}
     reply = server.client.chat.completions.create(**told, response_format=form)
     assert json.loads(reply.choices[0].message.content) == {"a": "b"}
+
+
+def test_calls_of_tools_are_told_from_text(server: Served) -> None:
+    parameters = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+    look = {"type": "function", "function": {"name": "look", "parameters": parameters}}
+    # what a model that was trained to would write
+    call = r'<tool_call>\{"name": "look", "arguments": \{"place": "[a-z]{3}"\}\}</tool_call>'
+    told = {"model": "python", "messages": [{"role": "user", "content": "a stack"}], "max_tokens": 60}
+    reply = server.client.chat.completions.create(**told, tools=[look], extra_body={"guided_regex": call}).choices[0]
+    assert reply.finish_reason == "tool_calls"
+    assert [each.function.name for each in reply.message.tool_calls] == ["look"]
+    assert json.loads(reply.message.tool_calls[0].function.arguments).keys() == {"place"}
 
 
 @pytest.mark.parametrize(
