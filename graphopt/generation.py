@@ -179,7 +179,8 @@ def run(
     columns = Columns(ids, mask, [()] * len(rows))
     prompt = True
     while True:
-        before = None if drafts is None or prompt else decoder.mark()
+        # One token a row is never taken back.
+        before = None if drafts is None or columns.ids.shape[1] == 1 or prompt else decoder.mark()
         newest: Logits = np.empty((0, 0, 0), np.float32)
         interrupted, began = False, time.perf_counter()
         for _, logits in decoder.feed(columns.ids, columns.mask):
@@ -196,8 +197,10 @@ def run(
                 for taken in verdict.check(rows, columns.drafts, newest):
                     yield _step(rows, taken)
         finally:
-            if drafts is not None and before is not None:
-                drafts.settle(verdict, decoder, before, columns.ids.shape[1], seconds)
+            if drafts is not None and not prompt:
+                if before is not None:
+                    drafts.settle(verdict, decoder, before)
+                drafts.learn(verdict, columns.ids.shape[1], seconds)
         if all(row.stopped is not None for row in rows):
             return
         # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.

@@ -56,6 +56,17 @@ class DraftStats:
         if text not in self.notes:
             self.notes.append(text)
 
+    def count(self, columns: int, tokens: int, seconds: float, drafting: float, as_plain: float) -> None:
+        """Count a step of so many columns, the tokens that it gave and its times."""
+        self.widths[columns] += 1
+        self.tokens += tokens
+        self.as_plain += as_plain
+        self.drafting += drafting
+        if columns > 1:
+            self.verifying += seconds
+        else:
+            self.plain += seconds
+
     def judged(self, draft: Sequence[Guess], right: int, wrong: bool) -> None:
         """Count the guesses of a draft that were checked: the right ones, and the wrong one behind them."""
         for place, guess in enumerate(draft[: right + wrong]):

@@ -28,6 +28,9 @@ _MEMORY = 200.0
 _UNKNOWN = 0.6
 """Chance of a guess before anything is known of its drafter."""
 
+_PACE = 0.02
+"""How much one more guess counts in that chance."""
+
 _RETRY = 64
 """Steps after which a drafter that did not pay is asked again."""
 
@@ -50,6 +53,7 @@ class Chances:
 
     _right: dict[tuple[str, int, int], float] = field(default_factory=dict)
     _all: dict[tuple[str, int, int], float] = field(default_factory=dict)
+    _of_source: dict[str, float] = field(default_factory=dict)
 
     def of(self, guess: Guess, place: int) -> float:
         """Return the chance of a guess at a place of a draft, once those before it were right."""
@@ -57,11 +61,10 @@ class Chances:
         count = self._all.get(key, 0.0)
         return (self._right.get(key, 0.0) + _TRUSTED * guess.chance) / (count + _TRUSTED)
 
-    def typical(self, source: str) -> float | None:
-        """Return the share of all guesses of a source that were right, or ``None`` before the first."""
-        keys = [key for key in self._all if key[0] == source]
-        count = sum(self._all[key] for key in keys)
-        return sum(self._right[key] for key in keys) / count if count else None
+    @property
+    def best(self) -> float | None:
+        """The share of guesses that were right lately, of the source that is right most; ``None`` before the first."""
+        return max(self._of_source.values(), default=None)
 
     def learn(self, draft: Sequence[Guess], right: int, wrong: bool) -> None:
         """Take in what became of a draft."""
@@ -71,6 +74,8 @@ class Chances:
             fade = 1.0 if count < _MEMORY else 1 - 1 / _MEMORY
             self._all[key] = fade * count + 1
             self._right[key] = fade * self._right.get(key, 0.0) + (place < right)
+            share = self._of_source.get(guess.source, _UNKNOWN)
+            self._of_source[guess.source] = share + _PACE * ((place < right) - share)
 
 
 class Lengths:
@@ -99,8 +104,8 @@ class Lengths:
             return 0
         if self._guess * LONGEST < SHARE * costs.of(1):
             return LONGEST
-        shares = [each for each in map(self.chances.typical, {key[0] for key in self.chances._all}) if each is not None]
-        chance = max(shares, default=_UNKNOWN)
+        known = self.chances.best
+        chance = _UNKNOWN if known is None else known
         best, most = 0, _WORTH * live / costs.of(1)
         reached, tokens = 1.0, 1.0
         for length in range(1, LONGEST + 1):

@@ -92,11 +92,13 @@ class Drafting:
         self._longest = LONGEST if by.tokens is None else by.tokens
         if session.interface.last_logits is not None:
             self._longest = min(self._longest, session.interface.last_logits - 1)
-        self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that the cache does not hold yet
+        self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that go before its draft
+        self._again: list[list[int]] = [[] for _ in rows]  # those of them that were fed before
         self._drafts: list[list[Guess]] = [[] for _ in rows]
         began = time.perf_counter()
         by.drafter.begin(rows)
         self._drafting = time.perf_counter() - began  # seconds since the last step
+        self._settling = 0.0
 
     def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
         """Return what to feed next.
@@ -107,22 +109,21 @@ class Drafting:
         """
         began = time.perf_counter()
         for row, new in enumerate(tokens):
-            self._texts[row] = [*self._texts[row], *new[-1:]] if self._rows[row].stopped is None else []
+            self._texts[row] = [*self._again[row], *new[-1:]] if self._rows[row].stopped is None else []
+            self._again[row] = []
             if new:
                 self._by.drafter.commit(row, new)
         self._drafts = self._drafted(decoder) if self._longest else [[] for _ in self._rows]
         self._drafting += time.perf_counter() - began
         return Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
 
-    def settle(self, verdict: Verdict, decoder: Decoder, before: Mark, columns: int, seconds: float) -> None:
-        """Take wrong guesses out of the cache, and learn.
+    def settle(self, verdict: Verdict, decoder: Decoder, before: Mark) -> None:
+        """Take wrong guesses of a step out of the cache.
 
         Args:
             verdict: what became of the drafts.
             decoder: of the batch.
             before: its mark before the step.
-            columns: of the step.
-            seconds: that it took.
         """
         began = time.perf_counter()
         kept = before.tokens.copy()
@@ -132,24 +133,49 @@ class Drafting:
         if (kept < decoder.tokens).any():
             decoder.take_back(before, kept)
         # A row that went back further feeds its tokens once more.
-        back = kept - decoder.tokens
+        back = (kept - decoder.tokens).tolist()
         for row, draft in enumerate(self._drafts):
             fed = [*self._texts[row], *(guess.token for guess in draft)]
-            self._texts[row] = fed[: int(back[row])]
-        self._learn(verdict, columns, seconds + time.perf_counter() - began)
+            self._again[row] = fed[: back[row]]
+        self._settling = time.perf_counter() - began
+
+    def learn(self, verdict: Verdict, columns: int, seconds: float) -> None:
+        """Take in what became of a step.
+
+        Args:
+            verdict: what became of its drafts.
+            columns: of the step.
+            seconds: that the model took.
+        """
+        by, stats, costs = self._by, self._by.stats, self._costs
+        seconds += self._settling
+        live, sampled = sum(map(bool, verdict.sampled)), sum(verdict.sampled)
+        wide = columns > 1  # for guesses, or for tokens that are fed once more because of them
+        if wide:
+            for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
+                stats.judged(draft, right, wrong)
+                by.lengths.chances.learn(draft, right, wrong)
+        costs.observe(columns, seconds)
+        given = sampled / max(1, live)
+        by.lengths.spent(self._drafting + seconds * wide, given * wide, costs)
+        stats.count(columns, sampled, seconds, self._drafting, given * costs.of(1))
+        self._drafting = self._settling = 0.0
 
     def _drafted(self, decoder: Decoder) -> list[list[Guess]]:
-        by, live = self._by, [row for row, text in enumerate(self._texts) if text]
-        room = decoder.room_for_drafts()
-        limits = [0] * len(self._rows)
+        by = self._by
+        none: list[list[Guess]] = [[] for _ in self._rows]
+        live = [row for row, text in enumerate(self._texts) if text]
         asked = self._longest if by.tokens is not None else by.lengths.to_ask(self._costs, len(live))
+        if not asked:
+            return none
+        room, limits = decoder.room_for_drafts().tolist(), [0] * len(none)
         for row in live:
             text, each = self._texts[row], self._rows[row]
             if len(text) <= _REPLAYED:
-                left = min(LONGEST + 1 - len(text), int(room[row]) + 1 - len(text), each.limit - len(each.tokens) - 1)
-                limits[row] = max(0, min(asked, self._longest, left))
+                left = min(LONGEST, room[row]) + 1 - len(text), each.limit - len(each.tokens) - 1
+                limits[row] = max(0, min(asked, self._longest, *left))
         if not any(limits):
-            return [[] for _ in self._rows]
+            return none
         began = time.perf_counter()
         drafts = by.drafter.propose([[] for _ in limits], limits)
         by.lengths.drafted(time.perf_counter() - began, sum(map(len, drafts)))
@@ -160,24 +186,6 @@ class Drafting:
             length = by.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
             drafts = [draft[:length] for draft in drafts]
         return drafts
-
-    def _learn(self, verdict: Verdict, columns: int, seconds: float) -> None:
-        by, stats, costs = self._by, self._by.stats, self._costs
-        live = sum(1 for count in verdict.sampled if count)
-        drafted = columns > 1  # or tokens are fed once more, which drafts have caused too
-        for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
-            stats.judged(draft, right, wrong)
-            by.lengths.chances.learn(draft, right, wrong)
-        costs.observe(columns, seconds)
-        given = sum(verdict.sampled) / max(1, live)
-        by.lengths.spent(self._drafting + seconds * drafted, given * drafted, costs)
-        stats.widths[columns] += 1
-        stats.tokens += sum(verdict.sampled)
-        stats.as_plain += given * costs.of(1)
-        stats.verifying += seconds * drafted
-        stats.plain += seconds * (not drafted)
-        stats.drafting += self._drafting
-        self._drafting = 0.0
 
 
 def _check(session: Session, batch: int) -> None:

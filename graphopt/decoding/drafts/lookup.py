@@ -65,7 +65,7 @@ class Lookup:
         best: list[Guess] = []
         most = 0.0
         for _ in range(_MATCHES):
-            if state <= ROOT:
+            if state <= ROOT or most >= min(limit, _STRETCH * matched):  # no shorter match can have more
                 break
             draft = _followed(texts, state, matched, min(limit, _STRETCH * matched), at_end=not begun)
             score, chance = 0.0, 1.0

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -155,7 +156,7 @@ class Interface:
         shape = self.outputs[LOGITS].shape
         return shape[-1] if shape else None
 
-    @property
+    @cached_property
     def last_logits(self) -> int | None:
         """Of how many of the last positions of a call the graph makes logits, at most; ``None`` for all."""
         logits = self.outputs[LOGITS]
