@@ -31,6 +31,11 @@ LAYERS = Rule(
     "layers {layers} in floats take back {share:.0%} of the divergence ({gain:.4f} of {of:.4f} nats) for "
     "{megabytes:.2f} MB more",
 )
+LAYER = Rule(
+    "losses.layer",
+    "layer {layer} in floats takes back {share:.0%} of the divergence ({gain:.4f} of {of:.4f} nats) for "
+    "{megabytes:.2f} MB more",
+)
 BOTH = Rule(
     "losses.both",
     "{role} of layer {layer} in floats takes back {share:.0%} of the divergence ({gain:.4f} of {of:.4f} nats) for "
@@ -91,6 +96,8 @@ def quantizes(recipe: Recipe) -> bool:
 def _comeback(each: Group, total: float, recipe: Recipe) -> Fact:
     gain = total - each.kl
     figures = {"gain": gain, "of": total, "share": gain / total, "megabytes": each.bytes / 1e6}
+    if each.what == "layers" and len(each.layers) == 1:
+        return LAYER(layer=each.layers[0], **figures)
     if each.what == "layers":
         return LAYERS(layers=list(each.layers), **figures)
     if each.what == "both":
