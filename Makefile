@@ -13,6 +13,8 @@
 # On a machine with an NVIDIA GPU: make EXTRAS=gpu,export,chat,serve,dev ... Kernels for GPUs are built then, or where a GPU is found.
 
 SHELL := /bin/bash
+comma := ,
+space := $() $()
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
@@ -22,12 +24,15 @@ PYTHON ?= $(shell for python in python3.11 python3 python3.12 python3.13 python3
 	"$$python" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& { echo "$$python"; break; }; done)
 EXTRAS ?= cpu,export,chat,serve,dev
+# What the demo needs of it: tools of developers and servers come when they are asked for.
+DEMO_EXTRAS ?= $(subst $(space),$(comma),$(filter-out serve dev,$(subst $(comma),$(space),$(EXTRAS))))
 # Test processes; each computes with one thread, or they would fight for the cores.
 JOBS ?= 2
 TORCH = $(shell sed -nE 's/.*"(torch==[^"]+)".*/\1/p' pyproject.toml)
 
 BIN := .venv/bin
 READY := .venv/.ready-$(EXTRAS)
+DEMO_READY := $(if $(wildcard $(READY)),$(READY),.venv/.ready-$(DEMO_EXTRAS))
 NATIVE := CMakeLists.txt $(shell find graphopt/runtime_ops -name CMakeLists.txt -o -name '*.cc' -o -name '*.cu' -o -name '*.h')
 # An editable install knows modules by where they were: when one is added, moved or removed, it is made anew.
 LAYOUT := build/.layout
@@ -54,10 +59,10 @@ help:
 
 setup: $(READY)
 
-demo: $(READY)
+demo: $(DEMO_READY)
 	@$(BIN)/graphopt demo
 
-real: $(READY)
+real: $(DEMO_READY)
 	$(BIN)/python tools/real_models.py
 
 # Modules go to the processes in order: by default those of few tests come last, and the slow ones are among them.
@@ -101,7 +106,7 @@ distclean: clean
 
 # An environment that cannot run pip (a setup was cut off, its Python is gone) is made anew; any other is brought up to
 # date. torch goes first and by itself, so that no other package gets to choose its build.
-$(READY): pyproject.toml $(NATIVE) $(LAYOUT)
+.venv/.ready-%: pyproject.toml $(NATIVE) $(LAYOUT)
 	@if ! $(BIN)/python -m pip --version >/dev/null 2>&1; then \
 		if [ -z "$(PYTHON)" ]; then \
 			echo "graphopt needs Python 3.11 or newer with the venv module; name yours: make PYTHON=/path/to/python" >&2; \
@@ -112,8 +117,8 @@ $(READY): pyproject.toml $(NATIVE) $(LAYOUT)
 		$(PYTHON) -m venv .venv; \
 	fi
 	@rm -f .venv/.ready-*
-	@echo "Installing graphopt[$(EXTRAS)], $(TORCH) first (the large one: minutes the first time)"
-	@$(MAKE) --no-print-directory --jobs=2 packages native
+	@echo "Installing graphopt[$*], $(TORCH) first (the large one: minutes the first time)"
+	@$(MAKE) --no-print-directory --jobs=2 packages native EXTRAS=$*
 	@touch $@
 
 # Both at once: one core compiles while the other unpacks.

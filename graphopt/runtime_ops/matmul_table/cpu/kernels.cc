@@ -84,6 +84,12 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
     }
     choose_operand_of_few<kBits>(weights.table, rounded.form, [&](auto* null) {
       using Operand = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
+      // rare formats take the compiler as long as others
+      constexpr bool kRare = kBits < 3 || kBits == 7;
+      if constexpr (kRare) {
+        if (rounded.width(0) > 1) return many(weights, rounded, y, first, end);
+        return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
+      }
       switch (rounded.width(0)) {
         case 1: return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
         case 2: return multiply_few<kBits, Operand, 2>(weights, rounded, y, first, end);
