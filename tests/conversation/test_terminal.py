@@ -28,9 +28,11 @@ from graphopt.session import Session
 ROOT = Path(__file__).parents[2]
 GRAPHOPT = (sys.executable, "-c", "from graphopt.cli import main; main()")
 # Signals of standard input's terminal go to the program. It asks for that itself: what ran between fork and exec, in a
-# process with threads, could wait forever for a lock that another thread held.
+# process with threads, could wait forever for a lock that another thread held. SIGINT is ignored in what a shell starts in
+# the background, and in all that this starts.
 IN_TERMINAL = """
-import fcntl, termios
+import fcntl, signal, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from graphopt.cli import main
 main()
