@@ -28,8 +28,8 @@ from graphopt.session import Session
 ROOT = Path(__file__).parents[2]
 GRAPHOPT = (sys.executable, "-c", "from graphopt.cli import main; main()")
 # Signals of standard input's terminal go to the program. It asks for that itself: what ran between fork and exec, in a
-# process with threads, could wait forever for a lock that another thread held. SIGINT is ignored in what a shell starts in
-# the background, and in all that this starts.
+# process with threads, could wait forever for a lock that another thread held. What a shell starts in the background
+# ignores SIGINT, and so does all that this starts.
 IN_TERMINAL = """
 import fcntl, signal, termios
 signal.signal(signal.SIGINT, signal.default_int_handler)
