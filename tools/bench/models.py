@@ -92,7 +92,7 @@ def _optimize(recipe: str, checkpoint: Path, target: Path) -> None:
     exported = checkpoint.with_name("float32")
     if not exported.exists():
         export(str(checkpoint), exported)
-    optimize(exported, recipe, target, run=False)
+    optimize(exported, recipe, target, target="ort-cpu", run=False)
 
 
 def _graphopt(folder: Path, work: Work) -> Speeds:
