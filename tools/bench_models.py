@@ -28,6 +28,7 @@ from rich.table import Column, Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.bench.machine import Others, describe, quiet
 from tools.bench.models import Model, Speeds, Work, models
+from tools.bench.options import Ggml, JsonFile
 from tools.bench.unavailable import UnavailableError
 from tools.make_llama import make_llama
 
@@ -43,8 +44,8 @@ def main(
     layers: int = 16,
     hidden: int = 1024,
     inner: int = 2816,
-    ggml: Annotated[Path | None, typer.Option(envvar="GRAPHOPT_BENCH_GGML", help="llama.cpp's build folder")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
+    ggml: Ggml = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Build what is missing, time every engine in every round in an order drawn anew, print medians and ratios."""
     console = Console()

@@ -31,6 +31,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tools.bench.gguf_file import write_gguf
 from tools.bench.machine import Others, describe, quiet
+from tools.bench.options import Ggml, JsonFile
 from tools.bench.serving import Reply, Server, free_port, running, together
 from tools.bench.unavailable import UnavailableError
 from tools.make_llama import make_llama
@@ -72,8 +73,8 @@ def main(
     layers: int = 16,
     hidden: int = 1024,
     inner: int = 2816,
-    ggml: Annotated[Path | None, typer.Option(envvar="GRAPHOPT_BENCH_GGML", help="llama.cpp's build folder")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
+    ggml: Ggml = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Build what is missing, measure every server in every round, print medians and ratios."""
     console = Console()

@@ -117,8 +117,8 @@ def serve(folder: Path, settings: Settings, say: Callable[[str], None]) -> None:
         MissingDependencyError: the extra ``serve`` is not installed.
     """
     Limits.of_folder(folder)
-    for package in ("dynamo._core", "onnxruntime_genai"):
-        _require(package)
+    _require("dynamo._core", "ai-dynamo-runtime, which has packages for Linux only")
+    _require("onnxruntime_genai", "onnxruntime-genai")
     port = _free_port(settings.host, settings.port) if settings.front else 0
     asked: list[int] = []
     with contextlib.ExitStack() as stack:
@@ -185,14 +185,11 @@ def _stop(processes: list[_Process], patience: float, asked: list[int]) -> None:
             time.sleep(_LOOK / 2)
 
 
-def _require(package: str) -> None:
+def _require(module: str, package: str) -> None:
     with contextlib.suppress(ModuleNotFoundError):
-        if importlib.util.find_spec(package) is not None:
+        if importlib.util.find_spec(module) is not None:
             return
-    raise MissingDependencyError(
-        f"serving needs {package.split('.')[0]}, which has packages for Linux only",
-        remedy='pip install "graphopt[serve]"',
-    )
+    raise MissingDependencyError(f"serving needs {package}", remedy='pip install "graphopt[serve]"')
 
 
 def _free_port(host: str, port: int) -> int:

@@ -144,7 +144,7 @@ def test_drafts_change_nothing(
     assert stats.tokens == sum(len(each.tokens) - 1 + (each.stopped == "end of text") for each in plain)
     assert sum(stats.checked.values()) > (0 if drafter == "lookup" else 5)
     if drafter == "right":
-        assert stats.passes < 30
+        assert stats.passes < 30  # plain decoding takes 39
 
 
 @settings(max_examples=10)
@@ -182,7 +182,7 @@ def test_a_cache_that_grows_is_rewound(tmp_path: Path) -> None:
     plain = generate(session, [[1]], max_new_tokens=40)
     speculation = Speculation(Lookup(), 11, strict=True)
     assert generate(session, [[1]], max_new_tokens=40, drafter=speculation) == plain
-    assert speculation.stats.passes < 15
+    assert speculation.stats.passes < 15  # plain decoding takes 39
     assert speculation.stats.acceptance()["lookup"][0] == 1.0
     with pytest.raises(InputError, match="grows by columns.*page_kv"):
         generate(session, [[1], [2]], drafter=Lookup())
@@ -221,15 +221,17 @@ def test_retrieval_that_sees_the_newest_page_is_refused(make_session: Any) -> No
         generate(load(file, threads=1), [[1]], drafter=Lookup())
 
 
-@pytest.mark.parametrize("kind", ["streaming=16", "layers=1"])
-def test_a_model_drafts_for_itself(make_session: Any, kind: str) -> None:
+# How often such drafts are right at least. A cache that forgets nothing of these texts guesses as the model does, but
+# for what is rounded (seen 0.88 to 1.0 by two sets of instructions). Of random weights, one that forgets most is right
+# less often (0.38 to 0.41), and so is one layer of two (0.08 to 0.16, where chance has 0.004).
+@pytest.mark.parametrize(("kind", "least"), [("streaming=128", 0.85), ("streaming=16", 0.3), ("layers=1", 0.05)])
+def test_a_model_drafts_for_itself(make_session: Any, kind: str, least: float) -> None:
     session = make_session("int4-rtn", "int8", "dense")
     for sampling in (Sampling(), DRAWN):
         plain = generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling)
         speculation = Speculation(own_drafter(session, kind), 3)
         assert generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling, drafter=speculation) == plain
-        right = speculation.stats.acceptance()[f"self:{kind}"][0]
-        assert right > 0.0  # of few guesses where they cost more than they save on this machine
+        assert speculation.stats.acceptance()[f"self:{kind}"][0] > least
 
 
 def test_the_same_model_is_always_right(make_session: Any) -> None:

@@ -1,4 +1,7 @@
-"""What every preset makes of the shipped model: its layers are found whatever names are, every node has an origin."""
+"""What presets make of the shipped model: its layers are found whatever names are, every node has an origin.
+
+Of presets that make the same nodes one is tried, see `distinct`.
+"""
 
 from __future__ import annotations
 

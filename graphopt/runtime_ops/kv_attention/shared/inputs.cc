@@ -45,12 +45,7 @@ bool Given::empty() const {
 
 OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtKernelContext* context,
                           Attention* call) {
-  for (size_t index = 0; index < kKVInputs; ++index) {
-    const OrtValue* value = nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, index, &value));
-    if (!value) return node.error("%s must be given", kNames[index]);
-    GRAPHOPT_RETURN_IF_ERROR(tensors[index].read(node, value, kNames[index]));
-  }
+  GRAPHOPT_RETURN_IF_ERROR(read_given(node, context, kNames, tensors));
   call->layout = attributes.layout;
   call->policies = attributes.policies.get();
   Layout& layout = call->layout;

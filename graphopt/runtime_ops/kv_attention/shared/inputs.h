@@ -52,6 +52,19 @@ struct Given {
   size_t numbers() const { return bytes() / width(); }
 };
 
+// Reads the inputs of a call, all of which must be given, by their names.
+template <size_t Count>
+OrtStatus* read_given(const Node& node, OrtKernelContext* context, const char* const (&names)[Count],
+                      Given (&tensors)[Count]) {
+  for (size_t index = 0; index < Count; ++index) {
+    const OrtValue* value = nullptr;
+    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, index, &value));
+    if (!value) return node.error("%s must be given", names[index]);
+    GRAPHOPT_RETURN_IF_ERROR(tensors[index].read(node, value, names[index]));
+  }
+  return nullptr;
+}
+
 struct KVInputs {
   static const char* const kNames[kKVInputs];
   Given tensors[kKVInputs];

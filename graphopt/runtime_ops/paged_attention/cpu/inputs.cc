@@ -61,12 +61,7 @@ OrtStatus* PagedAttributes::read(const Node& node, const OrtKernelInfo* info, in
 
 OrtStatus* PagedGiven::read(const Node& node, const PagedAttributes& attributes, OrtKernelContext* context,
                             Attention* call) {
-  for (size_t index = 0; index < kPagedInputs; ++index) {
-    const OrtValue* value = nullptr;
-    GRAPHOPT_RETURN_IF_ERROR(KernelContextGetInput::call(node.api, context, index, &value));
-    if (!value) return node.error("%s must be given", kNames[index]);
-    GRAPHOPT_RETURN_IF_ERROR(tensors[index].read(node, value, kNames[index]));
-  }
+  GRAPHOPT_RETURN_IF_ERROR(read_given(node, context, kNames, tensors));
   call->layout = attributes.layout;
   call->policies = attributes.policies.get();
   size_t tokens = 0;
