@@ -57,7 +57,8 @@ def test_a_planted_bad_rounding_is_named_first(shipped_artifact: Path, planted: 
     assert min(single, key=lambda each: each.kl).layers == [1]
     (whole,) = [each for each in found.groups if each.what == "products"]
     assert whole.kl < 0.1 * found.kl
-    # quantizing all products in the reference makes the model again, but for its token embedding
+    # Quantizing all products in the reference makes the model again, but for its token embedding. To second order that
+    # adds 2 sqrt(only rest) at most, 12% here (seen: 5%).
     assert whole.only == pytest.approx(found.kl, rel=0.1)
     (planted_alone,) = [
         each for each in found.groups if (each.what, each.role, each.layers) == ("both", "up_proj", [1])
@@ -118,7 +119,7 @@ def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_p
     (whole,) = [each for each in found.groups if each.what == "products"]
     assert found.kl is not None
     assert whole.kl < 0.2 * found.kl
-    assert whole.only == pytest.approx(found.kl, rel=0.2)
+    assert whole.only == pytest.approx(found.kl, rel=0.1)  # the embedding again, seen: 6%
 
 
 def test_an_encoder_has_errors_and_no_divergence(bert_artifact: Path, tmp_path: Path) -> None:
