@@ -154,17 +154,19 @@ def _from_transformers(source: str, name: str, temporary: Path, options: _Option
 
 
 def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:
+    from graphopt.gguf.file import read_once
     from graphopt.models.checkpoint import save_companions
-    from graphopt.models.gguf.checkpoint import find_gguf, load_gguf, outline_gguf
+    from graphopt.models.gguf.checkpoint import fill, find_gguf, outline_gguf
     from graphopt.models.loading import Loaded, weights_of
 
     path = find_gguf(source)
     assert path is not None
     options.say("loading the model")
-    torch_model, weights = outline_gguf(path)
-    notes = save_companions(str(path.parent), torch_model, temporary, gguf_file=path.name)
+    with read_once():
+        torch_model, weights = outline_gguf(path)
+        notes = save_companions(str(path.parent), torch_model, temporary, gguf_file=path.name)
     companions = {name: temporary / name for name in COMPANIONS if (temporary / name).is_file()}
-    loaded = Loaded(torch_model, weights_of(torch_model, weights), lambda: load_gguf(path)[0], [])
+    loaded = Loaded(torch_model, weights_of(torch_model, weights), lambda: fill(torch_model, weights), [])
     return _traced(loaded, Source(kind="gguf", name=source), temporary, companions, notes, options)
 
 

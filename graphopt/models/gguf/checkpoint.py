@@ -55,13 +55,23 @@ def load_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:
             not a causal language model, or weights are missing or left over.
         MissingDependencyError: torch, transformers or gguf is not installed.
     """
-    torch, _ = import_export_packages()
     model, weights = outline_gguf(path)
+    return fill(model, weights), weights
+
+
+def fill(model: Any, weights: dict[str, Expression]) -> Any:
+    """Evaluate the weights of a model into its memory, and return it, ready to run.
+
+    Args:
+        model: as from :func:`outline_gguf`.
+        weights: what came with it.
+    """
+    torch, _ = import_export_packages()
     with torch.no_grad():
         state = model.state_dict()
         for name, expression in weights.items():
             state[name].copy_(torch.from_numpy(np.require(expression.numpy(), requirements="W")))
-    return model, weights
+    return model
 
 
 def outline_gguf(path: Path) -> tuple[Any, dict[str, Expression]]:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from graphopt.artifact import MODEL
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.gguf import blocks
-from graphopt.gguf.file import open_gguf
+from graphopt.gguf.file import open_gguf, read_once
 from graphopt.manifest import read_manifest
 from graphopt.models.export import export
 from graphopt.models.gguf.checkpoint import load_gguf
@@ -63,6 +63,19 @@ def test_an_export_computes_what_transformers_does_on_the_decoded_weights(tmp_pa
     ours, theirs = (Tokenizer.from_file(str(each / "tokenizer.json")) for each in (folder / "artifact", llama_folder))
     assert ours.encode(text).ids == theirs.encode(text).ids
     assert (folder / "artifact" / "chat_template.jinja").read_text() == ggufs.CHAT
+
+
+def test_a_file_is_read_once(tmp_path: Path) -> None:
+    path, reader = tmp_path / "model.gguf", gguf.GGUFReader
+    ggufs.write_llama(ggufs.llama(), path, {})
+    with read_once():
+        first = gguf.GGUFReader(path)
+        with read_once():
+            assert gguf.GGUFReader(str(path)) is first
+        assert gguf.GGUFReader(path) is first
+        assert open_gguf(path).metadata["general.architecture"] == "llama"
+    assert gguf.GGUFReader is reader
+    assert not hasattr(gguf.get_tensor_name_map, "cache_info")
 
 
 def _scaling(kind: str, **more: float) -> Callable[[Any], None]:
