@@ -127,4 +127,5 @@ packages:
 	@$(BIN)/python tools/requirements.py $(EXTRAS) | $(INSTALL) --no-warn-conflicts --requirement /dev/stdin
 
 native:
-	@$(PIP) install --no-deps --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) --editable .
+	@$(PIP) install --no-deps --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) \
+		--config-settings=cmake.define.GRAPHOPT_INSTRUCTIONS=native --editable .

@@ -103,7 +103,12 @@ def main(
                     asyncio.run(together(server, [drawn.integers(0, vocabulary, 32).tolist()], 1))
                     for count in counts:
                         replies, seconds = asyncio.run(together(server, prompts[count], count))
-                        measured.setdefault((name, count), []).append(_figures(replies, seconds, reply))
+                        figures = _figures(replies, seconds, reply)
+                        measured.setdefault((name, count), []).append(figures)
+                        said = (
+                            f"round {number + 1}: {name}, {count} at once: {figures['tokens_per_second']:.1f} tokens/s"
+                        )
+                        console.print(f"{said}, first token after {figures['first_p50']:.2f} s", highlight=False)
             except UnavailableError as error:
                 absent[name] = str(error)
                 del servers[name]

@@ -10,11 +10,6 @@ using graphopt::RoundWork;
 extern "C" __attribute__((visibility("default"))) int graphopt_round_groups(const RoundWork* work) {
   Instructions chosen;
   if (!graphopt::choose_instructions(&chosen)) return 0;
-  graphopt::RoundKernel kernel = graphopt::kRoundScalar;
-#if defined(__x86_64__)
-  if (chosen >= Instructions::kAvx2) kernel = graphopt::kRoundAvx2;
-  if (chosen == Instructions::kAvx512) kernel = graphopt::kRoundAvx512;
-#endif
-  kernel(*work);
+  GRAPHOPT_OF(chosen, graphopt::kRound)(*work);
   return 1;
 }

@@ -10,11 +10,22 @@
 namespace graphopt {
 namespace {
 
-// What this build has kernels for, and this machine.
+// Each is true where this build has kernels for it and this machine can run them.
 bool has_avxvnni() {
 #if defined(GRAPHOPT_AVXVNNI)
   unsigned a = 0, b = 0, c = 0, d = 0;
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1;
+#else
+  return false;
+#endif
+}
+
+bool has_avx512() {
+#if defined(GRAPHOPT_AVX512)
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
+         __builtin_cpu_supports("avx512bf16");
 #else
   return false;
 #endif
@@ -27,10 +38,7 @@ bool has(Instructions instructions) {
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (instructions == Instructions::kAvx2) return avx2;
   if (instructions == Instructions::kAvxVnni) return avx2 && has_avxvnni();
-  return avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi") &&
-         __builtin_cpu_supports("avx512bf16");
+  return avx2 && has_avx512();
 #else
   return false;
 #endif

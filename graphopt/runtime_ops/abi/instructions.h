@@ -12,6 +12,18 @@ namespace graphopt {
 // multiply bytes are compiled for it, others are those of kAvx2.
 enum class Instructions { kScalar, kAvx2, kAvxVnni, kAvx512 };
 
+// What is compiled for each set, of the set that was chosen: GRAPHOPT_OF(chosen, kKernels).
+#if defined(GRAPHOPT_AVX512)
+#define GRAPHOPT_OF(chosen, name)                                   \
+  ((chosen) == graphopt::Instructions::kAvx512 ? name##Avx512       \
+   : (chosen) >= graphopt::Instructions::kAvx2 ? name##Avx2         \
+                                               : name##Scalar)
+#elif defined(__x86_64__)
+#define GRAPHOPT_OF(chosen, name) ((chosen) >= graphopt::Instructions::kAvx2 ? name##Avx2 : name##Scalar)
+#else
+#define GRAPHOPT_OF(chosen, name) (name##Scalar)
+#endif
+
 // The fastest set that this machine supports, or the one that GRAPHOPT_OPS_ISA (scalar, avx2, avxvnni, avx512) names.
 // Returns false where that is unknown, or unsupported by this machine or this build.
 bool choose_instructions(Instructions* chosen);

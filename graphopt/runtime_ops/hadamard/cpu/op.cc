@@ -38,11 +38,7 @@ struct Kernel {
     if (!choose_instructions(&instructions)) {
       return node.error("%s", kWrongInstructions);
     }
-    const HadamardKernels* kernels = &kHadamardScalar;
-#if defined(__x86_64__)
-    if (instructions >= Instructions::kAvx2) kernels = &kHadamardAvx2;
-    if (instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
-#endif
+    const HadamardKernels* const kernels = &GRAPHOPT_OF(instructions, kHadamard);
     run = type == kFloat ? kernels->single : type == kDouble ? kernels->twice : kernels->half;
     for (Input which : {kLeft, kRight}) {
       int given = 0;

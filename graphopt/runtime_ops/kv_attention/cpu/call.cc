@@ -22,11 +22,7 @@ constexpr size_t round_up(size_t count, size_t to) { return (count + to - 1) / t
 OrtStatus* choose_kernels(const Node& node, const KVAttentionKernels** kernels) {
   Instructions instructions;
   if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
-  *kernels = &kKVAttentionScalar;
-#if defined(__x86_64__)
-  if (instructions >= Instructions::kAvx2) *kernels = &kKVAttentionAvx2;
-  if (instructions == Instructions::kAvx512) *kernels = &kKVAttentionAvx512;
-#endif
+  *kernels = &GRAPHOPT_OF(instructions, kKVAttention);
   return nullptr;
 }
 

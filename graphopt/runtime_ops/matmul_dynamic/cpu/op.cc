@@ -42,12 +42,7 @@ struct Kernel : ProductTypes {
     GRAPHOPT_RETURN_IF_ERROR(read_constant_matrix(info, kRight, "right", &rotation.right));
     rotation.width = product.weights.rows;
     GRAPHOPT_RETURN_IF_ERROR(check_rotation(node, product.weights, rotation.left.order(), rotation.right.order()));
-    const HadamardKernels* kernels = &kHadamardScalar;
-#if defined(__x86_64__)
-    if (product.instructions >= Instructions::kAvx2) kernels = &kHadamardAvx2;
-    if (product.instructions == Instructions::kAvx512) kernels = &kHadamardAvx512;
-#endif
-    rotation.kernel = kernels->single;
+    rotation.kernel = GRAPHOPT_OF(product.instructions, kHadamard).single;
     return nullptr;
   }
 

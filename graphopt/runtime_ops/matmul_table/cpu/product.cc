@@ -21,13 +21,9 @@ constexpr size_t kTaskNumbers = 16384;
 OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
   GRAPHOPT_RETURN_IF_ERROR(node.read(api, info));
   if (!choose_instructions(&instructions)) return node.error("%s", kWrongInstructions);
-  kernels = &kMatMulScalar;
-#if defined(__x86_64__)
-  if (instructions >= Instructions::kAvx2) kernels = &kMatMulAvx2;
+  kernels = &GRAPHOPT_OF(instructions, kMatMul);
 #if defined(GRAPHOPT_AVXVNNI)
   if (instructions == Instructions::kAvxVnni) kernels = &kMatMulAvxVnni;
-#endif
-  if (instructions == Instructions::kAvx512) kernels = &kMatMulAvx512;
 #endif
   GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed));
   TableInput table = {};
