@@ -39,9 +39,8 @@ def test_replies_to_two_prompts_at_once_are_those_of_python(
     if not files:
         pytest.skip("this onnxruntime has no shared library of its own")
     session = load(shipped_artifact, threads=1)
-    prompts = [
-        session.encode(text) for text in ("class Stack:", "def read_lines(path):\n    with open(path) as stream:")
-    ]
+    texts = ("class Stack:", "def read_lines(path):\n    with open(path) as stream:")
+    prompts = [session.encode(text) for text in texts]
     given = [",".join(map(str, prompt)) for prompt in prompts]
     said = subprocess.run(
         [*engine, str(served), "12", *given],
@@ -56,7 +55,8 @@ def test_replies_to_two_prompts_at_once_are_those_of_python(
         assert [token for which, token in came if which == number] == expected
     # The second prompt came when the first had a token, and both went on together.
     order = [which for which, _ in came]
-    assert order[0] == 0 and 1 in order[: len(order) - 2]
+    assert order[0] == 0
+    assert 1 in order[: len(order) - 2]
 
 
 def test_it_says_what_it_needs(engine: list[str]) -> None:
