@@ -55,8 +55,8 @@ def case_of(
 
 
 @st.composite
-def any_case(draw: st.DrawFn) -> Case:
-    """Draw what ``case_of`` takes, and activations."""
+def any_case(draw: st.DrawFn, modes: Sequence[str] = MODES) -> Case:
+    """Draw what ``case_of`` takes, and activations of ``modes``."""
     rows, columns = draw(st.integers(1, 300)), draw(st.integers(1, 50))
     case = case_of(
         rows,
@@ -68,7 +68,7 @@ def any_case(draw: st.DrawFn) -> Case:
         minimums=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
-    return {**case, "activations": draw(st.sampled_from(MODES))}
+    return {**case, "activations": draw(st.sampled_from(modes))}
 
 
 def model_of(name: str, case: Case, opset: int = 23, fed: Sequence[str] = ()) -> ir.Model:

@@ -24,7 +24,7 @@ CACHE = Rule(
 )
 LOGITS = Rule("emulate_quantization.logits", "it makes the logits: its input is left in floating point")
 SHARED = Rule("emulate_quantization.shared", "it shares its rounded input with the product that makes the logits")
-ROUNDED = Rule("emulate_quantization.rounded", "its input is really rounded, token by token")
+ROUNDED = Rule("emulate_quantization.rounded", "its input is really rounded to few bits or token by token")
 OTHER_PRODUCT = Rule(
     "emulate_quantization.other-product", "{op_type} is not a product with a constant matrix on its right"
 )
@@ -70,9 +70,10 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
     and turns it back, x' = code * scale + offset. Everything stays in floating point, nothing gets smaller or faster:
     the graph computes what kernels on such codes would compute, so that their error can be measured. Activations have
     offset 0; k and v are rounded between the row's least and largest number. A tensor that several products read is
-    rounded once. W may be a float matrix or one that is dequantized. An input that ``RoundActivations`` rounds in
-    groups is emulated in front of it, one that it rounds token by token is left alone. Queries keep their numbers, and
-    so does the input of the product that makes the logits, as in the evaluations of QuaRot (Ashkboos et al. 2024).
+    rounded once. W may be a float matrix or one that is dequantized. An input that ``RoundActivations`` rounds to int8
+    or more in groups is emulated in front of it; one that it rounds to 4 bits, or token by token, is left alone. Queries
+    keep their numbers, and so does the input of the product that makes the logits, as in the evaluations of QuaRot
+    (Ashkboos et al. 2024).
     """
 
     name: ClassVar[str] = "emulate_quantization"
@@ -99,7 +100,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
                 ledger.skipped(node, LOGITS())
             elif _multiplies_by_a_matrix(node):
                 rounding = rounding_of(node)
-                if rounding is not None and not rounding.attributes.get_int("group", 0):
+                if rounding is not None and _is_rounded(rounding):
                     ledger.skipped(node, ROUNDED())
                     continue
                 reader = rounding or node
@@ -147,6 +148,10 @@ def _multiplies_by_a_matrix(node: ir.Node) -> bool:
     dequantize = dequantize_of(node)
     stored = weight_of(node, 1) if dequantize is None else weight_of(dequantize, 0)
     return stored is not None and stored.const_value is not None and stored.const_value.shape.rank() == 2
+
+
+def _is_rounded(rounding: ir.Node) -> bool:
+    return rounding.attributes.get_string("activations", "") == "uint4" or not rounding.attributes.get_int("group", 0)
 
 
 def _has_weights(node: ir.Node) -> bool:

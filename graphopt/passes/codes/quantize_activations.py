@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import onnx_ir as ir
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from graphopt.analysis.codes import NOT_QUANTIZED, coded_nodes, rounding_of, stored_codes
+from graphopt.analysis.codes import NOT_QUANTIZED, StoredCodes, coded_nodes, rounding_of, stored_codes
 from graphopt.analysis.structure import linear_nodes, lm_head_nodes, router_nodes
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
@@ -23,21 +23,35 @@ NOT_FLOAT = Rule("quantize_activations.not-float", "its input is {type}, and inp
 
 
 class QuantizeActivationsOptions(StepOptions):
-    """Bits of the inputs, the share of a token's range that they keep, and whether the lm_head's input is rounded too.
+    """Bits of the inputs, what shares a scale, and whether the lm_head's input is rounded too.
 
-    A share below 1 cuts a token's largest numbers off, which leaves a finer scale to all others.
+    Attributes:
+        bits: of an input.
+        scales: "token": all inputs of a token have one scale; "group": each group of inputs that the weight has a
+            scale for has one too, and with 4 bits a zero point. Groups need a CPU: GPUs have no kernel for them with 4
+            bits.
+        clip: the share of a token's range that codes reach. A share below 1 cuts a token's largest numbers off, which
+            leaves a finer scale to all others. Groups keep all of their range.
+        lm_head: whether the input of the product that makes the logits is rounded too.
     """
 
     renamed: ClassVar[dict[str, str]] = {"head": "lm_head"}
 
     step: Literal["quantize_activations"] = "quantize_activations"
     bits: Literal[4, 8] = 8
+    scales: Literal["token", "group"] = "token"
     clip: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     lm_head: bool = False
 
+    @model_validator(mode="after")
+    def _groups_keep_their_range(self) -> QuantizeActivationsOptions:
+        if self.scales == "group" and self.clip != 1:
+            raise ValueError(f"no kernel cuts off the range of a group: leave clip out, or at 1; it is {self.clip}")
+        return self
+
 
 class QuantizeActivations(Pass[QuantizeActivationsOptions]):
-    """Round the inputs of products with quantized weights to integers, one scale per token.
+    """Round the inputs of products with quantized weights to integers, one scale per token or per group.
 
     before::
 
@@ -45,11 +59,19 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
 
     after::
 
-        y = MatMul(ai.graphopt::RoundActivations(x; bits, clip), DequantizeLinear(codes, scales; ...))
+        y = MatMul(ai.graphopt::RoundActivations(x; activations, group, clip), DequantizeLinear(codes, scales; ...))
 
     A token's scale is s = clip max|x| / (2^(bits-1) - 1), its codes are q = round(x / s), cut off at either end, and
     y = s q W: a product of integers (QuaRot, Ashkboos et al. 2024, section 4), which the step ``lower`` makes of it,
-    with a rotation in front inside. A tensor that several products read is rounded once. Products with codes of any
+    with a rotation in front inside.
+
+    With scales per group each group of the weight has a scale of inputs, too, so a large input takes codes from its
+    neighbours alone, and not from the whole token. With 4 bits a group has a zero point z: s = (high - low) / 15, z =
+    round(-low / s), q = round(x / s) from -z to 15 - z, where low and high are the least and the largest number of the
+    group and 0. The group's 16 codes then reach from one to the other; 15 codes from -max|x| to max|x| would have steps
+    that are a third wider for groups of 32 normal numbers. q are still small integers: z costs a product nothing.
+
+    A tensor that several products read is rounded once. Products with codes of any
     format are rewritten likewise, and what the graph said about their inputs is replaced. A product that chooses
     experts is left alone, and so is the lm_head unless the options ask for it.
     """
@@ -76,7 +98,7 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
 
     def _round(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
         x, stored, rounding = input_of(node), stored_codes(node), rounding_of(node)
-        if rounding is not None and not rounding.attributes.get_int("group", 0):
+        if rounding is not None and not rounding.attributes.get_int("group", 0) and self.options.scales == "token":
             stated = rounding.attributes.get_string("activations", "")
             ledger.skipped(node, ALREADY(activations=stated))
         elif x.dtype is not None and x.dtype != ir.DataType.FLOAT:
@@ -84,5 +106,9 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         elif isinstance(stored, Fact):
             ledger.skipped(node, stored)
         else:
-            attributes = {"activations": f"int{self.options.bits}", "group": 0, "clip": self.options.clip}
-            round_input(graph, node, attributes, ledger)
+            round_input(graph, node, self._attributes(stored), ledger)
+
+    def _attributes(self, stored: StoredCodes) -> dict[str, Any]:
+        if self.options.scales == "token":
+            return {"activations": f"int{self.options.bits}", "group": 0, "clip": self.options.clip}
+        return {"activations": "uint4" if self.options.bits == 4 else "int8", "group": stored.group, "clip": 1.0}

@@ -26,6 +26,7 @@ from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.passes.lower.lookups import gather_packed, gather_standard
 from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
+from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.targets import Target
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
@@ -161,6 +162,12 @@ class Lower(Pass[LowerOptions]):
         clip = attributes.get_float("clip", 1.0)
         if not group and activations in _PER_TOKEN:
             _replace_dynamic(graph, node, stored, rounding, _PER_TOKEN[activations], ledger)
+        elif activations not in ON_GPUS and self.options.target == "ort-cuda":
+            raise InputError(
+                f"no kernel on a GPU rounds its input to {activations} in groups of {group}",
+                node=node.name,
+                remedy="give quantize_activations `scales: token`, or choose --target ort-cpu",
+            )
         elif clip == 1 and (group == stored.group or activations == "bfloat16") and activations != "int4":
             _replace(graph, node, stored, activations, ledger, rounding=rounding)
         else:
@@ -168,7 +175,7 @@ class Lower(Pass[LowerOptions]):
                 f"no product of graphopt rounds its input to {activations} in groups of {group} with clip {clip:g} in "
                 f"front of codes in groups of {stored.group}",
                 node=node.name,
-                remedy="int8 and int16 go with the groups of the weight, int8 and int4 with whole tokens",
+                remedy="int8, int16 and uint4 go with the groups of the weight, int8 and int4 with whole tokens",
             )
 
 

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from graphopt import provenance
 from graphopt.facts import PassReport
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from graphopt.passes.codes.emulate_quantization import EmulateQuantization, EmulateQuantizationOptions
+from graphopt.passes.codes.emulate_quantization import ROUNDED, EmulateQuantization, EmulateQuantizationOptions
+from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.runtime import ACCURACY_LEVEL, open_session, session_of
 from graphopt.runtime_ops import OPERATORS
@@ -73,6 +74,15 @@ def test_codes_of_weights_may_come_before_or_after_and_are_still_fused(tmp_path:
         seen.append(session.run(["logits"], {"input_ids": np.arange(10).reshape(2, 5)})[0])
     assert len(trips(before)) == len(trips(after)) == 4
     assert np.array_equal(*seen)
+
+
+def test_inputs_that_are_rounded_to_4_bits_are_left_alone() -> None:
+    model = residual_model(width=32, inner=48)
+    quantize(model)
+    QuantizeActivations(QuantizeActivationsOptions(bits=4, scales="group"))(model)
+    report = emulate(model, activations=8)
+    assert not trips(model)
+    assert sum(skip.reason == ROUNDED() for skip in report.skips) == 4
 
 
 def test_a_tensor_of_several_products_is_rounded_once(llama_canonical: ir.Model) -> None:

@@ -170,6 +170,7 @@ def node_of(model: ir.Model, name: str) -> ir.Node:
     [
         (("int8", 16), "MatMulTable", {"activations": "int8"}),
         (("int16", 16), "MatMulTable", {"activations": "int16"}),
+        (("uint4", 16), "MatMulTable", {"activations": "uint4"}),
         (("bfloat16", 0), "MatMulTable", {"activations": "bfloat16"}),
         (("int8", 0), "MatMulDynamic", {"bits": 8, "clip": 1.0}),
         (("int4", 0, 0.5), "MatMulDynamic", {"bits": 4, "clip": 0.5}),
@@ -190,10 +191,15 @@ def test_a_rounding_that_the_graph_states_becomes_a_part_of_the_product(
     assert not [name for name, value in model.graph.initializers.items() if not value.uses()]
 
 
-@pytest.mark.parametrize("stated", [("int8", 32), ("int4", 16), ("int16", 0), ("int8", 16, 0.5)])
+@pytest.mark.parametrize("stated", [("int8", 32), ("int4", 16), ("int16", 0), ("int8", 16, 0.5), ("uint4", 0)])
 def test_a_rounding_that_no_product_has_is_refused_with_what_there_is(stated: tuple[Any, ...]) -> None:
-    with pytest.raises(InputError, match=r"no product of graphopt rounds its input to int.*up0.*whole tokens"):
+    with pytest.raises(InputError, match=r"no product of graphopt rounds its input to u?int.*up0.*whole tokens"):
         lower(rounded(*stated), target="portable")
+
+
+def test_groups_of_4_bit_inputs_are_refused_for_a_gpu() -> None:
+    with pytest.raises(InputError, match=r"no kernel on a GPU rounds its input to uint4 in groups of 16.*up0.*token"):
+        lower(rounded("uint4", 16), target="ort-cuda")
 
 
 def test_a_rounding_that_stands_elsewhere_is_refused() -> None:

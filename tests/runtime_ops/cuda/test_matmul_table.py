@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphopt.formats import FORMATS
-from graphopt.runtime_ops.matmul_table.spec.activations import MODES
+from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.runtime_ops.matmul_table.spec.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize, reference
 from tests.pairwise import pairwise
@@ -24,7 +24,7 @@ from tests.runtime_ops.products import Case, any_case, case_of
 BFLOAT16 = ml_dtypes.bfloat16
 TYPES = (np.float32, np.float16, BFLOAT16)
 EACH_TYPE = pytest.mark.parametrize("dtype", TYPES, ids=lambda dtype: dtype.__name__)
-EACH_MODE = pytest.mark.parametrize("activations", MODES)
+EACH_MODE = pytest.mark.parametrize("activations", ON_GPUS)
 
 # significant bits, the leading one included, and half of the least positive number
 PRECISION = {np.float32: (24, 2.0**-150), np.float16: (11, 2.0**-25), BFLOAT16: (8, 2.0**-134)}
@@ -89,7 +89,7 @@ def test_it_is_within_the_bound(products: Products, bits: int, count: int, activ
 
 @pytest.mark.parametrize(
     ("shape", "activations", "dtype"),
-    pairwise([(5, 17, 16), (1040, 20, 1040), (1168, 48, 128), (1200, 33, 592)], MODES, TYPES),
+    pairwise([(5, 17, 16), (1040, 20, 1040), (1168, 48, 128), (1200, 33, 592)], ON_GPUS, TYPES),
 )
 def test_groups_that_are_ragged_long_or_the_whole_column(
     products: Products, shape: tuple[int, int, int], activations: str, dtype: type
@@ -112,7 +112,7 @@ def test_formats_with_decoders_of_their_own(
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(case=any_case(), dtype=st.sampled_from(TYPES), seed=st.integers(0, 2**31))
+@given(case=any_case(ON_GPUS), dtype=st.sampled_from(TYPES), seed=st.integers(0, 2**31))
 def test_any_product(products: Products, case: Case, dtype: type, seed: int) -> None:
     case.pop("minimums", None)  # which no kernel on a GPU has; its numbers are as good as zero points
     check(products, {**case, "x": case["x"].astype(dtype)}, seeds=(seed, seed + 1))
@@ -126,7 +126,7 @@ def test_frozen_vectors(products: Products, frozen: dict, dtype: type) -> None:
     case["x"] = case["x"].astype(dtype)
     with np.errstate(over="ignore"):  # beyond float16 is infinite
         expected = np.array(frozen["y"]).astype(dtype)
-    for activations in MODES:
+    for activations in ON_GPUS:
         assert np.array_equal(products.table({**case, "activations": activations}), expected)
 
 
@@ -162,7 +162,7 @@ def test_an_x_that_lies_anywhere(products: Products, activations: str, dtype: ty
     assert np.array_equal(products.table(case, shift=shift), products.table(case))
 
 
-@pytest.mark.parametrize("activations", MODES)
+@pytest.mark.parametrize("activations", ON_GPUS)
 def test_parts_of_k_are_summed_up(products: Products, activations: str) -> None:
     """A long K and few columns: blocks of threads have a part of K each."""
     case = {**case_of(8300, 20, 8300, 5, leading=(2,), bias=True), "activations": activations}

@@ -38,5 +38,5 @@ def honest(draw: st.DrawFn) -> Case:
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     inputs, attributes = packed_weights(draw, random)
     x = random.standard_normal((*draw(batches()), attributes["rows"])).astype(np.float32)
-    attributes["activations"] = draw(st.sampled_from(["float32", "bfloat16", "int8", "int16"]))
+    attributes["activations"] = draw(st.sampled_from(["float32", "bfloat16", "int8", "int16", "uint4"]))
     return Case("MatMulTable", {"x": Tensor(x, "fed"), **inputs}, attributes)

@@ -39,7 +39,7 @@ def test_the_body_is_within(activations: str) -> None:
     assert (np.abs(run_body("MatMulTable", case) - exact(case)) <= bound(**case)).all()
 
 
-@pytest.mark.parametrize("activations", ["int8", "int16"])
+@pytest.mark.parametrize("activations", ["int8", "int16", "uint4"])
 def test_a_table_that_is_rounded_is_within(activations: str) -> None:
     case = {**case_of(64, 33, 32, 6, leading=(7,)), "activations": activations}
     step = np.abs(case["table"]).max() / 32767

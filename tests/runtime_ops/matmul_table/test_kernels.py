@@ -30,7 +30,7 @@ from tests.runtime_ops.products import Case, any_case, case_of, model_of, run_bo
 
 pytestmark = needs_library
 
-INTEGERS = ("int8", "int16")
+INTEGERS = ("int8", "int16", "uint4")
 TABLES = {
     "int4": [float(code if code < 8 else code - 16) for code in range(16)],
     "e2m3": [s * (m / 8 if not e else (1 + m / 8) * 2 ** (e - 1)) for s in (1, -1) for e in range(4) for m in range(8)],
@@ -275,7 +275,7 @@ WRONG: dict[str, tuple[dict[str, object], str]] = {
     "table": ({"table": np.zeros(17, np.float32)}, "table must have from 1 to 16 numbers"),
     "entry": ({"table": np.full(16, np.nan, np.float32)}, "entry 0 of the table is no finite number"),
     "code": ({"table": np.zeros(9, np.float32)}, "a code is 15, in a table of 9 numbers"),
-    "activations": ({"activations": "int7"}, "activations must be float32, bfloat16, int8 or int16, not 'int7'"),
+    "activations": ({"activations": "int7"}, "activations must be float32, bfloat16, int8, int16 or uint4, not 'int7'"),
     "long activations": ({"activations": "int7" * 9}, "its attribute activations must be there, and be a short string"),
 }
 

@@ -68,7 +68,7 @@ def test_a_code_without_an_entry_is_an_error() -> None:
 
 def test_an_unknown_rounding_is_an_error() -> None:
     case = {**case_of(20, 20, 20, 2), "activations": "int7"}
-    with pytest.raises(ValueError, match="activations are float32, bfloat16, int8, int16, not 'int7'"):
+    with pytest.raises(ValueError, match="activations are float32, bfloat16, int8, int16, uint4, not 'int7'"):
         reference(**case)
     with pytest.raises(Exception, match="Gather"):
         run_body(NAME, case)
@@ -107,6 +107,15 @@ def test_rounding_by_hand() -> None:
     # two groups, the second with m = 2^-110, which is a group of zeros
     x = np.array([[16256, 1.4, 2.0**-110, 0]], np.float32)
     assert round_activations(x, 2, "int16").tolist() == [[16256, 1, 0, 0]]
+    # low = -5 and high = 10: a step of 1 and a zero point of 5; 0.5 and 1.5 are ties
+    x = np.array([[-5, 10, 0.5, 1.5, -4.4, 9.6]], np.float32)
+    assert round_activations(x, 6, "uint4").tolist() == [[-5, 10, 0, 2, -4, 10]]
+    # 0 belongs to a range that does not reach it, with code 0 or 15
+    assert round_activations(np.array([[30, 16, -15, -8.6]], np.float32), 2, "uint4").tolist() == [[30, 16, -15, -9]]
+    # of a range with ties at both ends one is cut off: steps of 2, -1 and 29 are -0.5 and 14.5, which go to 0 and 14
+    assert round_activations(np.array([[-1, 29]], np.float32), 2, "uint4").tolist() == [[0, 28]]
+    # -11 and 19 are -5.5 and 9.5: z = 6, and the largest code is 9
+    assert round_activations(np.array([[-11, 19]], np.float32), 2, "uint4").tolist() == [[-12, 18]]
     # 8 bits of bfloat16: between 1 and 1 + 2^-7 the tie goes to 1, the next one to 1 + 2^-6
     assert round_activations(np.array([1 + 2**-8, 1 + 3 * 2**-8], np.float32), 2, "bfloat16").tolist() == [1, 1 + 2**-6]
 

@@ -22,6 +22,7 @@ struct Rounded {
   int levels = 127;        // the largest magnitude of a rounded number, upper half by itself where there are two
   float clip = 1;          // times the largest magnitude is what `levels` represents
   bool whole_row = false;  // a row has one scale, not one for each group of the weights
+  bool of_range = false;   // `levels` steps go from the least number of a group to its largest, 0 among them
   size_t rows_of_x = 0;
   size_t panel = 1;   // rows of each panel but the last
   size_t padded = 1;  // rows of all panels

@@ -14,7 +14,12 @@ struct Kernel : ProductTypes {
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info, int) {
     GRAPHOPT_RETURN_IF_ERROR(product.prepare(api, info));
-    return read_activations(product.node, info, &how.kind);
+    GRAPHOPT_RETURN_IF_ERROR(read_activations(product.node, info, &how.kind));
+    if (how.kind != Activations::kUint4) return nullptr;
+    how.kind = Activations::kInt8;  // codes without their zero points are small integers
+    how.levels = 15;
+    how.of_range = true;
+    return nullptr;
   }
 
   OrtStatus* compute(OrtKernelContext* context) const { return product.run(context, how, nullptr); }

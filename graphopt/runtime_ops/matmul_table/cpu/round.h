@@ -20,6 +20,7 @@ inline uint32_t largest_magnitude(const float* x, size_t count) {
 
 struct Scale {
   float scale = 0, inverse = 0;
+  int32_t zero_point = 0;  // codes begin at minus this, where they are those of a range
 };
 
 inline Scale scale_for(uint32_t largest, float clip, float levels) {
@@ -37,6 +38,22 @@ inline int32_t nearest(float x, float inverse, float levels) {
   scaled = scaled < levels ? scaled : levels;
   scaled = scaled > -levels ? scaled : -levels;
   return static_cast<int32_t>(bits_of<uint32_t>(scaled + kShift) - bits_of<uint32_t>(kShift));
+}
+
+// The scale of numbers and 0 with codes from the least to the largest of them.
+inline Scale scale_of_range(const float* x, size_t count, float levels) {
+  float low = 0, high = 0;
+  for (size_t i = 0; i < count; ++i) {
+    low = x[i] < low ? x[i] : low;
+    high = x[i] > high ? x[i] : high;
+  }
+  const float width = high - low;
+  if (largest_magnitude(x, count) >= 0x7f800000u || bits_of<uint32_t>(width) >= 0x7f800000u) {
+    return {__builtin_nanf(""), 0};
+  }
+  if (width < 1e-30f) return {};
+  const float inverse = levels / width;
+  return {width / levels, inverse, nearest(-low, inverse, levels)};
 }
 
 inline uint16_t bfloat16(float value) {
@@ -110,7 +127,10 @@ inline void round_to_integers(Row& row, const Segment& segment) {
   const float levels = levels_of(*row.rounded);
   if (!row.rounded->whole_row && segment.begins_group) {
     const size_t end = segment.row + weights.group < weights.rows ? segment.row + weights.group : weights.rows;
-    row.scale = scale_for(largest_magnitude(row.x + segment.row, end - segment.row), row.rounded->clip, levels);
+    const float* const group = row.x + segment.row;
+    const size_t numbers = end - segment.row;
+    row.scale = row.rounded->of_range ? scale_of_range(group, numbers, levels)
+                                      : scale_for(largest_magnitude(group, numbers), row.rounded->clip, levels);
   }
   const size_t count = row.count(segment);
   const float *const from = row.x + segment.row, inverse = row.scale.inverse;
@@ -118,6 +138,17 @@ inline void round_to_integers(Row& row, const Segment& segment) {
   auto* const integers = reinterpret_cast<int8_t*>(words);
   __builtin_memset(integers + count, 0, segment.units * 16 - count);
   int32_t sum = 0;
+  if (row.rounded->of_range) {
+    const int32_t least = -row.scale.zero_point, most = static_cast<int32_t>(levels) + least;
+    for (size_t i = 0; i < count; ++i) {
+      int32_t integer = nearest(from[i], inverse, levels);
+      integer = integer < most ? integer : most;
+      integer = integer > least ? integer : least;
+      integers[i] = static_cast<int8_t>(integer);
+      sum += integer;
+    }
+    return row.put_integers(segment, words, 0, row.scale.scale, sum);
+  }
   if (row.rounded->kind == Activations::kInt8) {
     for (size_t i = 0; i < count; ++i) {
       const int32_t integer = nearest(from[i], inverse, levels);

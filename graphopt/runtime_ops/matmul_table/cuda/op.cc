@@ -90,6 +90,7 @@ struct TableKernel : Types {
     GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &product.weights));
     Activations activations = Activations::kFloat;
     GRAPHOPT_RETURN_IF_ERROR(read_activations(node, info, &activations));
+    if (activations == Activations::kUint4) return node.error("activations uint4 have no kernel on a GPU");
     product.call.activations = static_cast<int32_t>(activations);
     product.call.clip = 1;
     return product.prepare(info, types);

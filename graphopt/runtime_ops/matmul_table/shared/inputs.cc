@@ -125,12 +125,12 @@ OrtStatus* check_codes(const Node& node, const TableInput& table, int largest) {
 OrtStatus* read_activations(const Node& node, const OrtKernelInfo* info, Activations* to) {
   char text[16] = {};
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "activations", text, sizeof text));
-  constexpr const char* kKinds[] = {"float32", "bfloat16", "int8", "int16"};
-  for (int kind = 0; kind < 4; ++kind) {
+  constexpr const char* kKinds[] = {"float32", "bfloat16", "int8", "int16", "uint4"};
+  for (int kind = 0; kind < 5; ++kind) {
     *to = static_cast<Activations>(kind);
     if (!std::strcmp(text, kKinds[kind])) return nullptr;
   }
-  return node.error("activations must be float32, bfloat16, int8 or int16, not '%s'", text);
+  return node.error("activations must be float32, bfloat16, int8, int16 or uint4, not '%s'", text);
 }
 
 OrtStatus* read_token_rounding(const Node& node, const OrtKernelInfo* info, int* levels, float* clip) {

@@ -8,7 +8,7 @@
 
 namespace graphopt {
 
-enum class Activations { kFloat, kBfloat16, kInt8, kInt16 };
+enum class Activations { kFloat, kBfloat16, kInt8, kInt16, kUint4 };
 
 // One byte of a table of integers: the value of a code is table[code] - offset, as far as this byte goes.
 struct IntegerPlane {

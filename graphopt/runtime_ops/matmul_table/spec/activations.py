@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -14,12 +15,18 @@ from graphopt.runtime_ops.tape import branch, ints
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
 
-MODES = ("float32", "bfloat16", "int8", "int16")
+MODES = ("float32", "bfloat16", "int8", "int16", "uint4")
 """What x may be rounded to."""
 
-LEVELS = {"int8": 127, "int16": 16256}
+ON_GPUS = MODES[:4]
+"""Those that have kernels for GPUs."""
+
+LEVELS = {"int8": 127, "int16": 16256, "uint4": 15}
 """The largest code of an activation. 16256 = 128 x 127: such a code is two signed bytes,
 128 high + low."""
+
+WITH_ZERO_POINTS = ("uint4",)
+"""Those whose groups have a zero point beside their scale: codes go from 0 to the largest."""
 
 TINY = 1e-30
 """A group of activations that stays below it counts as zeros: its scale could not be divided by."""
@@ -37,8 +44,21 @@ def round_activations(x: Floats, group: int, activations: str) -> Doubles:
     rounded = np.empty(row.shape, np.float64)
     for start in range(0, row.shape[-1], group):
         these = slice(start, start + group)
-        rounded[..., these] = round_rows(row[..., these], LEVELS[activations])
+        rounded[..., these] = round_group(row[..., these], activations)
     return rounded
+
+
+def round_group(x: npt.NDArray[np.float32], activations: str, clip: float = 1.0, levels: int | None = None) -> Doubles:
+    """Return each row (last axis) of ``x`` rounded with one scale, see :func:`round_rows` and :func:`round_ranges`.
+
+    Args:
+        x: float32 [..., n].
+        activations: an integer type.
+        clip: the share of the row's range that codes reach.
+        levels: the largest code, where it is not the one in :data:`LEVELS`.
+    """
+    levels = LEVELS[activations] if levels is None else levels
+    return (round_ranges if activations in WITH_ZERO_POINTS else round_rows)(x, levels, clip)
 
 
 def round_rows(x: npt.NDArray[np.float32], levels: int, clip: float = 1.0) -> Doubles:
@@ -52,6 +72,24 @@ def round_rows(x: npt.NDArray[np.float32], levels: int, clip: float = 1.0) -> Do
         q = np.clip(np.rint(x * (np.float32(levels) / m)), -levels, levels)
         products = np.where(m < TINY, 0.0, q.astype(np.float64) * (m / np.float32(levels)))
     return np.where(np.isfinite(m), products, np.nan)
+
+
+def round_ranges(x: npt.NDArray[np.float32], levels: int, clip: float = 1.0) -> Doubles:
+    """Return q s for each row (last axis) of ``x``, float64; s, z and q are those of float32 arithmetic.
+
+    low = clip min(0, min x), high = clip max(0, max x), w = high - low, s = w / levels, z = round(-low (levels / w)),
+    q = round(x (levels / w)), from -z to levels - z. A row with w < 1e-30 is zeros; one that is not finite, or whose w
+    is not, is NaN.
+    """
+    low = np.minimum(x.min(axis=-1, keepdims=True), np.float32(0)) * np.float32(clip)
+    high = np.maximum(x.max(axis=-1, keepdims=True), np.float32(0)) * np.float32(clip)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        width = high - low
+        inverse = np.float32(levels) / width
+        zero_point = np.rint(-low * inverse)
+        q = np.clip(np.rint(x * inverse), -zero_point, levels - zero_point)
+        products = np.where(width < TINY, 0.0, q.astype(np.float64) * (width / np.float32(levels)))
+    return np.where(np.isfinite(width), products, np.nan)
 
 
 def to_bfloat16(numbers: Floats) -> npt.NDArray[np.float32]:
@@ -90,13 +128,13 @@ def _rounded_in_groups(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir
     padded, grouped = group_nodes(tape, x, rows, group)
     by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in MODES]})
     levels = tape.op("Gather", [by_mode, mode], {"axis": 0})
-    return ungroup_nodes(tape, row_rounding_nodes(tape, grouped, levels, None), padded, rows)
+    return ungroup_nodes(tape, group_rounding_nodes(tape, grouped, mode, MODES, levels, None), padded, rows)
 
 
 def group_nodes(tape: ir.tape.Tape, x: ir.Value, rows: ir.Value, group: ir.Value) -> tuple[ir.Value, ir.Value]:
     """Return x [..., rows] padded with zeros to whole groups, and that as [..., groups, group]; rows, group int64 [1].
 
-    Zeros do not change the largest magnitude of a group.
+    Zeros change neither the largest magnitude of a group nor a range that 0 is in.
     """
     missing = tape.op("Mod", [tape.op("Neg", [rows]), group])
     zero = tape.op("Constant", [], {"value_float": 0.0})
@@ -115,6 +153,38 @@ def ungroup_nodes(tape: ir.tape.Tape, grouped: ir.Value, padded: ir.Value, rows:
     return tape.op("Slice", [flat, ints(tape, 0), rows, ints(tape, -1)])
 
 
+def group_rounding_nodes(
+    tape: ir.tape.Tape,
+    x: ir.Value,
+    mode: ir.Value,
+    modes: Sequence[str],
+    levels: ir.Value,
+    clip: ir.Value | None,
+) -> ir.Value:
+    """Return q s for each row of ``x``, as :func:`round_group`; ``mode`` is the place of the mode in ``modes``."""
+    (ranged,) = (modes.index(name) for name in WITH_ZERO_POINTS)
+    branches = {
+        "then_branch": branch("ranges", lambda tape: range_rounding_nodes(tape, x, levels, clip)),
+        "else_branch": branch("rows", lambda tape: row_rounding_nodes(tape, x, levels, clip)),
+    }
+    return tape.op("If", [tape.op("Equal", [mode, ints(tape, ranged)])], branches)
+
+
+def range_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: ir.Value | None) -> ir.Value:
+    """Return q s for each row of ``x``, see :func:`round_ranges`; arguments as for :func:`row_rounding_nodes`."""
+    zero = tape.op("Constant", [], {"value_float": 0.0})
+    low = tape.op("Min", [tape.op("ReduceMin", [x, ints(tape, -1)], {"keepdims": 1}), zero])
+    high = tape.op("Max", [tape.op("ReduceMax", [x, ints(tape, -1)], {"keepdims": 1}), zero])
+    if clip is not None:
+        low, high = (tape.op("Mul", [end, clip]) for end in (low, high))
+    width = tape.op("Sub", [high, low])
+    inverse = tape.op("Div", [levels, width])
+    zero_point = tape.op("Round", [tape.op("Mul", [tape.op("Neg", [low]), inverse])])
+    below = tape.op("Min", [tape.op("Sub", [levels, zero_point]), tape.op("Round", [tape.op("Mul", [x, inverse])])])
+    steps = tape.op("Max", [tape.op("Neg", [zero_point]), below])
+    return _zeros_where_tiny(tape, x, width, tape.op("Mul", [steps, tape.op("Div", [width, levels])]))
+
+
 def row_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: ir.Value | None) -> ir.Value:
     """Return q s for each row of ``x``, see :func:`round_rows`.
 
@@ -129,8 +199,11 @@ def row_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: 
     steps = tape.op("Round", [tape.op("Mul", [x, tape.op("Div", [levels, m])])])
     if clip is not None:
         steps = tape.op("Max", [tape.op("Neg", [levels]), tape.op("Min", [levels, steps])])
-    products = tape.op("Mul", [steps, tape.op("Div", [m, levels])])
+    return _zeros_where_tiny(tape, x, m, tape.op("Mul", [steps, tape.op("Div", [m, levels])]))
+
+
+def _zeros_where_tiny(tape: ir.tape.Tape, x: ir.Value, size: ir.Value, products: ir.Value) -> ir.Value:
     # x 0 is 0 for finite x and NaN otherwise: NaN must reach y, even where maxima and minima lose it
     nothing = tape.op("Mul", [x, tape.op("Constant", [], {"value_float": 0.0})])
-    is_tiny = tape.op("Less", [m, tape.op("Constant", [], {"value_float": TINY})])
+    is_tiny = tape.op("Less", [size, tape.op("Constant", [], {"value_float": TINY})])
     return tape.op("Where", [is_tiny, nothing, tape.op("Add", [products, nothing])])

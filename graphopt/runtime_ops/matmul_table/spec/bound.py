@@ -18,6 +18,9 @@ off x L / m by at most 2.01 u L as |x| <= m, so |x L / m - q| <= 1/2 + 2.01 u L.
 of u, and |q| <= L. Together |x - q s| <= s (1/2 + 4 u L), or |x| where m < 1e-30 and q = 0. The table costs nothing
 where its numbers are multiples of one step, else half of max|t| / 32767.
 
+uint4: the same with w for m. high and -low are L steps together but for a share of u, and z is off -low by
+1/2 + 2.01 u L steps, so high is at most 1/2 + 3.01 u L beyond the last code; 4 u L more hold that and the rounding of w.
+
 bfloat16 has 8 significant bits: |x - x'| <= 2^-8 |x|, and so for t. float32 rounds neither.
 
 Underflow: an operation whose result is below 2^-126 may return 0 and so err by 2^-126 once more. What multiplies that
@@ -33,7 +36,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.formats.steps import integer_step
-from graphopt.runtime_ops.matmul_table.spec.activations import LEVELS, TINY
+from graphopt.runtime_ops.matmul_table.spec.activations import LEVELS, TINY, WITH_ZERO_POINTS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -89,7 +92,13 @@ def activation_error(x: Floats, group: int, activations: str) -> Doubles:
     levels, error = LEVELS[activations], np.empty_like(magnitude)
     for start in range(0, x.shape[-1], group):
         these = slice(start, start + group)
-        error[..., these] = row_error(magnitude[..., these], magnitude[..., these].max(axis=-1, keepdims=True), levels)
+        if activations in WITH_ZERO_POINTS:
+            numbers = x[..., these].astype(np.float64)
+            w = np.maximum(numbers.max(-1, keepdims=True), 0) - np.minimum(numbers.min(-1, keepdims=True), 0)
+            error[..., these] = row_error(magnitude[..., these], w, levels) + 4 * UNIT * w
+            continue
+        m = magnitude[..., these].max(axis=-1, keepdims=True)
+        error[..., these] = row_error(magnitude[..., these], m, levels)
     return error
 
 

@@ -25,11 +25,14 @@ Output:
     bfloat16   x to the nearest, ties to even; the numbers of the table as well
     int8       q s with s = m / 127, m = max|x| of a row of x within a group, q = round(x (127 / m)), ties to even
     int16      the same with 16256 in place of 127
+    uint4      q s with s = w / 15, w = high - low, low = min(0, min x), high = max(0, max x) of a row of x within a
+               group, z = round(-low (15 / w)), q = round(x (15 / w)), ties to even, from -z to 15 - z: codes q + z of
+               4 bits with the zero point z. There is no kernel for GPUs
 
-    Where m < 1e-30, q is 0. A number that is not finite makes all products of its group NaN. All of this is arithmetic
-    of float32. Sums are exact or of float32, in any order. Under int8 and int16 a kernel may also round the table to
-    multiples of max|table| / 32767, unless its numbers are multiples, of 32767 at most, of one step. The bound on what
-    all of this does to y is :func:`graphopt.runtime_ops.matmul_table.spec.bound.bound`.
+    Where m or w < 1e-30, q is 0. A number that is not finite makes all products of its group NaN. All of this is
+    arithmetic of float32. Sums are exact or of float32, in any order. Under integers a kernel may also round the table
+    to multiples of max|table| / 32767, unless its numbers are multiples, of 32767 at most, of one step. The bound on
+    what all of this does to y is :func:`graphopt.runtime_ops.matmul_table.spec.bound.bound`.
 """
 
 from __future__ import annotations

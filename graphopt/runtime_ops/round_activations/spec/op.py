@@ -4,7 +4,7 @@ Input:
     x: float16 or float [..., K], of rank 1 or more, K >= 1.
 
 Attributes:
-    activations: string, ``bfloat16``, ``int4``, ``int8`` or ``int16``.
+    activations: string, ``bfloat16``, ``int4``, ``int8``, ``int16`` or ``uint4``.
     group: int, how many neighbours of a row share a scale, the last group may be shorter; 0: all of a row (a token).
     clip: float above 0, at most 1.
 
@@ -15,9 +15,11 @@ Output:
         int4, int8, int16, with L = 7, 127, 16256:
                    y = q s with m = clip max|x| over a group, s = m / L
                    q = round(x (L / m)), ties to even, from -L to L
+        uint4      y = q s with s = w / 15, w = high - low, low = clip min(0, min x), high = clip max(0, max x) over a
+                   group, z = round(-low (15 / w)), q = round(x (15 / w)), ties to even, from -z to 15 - z
 
-Where m < 1e-30, q is 0. Under an integer type y is NaN where x is not finite, and may then be NaN in all of the group:
-the products behind it are NaN either way.
+Where m or w < 1e-30, q is 0. Under an integer type y is NaN where x is not finite, and may then be NaN in all of the
+group: the products behind it are NaN either way.
 
 The graph means this rounding: it is what a product computes, not an emulation, for which see ``RoundTrip``. It stands
 between the phases ``codes`` and ``lower`` in front of ``MatMul`` with dequantized codes. It has no kernel and needs
@@ -36,8 +38,8 @@ import onnx_ir as ir
 from graphopt.runtime_ops.matmul_table.spec.activations import (
     bfloat16_nodes,
     group_nodes,
-    round_rows,
-    row_rounding_nodes,
+    group_rounding_nodes,
+    round_group,
     to_bfloat16,
     ungroup_nodes,
 )
@@ -47,7 +49,7 @@ from graphopt.runtime_ops.tape import branch, choice, ints, number_of
 
 Floats = npt.NDArray[np.floating[Any]]
 
-LEVELS = {"int4": 7, "int8": 127, "int16": 16256}
+LEVELS = {"int4": 7, "int8": 127, "int16": 16256, "uint4": 15}
 """The largest code of an activation, by type."""
 
 MODES = ("bfloat16", *LEVELS)
@@ -69,7 +71,7 @@ def function(opset: int) -> ir.Function:
 
     def in_groups(tape: ir.tape.Tape) -> ir.Value:
         padded, grouped = group_nodes(tape, wide, rows, group)
-        return ungroup_nodes(tape, row_rounding_nodes(tape, grouped, levels, clip), padded, rows)
+        return ungroup_nodes(tape, group_rounding_nodes(tape, grouped, mode, MODES, levels, clip), padded, rows)
 
     branches = {
         "then_branch": branch("halves", lambda tape: bfloat16_nodes(tape, wide)),
@@ -98,7 +100,7 @@ def reference(x: Floats, activations: str, group: int, clip: float) -> Floats:
     rounded, size = np.empty(row.shape, np.float32), group or row.shape[-1]
     for start in range(0, row.shape[-1], size):
         these = slice(start, start + size)
-        rounded[..., these] = round_rows(row[..., these], LEVELS[activations], clip)
+        rounded[..., these] = round_group(row[..., these], activations, clip, LEVELS[activations])
     return rounded.astype(x.dtype)
 
 
