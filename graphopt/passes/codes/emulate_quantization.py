@@ -71,7 +71,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
     the graph computes what kernels on such codes would compute, so that their error can be measured. Activations have
     offset 0; k and v are rounded between the row's least and largest number. A tensor that several products read is
     rounded once. W may be a float matrix or one that is dequantized. An input that ``RoundActivations`` rounds to int8
-    or more in groups is emulated in front of it; one that it rounds to 4 bits, or token by token, is left alone. Queries
+    or more in groups is emulated in front of it; one that it rounds to 4 bits, or token by token, stays. Queries
     keep their numbers, and so does the input of the product that makes the logits, as in the evaluations of QuaRot
     (Ashkboos et al. 2024).
     """

@@ -19,7 +19,7 @@ of u, and |q| <= L. Together |x - q s| <= s (1/2 + 4 u L), or |x| where m < 1e-3
 where its numbers are multiples of one step, else half of max|t| / 32767.
 
 uint4: the same with w for m. high and -low are L steps together but for a share of u, and z is off -low by
-1/2 + 2.01 u L steps, so high is at most 1/2 + 3.01 u L beyond the last code; 4 u L more hold that and the rounding of w.
+1/2 + 2.01 u L steps, so high is at most 1/2 + 3.01 u L beyond the last code; 4 u L more hold this and w itself.
 
 bfloat16 has 8 significant bits: |x - x'| <= 2^-8 |x|, and so for t. float32 rounds neither.
 
