@@ -61,7 +61,7 @@ def test_caches_in_pages_generate_the_same_tokens(
 
 
 def test_rotation_and_int4_weights_work_as_on_any_other_graph(llama: Path, tmp_path: Path) -> None:
-    made = graphopt.optimize(llama, "rotate-int4", tmp_path / "rotated")
+    made = graphopt.optimize(llama, "rotate-int4-rtn", tmp_path / "rotated")
     assert [check.status for check in made.manifest.checks if check.name == "certificate"] == ["proved"]
     # Queries, keys and values come out of one matrix, gate and up out of two: 2 layers of 5, and the head.
     assert made.manifest.precision is not None

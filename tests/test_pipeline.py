@@ -28,9 +28,9 @@ from graphopt.weights import Expression, Inline, Scaled
 
 @pytest.fixture(scope="module")
 def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The exported Llama after rotate-int4."""
-    output = tmp_path_factory.mktemp("optimized") / "rotate-int4"
-    optimize(llama_artifact, "rotate-int4", output)
+    """The exported Llama after rotate-int4-rtn."""
+    output = tmp_path_factory.mktemp("optimized") / "rotate-int4-rtn"
+    optimize(llama_artifact, "rotate-int4-rtn", output)
     return output
 
 
@@ -75,7 +75,7 @@ def test_a_wrong_fold_is_refused_and_nothing_is_written(
     assert not list(scratch.iterdir())
 
 
-@pytest.mark.parametrize("recipe", ["int4-rtn", "rotate-int4"])
+@pytest.mark.parametrize("recipe", ["int4-rtn", "rotate-int4-rtn"])
 def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path, recipe: str) -> None:
     made = optimize(llama_artifact, recipe, tmp_path / "out")
     # Nominal, from the shapes of the Llama: matrices 4 bits and a float16 scale per 64 rows, the MLP's 160 rows in
@@ -85,7 +85,7 @@ def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path
     read_hidden = hidden * (heads + 2 * kv_heads + 2 * mlp)
     bits = layers * ((read_hidden + heads * hidden) * (4 + 16 / 64) + mlp * hidden * (4 + 16 / 32))
     bits += hidden * vocabulary * (8 + 16 / 64)
-    bits += vocabulary * hidden * (8 + 32 / hidden) * (recipe == "rotate-int4")
+    bits += vocabulary * hidden * (8 + 32 / hidden) * (recipe == "rotate-int4-rtn")
     bits += (2 * layers + 1) * hidden * 32
     assert made.manifest.weights is not None
     # and the frequencies of the rotary embedding, 8 floats
@@ -100,7 +100,7 @@ def test_bytes_on_disk_are_the_nominal_bits(llama_artifact: Path, tmp_path: Path
 def test_the_manifest_says_how_the_artifact_came_to_be(optimized: Path) -> None:
     manifest = read_manifest(optimized)
     assert manifest.recipe is not None
-    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4").lowered().adding("compact_scales")
+    assert Recipe.model_validate(manifest.recipe) == load_recipe("rotate-int4-rtn").lowered().adding("compact_scales")
     names = [report.name for report in manifest.passes]
     assert names == ["canonicalize", "fold_norms", "rotate", "quantize_weights", "lower", "compact_scales"]
     # `lower` for any onnxruntime leaves standard forms as they are, and says so
@@ -241,7 +241,7 @@ print(json.dumps(session.run(["logits"], feeds)[0].tolist()))
 def test_other_families_go_through_and_say_what_was_left_alone(
     family: str, make_artifact: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    made = optimize(make_artifact(family), "rotate-int4", tmp_path / family)
+    made = optimize(make_artifact(family), "rotate-int4-rtn", tmp_path / family)
     reports = {report.name: report for report in made.manifest.passes}
     assert len(reports["quantize_weights"].changes) >= 10
     if family == "gemma3":  # a gain behind each sublayer sits on the residual itself
@@ -317,7 +317,7 @@ def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(equivalence, "available_memory", lambda: 1000)
-    manifest = optimize(llama_artifact, "rotate-int4", tmp_path / "out").manifest
+    manifest = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "out").manifest
     mine = [check for check in manifest.checks if check.name in ("logits", "kernels")]
     assert {check.status for check in mine} == {"not covered"}
     assert manifest.precision is not None
@@ -325,7 +325,7 @@ def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said
     assert "was not read here" in str(manifest.precision.notes[-1])
     # the very weights that the checked way makes
     monkeypatch.undo()
-    checked = optimize(llama_artifact, "rotate-int4", tmp_path / "checked").manifest
+    checked = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "checked").manifest
     assert manifest.weights == checked.weights
     ids = np.random.default_rng(3).integers(0, 300, (2, 8))
     near, far = run_once(tmp_path / "out", ids), run_once(tmp_path / "checked", ids)

@@ -136,13 +136,10 @@ def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
 
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     fitted = ["fp6", "int3", "int4", "large", "medium", "nf4", "small", "w4a4", "w4a8"]
+    fitted += [f"rotate-{name}" for name in ("int4", "nf4", "w4a8")]
     quantized = [*fitted, "fp6-e3m2", "w8a8"]
     caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
-    rotated = [
-        *(f"rotate-{name}" for name in ("fp6", "fp6-e3m2", "int4", "nf4", "w4a8")),
-        "rotate",
-        "rotate-online",
-    ]
+    rotated = ["rotate", "rotate-online", "rotate-fp6", "rotate-fp6-e3m2"]
     without_text = [f"{name}-rtn" for name in fitted]
     assert list(presets()) == sorted([*quantized, *rotated, *caches, *without_text, "float16"])
     for name, recipe in presets().items():
@@ -243,5 +240,5 @@ def test_a_recipe_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, m
 
 
 def test_an_unknown_name_lists_the_presets() -> None:
-    with pytest.raises(InputError, match="no recipe 'int5'.*rotate-int4"):
+    with pytest.raises(InputError, match="no recipe 'int5'.*rotate-int4-rtn"):
         load_recipe("int5")

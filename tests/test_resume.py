@@ -25,7 +25,7 @@ from graphopt.weights.evaluate import unevaluated
 from graphopt.weights.store import Store
 from graphopt.weights.work import default_work_folder, open_work_folder
 
-RECIPE = "rotate-int4"
+RECIPE = "rotate-int4-rtn"
 
 # Forks children that optimize, from a process without threads, and kills each at a random moment of its work.
 KILLS = """

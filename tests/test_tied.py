@@ -78,6 +78,6 @@ def test_caches_in_pages_and_a_second_recipe_leave_it_tied(llama_artifact: Path,
 
 
 def test_a_rotation_unties_them_and_is_proved(llama_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(llama_artifact, "rotate-int4", tmp_path / "out", quality_tokens=0)
+    made = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "out", quality_tokens=0)
     assert "proved" in [check.status for check in made.manifest.checks if check.name == "certificate"]
     assert "GatherTable" not in kinds(tmp_path / "out")

@@ -25,7 +25,7 @@ _INT3 = "quantize_weights.linear.format=int3"
 RECIPES = (
     *(each for name in ("fp6", "int4", "nf4") for each in (f"{name}-rtn", f"rotate-{name}")),
     f"int4-rtn,{_INT3}",
-    f"rotate-int4,{_INT3}",
+    f"rotate-int4-rtn,{_INT3}",
     "w4a8-rtn",
     "w4a4-rtn",
 )

@@ -56,7 +56,7 @@ def test_roles_of_each_family_with_names_shuffled(make_artifact: Callable[[str],
     assert outside["head" if family == "bert" else "lm_head"] == 1
 
 
-@pytest.mark.parametrize("preset", ["rotate-int4", "w4a4-rtn", "kv4", "streaming"])
+@pytest.mark.parametrize("preset", ["rotate-int4-rtn", "w4a4-rtn", "kv4", "streaming"])
 def test_roles_outlive_the_compiler(llama_artifact: Path, preset: str) -> None:
     graph = optimize(llama_artifact, preset, run=False).model.graph
     assert counted(graph, 1) == SPLIT | GATED | {"norm": 2}

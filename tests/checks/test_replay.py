@@ -32,7 +32,7 @@ def rotated(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 @pytest.fixture(scope="module")
 def quantized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("proof") / "quantized"
-    optimize(llama_artifact, "rotate-int4", output)
+    optimize(llama_artifact, "rotate-int4-rtn", output)
     return output
 
 
@@ -164,7 +164,7 @@ def test_what_was_never_optimized_is_refused(llama_artifact: Path) -> None:
 
 
 def test_the_wrong_order_is_refused(llama_artifact: Path, rotated: Path, quantized: Path) -> None:
-    with pytest.raises(InputError, match="which is not what its recipe rotate-int4 does after"):
+    with pytest.raises(InputError, match="which is not what its recipe rotate-int4-rtn does after"):
         verify(rotated, quantized)
 
 
@@ -233,7 +233,7 @@ def test_a_file_too_many_or_too_few_is_refused(llama_artifact: Path, rotated: Pa
 
 
 def test_an_artifact_in_parts_runs_and_is_verified(llama_artifact: Path, quantized: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "rotate-int4", tmp_path / "parts", quality_tokens=0, part_size=10_000)
+    optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "parts", quality_tokens=0, part_size=10_000)
     assert (tmp_path / "parts" / f"{DATA}.1").is_file()
     checks = verify(llama_artifact, tmp_path / "parts").checks
     assert {check.status for check in checks} <= {"proved", "measured"}

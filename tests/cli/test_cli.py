@@ -41,7 +41,7 @@ def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def test_optimize_reports_passes_checks_and_precision(run, llama_artifact: Path, tmp_path: Path) -> None:
-    code, out, _ = run("optimize", llama_artifact, "-r", "rotate-int4", "-o", tmp_path / "out")
+    code, out, _ = run("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", tmp_path / "out")
     assert code == 0
     assert all(name in out for name in ("canonicalize", "fold_norms", "rotate", "quantize_weights", "measured", "int8"))
     assert (tmp_path / "out" / MODEL).is_file()
@@ -129,7 +129,7 @@ def test_passes_and_recipes_are_listed(run) -> None:
     assert "before::" in out
     assert "fold_norms (exact)" in out
     assert {p["effect"] for p in json.loads(run("passes", "--json")[1])} == {"exact", "lossy"}
-    assert "rotate-int4" in run("recipes")[1]
+    assert "rotate-int4-rtn" in run("recipes")[1]
     names = {r["name"] for r in json.loads(run("recipes", "--json")[1])}
     assert names == set(presets())
 
@@ -285,7 +285,7 @@ def test_heads_that_cannot_be_measured_are_refused(run, llama_artifact: Path, tm
 
 
 def test_shards_are_evaluated_and_assembled(run, llama_artifact: Path, tmp_path: Path) -> None:
-    command = ("optimize", llama_artifact, "-r", "rotate-int4", "-o", tmp_path / "out", "--no-run")
+    command = ("optimize", llama_artifact, "-r", "rotate-int4-rtn", "-o", tmp_path / "out", "--no-run")
     code, out, _ = run(*command, "--shard", "0/2")
     assert (code, out) == (0, f"shard 0/2 is evaluated: {tmp_path / '.out-work'}\n")
     code, _, err = run("assemble", "-o", tmp_path / "out", "--no-run")

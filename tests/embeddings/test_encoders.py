@@ -71,9 +71,9 @@ INT8 = {"step": "quantize_weights", "linear": {"format": "int8"}}
         ("rotate", 1 - 1e-6, 1.01),
         (Recipe.model_validate({"name": "int8", "steps": [{"step": "canonicalize"}, INT8]}), 0.9995, 0.5),
         ("rotate-fp6", 0.99, 0.5),
-        ("rotate-int4", 0.97, 0.5),
+        ("rotate-int4-rtn", 0.97, 0.5),
     ],
-    ids=["rotate", "int8", "rotate-fp6", "rotate-int4"],
+    ids=["rotate", "int8", "rotate-fp6", "rotate-int4-rtn"],
 )
 def test_presets_make_an_encoder_smaller_and_keep_its_embeddings(
     recipe: str | Recipe, smallest: float, share: float, bert_artifact: Path, tmp_path: Path

@@ -91,7 +91,7 @@ def test_the_export_agrees_with_transformers_in_prefill_and_step_by_step(shipped
 
 
 def test_int4_takes_the_nominal_bits_of_the_whole_folder(shipped_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(shipped_artifact, "rotate-int4", tmp_path / "int4")
+    made = optimize(shipped_artifact, "rotate-int4-rtn", tmp_path / "int4")
     # 6 layers of 4.25-bit matrices in groups of 64, 8.125 bits for the head in groups of 128 and for the embedding,
     # whose rows have a float32 scale
     width, mlp, kv, vocabulary = 256, 640, 128, 4096

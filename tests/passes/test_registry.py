@@ -44,7 +44,7 @@ def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(
     monkeypatch.setattr(graphopt.passes.algebra, "__path__", [*graphopt.passes.algebra.__path__, str(tmp_path)])
     monkeypatch.setattr("graphopt.recipe.PASSES", {each.name: each for phase in PHASES for each in passes_of(phase)})
     try:
-        recipe = load_recipe("rotate-int4", add=["shout"], options=["shout.loudly=false"])
+        recipe = load_recipe("rotate-int4-rtn", add=["shout"], options=["shout.loudly=false"])
     finally:
         sys.modules.pop("graphopt.passes.algebra.shout", None)
     assert [step.step for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]

@@ -47,7 +47,7 @@ def test_codes_mean_the_weight_that_was_rounded(llama_artifact: Path, target: Ta
 
 
 def test_histograms_are_counted_where_they_are_asked_for(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "rotate-int4", tmp_path / "made", run=False, quality_tokens=0)
+    optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "made", run=False, quality_tokens=0)
     assert losses(llama_artifact, tmp_path / "made", TEXT, tokens=32, window=32, restore=False).histograms == []
     found = losses(llama_artifact, tmp_path / "made", TEXT, tokens=32, window=32, restore=False, weights=True)
     by_role = {each.role: each for each in found.histograms}

@@ -27,7 +27,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-def recipe(text: Path | None, name: str = "rotate-int4", rounding: str = "gptq", **given: Any) -> Recipe:
+def recipe(text: Path | None, name: str = "rotate-int4-rtn", rounding: str = "gptq", **given: Any) -> Recipe:
     options = [f"quantize_weights.rounding={rounding}", *(f"quantize_weights.{key}={of}" for key, of in given.items())]
     calibration = CalibrationOptions(text=text, windows=4, window=64)
     return load_recipe(name, options=options).model_copy(update={"calibration": calibration})
@@ -75,7 +75,7 @@ def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text
         assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
     assert len(list(tmp_path.iterdir())) == 1
     with pytest.raises(InputError, match="they are not kept"):
-        optimize(llama_artifact, recipe(text, "rotate-int4"), run=False, statistics=tmp_path)
+        optimize(llama_artifact, recipe(text, "rotate-int4-rtn"), run=False, statistics=tmp_path)
 
 
 def test_what_cannot_be_run_says_what_to_do(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_too_few_tokens_are_rounded_to_nearest_and_said_so(llama_artifact: Path,
     one = tmp_path / "one.txt"
     one.write_text("a")
     made = optimize(llama_artifact, recipe(one), tmp_path / "few")
-    optimize(llama_artifact, "rotate-int4", tmp_path / "nearest")
+    optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "nearest")
     assert (tmp_path / "few" / DATA).read_bytes() == (tmp_path / "nearest" / DATA).read_bytes()
     (fact, *_) = [fact for fact in facts(made) if "few" in fact.figures]
     assert "its inputs were seen for 1 tokens only, too few for gptq" in str(fact)

@@ -126,7 +126,7 @@ def test_a_query_that_cannot_be_read_says_what_can_be(query: str) -> None:
 
 
 def test_an_artifact_says_what_each_pass_touched_and_left(llama_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(llama_artifact, "rotate-int4", tmp_path / "made", run=False)
+    made = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "made", run=False)
     found = trace(tmp_path / "made")
     assert [stage.name for stage in found.stages] == [report.name for report in made.manifest.passes]
     by_role = {row.role: row for row in rows(found) if row.fold == 0}
@@ -238,7 +238,7 @@ def test_a_manifest_of_no_passes_has_no_coverage() -> None:
     assert coverage_table(trace_of(decoder(1), manifest, "m")) is None
 
 
-@pytest.mark.parametrize(("preset", "target"), [("rotate-int4", None), ("fp6-rtn", "ort-cpu")])
+@pytest.mark.parametrize(("preset", "target"), [("rotate-int4-rtn", None), ("fp6-rtn", "ort-cpu")])
 def test_a_model_without_its_weights_opens(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
 ) -> None:

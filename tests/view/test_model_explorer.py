@@ -28,7 +28,7 @@ def test_ids_are_unique_and_edges_lead_to_them() -> None:
 
 
 def test_the_command_writes_graph_figures_and_mapping(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "rotate-int4", tmp_path / "made", run=False, quality_tokens=0)
+    optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "made", run=False, quality_tokens=0)
     options = ["--before", str(llama_artifact), "--model-explorer", str(tmp_path / "out")]
     result = CliRunner().invoke(app, ["view", str(tmp_path / "made"), *options])
     assert result.exit_code == 0, result.output

@@ -25,7 +25,7 @@ from graphopt.view.sentences import sentence
 
 PRESETS = {
     "rotate-online": [],
-    "rotate-w4a8": ["float16"],
+    "rotate-w4a8-rtn": ["float16"],
     "rotate-kv4": ["last_logits"],
     "streaming": ["lower"],
     "int4-rtn": ["emulate_quantization"],

@@ -196,7 +196,9 @@ def test_codes_are_seen_behind_a_product() -> None:
     assert change.after.startswith("int4 by 16")
 
 
-@pytest.mark.parametrize(("preset", "target"), [("rotate-int4", None), ("w4a4-rtn", "ort-cpu"), ("streaming", None)])
+@pytest.mark.parametrize(
+    ("preset", "target"), [("rotate-int4-rtn", None), ("w4a4-rtn", "ort-cpu"), ("streaming", None)]
+)
 def test_stages_of_one_compile_are_told_by_the_record(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
 ) -> None:

@@ -43,7 +43,7 @@ def browser() -> Iterator[Browser]:
 
 def demo(before: Path, after: Path) -> str:
     """Return the page about what the demo makes last, with all of its parts, measured on a little text."""
-    optimize(before, "rotate-int4", after, run=False, quality_tokens=0)
+    optimize(before, "rotate-int4-rtn", after, run=False, quality_tokens=0)
     graph, manifest = opened(after)
     found = diff_of(opened(before), (graph, manifest), (before.name, after.name))
     lost = losses(before, after, [TEXT], tokens=64, window=32, weights=True)

@@ -196,7 +196,7 @@ WRONG = ["colour:red", "layer:first", "layer:1-", "name:'open"]
 
 
 def test_an_artifact_says_what_each_pass_did(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "rotate-int4", tmp_path / "made", run=False)
+    optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "made", run=False)
     write(tmp_path / "made", tmp_path / "page.html", before=llama_artifact)
     page = Page((tmp_path / "page.html").read_text(encoding="utf-8"))
     for word in ("fold_norms", "rotate", "quantize_weights", "proved", "What it left, and why", "before", "int4 by 32"):
