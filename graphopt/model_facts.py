@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel
 
+from graphopt.analysis.ports import MAX_POSITIONS
 from graphopt.errors import InputError
 from graphopt.tasks import TaskName
 
@@ -45,6 +47,12 @@ class ModelFacts(BaseModel):
     eos_token_ids: list[int] = []
     pad_token_id: int | None = None
     pooling: list[Pooling] = []
+
+
+def with_positions(facts: ModelFacts, metadata: Mapping[str, str]) -> ModelFacts:
+    """Return ``facts`` with the positions that the metadata of the graph states, where a pass changed them."""
+    stated = metadata.get(MAX_POSITIONS)
+    return facts if stated is None else facts.model_copy(update={"max_positions": int(stated)})
 
 
 def facts_of(folder: Path, task: TaskName) -> ModelFacts:

@@ -200,12 +200,13 @@ def _compile(
     check_finite(graph, None if isinstance(model, Artifact) else model, executor)
     graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
     on_stage("running the model as it is", 1, total)
-    context = context_of(passes, source.manifest.model.max_positions)
+    positions = source.manifest.model.max_positions
+    context = context_of(passes, positions)
     evaluator = Evaluator(store_in(place), executor)
     with tempfile.TemporaryDirectory(prefix="run-", dir=new_in(place)) as folder:
         verifier = Verifier(Path(folder), recipe.session_entries(), run=run, context=context, evaluator=evaluator)
         verifier.start(graph)
-        shared = Surroundings(TASKS[source.manifest.task], recipe.target, verifier.runner, statistics)
+        shared = Surroundings(TASKS[source.manifest.task], recipe.target, verifier.runner, statistics, positions)
 
         def settle() -> None:
             evaluator.settle(graph, lambda done, of: on_stage("evaluating weights", done, of))

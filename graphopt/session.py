@@ -17,7 +17,7 @@ from graphopt import artifact
 from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
 from graphopt.manifest import MANIFEST, Manifest, Source, read_manifest
-from graphopt.model_facts import facts_of
+from graphopt.model_facts import facts_of, with_positions
 from graphopt.runtime import native_operators, open_session, run
 from graphopt.targets import Device
 from graphopt.tasks import task_of_ports
@@ -277,5 +277,6 @@ def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, devi
     if manifest is None:
         names = ([port.name for port in ports] for ports in (inference.get_inputs(), inference.get_outputs()))
         task = task_of_ports(*names).name
-        manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
+        facts = with_positions(facts_of(folder, task), inference.get_modelmeta().custom_metadata_map)
+        manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts)
     return Opened(file, inference, manifest, read_tokenizer(folder / TOKENIZER))

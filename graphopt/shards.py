@@ -100,7 +100,12 @@ def evaluate_shard(
     graph = source.model.clone()
     graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
     calibration = calibration_of(source, recipe, statistics or statistics_in(folder), None)
-    shared = Surroundings(TASKS[source.manifest.task], recipe.target, statistics=Statistics(calibration))
+    shared = Surroundings(
+        TASKS[source.manifest.task],
+        recipe.target,
+        statistics=Statistics(calibration),
+        max_positions=source.manifest.model.max_positions,
+    )
     for step in recipe.fitting(graph.graph).passes():
         if step.phase() == "lower":
             break

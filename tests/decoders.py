@@ -187,6 +187,32 @@ def decoder(layers: Sequence[str] | int, *, seed: int = 0) -> ir.Model:
     return ir.Model(graph, ir_version=10)
 
 
+def matrix_product(graph: ir.Graph) -> None:
+    """Let a decoder make its angles by a product of matrices, frequencies [1, pairs, 1] times positions."""
+    old = next(node for node in graph if node.name == "angles")
+    weight, pairs = graph.initializers["frequencies"], HEAD // 2
+    assert weight.const_value is not None
+    column = ir.val("column", const_value=ir.tensor(weight.const_value.numpy().reshape(1, pairs, 1), name="column"))
+    sizes = ir.val("sizes", const_value=ir.tensor(np.array([1, pairs, 1]), name="sizes"))
+    for value in (column, sizes):
+        graph.initializers[value.name or ""] = value
+    spread = ir.node("Expand", [column, sizes], name="spread_out")
+    row = ir.node("Transpose", [old.inputs[0]], {"perm": [0, 2, 1]}, name="row")
+    outer = ir.node("MatMul", [spread.outputs[0], row.outputs[0]], name="outer")
+    back = ir.node("Transpose", [outer.outputs[0]], {"perm": [0, 2, 1]}, name="back")
+    for node, dims in (
+        (spread, [1, pairs, 1]),
+        (row, ["batch", 1, "length"]),
+        (outer, ["batch", pairs, "length"]),
+        (back, ["batch", "length", pairs]),
+    ):
+        value = node.outputs[0]
+        value.name, value.dtype, value.shape = f"{node.name}.out", ir.DataType.FLOAT, ir.Shape(dims)
+    graph.insert_before(old, [spread, row, outer, back])
+    old.outputs[0].replace_all_uses_with(back.outputs[0])
+    graph.remove(old, safe=True)
+
+
 def shuffle_names(model: ir.Model, seed: int = 0) -> None:
     """Give every node, value, weight, input and output of a graph another name, in place."""
     graph = model.graph

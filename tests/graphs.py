@@ -21,6 +21,7 @@ from graphopt.recipe import Recipe
 from graphopt.running import Runner
 from graphopt.runtime import open_session
 from graphopt.tasks import TASKS
+from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.weights.evaluate import Evaluator
 from graphopt.weights.store import Store
 
@@ -159,6 +160,14 @@ def logits(model: ir.Model, folder: Path, seed: int = 1) -> np.ndarray:
     return session(model, folder).run(["logits"], {"input_ids": ids})[0]
 
 
+def logits_of(model: ir.Model, ids: np.ndarray, folder: Path) -> np.ndarray:
+    """Run a language model on sequences [batch, length] without a past; return [batch, length, vocabulary]."""
+    opened = session(model, folder)
+    interface = Interface.of_session(opened)
+    feeds = interface.feeds(ids, np.ones_like(ids), interface.empty_past(len(ids), ids.shape[1]))
+    return np.asarray(opened.run(["logits"], feeds)[0])
+
+
 def relative(before: np.ndarray, after: np.ndarray) -> float:
     """Return the largest difference, relative to the largest value before."""
     return float(np.abs(after - before).max() / np.abs(before).max())
@@ -174,7 +183,9 @@ def compiled(source: artifact.Artifact, recipe: Recipe, folder: Path) -> tuple[i
     """
     model, fitted = source.model.clone(), recipe.fitting(source.model.graph)
     evaluator, reports = Evaluator(Store(folder)), []
-    shared = Surroundings(TASKS[source.manifest.task], fitted.target, Runner(fitted.session_entries()))
+    facts = source.manifest
+    runner, positions = Runner(fitted.session_entries()), facts.model.max_positions
+    shared = Surroundings(TASKS[facts.task], fitted.target, runner, max_positions=positions)
 
     def settle(step: Pass[Any]) -> None:
         if step.phase() == "lower":  # it reads scales

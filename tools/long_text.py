@@ -14,25 +14,19 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import typer
 from rich.console import Console
 from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.decoding.decoder import Decoder
-from graphopt.evaluation import negative_log_likelihood
 from graphopt.passes.cache.page_kv import PageKVOptions
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.session import Session
-from graphopt.tasks.ports import IntArray
-from tools.bench.held_out import Nats, nats_in_windows, optimized, shipped
+from tools.bench.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
 from tools.bench.options import JsonFile
 
 STREAMING = SparseKVOptions(policy="streaming", sinks=16, recent=496)
@@ -55,14 +49,15 @@ def main(
         ids, trained = text.ids, plain.max_positions or 0
         rows.append(("plain, windows of its trained length", trained, nats_in_windows(plain, ids, trained), None))
         endless = optimized(source, Path(temporary) / "streaming", CanonicalizeOptions(), STREAMING)
-        nats, largest = _as_one(endless, ids)
+        nats, largest = as_one(endless, ids)
         rows.append((f"streaming, {STREAMING.sinks} first and {STREAMING.recent} newest", len(ids), nats, largest))
+        paged = optimized(source, Path(temporary) / "paged", CanonicalizeOptions(), PageKVOptions())
         beyond = ids[: TIMES_TRAINED * trained]
         for name, session in (
-            ("plain, past its trained length", _without_limit(source, Path(temporary) / "paged")),
+            ("plain, past its trained length", without_limit(paged)),
             ("streaming, the same tokens", endless),
         ):
-            nats, largest = _as_one(session, beyond)
+            nats, largest = as_one(session, beyond)
             rows.append((name, len(beyond), nats[-trained:], largest))
         for step in RETRIEVAL:
             session = optimized(source, Path(temporary) / step.summary, CanonicalizeOptions(), step)
@@ -78,23 +73,6 @@ def main(
     Console().print(table)
     if json_file is not None:
         json_file.write_text(json.dumps(found, indent=2) + "\n")
-
-
-def _without_limit(source: Path, made: Path) -> Session:
-    """Return the plain model, in pages, such that nothing stops a sequence where its training did."""
-    session = optimized(source, made, CanonicalizeOptions(), PageKVOptions())
-    facts = session.manifest.model.model_copy(update={"max_positions": None})
-    return replace(session, manifest=session.manifest.model_copy(update={"model": facts}))
-
-
-def _as_one(session: Session, ids: IntArray) -> tuple[Nats, int]:
-    """Return the nats of every token but the first, and the bytes of the largest cache."""
-    decoder = Decoder(session, 1)
-    nats, largest = [], 0
-    for begin, logits in decoder.feed(ids[None, :-1]):
-        nats.append(negative_log_likelihood(logits[0], ids[begin + 1 :][: logits.shape[1]]))
-        largest = max(largest, decoder.cache.bytes)
-    return np.concatenate(nats), largest
 
 
 if __name__ == "__main__":

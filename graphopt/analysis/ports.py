@@ -25,6 +25,9 @@ LOGITS, HIDDEN, POOLED = "logits", "last_hidden_state", "pooler_output"
 POOL = "ai.graphopt.pool"
 """Key of the model's metadata that says how large the pool of blocks is that requests share, as JSON."""
 
+MAX_POSITIONS = "ai.graphopt.max_positions"
+"""Key of the model's metadata that says how many tokens a sequence may have, where a pass changed that."""
+
 GROWING = ("key", "value")
 """The parts of a cache that grows."""
 

@@ -43,7 +43,8 @@ def collect(
     recipe = load_recipe(recipe).fitting(source.model.graph)
     runner = Runner(recipe.session_entries())
     calibration = calibration_of(source, recipe, folder, runner, on_stage)
-    shared = Surroundings(TASKS[source.manifest.task], recipe.target, runner, Statistics(calibration))
+    task, positions = TASKS[source.manifest.task], source.manifest.model.max_positions
+    shared = Surroundings(task, recipe.target, runner, Statistics(calibration), positions)
     graph = source.model.clone()
     check_finite(graph)
     steps = [step for step in recipe.passes() if step.phase() != "lower"]

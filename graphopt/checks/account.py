@@ -12,6 +12,7 @@ from graphopt.checks.kernels import KernelReport, quantized_products
 from graphopt.checks.notes import OF_GRAPH, notes_of, precision_of
 from graphopt.facts import Check, PassReport
 from graphopt.manifest import Manifest, installed_versions
+from graphopt.model_facts import with_positions
 from graphopt.recipe import Recipe
 
 
@@ -37,7 +38,7 @@ def manifest_of(
     return Manifest(
         source=before.source,
         task=before.task,
-        model=before.model,
+        model=with_positions(before.model, made.metadata_props),
         notes=[note for note in before.notes if note.code not in OF_GRAPH] + notes_of(made),
         recipe=recipe.model_dump(mode="json"),
         passes=[*before.passes, *reports],

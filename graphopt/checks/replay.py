@@ -115,7 +115,8 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
     unread = Verifier(after, recipe.session_entries(), run=False)
     unread.start(graph)
     calibration = calibration_of(first, recipe, statistics, unread.runner if run else None, on_stage)
-    shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner, Statistics(calibration))
+    positions = first.manifest.model.max_positions
+    shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner, Statistics(calibration), positions)
 
     def begin(step: Pass[Any]) -> None:
         on_stage(f"running {step.name} again", len(reports), total)
@@ -154,7 +155,7 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
     on_stage("running both models", total - 1, total)
     with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
         # with the bodies that the file carries: our own kernels would not show that one of them is another
-        context = context_of(passes, first.manifest.model.max_positions)
+        context = context_of(passes, positions)
         verifier = Verifier(Path(temporary), recipe.session_entries(), run=run, native=False, context=context)
         verifier.start(first.model.clone())
         lossy = any(report.effect == "lossy" for report in changed)

@@ -1,4 +1,4 @@
-"""The command that picks a format for each matrix: ``search``."""
+"""The commands that find a recipe by measuring: ``search`` for formats, ``search-rope`` for longer contexts."""
 
 from __future__ import annotations
 
@@ -53,4 +53,52 @@ def search(
         f"{output}: about {found.bytes / 1e6:.1f} MB, expected divergence {found.loss:.4f} nats per token",
         soft_wrap=True,
     )
+    return None
+
+
+@command("search-rope")
+def search_rope(
+    model: Annotated[Path, typer.Argument(help="an exported folder, or an .onnx file with a tokenizer beside it")],
+    factor: Annotated[float, typer.Option(help="how many times the positions that the model has")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="the recipe to write, a YAML file")],
+    text: Annotated[Path | None, typer.Option(help="UTF-8 file to measure on; by default Python's own source")] = None,
+    texts: Annotated[int, typer.Option(min=1, help="sequences to measure on, each of the whole length")] = 4,
+    population: Annotated[int, typer.Option(min=2, help="candidates of the first generation")] = 64,
+    mutations: Annotated[int, typer.Option(min=0, help="mutated candidates of each generation")] = 16,
+    crossovers: Annotated[int, typer.Option(min=0, help="crossed candidates of each generation")] = 16,
+    generations: Annotated[int, typer.Option(min=0, help="generations behind the first one")] = 40,
+    seed: Annotated[int, typer.Option(help="of the draws")] = 0,
+    work: Annotated[
+        Path | None, typer.Option("--work", help="folder of measurements; by default .OUTPUT-search beside OUTPUT")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Find the rotary factors with which a model predicts text best beyond its trained length; write a recipe.
+
+    LongRoPE's evolutionary search: what each frequency is divided by, and how many first tokens are left as they were.
+    What is measured is kept: a search that was cut off goes on where it was.
+    """
+    from graphopt.search import Evolution
+    from graphopt.search import search_rope as find
+
+    folder = work or output.parent / f".{output.name}-search"
+    parents = max(2, population // 2)
+    how = Evolution(
+        population=population,
+        parents=parents,
+        mutations=mutations,
+        crossovers=crossovers,
+        generations=generations,
+        seed=seed,
+    )
+    with progress() as say:
+        found = find(model, factor, folder, how=how, texts=texts, text=text, on_stage=say)
+    output.write_text(found.recipe.to_yaml(), encoding="utf-8")
+    if as_json:
+        return print_json(found)
+    table = Table("", "nats per token beyond the trained length")
+    for name, nats in (*found.starts.items(), ("searched", found.nats)):
+        table.add_row(name, f"{nats:.4f}")
+    out.print(table)
+    out.print(f"{output}: {found.measured} candidates measured", soft_wrap=True)
     return None

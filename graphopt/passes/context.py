@@ -139,12 +139,14 @@ class Surroundings:
         target: what it is to run on.
         runner: runs models and parts of models.
         statistics: what was measured of the model.
+        max_positions: tokens that a sequence of the model may have, as it came in; ``None`` where that is unknown.
     """
 
     task: Task
     target: Target = "portable"
     runner: Runner = field(default_factory=Runner)
     statistics: Statistics = field(default_factory=Statistics)
+    max_positions: int | None = None
 
 
 @dataclass

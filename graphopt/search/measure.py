@@ -25,6 +25,7 @@ from graphopt.rounding import Quantized, RoundingMethod
 from graphopt.rounding.scales import Scale
 from graphopt.runtime import Array, ort_value
 from graphopt.search.choices import Choice, name_of, stored_bytes
+from graphopt.search.lines import Lines
 from graphopt.tasks.ports import IntArray
 
 Matrix = npt.NDArray[np.float32]
@@ -52,28 +53,15 @@ class Row(BaseModel):
     losses: dict[str, float]
 
 
-class Database:
-    """Rows in a file, one a line: what was measured before the search was cut off is not measured again.
+class Database(Lines[Row]):
+    """What was measured of each matrix, by its name.
 
     Args:
-        file: it is made when the first row is added; a line that was cut off is left out.
+        file: where the rows lie, see :class:`Lines`.
     """
 
     def __init__(self, file: Path) -> None:
-        self.file, self.rows = file, dict[str, Row]()
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        for line in text[: text.rfind("\n") + 1].splitlines():
-            row = Row.model_validate_json(line)
-            self.rows[row.weight] = row
-        if text and not text.endswith("\n"):
-            file.write_text(text[: text.rfind("\n") + 1], encoding="utf-8")
-
-    def add(self, row: Row) -> None:
-        """Add a row."""
-        self.rows[row.weight] = row
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        with self.file.open("a", encoding="utf-8") as stream:
-            stream.write(row.model_dump_json() + "\n")
+        super().__init__(file, Row, lambda row: row.weight)
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,10 @@ def search(
 
 def _before(source: Artifact, recipe: Recipe, calibration: Calibration) -> ir.Model:
     """Return the model as the step ``quantize_weights`` meets it."""
-    shared = Surroundings(TASKS[source.manifest.task], recipe.target, Runner(), Statistics(calibration))
+    facts = source.manifest
+    shared = Surroundings(
+        TASKS[facts.task], recipe.target, Runner(), Statistics(calibration), facts.model.max_positions
+    )
     graph = source.model.clone()
     check_finite(graph)
     names = [step.step for step in recipe.steps]

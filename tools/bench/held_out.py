@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,22 @@ def optimized(source: Path, made: Path, *steps: Step, run: bool = True) -> Sessi
     """Apply ``steps`` to the artifact ``source``, write the artifact ``made``, and open it."""
     graphopt.optimize(source, Recipe(name=steps[-1].step, steps=steps), made, run=run)
     return graphopt.load(made)
+
+
+def without_limit(session: Session) -> Session:
+    """Return the model such that nothing stops a sequence where its training did."""
+    facts = session.manifest.model.model_copy(update={"max_positions": None})
+    return replace(session, manifest=session.manifest.model_copy(update={"model": facts}))
+
+
+def as_one(session: Session, ids: IntArray) -> tuple[Nats, int]:
+    """Return the nats of every token but the first of one sequence, and the bytes of its cache in pages."""
+    decoder = Decoder(session, 1)
+    nats, largest = [], 0
+    for begin, logits in decoder.feed(ids[None, :-1]):
+        nats.append(negative_log_likelihood(logits[0], ids[begin + 1 :][: logits.shape[1]]))
+        largest = max(largest, decoder.cache.bytes)
+    return np.concatenate(nats), largest
 
 
 def windows(ids: IntArray, window: int) -> list[IntArray]:

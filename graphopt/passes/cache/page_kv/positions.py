@@ -16,7 +16,7 @@ In float32 an angle is wrong by 6e-8 of itself: at a million tokens that is 0.06
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import onnx_ir as ir
@@ -101,7 +101,8 @@ def exact_angles(graph: ir.Graph) -> dict[ir.Node, str]:
         The nodes that now make the angles, each with the name of the product that did.
     """
     made: dict[ir.Node, str] = {}
-    for node in [node for node in _readers(graph_input(graph, _POSITIONS)) if node.op_type in ("Mul", "MatMul")]:
+    readers = _readers(graph_input(graph, _POSITIONS), until=("Cos", "Sin"))
+    for node in [node for node in readers if node.op_type in ("Mul", "MatMul")]:
         if node.outputs[0].dtype not in (ir.DataType.FLOAT, None):
             continue
         name = node.name
@@ -187,14 +188,14 @@ _ELEMENTWISE = frozenset(
 """What may make angles of positions; each takes positions of any size."""
 
 
-def _readers(positions: ir.Value) -> list[ir.Node]:
-    """Return the nodes that positions flow into, up to the rotary embeddings, in no order."""
+def _readers(positions: ir.Value, until: Collection[str] = ()) -> list[ir.Node]:
+    """Return the nodes that positions flow into, up to operators ``until`` and rotary embeddings, in no order."""
     waiting, seen = [positions], list[ir.Node]()
     while waiting:
         for use in waiting.pop().uses():
             if use.node not in seen:
                 seen.append(use.node)
-                if use.node.op_type in _ELEMENTWISE:
+                if use.node.op_type in _ELEMENTWISE and use.node.op_type not in until:
                     waiting.extend(use.node.outputs)
     return seen
 

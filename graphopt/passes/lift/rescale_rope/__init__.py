@@ -1,0 +1,127 @@
+"""Rotary positions of a frozen model are stretched, so that it reads longer texts than it was trained on."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.ports import MAX_POSITIONS
+from graphopt.analysis.rotary import RotaryAngles, rotary_angles
+from graphopt.editing import shared
+from graphopt.errors import InputError
+from graphopt.facts import Effect, Rule, Skip
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context, Ledger
+from graphopt.passes.lift.rescale_rope.edits import multiply, renamed, turn_by
+from graphopt.passes.lift.rescale_rope.methods import METHODS, Radians, RescaleRopeOptions, attention_factor, check
+from graphopt.rotations.claims import Claims
+
+RESCALED = Rule(
+    "rescale_rope.rescaled",
+    "{frequencies} rescaled by {method} for {factor:g} times the context",
+    first="; not the first {first} tokens",
+)
+SCALED = Rule("rescale_rope.scaled", "{wave} of rotary angles is multiplied by {by:g}")
+EXTENDED = Rule("rescale_rope.extended", "sequences may have {positions} tokens; they were trained with {trained}")
+UNCHANGED = Rule("rescale_rope.unchanged", "{method} with the factor {factor:g} leaves {frequencies} as they are")
+
+_POSITIONS = "position_ids"
+
+
+class RescaleRope(Pass[RescaleRopeOptions]):
+    """Let a model with rotary positions read longer texts than it was trained on, by other frequencies.
+
+    before::
+
+        RotaryEmbedding(x, Cos(p w), Sin(p w))                          token p, frequencies w_0 = 1 > w_1 > ...
+
+    after::
+
+        RotaryEmbedding(x, m Cos(p w'), m Sin(p w'))
+        RotaryEmbedding(x, m Cos(p w''), m Sin(p w''))                  w'' = Where(p < first, w, w')
+
+    Queries and keys turned by p w meet as q^T R((p' - p) w) k: what training has shown are angles (p' - p) w_i for
+    distances up to the trained length L. For s times the length, w' makes the slow pairs slower, so that their angles
+    stay among those, and changes the fast pairs little, which tell neighbours apart and have shown all angles. With
+    n pairs, r_i = L w_i / (2 pi) rounds of pair i within L tokens, and g going from 0 to 1 in a line, w'_i is::
+
+        linear     w_i / s                          position interpolation, Chen et al. 2023
+        ntk        w_i s^(-i / (n - 1))             NTK-aware, bloc97 2023: the base b becomes b s^(2n / (2n - 2))
+        yarn       w_i (1 - g_i) + g_i w_i / s      YaRN, Peng et al. 2023, section 3.2: g in i, r from 32 to 1
+        llama3     w_i (1 - g_i) + g_i w_i / s      Llama 3.1, 2024: g in r, from 4 to 1
+        longrope   w_i / factors_i                  LongRoPE, Ding et al. 2024, section 3: given numbers
+        truncated  w_i;  2 pi / (16 L);  0          Giraffe, Pal et al. 2023: r_i >= 1;  between;  r_i <= 1/8
+
+    m is the attention factor: scores grow by m^2, against the softmax over more tokens being flatter. yarn has
+    m = 0.1 ln s + 1, longrope m = sqrt(1 + ln s / ln L), the others 1. LongRoPE also leaves the first tokens of a
+    sequence as they were (``first``).
+
+    The metadata of the model then says s L positions, and with it the manifest, ``genai_config.json`` and how far
+    caches may grow. A factor of 1 changes nothing, which the certificate proves. All rotary embeddings are rescaled or
+    none: where the angles of one are not understood the step is refused, and the error names it. Models that mix bases
+    (Gemma 3) have all of them rescaled.
+    """
+
+    name: ClassVar[str] = "rescale_rope"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = RescaleRopeOptions
+    after: ClassVar[tuple[str, ...]] = ("canonicalize",)
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rescale the frequencies of all rotary embeddings.
+
+        Raises:
+            InputError: an embedding turns by angles that are not understood, or the options do not fit the model.
+        """
+        check(self.options)
+        graph, ledger = model.graph, context.ledger
+        found = rotary_angles(graph)
+        if isinstance(found, Skip):
+            raise InputError(
+                f"rotary positions cannot be rescaled: {found.reason}",
+                node=found.where,
+                remedy="put the step `canonicalize` in front; if it is there, export the model from its checkpoint",
+            )
+        stated = model.metadata_props.get(MAX_POSITIONS) or context.surroundings.max_positions
+        trained = self.options.trained or (None if stated is None else int(stated))
+        scale, scaled = attention_factor(self.options, trained), set[ir.Node]()
+        for angles in found:
+            old = angles.radians
+            new = old if self.options.factor == 1 else METHODS[self.options.method](old, self.options, trained)
+            changed = self._turn(graph, angles, new, ledger)
+            for wave in angles.waves:
+                if scale != 1 and wave not in scaled:
+                    scaled.add(wave)
+                    number = _number(graph, "attention_factor", scale, wave.outputs[0])
+                    ledger.changed(multiply(graph, wave, number), SCALED(wave=wave.op_type, by=scale), [wave])
+            if not changed and scale == 1:
+                figures = {"method": self.options.method, "factor": self.options.factor}
+                ledger.skipped(angles.product, UNCHANGED(frequencies=angles.frequencies.name, **figures))
+        if self.options.factor != 1 and trained is not None:
+            positions = int(trained * self.options.factor)
+            model.metadata_props[MAX_POSITIONS] = str(positions)
+            ledger.report_change(_POSITIONS, EXTENDED(positions=positions, trained=trained))
+        if not ledger.report.changes:
+            ledger.report.claims = Claims()
+
+    def _turn(self, graph: ir.Graph, angles: RotaryAngles, new: Radians, ledger: Ledger) -> bool:
+        """Give ``angles`` the frequencies ``new``; return whether they are others than before."""
+        weight, product, options = angles.frequencies, angles.product, self.options
+        assert weight.const_value is not None
+        stored = weight.const_value.numpy()
+        array = new.astype(stored.dtype).reshape(stored.shape)
+        if np.array_equal(array, stored):
+            return False
+        kept = _number(graph, "first_tokens", options.first, angles.positions) if options.first else None
+        turn_by(graph, angles, shared(graph, renamed(weight.name), array), kept)
+        what = {"method": options.method, "factor": options.factor, "first": options.first}
+        ledger.changed(product, RESCALED(frequencies=weight.name, **what), [product, weight])
+        return True
+
+
+def _number(graph: ir.Graph, name: str, number: float, beside: ir.Value) -> ir.Value:
+    """Return a constant of one number, of the type that ``beside`` has."""
+    dtype = beside.dtype or ir.DataType.FLOAT
+    return shared(graph, f"{name}.{dtype.name.lower()}", np.array(number, dtype.numpy()))
