@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
@@ -203,6 +204,11 @@ def _changed(step: StepOptions, options: Mapping[str, object]) -> StepOptions:
 
 def presets() -> dict[str, Recipe]:
     """Return the recipes that ship with the package, by name."""
+    return dict(_shipped())
+
+
+@functools.cache
+def _shipped() -> dict[str, Recipe]:
     files = [file for file in resources.files("graphopt.preset_files").iterdir() if file.name.endswith(".yaml")]
     found = [_parse(file.read_text(encoding="utf-8"), file.name) for file in files]
     return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
@@ -231,7 +237,7 @@ def load_recipe(name_or_file: str | Path | Recipe, add: Sequence[str] = (), opti
 def _load(name_or_file: str | Path | Recipe) -> Recipe:
     if isinstance(name_or_file, Recipe):
         return name_or_file
-    known = presets()
+    known = _shipped()
     if str(name_or_file) in known:
         return known[str(name_or_file)]
     path = Path(name_or_file)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import os
 import shutil
+import sys
 import tempfile
+import typing
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +21,7 @@ from hypothesis import settings
 from onnx_ir.schemas import OpSignature
 
 from tests import families
-from tests.families import HIDDEN as HIDDEN
-from tests.families import POSITIONS, VOCABULARY, make_model
+from tests.checkpoints import EXPORTS, FOLDERS, HUB, know_signatures_of_torchlib, save_tokenizer, write_checkpoint
 from tests.once import is_to_do, once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
@@ -34,26 +36,8 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir())
 settings.register_profile("graphopt", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("graphopt")
 
-END_OF_TEXT = "<|endoftext|>"
-# What a checkpoint of the tests, and an export of it, is made by.
-FOLDERS = ("tests/families.py", "tests/conftest.py", "graphopt/stdlib_text.py")
-EXPORTS = (
-    *FOLDERS,
-    *(
-        f"graphopt/{name}.py"
-        for name in ("artifact", "facts", "genai", "manifest", "models/*", "models/unrolling/*", "tasks/*")
-    ),
-)
-
 # The families whose exports are tested in detail: each has a feature that the others here lack.
 FAMILIES = {family: families.FAMILIES[family] for family in ("llama", "qwen2", "gpt2", "gpt_neox", "phi3", "gemma3")}
-
-# Families of which one layer is exported instead of two: what links two layers has no part that others here lack.
-ONE_LAYER = frozenset(
-    ("mistral", "mistral_window", "qwen3", "opt", "falcon_new", "stablelm", "olmo2", "granite", "cohere")
-)
-# The family that is exported by an id on the hub.
-HUB = "qwen3"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -72,6 +56,34 @@ def signatures_are_derived_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(OpSignature, "from_op_schema", staticmethod(signature_of))
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def protocols_are_read_once() -> Iterator[None]:
+    """Keep what attributes a protocol has, as Python does from 3.12 on: onnx_ir asks at each `isinstance`."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if sys.version_info < (3, 12):
+            for name in ("_get_protocol_attrs", "_is_callable_members_only"):
+                monkeypatch.setattr(typing, name, functools.cache(getattr(typing, name)))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def commands_are_built_once() -> Iterator[None]:
+    """Keep the parser of an app: Typer makes one of the signatures of all commands each time that it is called."""
+    import typer.main
+    import typer.testing
+
+    build = functools.lru_cache(maxsize=8)(typer.main.get_command)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(typer.main, "get_command", build)
+        monkeypatch.setattr(typer.testing, "_get_command", build)
+        yield
+
+
+def pytest_collection_finish() -> None:
+    """Let the garbage collector pass over what modules and tests are made of: millions of objects that stay."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -105,20 +117,9 @@ def verdicts_read_few_tokens() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def make_folder() -> Callable[[str], Path]:
-    """Return a function that makes the Hugging Face folder of a family; three have a tokenizer."""
+    """Return a function that makes the Hugging Face folder of a family."""
 
-    def write(family: str, folder: Path) -> None:
-        model = make_model(family, 1 if family in ONE_LAYER else None)
-        if family == "llama":
-            # As checkpoints are: 16 bits, which the export must widen to 32.
-            model = model.half()
-        if family in ("llama", HUB):
-            save_tokenizer(folder)
-        if family == "bert":
-            save_word_pieces(folder)
-        model.save_pretrained(folder)
-
-    return lambda family: once(f"{family}-folder", FOLDERS, lambda folder: write(family, folder))
+    return lambda family: once(f"{family}-folder", FOLDERS, lambda folder: write_checkpoint(family, folder))
 
 
 @pytest.fixture(scope="session")
@@ -197,14 +198,6 @@ def printed_to(file: Path) -> Iterator[None]:
                 os.close(before)
 
 
-def know_signatures_of_torchlib() -> None:
-    """Let torch's exporter derive the signatures of its operators once for all exports: a tenth of a small one."""
-    from torch.onnx._internal.exporter import _schemas
-
-    if not hasattr(_schemas.op_signature_from_function, "cache_info"):
-        _schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
-
-
 @pytest.fixture(scope="session")
 def make_genai(make_folder: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Return a function that builds a family with onnxruntime-genai's model builder and gives the folder."""
@@ -254,52 +247,6 @@ def shipped_artifact() -> Path:
 def bert_artifact(make_artifact: Callable[[str], Path]) -> Path:
     """The exported artifact of a 2-layer BERT with a WordPiece tokenizer; treat it as read-only."""
     return make_artifact("bert")
-
-
-def save_word_pieces(folder: Path) -> None:
-    """Train a WordPiece tokenizer of :data:`VOCABULARY` tokens, which begins and ends each text as BERT's does."""
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from graphopt.stdlib_text import held_out_text
-
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
-    tokenizer.train_from_iterator([held_out_text()[:20_000]], trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **named)
-    fast.save_pretrained(folder)
-
-
-def save_tokenizer(folder: Path) -> None:
-    """Train a byte-level BPE tokenizer of :data:`VOCABULARY` tokens and save it as transformers does."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    from graphopt.stdlib_text import held_out_text
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.train_from_iterator(
-        [held_out_text()[:20_000]],
-        trainers.BpeTrainer(
-            vocab_size=VOCABULARY,
-            special_tokens=[END_OF_TEXT],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=POSITIONS
-    )
-    fast.save_pretrained(folder)
 
 
 @pytest.fixture

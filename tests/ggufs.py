@@ -110,7 +110,7 @@ def exported(tokenizer: Path) -> Path:
     Args:
         tokenizer: as for :func:`write_llama`.
     """
-    from tests.conftest import EXPORTS
+    from tests.checkpoints import EXPORTS
 
     def make(folder: Path) -> None:
         from graphopt.models.export import export

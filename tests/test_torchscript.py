@@ -12,7 +12,7 @@ import pytest
 
 import graphopt
 from graphopt.models.export import export
-from tests.conftest import save_tokenizer
+from tests.checkpoints import save_tokenizer
 
 TOKENS = 12
 PROMPTS = ["def f(", "class Stack: def pop(self)"]

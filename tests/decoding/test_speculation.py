@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.decoding import costs
 from graphopt.decoding.continuation import Continuation, Settings, start
 from graphopt.decoding.costs import costs_of
 from graphopt.decoding.decoder import Decoder
@@ -84,6 +85,14 @@ class Nonsense:
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         pass
+
+
+@pytest.fixture(scope="module", autouse=True)
+def costs_are_measured_briefly() -> Iterator[None]:
+    """Run each width of a step once: the first round finds those that give other bits, and no test looks at times."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(costs, "_ROUNDS", (1, 1))
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,9 @@ from graphopt.models import export as export_module
 from graphopt.models.export import export, shipped_models
 from graphopt.runtime import open_session
 from graphopt.tasks.causal_lm.interface import Interface
-from tests.conftest import FAMILIES, HIDDEN, HUB, VOCABULARY
+from tests.checkpoints import HUB
+from tests.conftest import FAMILIES
+from tests.families import HIDDEN, VOCABULARY
 
 # The bound, relative to the largest logit. Float32 summed in another order through two layers moves these
 # logits by 1e-7 to 2e-6 (seen); one wrong mask, position or rotary angle moves them by more than 1e-2.

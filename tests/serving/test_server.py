@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ from graphopt.session import Session, load
 from tests.serving.conftest import BLOCKS
 from tests.serving.test_batch import run
 
-pytest.importorskip("dynamo._core", reason="the extra `serve` is not installed")
-openai = pytest.importorskip("openai", reason="the extra `dev` is not installed")
+# They are imported where they are used: importing takes seconds, and every worker collects this file.
+pytestmark = [
+    pytest.mark.skipif(not find_spec("dynamo"), reason="the extra `serve` is not installed"),
+    pytest.mark.skipif(not find_spec("openai"), reason="the extra `dev` is not installed"),
+]
 
 ROOT = Path(__file__).parents[2]
 TEXTS = (
@@ -60,6 +64,8 @@ class Served:
     """A running ``graphopt serve``, whose workers crash when they begin to read the token :data:`DEADLY`."""
 
     def __init__(self, folder: Path, faults: Path, *options: object) -> None:
+        from openai import OpenAI
+
         (faults / "sitecustomize.py").write_text(FAULT.format(token=DEADLY))
         code = "from graphopt.cli import main; main()"
         command = [sys.executable, "-c", code, "serve", str(folder), "--port", "0", *map(str, options)]
@@ -69,7 +75,7 @@ class Served:
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         self.url = self.until(r"serving python at (http://127\.0\.0\.1:\d+/v1)")[1]
-        self.client = openai.OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
+        self.client = OpenAI(base_url=self.url, api_key="none", max_retries=0, timeout=60)
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -204,11 +210,13 @@ def test_calls_of_tools_are_told_from_text(server: Served) -> None:
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_refusals_are_clear(options: dict[str, Any], message: str, server: Served) -> None:
+    from openai import APIStatusError
+
     told = {"model": "python", "prompt": "x", "max_tokens": 4, **options}
-    with pytest.raises(openai.APIStatusError, match=message) as refused:
+    with pytest.raises(APIStatusError, match=message) as refused:
         server.client.completions.create(**told)
     assert 400 <= refused.value.status_code < 500
-    with pytest.raises(openai.APIStatusError) as refused:
+    with pytest.raises(APIStatusError) as refused:
         next(iter(server.client.completions.create(**told, stream=True)))
     assert 400 <= refused.value.status_code < 500
 
@@ -282,8 +290,10 @@ def test_streams_go_on_when_a_worker_is_killed(server: Served, expected: Any) ->
 
 
 def test_a_request_that_crashes_its_worker_is_not_handed_round(server: Served, expected: Any) -> None:
+    from openai import BadRequestError
+
     before = server.processes("worker")
-    with pytest.raises(openai.BadRequestError, match="a worker crashed while it read this request"):
+    with pytest.raises(BadRequestError, match="a worker crashed while it read this request"):
         server.text([5, DEADLY], 4)
     server.until(r"worker \d ended \(SIGSEGV\); it starts again")
     server.wait_for_workers()
@@ -292,10 +302,12 @@ def test_a_request_that_crashes_its_worker_is_not_handed_round(server: Served, e
 
 
 def test_a_front_that_is_killed_comes_back(server: Served, expected: Any) -> None:
+    from openai import OpenAIError
+
     os.kill(server.processes("front")[0], signal.SIGKILL)
     server.until(r"front ended \(SIGKILL\); it starts again")
     for _ in range(600):
-        with contextlib.suppress(openai.OpenAIError):
+        with contextlib.suppress(OpenAIError):
             assert server.text(TEXTS[0], 20) == expected([TEXTS[0]], [20])[0]
             return
         time.sleep(0.1)

@@ -5,6 +5,7 @@ Of presets that make the same nodes one is tried, see `distinct`.
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ LAYERS = 6
 STANDARD = ("int4", "uint4", "int8", "uint8")
 
 
+@functools.cache
 def distinct() -> dict[str, Recipe]:
     """Return the presets with codes rounded to nearest, which takes no run of the model; of those alike then, one.
 

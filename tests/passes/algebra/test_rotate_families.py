@@ -14,7 +14,7 @@ from graphopt.errors import InputError
 from graphopt.models.trace import export_graph
 from graphopt.passes.algebra.rotate import RotateOptions
 from graphopt.weights import weight_of
-from tests.conftest import ONE_LAYER
+from tests.checkpoints import ONE_LAYER
 from tests.families import FAMILIES, make_model
 from tools.families import Outcome, examine, fold
 

@@ -12,6 +12,7 @@ from graphopt.formats import FORMATS
 from graphopt.rotations import hadamard
 from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference
+from tests.pairwise import pairwise
 from tests.runtime_ops.cuda.products import Products
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
 from tests.runtime_ops.products import case_of
@@ -36,10 +37,10 @@ def test_frozen_vectors(products: Products, frozen: dict) -> None:
     assert products.dynamic({**case, "clip": 1.0}).tolist() == frozen["y"]
 
 
-@pytest.mark.parametrize("dtype", HALF_UNIT, ids=lambda dtype: dtype.__name__)
-@pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize(("name", "clip"), [("int4", 0.8), ("int8", 1.0), ("fp6-e2m3", 1.0), ("fp6-e3m2", 0.8)])
-@pytest.mark.parametrize("orders", [(1, 1), (12, 8), (8, 4)])
+@pytest.mark.parametrize(
+    ("orders", "name", "clip", "bits", "dtype"),
+    pairwise([(1, 1), (12, 8), (8, 4)], ["int4", "int8", "fp6-e2m3", "fp6-e3m2"], [0.8, 1.0], [8, 4], [*HALF_UNIT]),
+)
 def test_it_is_within_the_bound(
     products: Products, orders: tuple[int, int], name: str, clip: float, bits: int, dtype: type
 ) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
 
 from graphopt.manifest import Manifest, Source
 from graphopt.model_facts import ModelFacts
@@ -24,6 +24,9 @@ from tests.decoders import decoder
 from tests.graphs import run_pass
 from tests.view.page.test_report import HOSTILE, traced
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, ConsoleMessage, Page
+
 WIDTHS = (800, 1440, 2560)
 PARTS = ("verdict", "passes", "graph", "diff", "quality", "time")
 AUDIT = (Path(__file__).parent / "audit.js").read_text(encoding="utf-8")
@@ -33,6 +36,8 @@ TEXT = "import os\n\n\ndef size(path):\n    return os.stat(path).st_size\n" * 9
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    from playwright.sync_api import sync_playwright
+
     # Playwright's own browsers are downloads, and no dependency of the project is one: a Chromium has to be there.
     executable = shutil.which("chromium") or shutil.which("google-chrome") or pytest.skip("there is no Chromium")
     with sync_playwright() as playwright:

@@ -1,0 +1,90 @@
+"""What checkpoints and exports of the tests are made by; fixtures in ``conftest.py`` make each once."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from graphopt.stdlib_text import held_out_text
+from tests.families import POSITIONS, VOCABULARY, make_model
+
+END_OF_TEXT = "<|endoftext|>"
+# What a checkpoint of the tests, and an export of it, is made by.
+FOLDERS = ("tests/families.py", "tests/checkpoints.py", "graphopt/stdlib_text.py")
+EXPORTS = (
+    *FOLDERS,
+    *(
+        f"graphopt/{name}.py"
+        for name in ("artifact", "facts", "genai", "manifest", "models/*", "models/unrolling/*", "tasks/*")
+    ),
+)
+
+# Families of which one layer is exported instead of two: what links two layers has no part that others here lack.
+ONE_LAYER = frozenset(
+    ("mistral", "mistral_window", "qwen3", "opt", "falcon_new", "stablelm", "olmo2", "granite", "cohere")
+)
+# The family that is exported by an id on the hub.
+HUB = "qwen3"
+
+
+def write_checkpoint(family: str, folder: Path) -> None:
+    """Write the Hugging Face folder of a family; three have a tokenizer."""
+    model = make_model(family, 1 if family in ONE_LAYER else None)
+    if family == "llama":
+        # As checkpoints are: 16 bits, which the export must widen to 32.
+        model = model.half()
+    if family in ("llama", HUB):
+        save_tokenizer(folder)
+    if family == "bert":
+        save_word_pieces(folder)
+    model.save_pretrained(folder)
+
+
+def know_signatures_of_torchlib() -> None:
+    """Let torch's exporter derive the signatures of its operators once for all exports: a tenth of a small one."""
+    from torch.onnx._internal.exporter import _schemas
+
+    if not hasattr(_schemas.op_signature_from_function, "cache_info"):
+        _schemas.op_signature_from_function = functools.cache(_schemas.op_signature_from_function)
+
+
+def save_word_pieces(folder: Path) -> None:
+    """Train a WordPiece tokenizer of :data:`VOCABULARY` tokens, which begins and ends each text as BERT's does."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    trainer = trainers.WordPieceTrainer(vocab_size=VOCABULARY, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator([held_out_text()[:20_000]], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    named = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token"), special, strict=True))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=POSITIONS, **named)
+    fast.save_pretrained(folder)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Train a byte-level BPE tokenizer of :data:`VOCABULARY` tokens and save it as transformers does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        [held_out_text()[:20_000]],
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=POSITIONS
+    )
+    fast.save_pretrained(folder)
