@@ -21,7 +21,7 @@ from hypothesis import settings
 from onnx_ir.schemas import OpSignature
 
 from tests import families
-from tests.checkpoints import EXPORTS, FOLDERS, HUB, know_signatures_of_torchlib, save_tokenizer, write_checkpoint
+from tests.checkpoints import EXPORTS, FOLDERS, HUB, know_torchlib, save_tokenizer, write_checkpoint
 from tests.once import is_to_do, once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
@@ -129,7 +129,7 @@ def make_artifact(make_folder: Callable[[str], Path], request: pytest.FixtureReq
     def write(family: str, folder: Path) -> None:
         from graphopt.models.export import export
 
-        know_signatures_of_torchlib()
+        know_torchlib()
         export(make_folder(family), folder)
 
     parameters = (item.callspec.params for item in request.session.items if hasattr(item, "callspec"))
@@ -166,7 +166,7 @@ def hub_export(make_folder: Callable[[str], Path], tmp_path_factory: pytest.Temp
 
         from graphopt.models.export import export
 
-        know_signatures_of_torchlib()
+        know_torchlib()
         hub = tmp_path_factory.mktemp("hub")
         cached = hub / "models--somebody--tiny"
         (cached / "refs").mkdir(parents=True)
@@ -237,7 +237,7 @@ def shipped_artifact() -> Path:
     def write(folder: Path) -> None:
         from graphopt.models.export import export
 
-        know_signatures_of_torchlib()
+        know_torchlib()
         export("stdlib_lm", folder)
 
     return once("shipped-artifact", (*EXPORTS, "graphopt/models/stdlib_lm/*"), write)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -92,7 +93,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
-            with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            with _without_stack_traces(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
                 program: ir.Model = exporter.export(traced, inputs, config=config).program
         except Exception as error:
             raise InputError(
@@ -101,6 +102,18 @@ def export_graph(model: Any, source: str) -> ir.Model:
                 remedy="graphopt takes what transformers.exporters.OnnxExporter takes; the cause is chained below",
             ) from error
     return program
+
+
+@contextlib.contextmanager
+def _without_stack_traces() -> Iterator[None]:
+    """Keep torch from writing down the lines of Python that made each node: a tenth of a trace, and not kept."""
+    config = importlib.import_module("torch.fx.config")
+    before = config.do_not_emit_stack_traces
+    config.do_not_emit_stack_traces = True
+    try:
+        yield
+    finally:
+        config.do_not_emit_stack_traces = before
 
 
 def sample_of(model: Any) -> dict[str, torch.Tensor]:
