@@ -81,6 +81,16 @@ def commands_are_built_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def default_text_is_read_once() -> Iterator[None]:
+    """Keep the modules of Python that statistics are collected on by default: all files of a folder of thousands."""
+    from graphopt import tokens
+
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(tokens, "training_texts", functools.cache(tokens.training_texts))
+        yield
+
+
 def pytest_collection_finish() -> None:
     """Let the garbage collector pass over what modules and tests are made of: millions of objects that stay."""
     gc.freeze()

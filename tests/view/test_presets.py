@@ -1,4 +1,4 @@
-"""What presets make of the shipped model: its layers are found whatever names are, every node has an origin.
+"""What presets make of a model: its layers are found whatever names are, every node has an origin.
 
 Of presets that make the same nodes one is tried, see `distinct`.
 """
@@ -23,7 +23,8 @@ from graphopt.view.explaining import explanations
 from tests.decoders import shuffle_names
 from tests.graphs import compiled
 
-LAYERS = 6
+# What the shipped model of six layers is made into; of all other presets the small one of two layers tells as much.
+DEEP = ("int4", "rotate-kv4")
 STANDARD = ("int4", "uint4", "int8", "uint8")
 
 
@@ -63,13 +64,16 @@ def names_of(graph: ir.Graph) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def source(shipped_artifact: Path) -> artifact.Artifact:
-    return artifact.read(shipped_artifact)
+def sources(shipped_artifact: Path, llama_artifact: Path) -> dict[int, artifact.Artifact]:
+    """The shipped model and the small one by how many layers they have."""
+    return {6: artifact.read(shipped_artifact), 2: artifact.read(llama_artifact)}
 
 
-@pytest.mark.parametrize("preset", distinct())
-def test_layers_and_origins_of_every_preset(source: artifact.Artifact, preset: str, tmp_path: Path) -> None:
-    recipe = distinct()[preset]
+@pytest.mark.parametrize(("preset", "layers"), [(preset, 6 if preset in DEEP else 2) for preset in distinct()])
+def test_layers_and_origins_of_every_preset(
+    sources: dict[int, artifact.Artifact], preset: str, layers: int, tmp_path: Path
+) -> None:
+    source, recipe = sources[layers], distinct()[preset]
     split = any(step.step == "split_inputs" for step in recipe.steps)
     if split:  # it looks at activations, of a little text here
         few = recipe.model_copy(update={"calibration": CalibrationOptions(windows=1, window=64)})
@@ -87,9 +91,9 @@ def test_layers_and_origins_of_every_preset(source: artifact.Artifact, preset: s
     assert count == len(list(model.graph))
 
     folded = fold(model.graph)
-    assert len(folded.layers()) == LAYERS
+    assert len(folded.layers()) == layers
     # how many inputs go past a product in floats differs from layer to layer, and with it the structure
-    assert split or [part.count for part in folded.parts if isinstance(part, Repeat)] == [LAYERS]
+    assert split or [part.count for part in folded.parts if isinstance(part, Repeat)] == [layers]
     # no product of a layer is left outside: the first and the last layer are whole
     inside = {segment for layer in folded.layers() for segment in layer}
     outside = [node for number, nodes in enumerate(folded.order) if number not in inside for node in nodes]
@@ -99,6 +103,10 @@ def test_layers_and_origins_of_every_preset(source: artifact.Artifact, preset: s
     assert (shuffled.parts, shuffled.structures, shuffled.parameters) == (
         folded.parts, folded.structures, folded.parameters
     )  # fmt: skip
+
+
+def test_the_deep_ones_are_tried() -> None:
+    assert set(DEEP) <= set(distinct())
 
 
 def test_how_codes_are_chosen_changes_no_node(llama_artifact: Path) -> None:
