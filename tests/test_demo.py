@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from graphopt import artifact
+from graphopt.artifact import Artifact
 from graphopt.demo import EXPORTED, MODEL, MODULES, RECIPES, Demo, run_demo
 from graphopt.manifest import Manifest, read_manifest
 from graphopt.models.export import export
+from graphopt.pipeline import optimize
+from graphopt.recipe import load_recipe
+from graphopt.statistics.options import CalibrationOptions
 from graphopt.stdlib_text import HELD_OUT, held_out_text
 
 
@@ -29,8 +33,15 @@ def demo(tmp_path_factory: pytest.TempPathFactory, shipped_artifact: Path, llama
         shutil.rmtree(asked["output"])
         return read_manifest(shutil.copytree(shipped_artifact, asked["output"]))
 
+    def optimized(model: Path, preset: str, *args: Any, **options: Any) -> Artifact:
+        """Take statistics on little text: other tests look at what is chosen by them."""
+        recipe = load_recipe(preset)
+        little = CalibrationOptions(windows=2, window=512)
+        return optimize(model, recipe.model_copy(update={"calibration": little}), *args, **options)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("graphopt.demo.export", exported)
+        monkeypatch.setattr("graphopt.demo.optimize", optimized)
         return run_demo(folder, text=held_out_text(("heapq",))[:5000])
 
 

@@ -70,7 +70,7 @@ def check(products: Products, case: Case, seeds: tuple[int, ...] = (0, 1)) -> No
 
 
 # the type of x and the mode say together what is multiplied, so they are one choice here
-@pytest.mark.parametrize(("operands", "bits", "count"), pairwise([*product(MODES, TYPES)], range(1, 9), [1, 13, 19]))
+@pytest.mark.parametrize(("operands", "bits", "count"), pairwise([*product(ON_GPUS, TYPES)], range(1, 9), [1, 13, 19]))
 def test_it_is_within_the_bound(products: Products, operands: tuple[str, type], bits: int, count: int) -> None:
     """Few rows and tiles of them; K, N and group fill nothing up, and groups end within blocks of K."""
     activations, dtype = operands
