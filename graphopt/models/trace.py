@@ -107,7 +107,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
 @contextlib.contextmanager
 def _without_stack_traces() -> Iterator[None]:
     """Keep torch from writing down the lines of Python that made each node: a tenth of a trace, and not kept."""
-    config = importlib.import_module("torch.fx.config")
+    config: Any = importlib.import_module("torch.fx.config")
     before = config.do_not_emit_stack_traces
     config.do_not_emit_stack_traces = True
     try:
