@@ -213,6 +213,29 @@ def matrix_product(graph: ir.Graph) -> None:
     graph.remove(old, safe=True)
 
 
+def shuffle_order(model: ir.Model, seed: int = 0) -> None:
+    """Put the nodes of a graph into another order in which each stands behind what it reads, and its weights too."""
+    chance, graph = random.Random(seed), model.graph
+    waiting = {node: {v.producer() for v in node.inputs if v is not None} - {None} for node in graph}
+    readers: dict[ir.Node, list[ir.Node]] = {node: [] for node in waiting}
+    for node, made in waiting.items():
+        for each in made:
+            readers[each].append(node)  # type: ignore[index]
+    ready, order = [node for node, made in waiting.items() if not made], []
+    while ready:
+        node = ready.pop(chance.randrange(len(ready)))
+        order.append(node)
+        for reader in readers[node]:
+            waiting[reader].discard(node)
+            ready += [] if waiting[reader] else [reader]
+    graph.remove(order)
+    graph.extend(order)
+    weights = list(graph.initializers.items())
+    chance.shuffle(weights)
+    graph.initializers.clear()
+    graph.initializers.update(weights)
+
+
 def shuffle_names(model: ir.Model, seed: int = 0) -> None:
     """Give every node, value, weight, input and output of a graph another name, in place."""
     graph = model.graph

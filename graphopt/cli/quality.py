@@ -42,8 +42,10 @@ def quality(
     from graphopt.view.losses import errors_table, groups_table, spread_table, told
     from graphopt.view.tables import quality_table
 
-    if recipe is not None and (not where or len(after) > 1):
-        raise InputError("a recipe is written for one model, where its losses are measured", remedy="add --where")
+    if recipe is not None and not where:
+        raise InputError("--recipe needs to know where quality was lost", remedy="add --where")
+    if recipe is not None and len(after) > 1:
+        raise InputError(f"--recipe is for one model, and there are {len(after)}", remedy="give one after BEFORE")
     texts = None if text is None else [read_text(text)]
     rows, lost = [], []
     with progress() as say:
@@ -54,7 +56,7 @@ def quality(
             lost += [losses(before, folder, texts, window=window, on_stage=say)] if where else []
     if recipe is not None:
         if lost[0].recipe is None:
-            raise InputError("no role and no layer brings back a tenth of what was lost, so there is no better recipe")
+            raise InputError("no better recipe: no layer and no kind of product brings back a tenth of the loss")
         write_text(recipe, lost[0].recipe.to_yaml())
     if as_json:
         more = [{"where": each.model_dump(mode="json")} for each in lost] or [{}] * len(rows)

@@ -49,7 +49,7 @@ def inspect_model(
 ) -> None:
     """Show what a model consists of and what the compiler did to it: by role, layers of one structure as one row."""
     from graphopt.view.inspecting import coverage_table, heading, left_table, roles_table
-    from graphopt.view.query import narrowed, selector
+    from graphopt.view.query import missed, narrowed, selector
     from graphopt.view.tracing import trace
 
     found = trace(model, context)
@@ -59,6 +59,9 @@ def inspect_model(
     selected = selector(found, words)
     for line in heading(found):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+    nothing = missed(found, words)
+    if nothing is not None:
+        return out.print(nothing, markup=False, highlight=False, soft_wrap=True)
     for table in (roles_table(found, selected), coverage_table(found, selected), left_table(found, selected)):
         if table is not None:
             out.print(table)
@@ -91,6 +94,8 @@ def diff_models(
 def explain(
     model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
     node: Annotated[str, typer.Argument(help="a node; a weight stands for what reads it, a value for what makes it")],
+    before: Annotated[Path | None, typer.Option(help="what MODEL was made from: also measure the node's error")] = None,
+    time: Annotated[bool, typer.Option("--time", help="also measure the node's time")] = False,
     as_json: Json = False,
 ) -> None:
     """Show where a node came from: the passes that made it of which nodes, what each did, and what was checked."""
@@ -98,9 +103,16 @@ def explain(
     from graphopt.view.explaining import told
 
     found = explain_node(model, node)
+    lines = list(told(found))
+    if before is not None or time:
+        from graphopt.view import measured
+
+        with progress() as say:
+            found.measured = measured.measured(model, found.node.name, before=before, time=time, on_stage=say)
+        lines += ["", *measured.told(found.measured)]
     if as_json:
         return print_json(found)
-    for line in told(found):
+    for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
 

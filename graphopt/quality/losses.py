@@ -119,18 +119,56 @@ def losses(
         on_stage("running the exact steps of the recipe again")
         pair = Pair(before, after, Path(folder))
         if not pair.products:
-            raise InputError("no product of this model has a partner in floats", file=after)
+            raise InputError("no product of this model was found in the float model", file=after)
         read = _windows(pair, held_out_texts() if texts is None else texts, tokens, window)
         return _measured(pair, read, restore, weights, on_stage)
 
 
+def loss_of(
+    before: Path,
+    after: Path,
+    node: str,
+    texts: Sequence[str] | None = None,
+    *,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
+    on_stage: Progress = silent,
+) -> ProductLoss | None:
+    """Return the errors of one product of a compressed model; ``None`` for a node that is no product.
+
+    Args:
+        before: what it was made from.
+        after: an artifact of ``graphopt optimize``.
+        node: the name of a node of it.
+        texts: what both read; :func:`graphopt.quality.texts.held_out_texts` by default.
+        tokens: how many of them.
+        window: tokens that are seen at once.
+        on_stage: called when a stage begins.
+
+    Raises:
+        InputError: AFTER has no recipe or no tokenizer, or a model cannot be run.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        on_stage("running the exact steps of the recipe again")
+        pair = Pair(before, after, Path(folder))
+        pair.products = [each for each in pair.products if each.name == node]
+        if not pair.products:
+            return None
+        read = _windows(pair, held_out_texts() if texts is None else texts, tokens, window)
+        on_stage("errors of the product")
+        return next(_product_losses(pair, read))
+
+
+def _product_losses(pair: Pair, read: Sequence[IntArray]) -> Iterator[ProductLoss]:
+    for product, errors in pair.errors(read):
+        yield ProductLoss(node=product.name, role=product.role, layer=product.layer, bytes=product.bytes, **errors)
+
+
 def _measured(pair: Pair, read: Sequence[IntArray], restore: bool, weights: bool, on_stage: Progress) -> Losses:
     found = Losses(tokens=sum(map(len, read)), unmatched=pair.unmatched)
-    for number, (product, errors) in enumerate(pair.errors(read)):
+    for number, product in enumerate(_product_losses(pair, read)):
         on_stage("errors of products", number, len(pair.products))
-        found.products.append(
-            ProductLoss(node=product.name, role=product.role, layer=product.layer, bytes=product.bytes, **errors)
-        )
+        found.products.append(product)
     if restore and pair.after.manifest.task == "causal_lm" and not _last_only(pair.after.model):
         with sessions(pair.folder) as opened:
             measuring = Measuring(pair, read, opened, on_stage)

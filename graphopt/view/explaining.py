@@ -17,6 +17,7 @@ from graphopt.errors import InputError
 from graphopt.facts import Check, Effect, Fact, Finding, PassReport
 from graphopt.manifest import Manifest
 from graphopt.passes import PASSES
+from graphopt.view.measured import Measured
 from graphopt.view.plain import plain
 from graphopt.view.sentences import sentence
 from graphopt.view.trace import Left, Node
@@ -68,6 +69,7 @@ class Explanation(BaseModel):
         as_it_came_in: whether no pass touched it.
         edges: the steps, oldest first.
         left: the passes that left it alone, and why.
+        measured: its errors and its time, where they were asked for.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -78,6 +80,7 @@ class Explanation(BaseModel):
     as_it_came_in: bool
     edges: list[Edge] = []
     left: list[Left] = []
+    measured: Measured | None = None
 
 
 def explain(path: Path, name: str) -> Explanation:

@@ -89,7 +89,7 @@ def told(found: Losses) -> Iterator[str]:
         yield "the most for its bytes, as lines for the recipe (`--recipe FILE` writes all of it):"
         yield from (f"  {line}" for line in recipe_lines(found.remedy))
     if found.unmatched:
-        yield f"without a partner in floats: {', '.join(map(plain, found.unmatched[:8]))}"
+        yield f"not measured, no counterpart in the float model: {', '.join(map(plain, found.unmatched[:8]))}"
 
 
 def remainder(found: Losses) -> str:

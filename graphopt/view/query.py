@@ -6,11 +6,13 @@ of a shell, with ``*`` and ``?``, and a layer a number or a range. What has no c
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 
 from graphopt.errors import InputError
+from graphopt.view.plain import plain
 from graphopt.view.trace import Node, Trace
 
 
@@ -32,6 +34,9 @@ def _words(trace: Trace, node: Node, key: str) -> list[str]:
     }
     return [word for word in found[key] if word is not None]
 
+
+_LISTED = ("role", "format", "runner", "computes", "pass", "left")
+"""Keys of few different words."""
 
 KEYS = ("op", "role", "format", "layer", "name", "weight", "runner", "computes", "pass", "left")
 """What can be asked for."""
@@ -55,7 +60,7 @@ def _test(trace: Trace, key: str, colon: str, words: str) -> Callable[[Node], bo
     if not colon:
         return lambda node: key in node.name
     if key not in KEYS:
-        raise InputError(f"a query has no key {key}", remedy=f"known are {', '.join(KEYS)}; quote a name with a colon")
+        raise InputError(f"there is no key {plain(key)}", remedy=_keys(key))
     patterns = words.split(",")
     if key == "layer":
         ranges = [_range(pattern) for pattern in patterns]
@@ -63,12 +68,33 @@ def _test(trace: Trace, key: str, colon: str, words: str) -> Callable[[Node], bo
     return lambda node: any(fnmatchcase(word, each) for word in _words(trace, node, key) for each in patterns)
 
 
+def _keys(key: str) -> str:
+    like = difflib.get_close_matches(key, KEYS, 1)
+    meant = f"did you mean {like[0]}? " if like else ""
+    return f"{meant}the keys are {', '.join(KEYS)}; put a name that has a colon behind name:"
+
+
 def _range(text: str) -> range:
     first, dash, last = text.partition("-")
     try:
         return range(int(first), int(last if dash else first) + 1)
     except ValueError as error:
-        raise InputError(f"{text!r} is no layer and no range of layers", remedy="write layer:3 or layer:0-7") from error
+        raise InputError(
+            f"{plain(text)!r} is not a layer or a range of layers", remedy="write layer:3 or layer:0-7"
+        ) from error
+
+
+def missed(trace: Trace, query: str) -> str | None:
+    """Say why a query means no node: of the first term that no node meets, what there is; ``None`` if it means some."""
+    if any(map(selector(trace, query), trace.nodes)):
+        return None
+    for term in shlex.split(query):
+        if not any(map(selector(trace, shlex.quote(term)), trace.nodes)):
+            key, colon, _ = term.partition(":")
+            listed = colon and key in _LISTED
+            known = sorted({word for node in trace.nodes for word in _words(trace, node, key)}) if listed else []
+            return f"no node matches {plain(term)}" + (f"; there are {', '.join(map(plain, known))}" if known else "")
+    return "each term of the query matches some nodes, but no node matches all of them"
 
 
 def narrowed(trace: Trace, query: str) -> Trace:

@@ -117,11 +117,11 @@ def told(trace: Trace, found: Profile) -> Iterator[str]:
         if run is not None:
             what = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
             yield (
-                f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s; while it was profiled "
-                f"{duration(run.profiled)}, and shares are scaled to the time without"
+                f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s; {duration(run.profiled)} "
+                "while it was profiled, times are scaled to those without"
             )
             yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
-    yield f"memory was read at {found.bandwidth / 1e9:.1f} GB/s meanwhile"
+    yield f"this machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run"
 
 
 def duration(seconds: float) -> str:

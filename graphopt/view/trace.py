@@ -213,7 +213,7 @@ class Diff(_Part):
         format: version of this layout.
         before: folder or file of the first model.
         after: of the second.
-        equal: whether both compute the same with the same numbers, names of nodes and values left out.
+        equal: whether both are the same graph with the same weights; names of nodes and values do not count.
         record: whether the record of the passes led from one to the other; else they were matched by content.
         kept: how many nodes of the first model are in the second as they were.
         nodes: how many nodes both have.

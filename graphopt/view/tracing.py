@@ -119,11 +119,11 @@ class _Tracer:
             if cost is not None and node not in self.constant:
                 made.measures += _measures(node.name or "", cost)
         if self.manifest is None:
-            made.notes.append("there is no manifest: which passes ran, and what they left alone, is not known")
+            made.notes.append("there is no manifest, so the passes that ran are not known")
         if not all(map(is_here, self.weights)):
-            made.notes.append("the file of weights is not here: nothing that is told depends on their numbers")
+            made.notes.append("the file of weights is missing; nothing that is shown here needs it")
         if not self.folded.layers():
-            made.notes.append("no layers that repeat were found")
+            made.notes.append("no repeated layers were found")
         return made
 
     @staticmethod

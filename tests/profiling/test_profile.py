@@ -149,6 +149,8 @@ def test_the_command_and_the_page(detoured: Path, tmp_path: Path) -> None:
     page = report(trace(detoured), None, None, None, found)
     assert 'id="time"' in page
     assert DETOUR in page
+    result = CliRunner().invoke(app, ["explain", str(detoured), f"{DETOUR}0", "--time"])
+    assert "of one token, run as MatMul" in result.stdout
 
 
 def test_hostile_names_of_kernels_are_text(detoured: Path) -> None:

@@ -14,7 +14,7 @@ from graphopt import artifact
 from graphopt.errors import InputError
 from graphopt.pipeline import optimize
 from graphopt.quality.judge import measured
-from graphopt.quality.losses import losses
+from graphopt.quality.losses import loss_of, losses
 from graphopt.recipe import Recipe
 from graphopt.view.losses import errors_table, groups_table, spread_table, told
 
@@ -110,7 +110,8 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
 
 def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_path: Path) -> None:
     optimize(llama_artifact, "w4a4-rtn", tmp_path / "made", target="ort-cpu", run=False)
-    found = losses(llama_artifact, tmp_path / "made", ["def f(x): return x\n" * 40], tokens=64, window=32)
+    text, few = ["def f(x): return x\n" * 40], {"tokens": 64, "window": 32}
+    found = losses(llama_artifact, tmp_path / "made", text, **few)
     assert {"qkv_proj", "o_proj", "down_proj", "lm_head"} <= {each.role for each in found.products}
     assert not found.unmatched
     # 4 bits for weights and inputs: about a tenth, certainly not the basis of the reference taken for another
@@ -120,6 +121,10 @@ def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_p
     assert found.kl is not None
     assert whole.kl < 0.2 * found.kl
     assert whole.only == pytest.approx(found.kl, rel=0.1)  # the embedding again, seen: 6%
+    # one product by itself is measured alike, and what is no product has no errors
+    last = found.products[-1]
+    assert loss_of(llama_artifact, tmp_path / "made", last.node, text, **few) == last
+    assert loss_of(llama_artifact, tmp_path / "made", "model.layers.0.mlp.act_fn.Sigmoid", text, **few) is None
 
 
 def test_an_encoder_has_errors_and_no_divergence(bert_artifact: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from graphopt.pipeline import optimize
 from graphopt.view.differing import diff
 from graphopt.view.inspecting import coverage_table, heading, left_table, roles_table, rows
 from graphopt.view.plain import plain, ranges
-from graphopt.view.query import narrowed, selector
+from graphopt.view.query import missed, narrowed, selector
 from graphopt.view.trace import Trace
 from graphopt.view.tracing import BYTES, OPERATIONS, trace, trace_of
 from tests.analysis.folding.test_folding import mixed
@@ -117,6 +117,22 @@ def test_queries() -> None:
     kept = narrowed(found, "attention3")
     assert {each.subject for each in kept.measures} == {"attention3"}
     assert Trace.model_validate_json(kept.model_dump_json()) == kept
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("role:down_prj layer:0-3", "no node matches role:down_prj; there are attention, down_proj, embedding"),
+        ("pass:rotate", "no node matches pass:rotate"),
+        ("role:down_proj op:Softmax", "no node matches op:Softmax"),
+        ("role:down_proj layer:1 format:int8 layer:2", "but no node matches all of them"),
+        ("'a b'", "no node matches a b"),
+        ("role:down_proj", None),
+    ],
+)
+def test_a_query_that_means_nothing_says_what_there_is(query: str, said: str | None) -> None:
+    found = missed(traced(mixed()), query)
+    assert found is None if said is None else found is not None and said in found
 
 
 @pytest.mark.parametrize("query", ["colour:red", "layer:first", "layer:1-", "name:'open"])

@@ -189,5 +189,5 @@ class _Differ:
         if versions[0].get("") != versions[1].get(""):
             notes.append(f"opset {versions[0].get('')} became {versions[1].get('')}")
         if self.record is None:
-            notes.append("no record leads from the first model to the second: nodes are matched by what they are")
+            notes.append("no record leads from one model to the other: nodes are matched by structure and weights")
         return notes

@@ -28,7 +28,7 @@ def heading(found: Diff) -> Iterator[str]:
         yield f"{change.what} {change.name}: {change.before} -> {change.after}"
     yield from (f"note: {note}" for note in found.notes)
     if found.equal:
-        yield "equal: both compute the same, with the same numbers"
+        yield "equal: the same graph with the same weights"
 
 
 def groups_table(found: Diff) -> Table | None:

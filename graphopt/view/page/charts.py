@@ -23,15 +23,18 @@ _SMALLEST = 0.002
 
 
 def curves(products: Sequence[ProductLoss], role: str) -> Html | None:
-    """Return the errors of one role over the layers, alone and inside the model; ``None`` for fewer than two layers."""
-    those = {each.layer: each for each in products if each.role == role and each.layer is not None}
-    if len(those) < 2:
-        return None
-    layers = sorted(those)
+    """Return the errors of one role over the layers, alone and inside; ``None`` for fewer than two layers.
+
+    Of experts the worst of each layer is drawn.
+    """
+    those = [each for each in products if each.role == role]
     lines = {
-        "alone": [(layer, those[layer].local) for layer in layers],
-        "inside": [(layer, value) for layer in layers if (value := those[layer].accumulated) is not None],
+        "alone": _worst((each.layer, each.local) for each in those),
+        "inside": _worst((each.layer, each.accumulated) for each in those),
     }
+    layers = [layer for layer, _ in lines["alone"]]
+    if len(layers) < 2:
+        return None
     top = max(value for line in lines.values() for _, value in line) or 1.0
 
     def place(layer: int, value: float) -> tuple[float, float]:
@@ -55,6 +58,15 @@ def curves(products: Sequence[ProductLoss], role: str) -> Html | None:
     ]
     said = f"errors of {role} from layer {layers[0]} to {layers[-1]}, at most {top:.1%}"
     return el("figure", el("figcaption", role), _svg(said, [*axis, *drawn]), class_="small")
+
+
+def _worst(figures: Iterable[tuple[int | None, float | None]]) -> list[tuple[int, float]]:
+    """Return the largest figure of each layer, in order: a layer of experts has several products of a role."""
+    found: dict[int, float] = {}
+    for layer, value in figures:
+        if layer is not None and value is not None:
+            found[layer] = max(value, found.get(layer, value))
+    return sorted(found.items())
 
 
 def histogram_chart(found: Histogram) -> Html:

@@ -22,7 +22,8 @@ def quality_section(lost: Losses | None) -> Html | None:
             f"Errors are in percent of what a product makes in floats, on {lost.tokens:,} tokens of text. "
             "Alone: with inputs of the float model, so it is the product's own error. "
             "Inside: in the compressed model, behind all errors before it. "
-            "First token: that of each text, inside; it is not counted in the others, for its numbers are often huge.",
+            "First token: that of each text, inside; the others leave it out, for its numbers are often huge."
+            + (" Of experts the worst of a layer is shown." if _experts(lost) else ""),
         ),
         el(
             "div",
@@ -90,6 +91,12 @@ def _groups(lost: Losses) -> Iterator[object]:
         yield el("pre", ((line, Html("\n")) for line in recipe_lines(lost.remedy, 200)))
 
 
+def _experts(lost: Losses) -> bool:
+    """Return whether a layer has several products of one role."""
+    places = [(each.layer, each.role) for each in lost.products if each.layer is not None]
+    return len(set(places)) < len(places)
+
+
 def _roles(lost: Losses) -> list[str]:
     return list(dict.fromkeys(each.role for each in lost.products if each.layer is not None))
 
@@ -112,20 +119,23 @@ def _maps(lost: Losses, maps: tuple[tuple[str, _Figure], ...], form: str) -> Htm
 def _heat(lost: Losses, figure: _Figure, form: str, largest: float) -> Html:
     roles = _roles(lost)
     layers = sorted({each.layer for each in lost.products if each.layer is not None})
-    known = {(each.layer, each.role): figure(each) for each in lost.products}
-    outside = [each for each in lost.products if each.layer is None]
+    known: dict[tuple[int | None, str], list[float]] = {}
+    for each in lost.products:
+        if (value := figure(each)) is not None:
+            known.setdefault((each.layer, each.role), []).append(value)
+    outside = {each.role: each for each in lost.products if each.layer is None}.values()
 
     def cell(layer: int | None, role: str) -> Html:
-        value = known.get((layer, role))
-        if value is None:
+        values = known.get((layer, role))
+        if values is None:
             return el("td")
         where = role if layer is None else f"layer {layer}, {role}"
-        said = form.format(value)
-        return el("td", said.rstrip("%"), style=shade(value, largest), title=f"{where}: {said}")
+        many = f", the worst of {len(values)}" if len(values) > 1 else ""
+        said = form.format(max(values))
+        return el("td", said.rstrip("%"), style=shade(max(values), largest), title=f"{where}{many}: {said}")
 
     head = el("tr", el("th", "layer"), (el("th", role, scope="col") for role in roles))
     body = [el("tr", el("th", layer, scope="row"), (cell(layer, role) for role in roles)) for layer in layers]
     for each in outside:
-        side = el("td", each.role, colspan=max(1, len(roles) - 1), class_="wide")
-        body.append(el("tr", el("th", ""), cell(None, each.role), side if len(roles) > 1 else None))
+        body.append(el("tr", el("th", each.role, scope="row"), cell(None, each.role)))
     return el("div", el("table", el("thead", head), el("tbody", body), class_="heat"), class_="scroll")

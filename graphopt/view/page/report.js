@@ -48,7 +48,7 @@ function pattern(text) {
 }
 function range(text) {
   const found = /^\s*(\d+)\s*(?:-\s*(\d+)\s*)?$/.exec(text);
-  if (!found) throw Error(`${JSON.stringify(text)} is no layer and no range of layers`);
+  if (!found) throw Error(`${JSON.stringify(text)} is not a layer or a range of layers`);
   return [Number(found[1]), Number(found[2] ?? found[1])];
 }
 function words(node, key) {
@@ -64,7 +64,7 @@ function selector(query) {
     const colon = term.indexOf(":");
     if (colon < 0) return node => node.name.includes(term);
     const key = term.slice(0, colon), parts = term.slice(colon + 1).split(",");
-    if (!KEYS.includes(key)) throw Error(`a query has no key ${key}; known are ${KEYS.join(", ")}`);
+    if (!KEYS.includes(key)) throw Error(`there is no key ${key}; the keys are ${KEYS.join(", ")}`);
     if (key === "layer") {
       const ranges = parts.map(range);
       return node => node.layer !== null && ranges.some(([first, last]) => first <= node.layer && node.layer <= last);

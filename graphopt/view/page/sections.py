@@ -129,7 +129,7 @@ def layers(trace: Trace) -> Html:
     """Return how layers repeat, and one layer of each structure as a drawing."""
     names = list(islice(letters(), len(trace.folds)))
     count = sum(len(fold.layers) for fold in trace.folds)
-    said = f"{count} layers: {repeats_of(trace.repeats, names)}" if count else "no layers that repeat were found"
+    said = f"{count} layers: {repeats_of(trace.repeats, names)}" if count else "no repeated layers were found"
     parts: list[Html] = [el("p", said, class_="repeats")]
     if count:
         colours = el("label", "colour by ", el("select", id="colour"))

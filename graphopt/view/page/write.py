@@ -65,9 +65,9 @@ def page_about(
         InputError: a model cannot be read or run.
     """
     if where and before is None:
-        raise InputError("where quality was lost is told beside the model before", remedy="give --before FOLDER")
+        raise InputError("--where compares with the model before", remedy="give --before FOLDER")
     if weights and not where:
-        raise InputError("histograms of weights are a part of where quality was lost", remedy="add --where")
+        raise InputError("--weights is a part of --where", remedy="add --where")
     on_stage("reading the model")
     graph, manifest = opened(model, weights=before is not None)
     trace = trace_of(graph, manifest, str(model), context)

@@ -18,7 +18,9 @@ from graphopt.models.unrolling.kinds import Plan
 from graphopt.models.unrolling.places import Places
 from graphopt.models.unrolling.understood import NO_LAYERS, NotUnderstoodError
 from graphopt.provenance import SCOPE
+from graphopt.view.differing import diff_of
 from graphopt.weights import WeightTensor, expression_of
+from tests.decoders import shuffle_names
 from tests.families import make_model
 from tests.isomorphic import description
 from tests.once import once
@@ -37,6 +39,13 @@ def test_a_llama_of_four_layers() -> None:
     program, notes = trace_loaded(loaded, "llama")
     assert notes == []
     assert description(program) == description(whole)
+
+    # The same checkpoint exported by another route, then given other names: `diff` finds no difference.
+    shuffle_names(whole)
+    found = diff_of((program, None), (whole, None))
+    assert (found.edges, found.ports) == ([], [])
+    assert found.equal
+    assert found.kept == len(whole.graph) == len(program.graph)
 
 
 def toy_graph(layers: int, **more: Any) -> ir.Model:

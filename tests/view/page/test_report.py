@@ -216,7 +216,7 @@ def test_any_model_has_a_page(tmp_path: Path) -> None:
     assert "there is no manifest" in page.text
     x = ir.val("x", ir.DataType.FLOAT, [1])
     empty = ir.Model(ir.Graph([x], [x], nodes=[], opset_imports={"": 23}, name="empty"), ir_version=10)
-    assert "no layers that repeat" in Page(report(traced(empty))).text
+    assert "no repeated layers" in Page(report(traced(empty))).text
     with pytest.raises(InputError, match="--before"):
         write(tmp_path / "vision.onnx", tmp_path / "page.html", where=True)
     with pytest.raises(InputError, match="cannot be written"):
