@@ -1,6 +1,6 @@
 """Fold every family before and after every preset, with its own names and with shuffled ones: are the layers found?
 
-python tools/fold_families.py
+python tools/fold_families.py --presets all
 python tools/fold_families.py --families gemma3,mixtral --presets int4-rtn
 """
 
@@ -25,7 +25,6 @@ from graphopt import artifact
 from graphopt.analysis.folding import Folding, fold
 from graphopt.errors import GraphoptError
 from graphopt.models.checkpoint import quiet
-from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
 from graphopt.recipe import Recipe, load_recipe, presets
 from graphopt.view.tracing import trace_of
 
@@ -34,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.decoders import shuffle_names
 from tests.families import ENCODERS, FAMILIES, make_model
 from tests.graphs import compiled
+from tests.presets import distinct, nearest
 
 LAYERS = 6
 ALTERNATION = (["sliding_attention"] * 5 + ["full_attention"]) * 2
@@ -89,11 +89,7 @@ def _layers(folded: Folding, kinds: list[str]) -> Iterator[str]:
 def recipes(names: list[str], folder: Path, layers: int) -> Iterator[tuple[str, Recipe, list[int]]]:
     """Yield recipes by name, each with the layers that it stores in another way than the others."""
     for name in names:
-        recipe = load_recipe(name)
-        if any(isinstance(step, QuantizeWeightsOptions) for step in recipe.steps):
-            # How codes are chosen is no part of the structure; to nearest, no model has to be run for it.
-            recipe = recipe.setting("quantize_weights", rounding="nearest")
-        yield name, recipe, []
+        yield name, nearest(load_recipe(name)), []
     ends = (0, layers - 1)
     trace = trace_of(artifact.read(folder).model, None, "")
     matrices = {
@@ -112,11 +108,13 @@ def recipes(names: list[str], folder: Path, layers: int) -> Iterator[tuple[str, 
 
 def main(
     families: Annotated[str, typer.Option(help="which, separated by commas; all by default")] = "",
-    names: Annotated[str, typer.Option("--presets", help="which, separated by commas; all by default")] = "",
+    names: Annotated[
+        str, typer.Option("--presets", help="which, separated by commas, or all; by default one of those alike")
+    ] = "",
 ) -> None:
     """Export, optimize and fold; exits with 1 where a layer was not found."""
     chosen = families.split(",") if families else [*FAMILIES, *ENCODERS]
-    listed = names.split(",") if names else list(presets())
+    listed = list(presets()) if names == "all" else names.split(",") if names else list(distinct())
     table = Table("family", "layers", "before", "after", "refused", "wrong", "seconds")
     failures: list[str] = []
     for family in track(chosen, "families"):

@@ -1,60 +1,27 @@
 """What presets make of a model: its layers are found whatever names are, every node has an origin.
 
-Of presets that make the same nodes one is tried, see `distinct`.
+Of presets that make the same nodes one is tried, see `tests/presets.py`.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
-from typing import Any
 
 import onnx_ir as ir
 import pytest
 
 from graphopt import artifact
 from graphopt.analysis.folding import Repeat, fold
-from graphopt.passes.base import StepOptions
-from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
 from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe, presets
+from graphopt.recipe import load_recipe
 from graphopt.statistics.options import CalibrationOptions
 from graphopt.view.explaining import explanations
 from tests.decoders import shuffle_names
 from tests.graphs import compiled
+from tests.presets import distinct
 
 # What the shipped model of six layers is made into; of all other presets the small one of two layers tells as much.
 DEEP = ("int4", "rotate-kv4")
-STANDARD = ("int4", "uint4", "int8", "uint8")
-
-
-@functools.cache
-def distinct() -> dict[str, Recipe]:
-    """Return the presets with codes rounded to nearest, which takes no run of the model; of those alike then, one.
-
-    How codes are chosen changes neither a node nor its record: that of GPTQ is held against this one below. Nor does a
-    format, but that some are onnxruntime's own.
-    """
-    found: dict[str, Recipe] = {}
-    seen = []
-    for name in presets():
-        recipe = load_recipe(name)
-        if any(isinstance(step, QuantizeWeightsOptions) for step in recipe.steps):
-            recipe = recipe.setting("quantize_weights", rounding="nearest")
-        alike = [shape(step) for step in recipe.steps]
-        if alike not in seen:
-            seen.append(alike)
-            found[name] = recipe
-    return found
-
-
-def shape(step: StepOptions) -> dict[str, Any]:
-    """Return the options of a step with each format as whether onnxruntime has a product for it."""
-    options = step.model_dump()
-    for role in ("linear", "lm_head"):
-        if options.get(role):
-            options[role] = options[role]["format"] in STANDARD
-    return options
 
 
 def names_of(graph: ir.Graph) -> set[str]:

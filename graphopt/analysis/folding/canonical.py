@@ -82,7 +82,7 @@ class Writer:
             for number, value in enumerate(node.inputs)
             if number not in skipped
         )
-        inner = tuple(self._source(value, order) for value in list(inputs_of(node))[self._given(node) :])
+        inner = tuple(self._source(value, order) for value in inputs_of(node)[self._given(node) :])
         while reads and reads[-1] is None:
             reads = reads[:-1]
         # Whether the hidden states of a last layer are an output of the model, too, does not make it another layer.

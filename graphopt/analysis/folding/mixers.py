@@ -60,11 +60,14 @@ def _multiplies(node: ir.Node) -> bool:
 
 def _behind(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the nearest node of a type that ``value`` is made by, with nothing but elementwise nodes between."""
-    waiting = [value]
+    waiting, seen = [value], set[ir.Node]()
     while waiting:
         node = None if (each := waiting.pop(0)) is None else each.producer()
-        if node is not None and node.op_type == op_type:
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node.op_type == op_type:
             return node
-        if node is not None and node.op_type in _PASSING:
+        if node.op_type in _PASSING:
             waiting += node.inputs
     return None

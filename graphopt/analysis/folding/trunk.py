@@ -10,7 +10,7 @@ the output that needs most nodes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -19,6 +19,8 @@ from graphopt.runtime_ops import signature_of
 
 _SHAPES = frozenset({"Shape", "Size"})
 """What they make does not depend on the numbers that they read."""
+
+_BRANCHES = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
 
 _PRODUCTS = frozenset({"MatMul", "Gemm", "Conv", "ConvTranspose"})
 
@@ -51,16 +53,18 @@ class Cuts:
     of: dict[ir.Node, int]
 
 
-def inputs_of(node: ir.Node) -> Iterator[ir.Value]:
-    """Yield what a node reads, also from inside its subgraphs."""
-    yield from (value for value in node.inputs if value is not None)
+def inputs_of(node: ir.Node) -> list[ir.Value]:
+    """Return what a node reads, also from inside its subgraphs."""
+    found = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
-        graphs = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else ()
-        for graph in attribute.value if attribute.type == ir.AttributeType.GRAPHS else graphs:
+        if attribute.type not in _BRANCHES:
+            continue
+        for graph in [attribute.value] if attribute.type == _BRANCHES[0] else attribute.value:
             inner = set(graph)
             for below in graph:
-                yield from (value for value in inputs_of(below) if value.producer() not in inner)
-            yield from (value for value in graph.outputs if value.producer() not in inner)
+                found += (value for value in inputs_of(below) if value.producer() not in inner)
+            found += (value for value in graph.outputs if value.producer() not in inner)
+    return found
 
 
 def is_product(node: ir.Node) -> bool:

@@ -15,6 +15,7 @@ from graphopt.analysis.folding import fold
 from graphopt.analysis.folding.labels import matrix_of
 from graphopt.analysis.folding.trunk import constant_nodes, inputs_of
 from graphopt.analysis.matching.contents import sample
+from graphopt.analysis.roles import roles_of
 
 Reading = tuple[ir.Node, int]
 """A node, and the place of the input that it reads a value by."""
@@ -39,6 +40,11 @@ class Side:
         self._does: dict[ir.Node, Hashable] = {}
 
     @cached_property
+    def roles(self) -> dict[ir.Node, str]:
+        """What each node is for."""
+        return roles_of(self.graph, self.folded)
+
+    @cached_property
     def readers(self) -> dict[ir.Value, list[Reading]]:
         """The nodes that read each value, and where."""
         found: dict[ir.Value, list[Reading]] = {}
@@ -52,7 +58,7 @@ class Side:
         found = self._inputs.get(node)
         if found is None:
             found = [(place, value) for place, value in enumerate(node.inputs) if value is not None]
-            found += enumerate(list(inputs_of(node))[len(found) :], len(node.inputs))
+            found += enumerate(inputs_of(node)[len(found) :], len(node.inputs))
             self._inputs[node] = found
         return found
 

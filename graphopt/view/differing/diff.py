@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from functools import cached_property
 from pathlib import Path
 
 import onnx_ir as ir
@@ -11,7 +10,6 @@ import onnx_ir as ir
 from graphopt.analysis.cost import weight_totals
 from graphopt.analysis.matching import CONFIDENCE, Matching, Side, match
 from graphopt.analysis.matching.side import graph_key
-from graphopt.analysis.roles import roles_of
 from graphopt.manifest import Manifest
 from graphopt.view.describing import stage_of
 from graphopt.view.differing.changes import Comparer, operator
@@ -138,8 +136,7 @@ class _Differ:
         return found + [self._edge("added", [], [node], []) for node in new]
 
     def _edge(self, kind: str, before: list[ir.Node], after: list[ir.Node], changes: list[Change]) -> Edge:
-        number = bool(after)
-        node, side = (after or before)[0], (self.before, self.after)[number]
+        node, side = (after or before)[0], (self.before, self.after)[bool(after)]
         passes = dict.fromkeys(name for each in after for name in self.said.passes.get(each, ()))
         passes.update(dict.fromkeys(self.said.gone[each][0] for each in before if each in self.said.gone))
         how = None if not before else self.matched.how.get(before[-1])
@@ -150,17 +147,13 @@ class _Differ:
             before=[each.name or "" for each in before],
             after=[each.name or "" for each in after],
             operators=([operator(each) for each in before], [operator(each) for each in after]),
-            role=self._roles[number][node],
+            role=side.roles[node],
             layer=side.layer.get(node),
             passes=ordered,
             by="record" if recorded else how or "",
             confidence=1.0 if recorded else CONFIDENCE.get(how, 1.0) if how else 1.0,
             changes=changes,
         )
-
-    @cached_property
-    def _roles(self) -> list[dict[ir.Node, str]]:
-        return [roles_of(side.graph, side.folded) for side in (self.before, self.after)]
 
     def _folds(self) -> list[list[int]]:
         """Return the layers of each structure, of both models."""

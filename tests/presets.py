@@ -1,0 +1,46 @@
+"""Presets that make the same nodes, told by their steps: one of them stands for all."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from graphopt.passes.base import StepOptions
+from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.recipe import Recipe, load_recipe, presets
+
+STANDARD = ("int4", "uint4", "int8", "uint8")
+
+
+def nearest(recipe: Recipe) -> Recipe:
+    """Return a recipe with codes rounded to nearest, which takes no run of the model and makes the same nodes."""
+    if any(isinstance(step, QuantizeWeightsOptions) for step in recipe.steps):
+        return recipe.setting("quantize_weights", rounding="nearest")
+    return recipe
+
+
+@functools.cache
+def distinct() -> dict[str, Recipe]:
+    """Return the presets with codes rounded to nearest; of those that make the same nodes then, one.
+
+    How codes are chosen changes neither a node nor its record, which a test of `tests/view/test_presets.py` holds. Nor
+    does a format, but that some are onnxruntime's own.
+    """
+    found: dict[str, Recipe] = {}
+    seen = []
+    for name in presets():
+        recipe = nearest(load_recipe(name))
+        alike = [_shape(step) for step in recipe.steps]
+        if alike not in seen:
+            seen.append(alike)
+            found[name] = recipe
+    return found
+
+
+def _shape(step: StepOptions) -> dict[str, Any]:
+    """Return the options of a step with each format as whether onnxruntime has a product for it."""
+    options = step.model_dump()
+    for role in ("linear", "lm_head"):
+        if options.get(role):
+            options[role] = options[role]["format"] in STANDARD
+    return options
