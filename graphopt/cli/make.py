@@ -32,7 +32,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     """Export, rotate, quantize, check and run the model that ships with graphopt."""
     from graphopt.demo import PROMPT, run_demo
     from graphopt.view.sentences import sentence
-    from graphopt.view.tables import megabytes
+    from graphopt.view.tables import sized
 
     with progress() as say:
         result = run_demo(output, say)
@@ -43,7 +43,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     for stage in result.stages:
         table.add_row(
             stage.name,
-            megabytes(stage.bytes),
+            sized(stage.bytes),
             f"{stage.bits_per_weight:.2f}",
             f"{stage.bits_per_byte:.4f}",
             f"{stage.largest_logit_change:.1e}",

@@ -89,7 +89,7 @@ def table(
     from graphopt.pipeline import optimize
     from graphopt.quality.judge import measured
     from graphopt.recipe import load_recipe
-    from graphopt.view.tables import megabytes, quality_table
+    from graphopt.view.tables import quality_table, sized
 
     texts = None if text is None else [read_text(text)]
     rows, sizes = [], []
@@ -114,6 +114,6 @@ def table(
         )
     made = Table("recipe", *(Column(name, justify="right") for name in ("size", "bits per weight", "seconds to make")))
     for (name, _), (size, bits, seconds) in zip(rows, sizes, strict=True):
-        made.add_row(name, megabytes(size), f"{bits:.2f}", f"{seconds:.1f}")
+        made.add_row(name, sized(size), f"{bits:.2f}", f"{seconds:.1f}")
     out.print(made)
     return out.print(quality_table(rows))

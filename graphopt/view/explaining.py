@@ -158,7 +158,7 @@ def rewrite_of(name: str) -> str:
     """Return the before and after of a pass, as its docstring has it; "" for a pass that this version lacks."""
     doc = inspect.getdoc(PASSES[name]) if name in PASSES else None
     _, before, rest = (doc or "").partition("before")
-    lines = (before + rest).splitlines()
+    lines = (before + rest).replace("``", "").splitlines()
     last = max((number for number, line in enumerate(lines) if line.startswith("    ")), default=-1)
     return "\n".join(line if line.startswith(" ") else line.replace("::", ":") for line in lines[: last + 1])
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from graphopt.analysis.roles import OTHER, SHARED
 from graphopt.view.plain import counted, letters, plain, ranges
 from graphopt.view.sentences import sentence
-from graphopt.view.tables import megabytes
+from graphopt.view.tables import sized
 from graphopt.view.trace import Node, Repeat, Trace
 from graphopt.view.tracing import BYTES, OPERATIONS
 
@@ -110,7 +110,7 @@ def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) ->
         odd = "".join(f"\n{name} in {ranges(layers)}" for name, layers in sorted(row.odd.items()))
         table.add_row(
             *map(Text, (where, row.role, str(row.nodes), f"{row.parameters:,}" if row.parameters else "")),
-            Text(megabytes(row.bytes) if row.bytes else ""),
+            Text(sized(row.bytes) if row.bytes else ""),
             Text(stored + odd),
             Text(counted(row.computes) if row.computes else ""),
             Text(counted(row.runners)),
@@ -150,7 +150,7 @@ def left_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> 
 def heading(trace: Trace) -> Iterator[str]:
     """Say in a few lines what the model is, and how its layers repeat."""
     parameters, size = trace.totals()
-    yield f"{plain(trace.model, 200)}: {len(trace.nodes):,} nodes, {parameters:,} parameters in {megabytes(size)}"
+    yield f"{plain(trace.model, 200)}: {len(trace.nodes):,} nodes, {parameters:,} parameters in {sized(size)}"
     names = list(islice(letters(), len(trace.folds)))
     if trace.folds:
         count = sum(len(fold.layers) for fold in trace.folds)

@@ -14,7 +14,7 @@ from graphopt.quality.losses import Losses, ProductLoss
 from graphopt.quality.spread import Spread
 from graphopt.view.plain import plain, ranges
 from graphopt.view.sentences import sentence
-from graphopt.view.tables import megabytes
+from graphopt.view.tables import sized
 
 _LINES = 8
 
@@ -54,9 +54,9 @@ def groups_table(found: Losses) -> Table | None:
     table = Table("quantized", *(Column(name, justify="right") for name in names))
     table.add_row("everything", f"{found.kl:.4f}", "", "", "")
     for each in found.groups:
-        back = (found.kl - each.kl) / found.kl if found.kl else 0.0
+        back = round((found.kl - each.kl) / found.kl, 2) + 0.0 if found.kl else 0.0  # never "-0%"
         alone = "" if each.only is None else f"{each.only:.4f}"
-        table.add_row(Text(named(each)), alone, f"{each.kl:.4f}", f"{back:.0%}", megabytes(each.bytes))
+        table.add_row(Text(named(each)), alone, f"{each.kl:.4f}", f"{back:.0%}", sized(each.bytes))
     return table
 
 

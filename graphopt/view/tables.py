@@ -87,7 +87,7 @@ def summary(manifest: Manifest) -> list[str]:
     if manifest.weights is not None:
         weights = manifest.weights
         lines.append(
-            f"{megabytes(total)} on disk: {weights.parameters:,} weights of {weights.bits_per_weight:.2f} bits, "
+            f"{sized(total)} on disk: {weights.parameters:,} weights of {weights.bits_per_weight:.2f} bits, "
             f"scales included"
         )
     if manifest.precision is not None:
@@ -143,6 +143,10 @@ _FIGURES = {
 }
 
 
-def megabytes(size: int) -> str:
-    """Show a size in bytes as megabytes (10^6)."""
-    return f"{size / 1e6:.2f} MB"
+def sized(size: int) -> str:
+    """Show a size in bytes as megabytes (10^6), a small one as kilobytes (10^3)."""
+    return f"{size / 1e6:.2f} MB" if abs(size) >= _SMALL or not size else f"{size / 1e3:.1f} kB"
+
+
+_SMALL = 100_000
+"""Bytes from which on a size is shown in megabytes."""

@@ -115,13 +115,18 @@ def told(trace: Trace, found: Profile) -> Iterator[str]:
     """Say what was run, and how long it took."""
     for run in (found.prompt, found.token):
         if run is not None:
-            what = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
-            yield (
-                f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s; {duration(run.profiled)} "
-                "while it was profiled, times are scaled to those without"
-            )
-            yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
+            yield from told_of(trace, run)
     yield f"this machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run"
+
+
+def told_of(trace: Trace, run: Run) -> Iterator[str]:
+    """Say of one kind of run how long it took, and which passes made the nodes that took most of it."""
+    what = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
+    yield (
+        f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s (with the profiler "
+        f"{duration(run.profiled)}; times are scaled to a run without it)"
+    )
+    yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from graphopt.view.plain import plain, ranges
-from graphopt.view.tables import megabytes
+from graphopt.view.tables import sized
 from graphopt.view.trace import Change, Diff, Edge, Group
 
 _CHANGES, _NAME, _LISTED = 4, 44, 6
@@ -107,16 +107,23 @@ def _line(change: Change, alone: bool) -> str:
     if change.what == "operator":
         return "another operator"
     if change.what == "input":
-        return f"input {change.name}: {change.before} -> {change.after}" if alone else f"input {change.name} is another"
+        return f"input {change.name}: {change.before} -> {change.after}" if alone else f"input {change.name} differs"
     if change.what == "attribute":
         return f"{change.name}: {change.before} -> {change.after}"
     if change.before != change.after:
         return f"weight {change.before} -> {change.after}"
     figures = change.figures
-    moved = f", by {figures['relative']:.2g} of their size" if "relative" in figures else ""
+    moved = f" by {_percent(figures['relative'])} in root mean square" if "relative" in figures else ""
     share = f"{figures['changed']:.1%} of " if figures.get("changed", 1) < 1 else ""
     return f"weight {change.before}: {share}its numbers changed{moved}"
 
 
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= _LITTLE else f"{100 * share:.1g}%"
+
+
+_LITTLE = 0.001
+
+
 def _size(found: Diff, side: int) -> str:
-    return f"{found.parameters[side]:,} parameters in {megabytes(found.bytes[side])}"
+    return f"{found.parameters[side]:,} parameters in {sized(found.bytes[side])}"

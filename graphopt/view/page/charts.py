@@ -60,6 +60,10 @@ def curves(products: Sequence[ProductLoss], role: str) -> Html | None:
     return el("figure", el("figcaption", role), _svg(said, [*axis, *drawn]), class_="small")
 
 
+def _width(label: str) -> str:
+    return f"w{min(_STEPS, 1 + len(label) // 2)}"
+
+
 def _worst(figures: Iterable[tuple[int | None, float | None]]) -> list[tuple[int, float]]:
     """Return the largest figure of each layer, in order: a layer of experts has several products of a role."""
     found: dict[int, float] = {}
@@ -110,7 +114,7 @@ def icicle(trace: Trace, run: Run) -> Html:
     columns = []
     for role in order:
         share, hue = totals[role] / run.seconds, hues.get(role)
-        head = _cell(f"{role} {share:.0%}", f"{role}: {duration(totals[role])}", hue)
+        head = _cell(role, f"{role}: {duration(totals[role])}", hue, more=f" {share:.0%}")
         below = el("div", _layers(found.get(role, {}), role, hue, places), class_="level")
         columns.append(el("div", head, below, class_="column", style=f"flex-grow:{share:.5f}"))
     if rest > 0:
@@ -131,8 +135,9 @@ def _layers(
         yield _cell(label, said, hue, f"flex-grow:{seconds / total:.5f}", places.get(slowest))
 
 
-def _cell(label: str, said: str, hue: int | None, style: str = "", node: int | None = None) -> Html:
-    # The style of the page hides a label in a box that is narrower than so many steps.
-    shown = el("span", label, class_=f"w{min(_STEPS, 1 + len(label) // 2)}")
+def _cell(label: str, said: str, hue: int | None, style: str = "", node: int | None = None, more: str = "") -> Html:
+    # The style of the page hides a label, and first what is ``more``, in a box that is narrower than so many steps.
+    behind = el("span", more, class_=_width(label + more)) if more else None
+    shown = el("span", label, behind, class_=_width(label))
     colour = "--grey:0%;" if hue is None else f"--hue:{hue};"
     return el("div", shown, class_="cell", style=colour + style, title=said, data_node=node)

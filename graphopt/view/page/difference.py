@@ -36,7 +36,7 @@ def difference_section(found: Diff | None) -> Html | None:
     head = ("", "times", "layers", "role", "before → after", "what is different", "cause")
     notes = (el("p", note, class_="note") for note in found.notes)
     text = f"{found.nodes[0]:,} nodes before, {found.nodes[1]:,} after; {found.kept:,} are kept as they are"
-    listed = el("div", table(head, lines, right=(1,)), id="edits")
+    listed = el("div", table(head, lines, right=(1,), long=(4, 5, 6)), id="edits")
     parts = [el("p", f"{text}; {said}." if said else f"{text}."), _stepper(found) if found.groups else None]
     return section("diff", "What is different", *parts, listed, notes)
 

@@ -48,15 +48,18 @@ def joined(children: Iterable[object]) -> Html:
     return Html("".join(parts))
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = ()) -> Html:
+def table(
+    head: Sequence[str], rows: Iterable[Sequence[object]], *, right: Sequence[int] = (), long: Sequence[int] = ()
+) -> Html:
     """Return a table.
 
     Args:
         head: names of its columns.
         rows: cells.
         right: columns of numbers, which are aligned to the right.
+        long: columns of long names, which are broken anywhere where the page is narrow.
     """
-    sides = ["n" if number in right else None for number in range(len(head))]
+    sides = ["n" if number in right else "long" if number in long else None for number in range(len(head))]
     cells = (el("th", name, class_=side, scope="col") for name, side in zip(head, sides, strict=True))
     body = (el("tr", (el("td", cell, class_=side) for cell, side in zip(row, sides, strict=True))) for row in rows)
     return el("div", el("table", el("thead", el("tr", cells)), el("tbody", body)), class_="scroll")

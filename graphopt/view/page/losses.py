@@ -9,7 +9,7 @@ from graphopt.quality.spread import Spread
 from graphopt.view.losses import named, recipe_lines, remainder
 from graphopt.view.page.charts import curves, histogram_chart
 from graphopt.view.page.html import Html, bar, el, section, shade, table
-from graphopt.view.tables import megabytes
+from graphopt.view.tables import sized
 
 
 def quality_section(lost: Losses | None) -> Html | None:
@@ -73,8 +73,8 @@ def _groups(lost: Losses) -> Iterator[object]:
             named(each),
             bar((each.only or 0.0) / kl, f"{each.only:.4f}") if each.only is not None else "",
             bar(each.kl / kl, f"{each.kl:.4f}"),
-            f"{(lost.kl - each.kl) / kl:.0%}",
-            megabytes(each.bytes),
+            f"{round((lost.kl - each.kl) / kl, 2) + 0.0:.0%}",
+            sized(each.bytes),
         )
         for each in lost.groups
     )

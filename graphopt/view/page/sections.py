@@ -11,14 +11,15 @@ from graphopt.manifest import Manifest
 from graphopt.profiling import Profile
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.quality.losses import Losses
-from graphopt.view.differing.tables import became, where
+from graphopt.view.differing.tables import became, rows_of, where
 from graphopt.view.explaining import rewrite_of
 from graphopt.view.inspecting import repeats_of, rows, short
+from graphopt.view.page.difference import counted_operators
 from graphopt.view.page.drawing import drawing
 from graphopt.view.page.html import Html, bar, el, section, table
 from graphopt.view.plain import counted, letters, ranges
 from graphopt.view.sentences import sentence
-from graphopt.view.tables import megabytes
+from graphopt.view.tables import sized
 from graphopt.view.times import duration
 from graphopt.view.trace import Diff, Stage, Trace
 
@@ -30,11 +31,9 @@ def verdict(
 ) -> Html:
     """Return size, quality, speed and proofs in a few tiles, and what to look at first."""
     parameters, size = trace.totals()
-    tiles = [("weights", megabytes(size), f"{parameters:,} parameters, {8 * size / max(1, parameters):.2f} bits each")]
+    tiles = [("weights", sized(size), f"{parameters:,} parameters, {8 * size / max(1, parameters):.2f} bits each")]
     if found is not None and found.bytes[1]:
-        tiles.append(
-            ("smaller", f"{found.bytes[0] / found.bytes[1]:.1f} x", f"than {megabytes(found.bytes[0])} before")
-        )
+        tiles.append(("smaller", f"{found.bytes[0] / found.bytes[1]:.1f} x", f"than {sized(found.bytes[0])} before"))
     checks = [] if manifest is None else manifest.checks
     judged = [check for check in checks if check.name == QUALITY]
     for check in judged[-1:]:
@@ -50,7 +49,7 @@ def verdict(
         prompt = f"; a prompt of {taken.prompt.tokens}: {duration(taken.prompt.seconds)}" if taken.token else ""
         tiles.append(("speed", f"{run.tokens / run.seconds:,.0f} tokens/s", f"{duration(run.seconds)} a run{prompt}"))
     per_token = sum(each.value for each in trace.measures if each.metric == "bytes/token")
-    tiles.append(("read per token", megabytes(round(per_token)), f"with {trace.context:,} tokens in the cache"))
+    tiles.append(("read per token", sized(round(per_token)), f"with {trace.context:,} tokens in the cache"))
     boxes = (
         el("div", el("span", name, class_="label"), el("b", value), el("span", more, class_="note"), class_="tile")
         for name, value, more in tiles
@@ -86,15 +85,21 @@ def passes(trace: Trace, manifest: Manifest | None, found: Diff | None) -> Html 
         reasons = (el("li", f"{count} x: {reason}") for reason, count in left.most_common(_REASONS))
         checks = (el("li", f"{check.name}: {check.status}: {sentence(check.reason)}") for check in stage.checks)
         rewrite = rewrite_of(stage.name)
-        own = [] if found is None else [g for g in found.groups if stage.name in found.edges[g.edges[0]].passes]
+        own = [] if found is None else [each for each in rows_of(found) if stage.name in each[1][0].passes]
         edits = table(
             ("", "times", "layers", "role", "became"),
             (
-                (e.kind, len(g.edges), where(g), e.role, became(e, len(g.edges) == 1))
-                for g in own
-                for e in [found.edges[g.edges[0]]]  # type: ignore[union-attr]
+                (
+                    edges[0].kind,
+                    len(group.edges),
+                    where(group),
+                    edges[0].role,
+                    became(edges[0], len(group.edges) == 1) if len(edges) == 1 else counted_operators(edges),
+                )
+                for group, edges in own
             ),
             right=(1,),
+            long=(4,),
         )
         summary = el(
             "summary",
@@ -155,7 +160,7 @@ def size(trace: Trace) -> Html:
             el("a", row.role, href=f"#q=role:{row.role}"),
             f"{row.nodes:,}",
             f"{row.parameters:,}" if row.parameters else "",
-            bar(row.bytes / largest, megabytes(row.bytes) if row.bytes else ""),
+            bar(row.bytes / largest, sized(row.bytes) if row.bytes else ""),
             counted(row.formats) if row.formats else "",
             counted(row.computes) if row.computes else "",
             counted(row.runners),

@@ -5,20 +5,15 @@ from __future__ import annotations
 from graphopt.profiling import Profile
 from graphopt.view.page.charts import icicle
 from graphopt.view.page.html import Html, bar, el, section, table
-from graphopt.view.times import ROWS, duration, kernels_of, reached, rows, told
+from graphopt.view.times import ROWS, duration, kernels_of, reached, rows, told_of
 from graphopt.view.trace import Trace
 
 
 def time_section(trace: Trace, found: Profile) -> Html:
     """Return the part of a page about time."""
-    parts: list[object] = [el("p", f"{line[0].upper()}{line[1:]}.") for line in told(trace, found)]
-    parts.append(
-        el(
-            "p",
-            "A share of the bandwidth above 100% means that the processor's cache held what was read.",
-            class_="note",
-        )
-    )
+    said = f"This machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run. "
+    above = "A share of the bandwidth above 100% means that the processor's cache held what was read."
+    parts: list[object] = [el("p", said, above, class_="note")]
     for title, run in (("One token", found.token), ("A prompt", found.prompt)):
         if run is None:
             continue
@@ -37,5 +32,6 @@ def time_section(trace: Trace, found: Profile) -> Html:
             for row in listed
         )
         head = ("role", "nodes", "time", "share", "bandwidth", "kernels", "slowest node")
-        parts += [el("h3", title), icicle(trace, run), table(head, lines, right=(1, 3, 4))]
+        spoken = (el("p", f"{line[0].upper()}{line[1:]}.") for line in told_of(trace, run))
+        parts += [el("h3", title), *spoken, icicle(trace, run), table(head, lines, right=(1, 3, 4), long=(5, 6))]
     return section("time", "Where time goes", parts)

@@ -76,7 +76,7 @@ def drawn(layers: list[str]) -> str:
     lost = Losses(tokens=64, kl=0.04, products=products, groups=groups)
     times = {node.name: random.exponential(1e-5) for node in trace.nodes}
     total = sum(times.values())
-    run = Run(tokens=1, runs=1, seconds=1.2 * total, profiled=2 * total, nodes=times, kernels={}, between=0.2 * total)
+    run = Run(tokens=16, runs=1, seconds=1.2 * total, profiled=2 * total, nodes=times, kernels={}, between=0.2 * total)
     return report(trace, manifest, found, lost, Profile(model="drawn", threads=1, bandwidth=1e10, prompt=run))
 
 
