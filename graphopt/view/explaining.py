@@ -134,7 +134,7 @@ def _explained(node: ir.Node, record: Node, constant: set[ir.Node], manifest: Ma
 
 
 def found(graph: ir.Graph, name: str) -> ir.Node:
-    """Return the node of a name, the maker of a value, or the first reader of a weight.
+    """Return the node of a name, the maker of a value, the first reader of a weight, or what came of one that is gone.
 
     Raises:
         InputError: there is none.
@@ -148,10 +148,28 @@ def found(graph: ir.Graph, name: str) -> ir.Node:
     for node in graph:
         if any(value is not None and value.name == name for value in node.inputs):
             return node
-    names = [node.name for node in graph if node.name]
-    like = [each for each in names if name in each][:_HINTS] or difflib.get_close_matches(name, names, _HINTS)
+    constant = constant_nodes(graph)
+    for node in graph:
+        if node not in constant and name in _mentioned(node, constant):
+            return node
+    like = _alike(name, [node.name for node in graph if node.name and node not in constant])
     remedy = f"there are {', '.join(map(plain, like))}" if like else "`graphopt inspect MODEL --json` lists its nodes"
     raise InputError("the model has no node, value or weight of this name", node=plain(name), remedy=remedy)
+
+
+def _mentioned(node: ir.Node, constant: set[ir.Node]) -> set[str]:
+    """Return the names that the record of a node and of what it is made of mentions."""
+    items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *constants_of(node, constant)]
+    return {name for item in items for step in provenance.steps(item) for name in (step.made, *step.sources)}
+
+
+def _alike(name: str, names: list[str]) -> list[str]:
+    """Return names that hold ``name``, or something like it."""
+    parts = {part for each in names for part in (each, *each.split("."))}
+    like = [each for each in names if name in each]
+    for part in difflib.get_close_matches(name, sorted(parts), _HINTS) if not like else ():
+        like += [each for each in names if part in each and each not in like]
+    return like[:_HINTS]
 
 
 def rewrite_of(name: str) -> str:

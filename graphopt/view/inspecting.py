@@ -110,7 +110,7 @@ def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) ->
         odd = "".join(f"\n{name} in {ranges(layers)}" for name, layers in sorted(row.odd.items()))
         table.add_row(
             *map(Text, (where, row.role, str(row.nodes), f"{row.parameters:,}" if row.parameters else "")),
-            Text(sized(row.bytes) if row.bytes else ""),
+            Text(stored_size(row)),
             Text(stored + odd),
             Text(counted(row.computes) if row.computes else ""),
             Text(counted(row.runners)),
@@ -118,6 +118,11 @@ def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) ->
             Text(short(row.read)),
         )
     return table
+
+
+def stored_size(row: Row) -> str:
+    """Return the bytes of the weights of a row; ``tied`` where all of them are stored with those of another row."""
+    return sized(row.bytes) if row.bytes else "tied" if row.formats else ""
 
 
 def coverage_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table | None:
@@ -140,10 +145,13 @@ def coverage_table(trace: Trace, selected: Callable[[Node], bool] | None = None)
 def left_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table | None:
     """Show what passes left alone, and why, by roles; ``None`` where they left nothing."""
     table = Table("pass", "role", "layers", "why")
+    roles: dict[tuple[str, str, str], list[str]] = {}
     for row in rows(trace, selected):
         for (name, why), layers in row.left.items():
-            known = [layer for layer in layers if layer is not None]
-            table.add_row(*map(Text, (name, row.role, ranges(known), plain(why, 240))))
+            known = ranges(layer for layer in layers if layer is not None)
+            roles.setdefault((name, known or "outside", why), []).append(row.role)
+    for (name, where, why), those in roles.items():
+        table.add_row(*map(Text, (name, ", ".join(dict.fromkeys(those)), where, plain(why, 240))))
     return table if table.row_count else None
 
 

@@ -144,9 +144,10 @@ _FIGURES = {
 
 
 def sized(size: int) -> str:
-    """Show a size in bytes as megabytes (10^6), a small one as kilobytes (10^3)."""
-    return f"{size / 1e6:.2f} MB" if abs(size) >= _SMALL or not size else f"{size / 1e3:.1f} kB"
+    """Show a size in bytes: as megabytes (10^6) from a tenth of one on, as kilobytes (10^3), or as it is."""
+    if abs(size) >= _TENTH or not size:
+        return f"{size / 1e6:.2f} MB"
+    return f"{size / 1e3:.1f} kB" if abs(size) >= _KILO else f"{size} bytes"
 
 
-_SMALL = 100_000
-"""Bytes from which on a size is shown in megabytes."""
+_TENTH, _KILO = 100_000, 1000

@@ -92,9 +92,26 @@ def test_names_of_weights_and_values_stand_for_nodes() -> None:
     assert explained(model, None, "down1").call == "down1.out = MatMul(gated1.out, down1.weight)"
 
 
+def test_a_weight_that_is_gone_stands_for_what_came_of_it(rotated: Path) -> None:
+    told = explain(rotated, "model.layers.1.mlp.down_proj.weight")
+    assert told.node.role == "down_proj"
+    assert told.node.layer == 1
+    assert "model.layers.1.mlp.down_proj.weight" in told.origins
+
+
+def _named_as_exported() -> ir.Model:
+    model = decoder(2)
+    for node in model.graph:
+        if (node.name or "").startswith("down"):
+            node.name = f"model.mlp.down_proj{node.name[-1]}.MatMul"
+    return model
+
+
 def test_an_unknown_name_gets_those_that_are_alike() -> None:
     with pytest.raises(InputError, match="there are down0, down1"):
         explained(decoder(2), None, "down")
+    with pytest.raises(InputError, match="model.mlp.down_proj0.MatMul"):
+        explained(_named_as_exported(), None, "dwn_proj")
     with pytest.raises(InputError, match="gate1"):
         explained(decoder(2), None, "gatr1")
     with pytest.raises(InputError, match=r"no node, value or weight") as failed:

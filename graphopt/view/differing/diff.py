@@ -82,7 +82,7 @@ class _Differ:
             edges=found,
             groups=grouped(found, self._folds()),
             ports=ports,
-            notes=list(self._notes()),
+            notes=self._notes(different=bool(found or ports)),
         )
 
     def _several(self) -> list[tuple[list[ir.Node], list[ir.Node]]]:
@@ -173,7 +173,7 @@ class _Differ:
             for key in keys
         ]
 
-    def _notes(self) -> list[str]:
+    def _notes(self, different: bool) -> list[str]:
         pairs: Mapping[ir.Node, ir.Node] = self.matched.pairs
         renamed = sum(ours.name != theirs.name for ours, theirs in pairs.items())
         notes = [f"nodes that are the same under other names: {renamed:,}"] if renamed else []
@@ -181,6 +181,6 @@ class _Differ:
         versions = [dict(sorted(model.opset_imports.items())) for model in self.models]
         if versions[0].get("") != versions[1].get(""):
             notes.append(f"opset {versions[0].get('')} became {versions[1].get('')}")
-        if self.record is None:
+        if self.record is None and different:
             notes.append("no record leads from one model to the other: nodes are matched by structure and weights")
         return notes

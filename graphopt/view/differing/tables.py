@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -13,6 +14,7 @@ from graphopt.view.tables import sized
 from graphopt.view.trace import Change, Diff, Edge, Group
 
 _CHANGES, _NAME, _LISTED = 4, 44, 6
+_NUMBER = re.compile(r"\d+")
 
 
 def heading(found: Diff) -> Iterator[str]:
@@ -24,11 +26,25 @@ def heading(found: Diff) -> Iterator[str]:
     kinds = Counter(edge.kind for edge in found.edges)
     said = ", ".join(f"{kinds[kind]:,} {kind}" for kind in ("edited", "replaced", "added", "removed") if kinds[kind])
     yield f"{found.kept:,} nodes are kept as they are" + (f"; {said}" if said else "")
-    for change in found.ports:
-        yield f"{change.what} {change.name}: {change.before} -> {change.after}"
+    yield from ports(found.ports)
     yield from (f"note: {note}" for note in found.notes)
     if found.equal:
         yield "equal: the same graph with the same weights"
+
+
+def ports(changes: Sequence[Change]) -> Iterator[str]:
+    """Say what became of inputs and outputs; those whose names differ in one number are one line."""
+    groups: dict[Hashable, list[tuple[str, int | None]]] = {}
+    for change in changes:
+        number = _NUMBER.search(change.name)
+        name = change.name if number is None else f"{change.name[: number.start()]}{{}}{change.name[number.end() :]}"
+        key = (change.what, name, change.before, change.after)
+        groups.setdefault(key, []).append((change.name, None if number is None else int(number[0])))
+    for (what, name, before, after), those in groups.items():  # type: ignore[misc]
+        said = those[0][0]
+        if len(those) > 1:
+            said = name.replace("{}", ranges(number for _, number in those if number is not None))
+        yield f"{what} {said}: {before} -> {after}"
 
 
 def groups_table(found: Diff) -> Table | None:

@@ -27,8 +27,8 @@ def difference_section(found: Diff | None) -> Html | None:
             len(group.edges),
             where(group),
             edges[0].role,
-            became(edges[0], len(group.edges) == 1) if len(edges) == 1 else counted_operators(edges),
-            joined(el("div", line) for line in told(edges[0], len(group.edges) == 1)),
+            _arrows(became(edges[0], len(group.edges) == 1)) if len(edges) == 1 else counted_operators(edges),
+            joined(el("div", _arrows(line)) for line in told(edges[0], len(group.edges) == 1)),
             cause(edges[0]),
         )
         for group, edges in rows_of(found)
@@ -36,7 +36,7 @@ def difference_section(found: Diff | None) -> Html | None:
     head = ("", "times", "layers", "role", "before → after", "what is different", "cause")
     notes = (el("p", note, class_="note") for note in found.notes)
     text = f"{found.nodes[0]:,} nodes before, {found.nodes[1]:,} after; {found.kept:,} are kept as they are"
-    listed = el("div", table(head, lines, right=(1,), long=(4, 5, 6)), id="edits")
+    listed = el("div", table(head, lines, right=(1,), long=(4, 5)), id="edits")
     parts = [el("p", f"{text}; {said}." if said else f"{text}."), _stepper(found) if found.groups else None]
     return section("diff", "What is different", *parts, listed, notes)
 
@@ -70,10 +70,15 @@ def edits(found: Diff | None, words: Any) -> list[list[Any]]:
             shown = [[words(operator), words(name)] for operator, name in islice(pairs, _SHOWN)]
             sides.append([shown, len(pairs) - len(shown)])
         edge = edges[0]
-        lines = [words(line) for line in told(edge, len(group.edges) == 1)]
+        lines = [words(_arrows(line)) for line in told(edge, len(group.edges) == 1)]
         passes = [words(name) for name in edge.passes]
         rows.append([words(edge.kind), len(group.edges), words(where(group)), words(edge.role), sides, lines, passes])
     return rows
+
+
+def _arrows(line: str) -> str:
+    # A browser would break a line within "->".
+    return line.replace(" -> ", " \N{RIGHTWARDS ARROW} ")
 
 
 def counted_operators(edges: Sequence[Edge]) -> str:

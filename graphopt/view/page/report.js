@@ -94,7 +94,7 @@ const measured = nodes.some(node => node.errors), timed = nodes.some(node => nod
 const columns = [["name", n => short(n.name), "long"], ["operator", n => short(n.operator)], ["role", n => n.role], ["layer", n => n.layer], ["stored", stored],
   ["run by", n => n.runner, "extra"], ["operations per token", n => amount(n.operations), "n extra"], ["bytes per token", n => amount(n.bytes), "n extra"],
   ...(measured ? [["error alone", n => n.errors ? percent(n.errors[0]) : "", "n"], ["inside", n => n.errors ? percent(n.errors[1]) : "", "n"]] : []),
-  ...(timed ? [["time", n => n.time ? percent(n.time) : "", "n"]] : []), ["passes", n => n.passes.join(", "), "long"]];
+  ...(timed ? [["time", n => n.time ? percent(n.time) : "", "n"]] : []), ["passes", n => n.passes.join(", ")]];
 const head = make("tr");
 for (const [title, , side] of columns) head.append(make("th", title, side ? { class: side, scope: "col" } : { scope: "col" }));
 list.tHead.append(head);

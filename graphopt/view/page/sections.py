@@ -13,7 +13,7 @@ from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.quality.losses import Losses
 from graphopt.view.differing.tables import became, rows_of, where
 from graphopt.view.explaining import rewrite_of
-from graphopt.view.inspecting import repeats_of, rows, short
+from graphopt.view.inspecting import repeats_of, rows, short, stored_size
 from graphopt.view.page.difference import counted_operators
 from graphopt.view.page.drawing import drawing
 from graphopt.view.page.html import Html, bar, el, section, table
@@ -160,7 +160,7 @@ def size(trace: Trace) -> Html:
             el("a", row.role, href=f"#q=role:{row.role}"),
             f"{row.nodes:,}",
             f"{row.parameters:,}" if row.parameters else "",
-            bar(row.bytes / largest, sized(row.bytes) if row.bytes else ""),
+            bar(row.bytes / largest, stored_size(row)),
             counted(row.formats) if row.formats else "",
             counted(row.computes) if row.computes else "",
             counted(row.runners),

@@ -184,6 +184,14 @@ def test_ports_are_compared() -> None:
     assert [change.after for change in compared(before, fewer).ports] == ["absent"]
 
 
+def test_ports_of_many_layers_are_one_line() -> None:
+    before, after = decoder(12), decoder(12)
+    kept = [value for value in after.graph.outputs if not (value.name or "").endswith(".key")]
+    after.graph.outputs[:] = kept
+    lines = [line for line in heading(compared(before, after)) if line.startswith("port")]
+    assert lines == ["port present.0-11.key: float[?, 2, ?, 8] -> absent"]
+
+
 def test_codes_are_seen_behind_a_product() -> None:
     before, after = decoder(6), decoder(6)
     run_pass(after, "quantize_weights", linear={"format": "int4", "group": 16})
