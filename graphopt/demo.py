@@ -103,7 +103,8 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
         say("judging it on held-out text", 1, 2)
         stages.append(_judge(name, folder, manifest, text, seconds))
     page = output / "report.html"
-    write(output / RECIPES[-1], page, before=output / EXPORTED)
+    on_stage("writing the report", 100 * (1 + len(RECIPES)), 100 * (1 + len(RECIPES)))
+    write(output / RECIPES[-1], page, before=output / EXPORTED, where=True, groups=False, time=True)
     size = len(text.encode())
     xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
     return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages, report=str(page))

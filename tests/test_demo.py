@@ -83,6 +83,8 @@ def test_the_demo_ends_with_a_page_about_the_last_artifact(demo: Demo) -> None:
     page = Path(demo.report).read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>")
     assert "rotate-int4" in page
+    for part in ("verdict", "passes", "graph", "diff", "quality", "time"):
+        assert f'<section id="{part}">' in page, part
 
 
 def test_a_proof_changes_no_text(demo: Demo) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from graphopt.runtime_ops import DOMAIN, Coordinates, Role, signature_of
@@ -114,13 +115,22 @@ def parameters_of(node: ir.Node) -> Hashable:
     return node.op_type, codes, tuple(sorted((name, _hashable(each)) for name, each in attributes_of(node).items()))
 
 
+def stored_value(attribute: ir.Attr) -> Any:
+    """Return the value of an attribute as a file holds it: ONNX stores floats in 32 bits."""
+    if attribute.type == ir.AttributeType.FLOAT:
+        return float(np.float32(attribute.value))
+    if attribute.type == ir.AttributeType.FLOATS:
+        return tuple(float(np.float32(each)) for each in attribute.value)
+    return attribute.value
+
+
 def _plain(attribute: ir.Attr) -> Hashable:
     if attribute.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS):
         graphs = [attribute.value] if attribute.type == ir.AttributeType.GRAPH else attribute.value
         return tuple(tuple((node.domain, node.op_type) for node in graph) for graph in graphs)
     if attribute.type == ir.AttributeType.TENSOR:
         return numbers_of(attribute.value)
-    return _hashable(attribute.value)
+    return _hashable(stored_value(attribute))
 
 
 def _hashable(value: Any) -> Hashable:

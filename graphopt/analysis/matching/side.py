@@ -12,7 +12,7 @@ from functools import cached_property
 import onnx_ir as ir
 
 from graphopt.analysis.folding import fold
-from graphopt.analysis.folding.labels import matrix_of
+from graphopt.analysis.folding.labels import matrix_of, stored_value
 from graphopt.analysis.folding.trunk import constant_nodes, inputs_of
 from graphopt.analysis.matching.contents import sample
 from graphopt.analysis.roles import roles_of
@@ -114,7 +114,7 @@ def attribute_key(attribute: ir.Attr) -> Hashable:
     """Return a key of an attribute, equal for equal ones whatever the names inside are; tensors are sampled."""
     if attribute.is_ref():
         return "ref", attribute.ref_attr_name
-    value = attribute.value
+    value = stored_value(attribute)
     if attribute.type == ir.AttributeType.TENSOR:
         return sample(value)
     if attribute.type == ir.AttributeType.TENSORS:

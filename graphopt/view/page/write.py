@@ -19,6 +19,7 @@ def write(
     *,
     before: Path | None = None,
     where: bool = False,
+    groups: bool = True,
     time: bool = False,
     weights: bool = False,
     context: int = 1024,
@@ -31,7 +32,16 @@ def write(
     Raises:
         InputError: a model cannot be read or run, or the file cannot be written.
     """
-    page = page_about(model, before=before, where=where, time=time, weights=weights, context=context, on_stage=on_stage)
+    page = page_about(
+        model,
+        before=before,
+        where=where,
+        groups=groups,
+        time=time,
+        weights=weights,
+        context=context,
+        on_stage=on_stage,
+    )
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -43,6 +53,7 @@ def page_about(
     *,
     before: Path | None = None,
     where: bool = False,
+    groups: bool = True,
     time: bool = False,
     weights: bool = False,
     context: int = 1024,
@@ -55,6 +66,7 @@ def page_about(
         model: an artifact, or an .onnx file, of graphopt or not.
         before: what it was made from.
         where: whether to run both, to show where quality was lost.
+        groups: with ``where``, whether to measure what groups of products cause, too: two runs for each of them.
         time: whether to run it, to show where time goes.
         weights: with ``where``, whether to draw how weights lie among the levels of their formats.
         context: tokens in the cache, for figures per token.
@@ -75,6 +87,8 @@ def page_about(
     if before is not None:
         on_stage("comparing it with the model before")
         found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
-    lost = losses(before, model, weights=weights, on_stage=on_stage) if where and before is not None else None
+    lost = None
+    if where and before is not None:
+        lost = losses(before, model, restore=groups, weights=weights, on_stage=on_stage)
     taken = profile(model, on_stage=on_stage) if time else None
     return report(trace, manifest, found, lost, taken, live=live)

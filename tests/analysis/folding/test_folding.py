@@ -78,6 +78,15 @@ def test_isomorphic_layers_have_their_nodes_in_one_order() -> None:
         assert words == [[(n.name or "").rstrip("0123456789") for n in folded.order[s]] for s in folded.layers()[0]]
 
 
+def test_attributes_are_compared_as_a_file_holds_them() -> None:
+    model = decoder(4)
+    # both are 1e-5 in the 32 bits that a file has for a float
+    for number, epsilon in enumerate((1e-5, 9.999999747378748e-06, 9.99999974737875e-06, 1e-5)):
+        (norm,) = [node for node in model.graph if node.name == f"input_norm{number}"]
+        norm.attributes["epsilon"] = ir.AttrFloat32("epsilon", epsilon)
+    assert shape_of(fold(model.graph).parts) == [None, ([None, None], 4), None, None]
+
+
 @pytest.mark.parametrize("change", ["attribute", "wiring", "node"])
 def test_one_changed_layer_of_eight_is_an_exception(change: str) -> None:
     model = decoder(8)
