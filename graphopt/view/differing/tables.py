@@ -34,13 +34,13 @@ def heading(found: Diff) -> Iterator[str]:
 
 def ports(changes: Sequence[Change]) -> Iterator[str]:
     """Say what became of inputs and outputs; those whose names differ in one number are one line."""
-    groups: dict[Hashable, list[tuple[str, int | None]]] = {}
+    groups: dict[tuple[str, str, str, str], list[tuple[str, int | None]]] = {}
     for change in changes:
         number = _NUMBER.search(change.name)
         name = change.name if number is None else f"{change.name[: number.start()]}{{}}{change.name[number.end() :]}"
         key = (change.what, name, change.before, change.after)
         groups.setdefault(key, []).append((change.name, None if number is None else int(number[0])))
-    for (what, name, before, after), those in groups.items():  # type: ignore[misc]
+    for (what, name, before, after), those in groups.items():
         said = those[0][0]
         if len(those) > 1:
             said = name.replace("{}", ranges(number for _, number in those if number is not None))
