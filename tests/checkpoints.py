@@ -41,10 +41,15 @@ def write_checkpoint(family: str, folder: Path) -> None:
 
 
 def know_torchlib() -> None:
-    """Let torch's exporter list its operators and derive their signatures once: a sixth of a small export."""
+    """Let torch list its operators, and its exporter derive their signatures, once: a sixth of a small export."""
+    import torch._export.utils
     from torch.onnx._internal.exporter import _registration, _schemas
 
-    for module, name in ((_schemas, "op_signature_from_function"), (_registration.onnxscript_apis, "get_torchlib_ops")):
+    for module, name in (
+        (torch._export.utils, "_materialize_cpp_cia_ops"),
+        (_registration.onnxscript_apis, "get_torchlib_ops"),
+        (_schemas, "op_signature_from_function"),
+    ):
         if not hasattr(getattr(module, name), "cache_info"):
             setattr(module, name, functools.cache(getattr(module, name)))
 

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
+from typer.testing import CliRunner
 
 from tools import bench_cuda
 from tools.bench import cuda_hadamard, cuda_kv_attention, cuda_matmul
 from tools.bench.cuda_case import Case
 
-TOOL = Path(bench_cuda.__file__)
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_without_a_gpu_it_says_so_and_exits_2() -> None:
-    said = subprocess.run([sys.executable, TOOL], capture_output=True, text=True)
-    assert said.returncode == 2
+    app = typer.Typer()
+    app.command()(bench_cuda.main)
+    said = CliRunner().invoke(app, [])
+    assert said.exit_code == 2
     assert said.stderr == "nothing was run: torch finds no NVIDIA GPU\n"
 
 

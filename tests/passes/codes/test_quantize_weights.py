@@ -74,7 +74,7 @@ def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
     embedding=st.sampled_from([("int8", None), ("int8", 16), ("uint8", 8), None]),
     scale=st.sampled_from(["extreme", "least_squares"]),
 )
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_onnxruntime_computes_what_the_codes_stand_for(
     tmp_path: Path, seed: int, linear: str, head: str | None, embedding: tuple[str, int | None] | None, scale: str
 ) -> None:
@@ -101,7 +101,7 @@ def test_onnxruntime_computes_what_the_codes_stand_for(
     group=st.sampled_from([16, 32, None]),
     width=st.sampled_from([20, 32, 40]),
 )
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_other_formats_and_groups_compute_what_the_codes_stand_for(
     tmp_path: Path, seed: int, name: str, group: Any, width: int
 ) -> None:

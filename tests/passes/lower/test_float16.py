@@ -248,7 +248,7 @@ def test_a_weight_that_both_kinds_read_is_there_in_both(tmp_path: Path) -> None:
     assert np.abs(found - expected).max() < 5 * 2.0**-11 * np.abs(0.2 * numbers).max()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from(["Add", "Mul", "Sigmoid", "Sin", "Cast", "Where", "RMSNormalization"]), max_size=8),
     st.data(),

@@ -74,7 +74,7 @@ def assert_equal(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> N
 
 
 @needs_library
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(
     widths=st.lists(st.integers(9, 80), min_size=2, max_size=4),  # narrower ones stay in floats
     format_=st.sampled_from(["nf4", "fp6-e3m2", "ternary", "uint3"]),

@@ -115,7 +115,7 @@ def test_queries_of_float16(storage: str) -> None:
     st.integers(0, 2),
     st.lists(st.tuples(st.integers(1, 40), st.integers(0, 40), st.integers(0, 40)), min_size=1, max_size=4),
 )
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_any_calls(
     storage: str, policy: str, sink_pages: int, recent_pages: int, calls: list[tuple[int, int, int]]
 ) -> None:

@@ -225,7 +225,7 @@ def test_queries_of_float16(storage: str, in_place: bool) -> None:
     assert_float16_is_widened(Native(), narrow, storage=storage, policies=(1, 2), budget=1)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=any_calls(most=4, tokens=60, groups=[1, 2, 3, 4, 7, 8, 70], head_sizes=[16, 48, 128, 256]))
 def test_any_shape(drawn: tuple[KVAttributes, Arrays, list[int], list[list[int]]]) -> None:
     attributes, tokens, calls, new = drawn

@@ -133,7 +133,7 @@ def test_every_kind_of_table(kernel: Kernel, name: str, activations: str) -> Non
         check(kernel, {**case, "table": table, "activations": activations}, isas)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(case=any_case())
 def test_any_product(kernel: Kernel, case: Case) -> None:
     check(kernel, case)
