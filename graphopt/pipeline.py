@@ -16,14 +16,14 @@ from graphopt.calibration import calibration_of
 from graphopt.checks.account import manifest_of
 from graphopt.checks.equivalence import NOT_ASKED, Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
-from graphopt.checks.steps import check_pass, run_passes
+from graphopt.checks.steps import Checks, run_passes
 from graphopt.errors import InputError
 from graphopt.facts import Check, PassReport, Rule
 from graphopt.passes.base import Pass
 from graphopt.passes.context import Statistics, Surroundings
 from graphopt.progress import Progress, silent
 from graphopt.quality.compare import TOKENS, WINDOW
-from graphopt.quality.judge import confirm, judge, not_judged
+from graphopt.quality.judge import Ask, confirm, judge, not_judged, reference_beside
 from graphopt.quality.verdict import Requirement
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.running import Runner
@@ -112,14 +112,21 @@ def optimize(
         if not any(report.effect == "lossy" and report.changes for report in made.manifest.passes):
             return None
         on_stage("judging it on held-out text")
-        caches = any(step.phase() == "cache" for step in chosen.passes())
-        # What a cache of few bits or few pages loses shows behind a longer text.
-        window = 2 * WINDOW if caches else WINDOW
-        check = _judged(model, folder, made, quality_tokens if run else 0, window, on_stage)
+        check = _judged(model, folder, made, judged, window, on_stage, said)
         confirm(check, required, force=force)
         return check
 
-    with work_folder(output, None if work is None else Path(work)) as place, workers(jobs) as executor:
+    steps, judged = chosen.passes(), quality_tokens if run else 0
+    # What a cache of few bits or few pages loses shows behind a longer text.
+    window = 2 * WINDOW if any(step.phase() == "cache" for step in steps) else WINDOW
+    # The step `lower` often leaves a model as it is, which then is not judged.
+    lossy = any(step.effect == "lossy" and step.phase() != "lower" for step in steps)
+    reference = _place_of(model) if judged and lossy else None
+    with (
+        work_folder(output, None if work is None else Path(work)) as place,
+        workers(jobs) as executor,
+        reference_beside(reference, window=window, tokens=judged) as said,
+    ):
         made = _compile(model, chosen, place, executor, statistics, run=run, on_stage=on_stage)
         made.manifest = artifacts.write(
             made,
@@ -135,11 +142,21 @@ def optimize(
     return made
 
 
+def _place_of(model: str | Path | Artifact) -> Path | None:
+    return model.place if isinstance(model, Artifact) else Path(model)
+
+
 def _judged(
-    model: str | Path | Artifact, folder: Path, made: Artifact, tokens: int, window: int, on_stage: Progress
+    model: str | Path | Artifact,
+    folder: Path,
+    made: Artifact,
+    tokens: int,
+    window: int,
+    on_stage: Progress,
+    said: Ask | None,
 ) -> Check:
     """Return the quality of what was written to ``folder``, or why it was not measured."""
-    place = model.place if isinstance(model, Artifact) else Path(model)
+    place = _place_of(model)
     ran = [check for check in made.manifest.checks if check.name == TASKS[made.manifest.task].compared]
     if not tokens:
         return not_judged(NOT_ASKED())
@@ -147,7 +164,7 @@ def _judged(
         return not_judged(IN_MEMORY())
     if ran and ran[-1].status == "not covered":
         return not_judged(ran[-1].reason)
-    return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage)
+    return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage, said=said)
 
 
 def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: int, float16: bool) -> Recipe:
@@ -212,6 +229,7 @@ def _compile(
             evaluator.settle(graph, lambda done, of: on_stage("evaluating weights", done, of))
 
         def begin(step: Pass[Any]) -> None:
+            checking.before(step, graph)
             stage(step.name)
             if step.phase() == "lower":
                 # It reads scales, to tell which type they are stored in.
@@ -221,12 +239,13 @@ def _compile(
             on_stage(name, 2 + len(reports), total)
 
         reports: list[PassReport] = []
-        checks: list[Check] = []
+        checking = Checks(verifier, stage)
         for ran in run_passes(graph, passes, shared, earlier=source.manifest.passes, on_pass=begin):
             if ran.report.claims is not None:
                 settle()
-            checks += check_pass(ran, verifier, ran.report.claims, on_stage=stage)
+            checking.behind(ran, ran.report.claims)
             reports.append(ran.report)
+        checks = checking.finish(graph)
 
         NameFixPass()(graph)
         kernels: KernelReport | None = None

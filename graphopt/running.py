@@ -39,9 +39,17 @@ class Runner:
         self.entries, self.native = dict(entries or {}), native
         self._results: dict[str, Results] = {}
 
-    def open(self, path: Path) -> onnxruntime.InferenceSession:
-        """Open a model that lies in a file; see :func:`graphopt.runtime.open_session` for the errors."""
-        return open_session(path, entries=self.entries, native=self.native)
+    def open(
+        self, path: Path, *, in_place: bool = False, entries: Mapping[str, str] | None = None
+    ) -> onnxruntime.InferenceSession:
+        """Open a model that lies in a file, see :func:`graphopt.runtime.open_session` for errors.
+
+        Args:
+            path: the file.
+            in_place: see there.
+            entries: session entries beside those of the runner.
+        """
+        return open_session(path, entries=self.entries | dict(entries or {}), native=self.native, in_place=in_place)
 
     @contextlib.contextmanager
     def opened(self, model: ir.Model, *, rewritten: bool = True) -> Iterator[onnxruntime.InferenceSession]:

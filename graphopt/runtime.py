@@ -69,6 +69,7 @@ def open_session(
     rewritten: bool = True,
     profile: Path | None = None,
     changed: bytes | None = None,
+    in_place: bool = False,
 ) -> onnxruntime.InferenceSession:
     """Open an onnxruntime session.
 
@@ -83,6 +84,8 @@ def open_session(
         rewritten: let onnxruntime optimize the graph before it runs it; if false, nodes run as they are written.
         profile: what the name of a profile begins with, which onnxruntime writes when ``end_profiling`` is called.
         changed: the model itself, in the place of the file's; its external data lies beside the file.
+        in_place: the model names the files of its external data from the root of the disk on, as
+            :func:`graphopt.weights.data_file.save_model` writes it.
 
     Raises:
         InputError: onnxruntime refuses the file or the library of kernels; its message is included. For ``cuda``
@@ -104,8 +107,10 @@ def open_session(
         options.enable_profiling, options.profile_file_prefix = True, str(profile)
     if optimized_to is not None:
         options.optimized_model_filepath = str(optimized_to)
+    if in_place and changed is None:
+        changed = path.read_bytes()
     if changed is not None:
-        options.add_session_config_entry(_DATA_FOLDER, str(path.parent))
+        options.add_session_config_entry(_DATA_FOLDER, path.absolute().anchor if in_place else str(path.parent))
     library = library_path(device) if native else None
     if library is not None:
         try:

@@ -5,18 +5,20 @@ Where the model fits into memory, it is run. At any size, a pass that claims wha
 
 A model runs on a probe of random tokens, which its task draws and feeds (:mod:`graphopt.tasks`). The logits or hidden
 states of real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is
-refused otherwise; a lossy pass is measured.
+refused otherwise; a lossy pass is measured. Exact passes that follow one another are run once, behind the last; only
+where that shows a difference, each by itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.codes import coded_nodes, dequantize_of
@@ -30,7 +32,7 @@ from graphopt.passes.lower.lower import lowered
 from graphopt.running import Runner
 from graphopt.runtime import ACCURACY_LEVEL
 from graphopt.tasks import Probe, Task, task_of
-from graphopt.tasks.base import LENGTH
+from graphopt.tasks.base import LENGTH, Floats
 from graphopt.weights.evaluate import Evaluator
 
 TOLERANCE = 1e-4
@@ -43,8 +45,16 @@ LONGEST_CONTEXT = 4096
 """Tokens of context at most: a pass that shows only later is measured as far as that."""
 _LEVEL, _FLOAT32 = "accuracy_level", 1
 _IN_FLOATS = {ACCURACY_LEVEL: "0"}
+# For a session of a few calls: threads that wait for work sleep, and matrices of floats are not packed in advance,
+# which takes longer than the calls. Products with codes are, since other kernels run without.
+_ONCE = {"session.intra_op.allow_spinning": "0"}
+_AS_IT_LIES = {"session.disable_prepacking": "1"}
 
 RAN = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")
+TOGETHER = Rule(
+    "equivalence.ran-together", "{tokens}, run in onnxruntime before the first and after the last of {passes}"
+)
+UNCHANGED = Rule("equivalence.unchanged", "every node, port and weight is the one that was run before the pass")
 NOT_ASKED = Rule("equivalence.not-asked", "the caller asked not to run the model")
 NOT_STARTED = Rule("equivalence.not-started", "the model was not run before the pass")
 NO_MEMORY = Rule(
@@ -52,8 +62,23 @@ NO_MEMORY = Rule(
 )
 
 
+@dataclass(frozen=True)
+class _Said:
+    """What a model computes.
+
+    Attributes:
+        as_it_runs: with the session entries of the recipe.
+        in_floats: with the inputs of onnxruntime's products in floats; ``None`` where that was not needed yet.
+        model: the model, where it was not.
+    """
+
+    as_it_runs: Floats
+    in_floats: Floats | None
+    model: ir.Model | None = None
+
+
 class Verifier:
-    """Runs a model before and after each pass, and remembers what it said last.
+    """Runs a model before and after passes, and remembers what it said last.
 
     Args:
         folder: where models are written to be run; weights that a pass made lazily are computed once, into it.
@@ -86,9 +111,8 @@ class Verifier:
         self._may_run, self._context = run, context
         self._task: Task | None = None
         self._probe: Probe | None = None
-        self._last: npt.NDArray[np.float64] | None = None
-        self._first: npt.NDArray[np.float64] | None = None
-        self._last_in_floats: npt.NDArray[np.float64] | None = None
+        self._last: _Said | None = None
+        self._first: Floats | None = None
         self.why_not: Fact | None = None
 
     def start(self, model: ir.Model) -> None:
@@ -103,8 +127,8 @@ class Verifier:
         if self.why_not is not None:
             return
         try:
-            self._first = self._last = self._run(model, self.runner)
-            self._last_in_floats = self._beside(model, self._last)
+            self._first = self._run(model, self.runner)
+            self._last = self._said(model, self._first)
         except InputError:
             raise
         except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
@@ -118,28 +142,28 @@ class Verifier:
         """Run the model after the pass called ``name`` and compare.
 
         onnxruntime rounds the inputs of its own products with codes to int8, if session entries let it. The graph says
-        nothing of it, and it makes a step of 1/127 of a difference in the last place: exact passes are compared
-        without. Lossy ones are measured by what will run.
+        nothing of it, and it makes a step of 1/127 of a difference in the last place: where that may be why a model
+        behind exact passes differs, both are run without. Lossy ones are measured by what will run.
 
         Raises:
             VerificationError: an exact pass moved what is compared, or any pass made it NaN or infinite.
         """
-        task = self._task or task_of(model.graph)
-        if self.why_not is not None or self._last is None or self._first is None or self._last_in_floats is None:
-            return Check(name=task.compared, after=name, status="not covered", reason=self.why_not or NOT_STARTED())
-        exact = effect == "exact"
-        after, probe = self._run(model, self._in_floats if exact else self.runner), self._probe_for(model)
-        self._first, self._last = probe.aligned(self._first, after), probe.aligned(self._last, after)
-        before = probe.aligned(self._last_in_floats, after) if exact else self._last
+        if self._last is None or self._first is None:
+            return self._not_covered(model, name)
+        task, exact = self._task or task_of(model.graph), effect == "exact"
+        after, probe = self._run(model, self.runner), self._probe_for(model)
+        first, before = (probe.aligned(each, after) for each in (self._first, self._last.as_it_runs))
         if not np.isfinite(after).all():
             raise VerificationError(
                 f"the {task.compared} are NaN or infinite after a pass", node=name, tensor=task.output
             )
-        figures = {
-            "largest_change": _relative(before, after),
-            "largest_change_from_start": _relative(self._first, after),
-            **probe.figures(self._first, after),
-        }
+        said, figures = self._said(model, after), self._figures(model, first, before, after)
+        if exact and not figures["largest_change"] <= TOLERANCE and (said.model or self._last.model):
+            self._last, said = (self._with_floats(each) for each in (self._last, said))
+            assert self._last.in_floats is not None
+            assert said.in_floats is not None
+            before = probe.aligned(self._last.in_floats, said.in_floats)
+            figures = self._figures(model, first, before, said.in_floats)
         change = figures["largest_change"]
         if exact and not change <= TOLERANCE:
             raise VerificationError(
@@ -148,16 +172,63 @@ class Verifier:
                 tensor=task.output,
                 remedy="leave the pass out of the recipe, and report this with the model",
             )
-        if not exact or not self._rounds(model):
-            self._last = after
-        self._last_in_floats = after if exact else self._beside(model, after)
+        self._first, self._last = first, said
         return Check(
             name=task.compared, after=name, status="measured", reason=RAN(tokens=probe.tokens), figures=figures
         )
 
-    def _beside(self, model: ir.Model, after: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """Return what the model computes with inputs of products in floats, where ``after`` is what it computes."""
-        return self._run(model, self._in_floats) if self._rounds(model) else after
+    def check_together(self, passes: Sequence[tuple[str, ir.Model]]) -> list[Check]:
+        """Check exact passes that follow one another by one run, of the model behind the last of them.
+
+        Where that fails, the model behind each is run, so that the pass at fault is named. Roundings of several passes
+        may add up to more than one is allowed: each is judged by itself then.
+
+        Args:
+            passes: each with its name and the model behind it.
+
+        Raises:
+            VerificationError: as for :meth:`check`.
+        """
+        *_, (last, model) = passes
+        try:
+            check = self.check(model, last, "exact")
+        except Exception:  # whatever it is, the pass at fault raises it again
+            if len(passes) == 1:
+                raise
+            return [self.check(each, name, "exact") for name, each in passes]
+        if check.status != "measured" or len(passes) == 1:
+            return [check.model_copy(update={"after": name}) for name, _ in passes]
+        together = TOGETHER(tokens=self._probe_for(model).tokens, passes=[name for name, _ in passes])
+        return [check.model_copy(update={"after": name, "reason": together}) for name, _ in passes]
+
+    def unchanged(self, model: ir.Model, name: str) -> Check:
+        """Return the check of the pass called ``name``, which left ``model``, run before, as it was."""
+        if self._last is None or self._first is None:
+            return self._not_covered(model, name)
+        figures = self._figures(model, self._first, self._last.as_it_runs, self._last.as_it_runs)
+        compared = (self._task or task_of(model.graph)).compared
+        return Check(name=compared, after=name, status="measured", reason=UNCHANGED(), figures=figures)
+
+    def _not_covered(self, model: ir.Model, name: str) -> Check:
+        compared = (self._task or task_of(model.graph)).compared
+        return Check(name=compared, after=name, status="not covered", reason=self.why_not or NOT_STARTED())
+
+    def _figures(self, model: ir.Model, first: Floats, before: Floats, after: Floats) -> dict[str, float]:
+        return {
+            "largest_change": _relative(before, after),
+            "largest_change_from_start": _relative(first, after),
+            **self._probe_for(model).figures(first, after),
+        }
+
+    def _said(self, model: ir.Model, after: Floats) -> _Said:
+        """Return what a model computes; with a copy of it where it was not yet run with inputs in floats."""
+        return _Said(after, None, model.clone()) if self._rounds(model) else _Said(after, after)
+
+    def _with_floats(self, said: _Said) -> _Said:
+        """Return what a model computes, with inputs in floats too."""
+        if said.model is None:
+            return said
+        return dataclasses.replace(said, model=None, in_floats=self._run(said.model, self._in_floats))
 
     def _rounds(self, model: ir.Model) -> bool:
         """Return whether onnxruntime may round inputs of products, which the graph does not say."""
@@ -166,12 +237,14 @@ class Verifier:
         readers = (dequantize_of(node) for node in coded_nodes(model.graph))
         return any(reader is not None and not reader.domain for reader in readers)
 
-    def _run(self, model: ir.Model, runner: Runner) -> npt.NDArray[np.float64]:
+    def _run(self, model: ir.Model, runner: Runner) -> Floats:
         """Run what will run of the model: codes that are still logical are packed in a copy, so that kernels run."""
         with _float32_inputs(model):
             self.snapshots.settle(model)
+            of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in model.graph)
             with self.snapshots.of(lowered(model)) as path:
-                return self._probe_for(model).run(runner.open(path))
+                entries = _ONCE | (_AS_IT_LIES if of_floats else {})
+                return self._probe_for(model).run(runner.open(path, in_place=True, entries=entries))
 
     def _probe_for(self, model: ir.Model) -> Probe:
         if self._probe is None:
@@ -211,5 +284,5 @@ def _why_not(model: ir.Model) -> Fact | None:
     return None
 
 
-def _relative(before: npt.NDArray[np.float64], after: npt.NDArray[np.float64]) -> float:
+def _relative(before: Floats, after: Floats) -> float:
     return float(np.abs(after - before).max() / np.abs(before).max())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from graphopt.artifact import Artifact
 from graphopt.checks.equivalence import Verifier
-from graphopt.checks.steps import check_pass, run_passes
+from graphopt.checks.steps import Checks, run_passes
 from graphopt.passes import imports_of
+from graphopt.passes.base import Pass
 from graphopt.passes.context import Surroundings
 from graphopt.progress import Progress, silent
 from graphopt.tasks import task_of
@@ -25,13 +27,20 @@ def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:
     if not passes:
         return source
     model, manifest = source.model.clone(), source.manifest
-    reports, checks = [], []
+    reports = []
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
         verifier = Verifier(Path(folder), {})
         verifier.start(model)
         shared = Surroundings(task_of(model.graph), runner=verifier.runner)
-        for ran in run_passes(model, passes, shared, earlier=manifest.passes, on_pass=lambda step: on_stage(step.name)):
-            checks += check_pass(ran, verifier, ran.report.claims, on_stage=on_stage)
+        checks = Checks(verifier, on_stage)
+
+        def begin(step: Pass[Any]) -> None:
+            checks.before(step, model)
+            on_stage(step.name)
+
+        for ran in run_passes(model, passes, shared, earlier=manifest.passes, on_pass=begin):
+            checks.behind(ran, ran.report.claims)
             reports.append(ran.report)
-    passed = {"passes": [*manifest.passes, *reports], "checks": [*manifest.checks, *checks]}
+        found = checks.finish(model)
+    passed = {"passes": [*manifest.passes, *reports], "checks": [*manifest.checks, *found]}
     return Artifact(model, manifest.model_copy(update=passed), source.companions)

@@ -93,7 +93,7 @@ def check_kernels(
     there = sum(node.op_type == FUSED for node in model.graph)
     with snapshots.of(model) as path:
         optimized = path.with_name("optimized.onnx")
-        open_session(path, entries=entries, optimized_to=optimized)
+        open_session(path, entries=entries, optimized_to=optimized, in_place=True)
         graph = ir.load(optimized).graph
         kernels = [node for node in graph if node.op_type == FUSED]
         unfused = quantized_products(graph)

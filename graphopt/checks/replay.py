@@ -27,7 +27,7 @@ from graphopt.checks.equivalence import Verifier, context_of
 from graphopt.checks.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.checks.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.checks.same_model import confirm_model
-from graphopt.checks.steps import by_run, check_pass, run_passes
+from graphopt.checks.steps import Checks, by_run, run_passes
 from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Finding, PassReport, Rule
 from graphopt.manifest import MANIFEST
@@ -107,13 +107,13 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
     passes = recipe.passes()
     recorded = by_run(last.manifest.passes)
     changed = [report for report in last.manifest.passes[len(first.manifest.passes) :] if report.changes]
-    total, checks = len(passes) + 1, []
+    total = len(passes) + 1
     graph = first.model.clone()
     graph.metadata_props[ORIGIN] = artifacts.origin_of(first)
     reports: list[PassReport] = []
-    made_checks: list[Check] = []
     unread = Verifier(after, recipe.session_entries(), run=False)
     unread.start(graph)
+    made_of = Checks(unread, lambda stage: on_stage(stage, len(reports), total))
     calibration = calibration_of(first, recipe, statistics, unread.runner if run else None, on_stage)
     positions = first.manifest.model.max_positions
     shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner, Statistics(calibration), positions)
@@ -130,15 +130,9 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
         reports.append(ran.report)
         # The names of an older version, which lead from node to node, may be others than this one gives.
         final = report is changed[-1] if changed and not older else False
-        found = check_pass(
-            ran,
-            unread,
-            report.claims,
-            last.model if final else None,
-            on_stage=lambda stage: on_stage(stage, len(reports), total),
-        )
-        checks += [check for check in found if check.name == "certificate"]
-        made_checks += found
+        made_of.behind(ran, report.claims, last.model if final else None)
+    made_checks = made_of.finish(graph)
+    checks = [check for check in made_checks if check.name == "certificate"]
     NameFixPass()(graph)
     on_stage("comparing all that is in the files", total - 1, total)
     certified = bool(changed) and changed[-1].claims is not None and checks[-1].status == "proved"

@@ -1,4 +1,7 @@
-"""A model as files for as long as onnxruntime needs them: written into a folder of its own, and removed with it."""
+"""A model as files for as long as onnxruntime needs them, in a folder of its own that is removed with it.
+
+Weights that lie in files already stay there: a snapshot behind a pass is the graph, and what is new.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +35,10 @@ class Snapshots:
 
     @contextlib.contextmanager
     def of(self, model: ir.Model) -> Iterator[Path]:
-        """Write a model with all its weights, and give the ``.onnx`` file; it is removed when the block ends.
+        """Write a model, which names where its weights lie, and give the ``.onnx`` file, until the block ends.
 
-        Nothing in memory refers to the files: the weights of ``model`` stay where they were.
+        :func:`graphopt.runtime.open_session` opens it with ``in_place``. Nothing in memory refers to the files: the
+        weights of ``model`` stay where they were.
 
         Raises:
             InputError: the disk is too small.
@@ -42,5 +46,5 @@ class Snapshots:
         self.settle(model)
         with tempfile.TemporaryDirectory(prefix="snapshot-", dir=self._folder) as folder:
             path = Path(folder) / "model.onnx"
-            save_model(model, path, "model.data", executor=self._evaluator.executor)
+            save_model(model, path, "model.data", executor=self._evaluator.executor, in_place=True)
             yield path

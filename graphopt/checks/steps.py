@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -80,30 +81,107 @@ def by_run(reports: Iterable[PassReport]) -> dict[tuple[str, int], PassReport]:
     return found
 
 
-def check_pass(
-    ran: Ran,
-    verifier: Verifier,
-    claims: Claims | None,
-    against: ir.Model | None = None,
-    *,
-    on_stage: Callable[[str], None],
-) -> list[Check]:
-    """Prove what a pass claims, and run the model behind it; return what came of both.
+class Checks:
+    """Proves what passes claim and runs the model behind them; exact passes that follow one another are run together.
 
     Args:
-        ran: the pass.
-        verifier: has run the model in front of it.
-        claims: what it claims to have done; ``None`` for nothing that could be proved.
-        against: the model that is to fit the claims, if not the one behind the pass.
+        verifier: has run the model in front of the first pass.
         on_stage: called when a stage begins.
-
-    Raises:
-        VerificationError: a check failed.
     """
-    checks = []
-    if claims is not None:
-        on_stage(f"proving {ran.step.name}")
-        checks.append(prove(ran.before, against or ran.after, claims, ran.step.name))
-    on_stage(f"checking {ran.step.name}")
-    checks.append(verifier.check(ran.after, ran.step.name, ran.report.effect))
-    return [check.model_copy(update={"run": ran.report.run}) for check in checks]
+
+    def __init__(self, verifier: Verifier, on_stage: Callable[[str], None]) -> None:
+        self._verifier, self._on_stage = verifier, on_stage
+        self._found: list[list[Check]] = []
+        # Exact passes that were not run yet, with the place of what is found of each.
+        self._waiting: list[tuple[Ran, list[Check]]] = []
+
+    def before(self, step: Pass[Any], model: ir.Model) -> None:
+        """Run the exact passes so far where ``step`` may be lossy; ``model`` is the one in front of it.
+
+        Raises:
+            VerificationError: a check failed.
+        """
+        if step.effect == "lossy":
+            self._run(model)
+
+    def behind(self, ran: Ran, claims: Claims | None, against: ir.Model | None = None) -> None:
+        """Prove what a pass that has just run claims, and run the model behind it unless the pass is exact.
+
+        Args:
+            ran: the pass.
+            claims: what it claims to have done; ``None`` for nothing that could be proved.
+            against: the model that is to fit the claims, if not the one behind the pass.
+
+        Raises:
+            VerificationError: a check failed.
+        """
+        found: list[Check] = []
+        self._found.append(found)
+        name, effect = ran.step.name, ran.report.effect
+        if claims is not None:
+            self._on_stage(f"proving {name}")
+            self._add(found, ran, prove(ran.before, against or ran.after, claims, name))
+        if effect == "exact":
+            self._waiting.append((ran, found))
+        else:
+            self._run(ran.before)
+            self._on_stage(f"checking {name}")
+            self._add(found, ran, self._verifier.check(ran.after, name, effect))
+
+    def finish(self, model: ir.Model) -> list[Check]:
+        """Run the exact passes that are left, behind which is ``model``, and return all checks pass by pass.
+
+        Raises:
+            VerificationError: a check failed.
+        """
+        self._run(model)
+        return [check for found in self._found for check in found]
+
+    def _run(self, model: ir.Model) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        passes = [ran for ran, _ in waiting]
+        names = [ran.step.name for ran in passes]
+        if is_same_graph(passes[0].before, model):
+            checks = [self._verifier.unchanged(model, name) for name in names]
+        else:
+            self._on_stage(f"checking {', '.join(names)}")
+            # Passes work in place: the model behind one is what was copied in front of the next.
+            behind = [*(ran.before for ran in passes[1:]), model]
+            checks = self._verifier.check_together(list(zip(names, behind, strict=True)))
+        for (ran, found), check in zip(waiting, checks, strict=True):
+            self._add(found, ran, check)
+
+    def _add(self, found: list[Check], ran: Ran, check: Check) -> None:
+        found.append(check.model_copy(update={"run": ran.report.run}))
+
+
+def is_same_graph(before: ir.Model, after: ir.Model) -> bool:
+    """Return whether two models have the same nodes between the same ports, with the same functions and weights.
+
+    Weights are the same where they are one tensor, as those of a model and its copy are; nothing is read. What is
+    inside attributes that are graphs is not compared: nodes with such an attribute count as different.
+    """
+    return all(
+        one == other for one, other in itertools.zip_longest(_described(before), _described(after), fillvalue=object())
+    )
+
+
+def _described(model: ir.Model) -> Iterator[object]:
+    graph = model.graph
+    yield model.opset_imports, list(model.functions)
+    for port in (*graph.inputs, *graph.outputs):
+        yield port.name, port.dtype, port.shape
+    for name, value in graph.initializers.items():
+        yield name, id(value.const_value)
+    for body in (graph, *model.functions.values()):
+        for node in body:
+            attributes = {name: _value_of(attribute) for name, attribute in node.attributes.items()}
+            ports = [[value and value.name for value in values] for values in (node.inputs, node.outputs)]
+            yield node.op_identifier(), ports, attributes
+
+
+def _value_of(attribute: ir.Attr) -> object:
+    plain = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR, ir.AttributeType.TENSORS)
+    return id(attribute.value) if attribute.type in plain else (attribute.type, attribute.value)

@@ -1,6 +1,7 @@
 """A model beside the one that it was made from, on the same tokens: what llama.cpp prints for ``--kl-divergence``.
 
-The reference runs first; its log probabilities wait in a temporary file, so that memory holds one model at a time.
+The reference runs first, or beside other work; its log probabilities wait in a temporary file, so that memory need not
+hold both models.
 """
 
 from __future__ import annotations
@@ -81,8 +82,62 @@ class Piece:
     bytes: int
 
 
-def compare(
+@dataclass(frozen=True)
+class Said:
+    """What a reference says about some texts.
+
+    Attributes:
+        texts: the texts.
+        tokens: how many tokens of them were asked for.
+        pieces: what was fed.
+        window: tokens that were seen at once.
+        log_probabilities: of each token that is scored, [tokens, vocabulary], in a temporary file.
+    """
+
+    texts: Sequence[str]
+    tokens: int
+    pieces: Sequence[Piece]
+    window: int
+    log_probabilities: npt.NDArray[np.float32]
+
+
+def reference_says(
     reference: str | Path,
+    texts: Sequence[str],
+    *,
+    tokens: int = TOKENS,
+    window: int = WINDOW,
+    on_stage: Progress = silent,
+    stopped: Callable[[], bool] = lambda: False,
+) -> Said:
+    """Run the reference of :func:`compare`; see there for the arguments and errors.
+
+    Args:
+        reference: see there.
+        texts: see there.
+        tokens: see there.
+        window: see there.
+        on_stage: see there.
+        stopped: asked after each run of the model; where it says yes, the rest is left out, and nobody may read it.
+    """
+    first = load(reference)
+    seen = min(bound for bound in (first.max_positions, window) if bound is not None)
+    pieces = pieces_of(first, texts, tokens, seen)
+    total = sum(len(piece.ids) - 1 for piece in pieces)
+    if not total:
+        raise InputError("the text is too short: no token of it can be predicted", remedy="give a longer text")
+    # The mapping keeps the file, which has no name, as long as it is used.
+    with tempfile.TemporaryFile(prefix="graphopt-reference-") as file:
+        said: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, _width(first)))
+    for begin, logits, _ in _logits(first, pieces, lambda done: on_stage("reference", done, total)):
+        said[begin : begin + len(logits)] = log_probabilities(logits)
+        if stopped():
+            break
+    return Said(texts, tokens, pieces, seen, said)
+
+
+def compare(
+    reference: str | Path | Said,
     model: str | Path,
     texts: Sequence[str],
     *,
@@ -93,7 +148,8 @@ def compare(
     """Compare a model with the one that it was made from.
 
     Args:
-        reference: the artifact folder, or ``.onnx`` file, that the model was made from.
+        reference: the artifact folder, or ``.onnx`` file, that the model was made from, or what it said about the same
+            texts.
         model: the artifact folder, or ``.onnx`` file, of the model.
         texts: what they read; each gets an equal share of the tokens, from its beginning.
         tokens: tokens to score in all; fewer where the texts are shorter. A model that makes logits of the last
@@ -105,26 +161,16 @@ def compare(
         InputError: one of them has no tokenizer or is no causal language model, they have another tokenizer or another
             vocabulary, or there is nothing to score.
     """
-    first = load(reference)
-    bounds = [bound for bound in (first.max_positions, window) if bound is not None]
-    pieces = pieces_of(first, texts, tokens, min(bounds))
-    total = sum(len(piece.ids) - 1 for piece in pieces)
-    if not total:
-        raise InputError("the text is too short: no token of it can be predicted", remedy="give a longer text")
-    width = _width(first)
-    with tempfile.TemporaryFile(prefix="graphopt-reference-") as file:
-        said: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, width))
-        for begin, logits, _ in _logits(first, pieces, lambda done: on_stage("reference", done, total)):
-            said[begin : begin + len(logits)] = log_probabilities(logits)
-        del first
-        second = load(model)
-        _check_same(second, pieces_of(second, texts, tokens, min(bounds)), pieces, width)
-        began, found = time.perf_counter(), Comparison()
-        for begin, logits, targets in _logits(second, pieces, lambda done: on_stage("model", done, total)):
-            found.add(np.asarray(said[begin : begin + len(logits)]), logits, targets)
-        seconds = time.perf_counter() - began
-        del said
-    return _quality(found, sum(piece.bytes for piece in pieces), min(bounds), seconds)
+    how: dict[str, Any] = {"tokens": tokens, "window": window, "on_stage": on_stage}
+    said = reference if isinstance(reference, Said) else reference_says(reference, texts, **how)
+    pieces, (total, width) = said.pieces, said.log_probabilities.shape
+    second = load(model)
+    _check_same(second, pieces_of(second, said.texts, said.tokens, said.window), pieces, width)
+    began, found = time.perf_counter(), Comparison()
+    for begin, logits, targets in _logits(second, pieces, lambda done: on_stage("model", done, total)):
+        found.add(np.asarray(said.log_probabilities[begin : begin + len(logits)]), logits, targets)
+    seconds = time.perf_counter() - began
+    return _quality(found, sum(piece.bytes for piece in pieces), said.window, seconds)
 
 
 def pieces_of(session: Session, texts: Sequence[str], tokens: int, window: int) -> list[Piece]:

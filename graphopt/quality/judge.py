@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from graphopt.embeddings import evaluate_embeddings, load_encoder
 from graphopt.errors import GraphoptError, VerificationError
 from graphopt.facts import Check, Fact, Rule
+from graphopt.memory import available_memory
 from graphopt.progress import Progress, silent
-from graphopt.quality.compare import TOKENS, WINDOW, compare
+from graphopt.quality.compare import TOKENS, WINDOW, Said, compare, reference_says
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
 from graphopt.tasks import TaskName
+from graphopt.weights.evaluate import processors
 
 CHECK = "quality"
 """The name of the check."""
@@ -25,7 +30,46 @@ NOT_FINITE = Rule("quality.not-finite", "{verdict}: its logits are NaN or infini
 EMBEDDINGS = Rule("quality.embeddings", "{verdict}: cosine of embeddings {cosine:.5f} on {texts} sentences")
 NOT_JUDGED = Rule("quality.not-judged", "{why}")
 
+Ask = Callable[[], Said]
+"""Waits for what a reference says."""
+
 _SENTENCES = 64
+# Times the size of the reference that must be free to run it beside other work: weights, packed weights, and as much of
+# the model that is compiled.
+_MODELS = 5
+
+
+@contextlib.contextmanager
+def reference_beside(reference: Path | None, *, window: int = WINDOW, tokens: int = TOKENS) -> Iterator[Ask | None]:
+    """Let a thread of its own run the reference of :func:`judge` meanwhile, where there are processors and memory.
+
+    Args:
+        reference: as for :func:`judge`; ``None`` for no model, then nothing is run.
+        window: see there.
+        tokens: see there.
+
+    Yields:
+        What waits for it and returns what it says, or raises as :func:`graphopt.quality.compare.reference_says` does;
+        ``None`` where it is not run.
+    """
+    if reference is None or processors() < 2 or not 0 < _bytes_of(reference) * _MODELS < available_memory():
+        yield None
+        return
+    ended = threading.Event()
+    with ThreadPoolExecutor(1) as thread:
+        said = thread.submit(
+            lambda: reference_says(reference, held_out_texts(), tokens=tokens, window=window, stopped=ended.is_set)
+        )
+        try:
+            yield said.result
+        finally:
+            ended.set()
+
+
+def _bytes_of(model: Path) -> int:
+    """Return the size of an artifact, or of a file with what lies beside it; 0 where there is none."""
+    folder = model if model.is_dir() else model.parent
+    return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) if model.exists() else 0
 
 
 def judge(
@@ -37,6 +81,7 @@ def judge(
     window: int = WINDOW,
     tokens: int = TOKENS,
     on_stage: Progress = silent,
+    said: Ask | None = None,
 ) -> Check:
     """Measure an artifact on held-out text, beside what it was made from.
 
@@ -48,12 +93,15 @@ def judge(
         window: tokens that are seen at once.
         tokens: tokens to score.
         on_stage: called when a stage begins.
+        said: asks for what the reference says about the same texts, where it was run before.
 
     Returns:
         The check, measured with a verdict, or not covered with the reason.
     """
     try:
-        figures = measured(reference, made, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage)
+        figures = measured(
+            reference, made, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage, said=said
+        )
     except (GraphoptError, FileNotFoundError) as error:
         return not_judged(NOT_JUDGED(why=str(error)))
     verdict = verdict_of(figures)
@@ -76,6 +124,7 @@ def measured(
     window: int = WINDOW,
     tokens: int = TOKENS,
     on_stage: Progress = silent,
+    said: Ask | None = None,
 ) -> dict[str, float]:
     """Return the figures of :class:`graphopt.quality.Quality`, of an encoder those of its embeddings; finite ones only.
 
@@ -87,6 +136,7 @@ def measured(
         window: see there.
         tokens: see there.
         on_stage: see there.
+        said: see there.
 
     Raises:
         InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.embeddings.evaluate_embeddings`.
@@ -97,7 +147,10 @@ def measured(
         found = evaluate_embeddings(load_encoder(made), load_encoder(reference), "\n".join(sentences))
         return {name: float(value) for name, value in found.model_dump(exclude={"seconds"}).items()}
     chosen = held_out_texts() if texts is None else texts
-    quality = compare(reference, made, chosen, tokens=tokens, window=window, on_stage=on_stage)
+    if said is not None:
+        on_stage("reference")
+    first = reference if said is None else said()
+    quality = compare(first, made, chosen, tokens=tokens, window=window, on_stage=on_stage)
     # JSON has no NaN and no infinity.
     return {name: value for name, value in quality.model_dump().items() if math.isfinite(value)}
 

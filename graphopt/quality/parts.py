@@ -22,7 +22,9 @@ def sessions(folder: Path) -> Iterator[Open]:
     """Give a function that opens models through files in ``folder``, which stay until the block ends."""
     snapshots = Snapshots(folder)
     with contextlib.ExitStack() as stack:
-        yield lambda model, entries: open_session(stack.enter_context(snapshots.of(model)), entries=entries)
+        yield lambda model, entries: open_session(
+            stack.enter_context(snapshots.of(model)), entries=entries, in_place=True
+        )
 
 
 def tapped(model: ir.Model, names: Iterable[str]) -> ir.Model:

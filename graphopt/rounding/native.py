@@ -101,26 +101,90 @@ class _Table:
         )
 
 
+class _Search(ctypes.Structure):
+    """``SearchWork`` of ``cpu/round.h``."""
+
+    _fields_ = [("round", _Work), ("trials", ctypes.c_size_t), ("chosen", ctypes.c_void_p)]
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What the library has for us."""
+
+    round: Any
+    search: Any
+
+
 @lru_cache(maxsize=4)
-def _library(path: str) -> Any:
-    """Return the function of a library, or ``None`` where it is of an older version that has none."""
+def _library(path: str) -> _Functions | None:
+    """Return the functions of a library, or ``None`` where it is of an older version that lacks one."""
     try:
-        function = ctypes.CDLL(path).graphopt_round_groups
+        library = ctypes.CDLL(path)
+        found = _Functions(library.graphopt_round_groups, library.graphopt_search_groups)
     except (OSError, AttributeError):
         return None
-    function.argtypes, function.restype = [ctypes.POINTER(_Work)], ctypes.c_int
-    return function
+    found.round.argtypes, found.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
+    found.search.argtypes, found.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
+    return found
 
 
-def _address(array: npt.NDArray[Any]) -> int:
+def _address(array: npt.NDArray[Any] | None) -> int | None:
     # `array.ctypes` takes several times as long
-    return int(array.__array_interface__["data"][0])
+    return None if array is None else int(array.__array_interface__["data"][0])
 
 
 def available() -> bool:
-    """Return whether the library is there and has the function."""
+    """Return whether the library is there and has the functions."""
     path = library_path()
     return path is not None and _library(str(path)) is not None
+
+
+class _Given:
+    """The work on some groups; it keeps the arrays that the library reads."""
+
+    def __init__(
+        self,
+        groups: Doubles,
+        table: TableFormat,
+        scales: Doubles,
+        zero_points: Codes | None,
+        importance: Doubles | None,
+        errors: Doubles | None = None,
+        codes: Codes | None = None,
+    ) -> None:
+        known = _Table.of(table)
+        search = known.search
+        shifts = None if zero_points is None else table.decode(zero_points)
+        self.arrays = [_doubles(each) for each in (groups, scales, shifts, importance)]
+        weights, factors, decoded, counts = (_address(array) for array in self.arrays)
+        self.work = _Work(
+            weights,
+            *groups.shape,
+            factors,
+            decoded,
+            counts,
+            _address(known.values),
+            _address(known.codes),
+            _address(known.ties),
+            _address(search.first),
+            len(known.values),
+            search.cells,
+            search.origin,
+            search.per_unit,
+            table.is_counting,
+            _address(errors),
+            _address(codes),
+        )
+
+
+def _doubles(array: npt.NDArray[Any] | None) -> Doubles | None:
+    return None if array is None else np.ascontiguousarray(array, np.float64)
+
+
+def _call(name: str, work: ctypes.Structure) -> None:
+    functions = _library(str(library_path()))
+    if not getattr(functions, name)(ctypes.byref(work)):
+        raise InputError("GRAPHOPT_OPS_ISA names instructions that this machine does not have")
 
 
 def round_groups(
@@ -147,40 +211,33 @@ def round_groups(
     Raises:
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
-    function = _library(str(library_path()))
-    known = _Table.of(table)
-    search = known.search
-    count, size, columns = groups.shape
-    keep: list[npt.NDArray[Any]] = []
-
-    def pointer(array: npt.ArrayLike | None, dtype: npt.DTypeLike) -> int | None:
-        if array is None:
-            return None
-        keep.append(np.ascontiguousarray(array, dtype))
-        return _address(keep[-1])
-
-    found = np.empty((count, columns)) if errors else None
+    found = np.empty(scales.shape) if errors else None
     rounded = np.empty(groups.shape, np.uint8) if codes else None
-    work = _Work(
-        pointer(groups, np.float64),
-        count,
-        size,
-        columns,
-        pointer(scales, np.float64),
-        pointer(None if zero_points is None else table.decode(zero_points), np.float64),
-        pointer(importance, np.float64),
-        _address(known.values),
-        _address(known.codes),
-        _address(known.ties),
-        _address(search.first),
-        len(known.values),
-        search.cells,
-        search.origin,
-        search.per_unit,
-        table.is_counting,
-        None if found is None else _address(found),
-        None if rounded is None else _address(rounded),
-    )
-    if not function(ctypes.byref(work)):
-        raise InputError("GRAPHOPT_OPS_ISA names instructions that this machine does not have")
+    given = _Given(groups, table, scales, zero_points, importance, found, rounded)
+    _call("round", given.work)
     return found, rounded
+
+
+def search_groups(
+    groups: Doubles,
+    table: TableFormat,
+    scales: Doubles,
+    zero_points: Codes | None,
+    importance: Doubles | None = None,
+) -> tuple[npt.NDArray[np.uint32], Codes]:
+    """Return which of several scales has the least squared error, [groups, columns], and the codes nearest with it.
+
+    Args:
+        groups: [groups, rows of a group, columns].
+        table: the format.
+        scales: [scales that are tried, groups, columns]; of several with the same error the first is chosen.
+        zero_points: [scales that are tried, groups, columns]; ``None`` where the format has none.
+        importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    chosen, rounded = np.empty(scales.shape[1:], np.uint32), np.empty(groups.shape, np.uint8)
+    given = _Given(groups, table, scales, zero_points, importance, None, rounded)
+    _call("search", _Search(given.work, len(scales), _address(chosen)))
+    return chosen, rounded

@@ -66,12 +66,26 @@ def choose(
         importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
     """
     shares = [1.0] if scale == "extreme" else [float(share) for share in _SHARES]
+    if native.available():
+        return _searched_natively(groups, table, shares, scale_type, importance)
     at_once = max(1, _PIECE // max(1, groups.shape[1] * groups.shape[2]))
     pieces = [slice(begin, begin + at_once) for begin in range(0, len(groups), at_once)]
     parts = [
         _searched(groups[p], table, shares, scale_type, None if importance is None else importance[p]) for p in pieces
     ]
     return Chosen(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
+
+
+def _searched_natively(
+    groups: Doubles, table: TableFormat, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
+) -> Chosen:
+    """Do what :func:`_searched` does, with all shares in one call of the library."""
+    extremes = extremes_of(groups, table)
+    trials = scaling_at(extremes, table, np.array(shares)[:, None, None], scale_type)
+    zero_points = trials.zero_points if table.zero_point else None
+    chosen, codes = native.search_groups(groups, table, trials.scales, zero_points, importance)
+    best = Scaling(*(np.take_along_axis(each, chosen[None].astype(np.intp), 0)[0] for each in trials))
+    return Chosen(codes, *best)
 
 
 def _searched(
@@ -106,9 +120,12 @@ def extremes_of(groups: Doubles, table: TableFormat) -> tuple[Doubles, Doubles]:
 
 
 def scaling_at(
-    extremes: tuple[Doubles, Doubles], table: TableFormat, share: float, scale_type: np.dtype[Any]
+    extremes: tuple[Doubles, Doubles], table: TableFormat, share: float | Doubles, scale_type: np.dtype[Any]
 ) -> Scaling:
-    """Return scales that map a share of each group's extremes to the table, with their zero points."""
+    """Return scales that map a share of each group's extremes to the table, with their zero points.
+
+    For several shares [n, 1, 1] they are [n, groups, columns].
+    """
     low, high = (extreme * share for extreme in extremes)
     if table.zero_point:
         scales = stored(high - low, len(table.values) - 1, scale_type)

@@ -13,9 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.weights.disk import require_space, reserve, writing
-from graphopt.weights.evaluate import OnTensor, grouped, run_tasks
+from graphopt.weights.evaluate import OnTensor, cost_of, grouped, run_tasks
 from graphopt.weights.expression import Array, Expression
-from graphopt.weights.leaves import write_array
+from graphopt.weights.leaves import Stored, write_array
 from graphopt.weights.store import with_parts_in_memory
 from graphopt.weights.tensor import WeightTensor, expression_of, source_of
 
@@ -47,6 +47,7 @@ def save_model(
     on_tensor: OnTensor | None = None,
     weights: bool = True,
     part_size: int | None = None,
+    in_place: bool = False,
 ) -> None:
     """Write a model to ``file`` and its weights, in the order of the graph and without gaps, to ``data`` beside it.
 
@@ -64,6 +65,8 @@ def save_model(
             says of every other one where in ``data`` it would be.
         part_size: the most bytes in a file of weights; what does not fit goes on in ``data.1``, ``data.2`` and so on. A
             tensor that is larger has a file of its own. ``None`` for one file.
+        in_place: leave weights that lie in files where they are. The model names all files from the root of the disk
+            on, and can be opened with that as the folder of its external data only.
 
     Raises:
         InputError: the disk is too small.
@@ -73,9 +76,12 @@ def save_model(
     large = [value for value, tensor in before.items() if tensor.nbytes > INLINE and tensor.dtype != ir.DataType.STRING]
     if not weights:
         large = [value for value, tensor in before.items() if isinstance(tensor, WeightTensor)]
+    file = file.absolute() if in_place else file
+    base = Path(file.anchor) if in_place else file.parent
+    there = _places_of({value: before[value] for value in large}, base) if in_place else {}
     first: dict[Hashable, ir.Value] = {}
     same = {value: first.setdefault(source_of(before[value]), value) for value in large}
-    written = [value for value in large if same[value] is value]
+    written = [value for value in large if same[value] is value and value not in there]
     sizes = [before[value].nbytes for value in written]
     numbered = _places(sizes, part_size)
     places = {
@@ -88,21 +94,32 @@ def save_model(
             here = (size for size, (of, _) in zip(sizes, numbered, strict=True) if of == part)
             reserve(file.parent / part_name(data, part), sum(here))
     try:
-        once = {value: tensor for value, tensor in before.items() if same.get(value, value) is value}
+        once = {v: tensor for v, tensor in before.items() if v not in there and same.get(v, v) is v}
         small = _write_tensors(once, places, executor, on_tensor) if weights else {}
         for value, array in small.items():
             value.const_value = ir.Tensor(array, dtype=before[value].dtype, name=before[value].name)
         for value in large:
-            tensor, (place, offset) = before[value], places[same[value]]
+            tensor, (place, offset) = before[value], there.get(value) or places[same[value]]
             shape, name = ir.Shape(tensor.shape.numpy()), tensor.name or ""
+            location = place.relative_to(base).as_posix()
             value.const_value = ir.ExternalTensor(
-                place.name, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=file.parent
+                location, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=base
             )
         with writing(file.parent):
             ir.save(model, file)
     finally:
         for value, tensor in before.items():
             value.const_value = tensor
+
+
+def _places_of(tensors: dict[ir.Value, ir.TensorProtocol], root: Path) -> dict[ir.Value, _Place]:
+    """Return where the tensors lie that lie in files below ``root``."""
+    places = {}
+    for value, tensor in tensors.items():
+        stored = expression_of(tensor) if isinstance(tensor, (WeightTensor, ir.ExternalTensor)) else None
+        if isinstance(stored, Stored) and Path(stored.path).anchor == str(root):
+            places[value] = (Path(stored.path), stored.offset)
+    return places
 
 
 def _places(sizes: Iterable[int], part_size: int | None) -> list[tuple[int, int]]:
@@ -137,8 +154,9 @@ def _write_tensors(
     tasks: list[_Task] = [
         [(expressions[number], places.get(elsewhere[number])) for number in group] for group in groups
     ]
+    sizes = [cost_of([expressions[number] for number in group]) for group in groups]
     small: dict[ir.Value, Array] = {}
-    for index, arrays in run_tasks(executor, _write, tasks):
+    for index, arrays in run_tasks(executor, _write, tasks, sizes):
         for number, array in zip(groups[index], arrays, strict=True):
             if array is not None:
                 small[elsewhere[number]] = array

@@ -12,7 +12,15 @@ import multiprocessing
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
@@ -37,7 +45,7 @@ _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 @contextlib.contextmanager
 def workers(jobs: int | Executor) -> Iterator[Executor | None]:
-    """Give an executor of ``jobs`` processes, or ``None``, which is this process, for one job.
+    """Give an executor of ``jobs`` processes, or ``None``, which is this process and its threads, for one job.
 
     Processes are spawned, not forked, since a fork of a process with threads may hang: a script that asks for several
     jobs keeps its own work behind ``if __name__ == "__main__"``. They share the processors: libraries of linear algebra
@@ -67,16 +75,25 @@ def workers(jobs: int | Executor) -> Iterator[Executor | None]:
 
 
 def run_tasks(
-    executor: Executor | None, function: Callable[[Task], Result], tasks: Sequence[Task]
+    executor: Executor | None,
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    sizes: Sequence[int] | None = None,
 ) -> Iterator[tuple[int, Result]]:
     """Yield the number of each task with its result, as they are done; the first error ends the others.
+
+    Args:
+        executor: what runs them; ``None`` for threads of this process.
+        function: what is called for each.
+        tasks: what it is called with.
+        sizes: the bytes that each task reads. Threads share the memory of the largest: tasks run beside one another
+            as long as they are not larger together. Without sizes there is one thread.
 
     Raises:
         GraphoptError: a worker process died.
     """
     if executor is None:
-        for number, task in enumerate(tasks):
-            yield number, function(task)
+        yield from _in_threads(function, tasks, sizes)
         return
     futures = {executor.submit(function, task): number for number, task in enumerate(tasks)}
     try:
@@ -90,6 +107,36 @@ def run_tasks(
     finally:
         for future in futures:
             future.cancel()
+
+
+def _in_threads(
+    function: Callable[[Task], Result], tasks: Sequence[Task], sizes: Sequence[int] | None
+) -> Iterator[tuple[int, Result]]:
+    threads = 1 if sizes is None else min(processors(), len(tasks))
+    if threads < 2 or sizes is None:
+        for number, task in enumerate(tasks):
+            yield number, function(task)
+        return
+    most, used, numbers = max(sizes), 0, iter(range(len(tasks)))
+    running: dict[Future[Result], int] = {}
+    following = next(numbers, None)
+    with ThreadPoolExecutor(threads) as pool:
+        while running or following is not None:
+            while following is not None and len(running) < threads and used + sizes[following] <= most:
+                running[pool.submit(function, tasks[following])] = following
+                used, following = used + sizes[following], next(numbers, None)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number = running.pop(future)
+                used -= sizes[number]
+                yield number, future.result()
+
+
+def processors() -> int:
+    """Return how many processors this process may use; OMP_NUM_THREADS says so of a worker, see :func:`workers`."""
+    stated = os.environ.get("OMP_NUM_THREADS", "")
+    if stated.isdecimal() and int(stated):
+        return int(stated)
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def grouped(expressions: Sequence[Expression]) -> list[list[int]]:
@@ -145,7 +192,8 @@ class Evaluator:
         groups = [[missing[each] for each in group] for group in grouped([expressions[number] for number in missing])]
         tasks = [(self.store, [expressions[number] for number in group]) for group in groups]
         done = len(found) - len(missing)
-        for index, results in run_tasks(self.executor, _obtain, tasks):
+        sizes = [cost_of([expressions[number] for number in group]) for group in groups]
+        for index, results in run_tasks(self.executor, _obtain, tasks, sizes):
             for number, stored in zip(groups[index], results, strict=True):
                 found[number] = stored
             done += len(results)

@@ -31,7 +31,8 @@ def check_finite(model: ir.Model, file: str | Path | None = None, executor: Exec
     stored = [value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
     expressions = [expression_of(value.const_value) for value in stored]
     found: dict[ir.Value, str | None] = {}
-    for number, (digest, fault) in run_tasks(executor, _look_at, expressions):
+    sizes = [expression.nbytes for expression in expressions]
+    for number, (digest, fault) in run_tasks(executor, _look_at, expressions, sizes):
         value, expression = stored[number], expressions[number]
         found[value] = fault
         if isinstance(expression, Stored) and value.const_value is not None:

@@ -101,7 +101,11 @@ class Stored(_Leaf):
 
     def evaluate(self, region: Region) -> Array:
         """Map the file and return a read-only view of it."""
-        return _cut(self.tensor().numpy(), region)
+        # Without a folder, onnx_ir does not look again where the path leads: that is done when a model is opened.
+        tensor = MappedTensor(
+            self.path, self.offset, self.nbytes, self.kind, shape=ir.Shape(self.dims), name="", base_dir=""
+        )
+        return _cut(tensor.numpy(), region)
 
     def __str__(self) -> str:
         return f"stored({Path(self.path).name}, {self.offset}, {self.kind.name.lower()}{list(self.dims)})"

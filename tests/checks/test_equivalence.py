@@ -67,9 +67,11 @@ def test_an_exact_pass_is_compared_without_the_rounding_of_inputs(tmp_path: Path
     run_pass(model, "quantize_weights", linear={"format": "int4", "group": 32}, lm_head=None, embedding=None)
     assert verifier.check(model, "quantize_weights", "lossy").figures["largest_change"] > 1e-2
     norm = next(node.name or "" for node in model.graph if node.op_type == "RMSNormalization")
-    scale_weight(model, norm, 1 + 1e-5)
-    # Four layers pass on what the first is off by; with inputs rounded to int8 it is 9e-5.
-    assert verifier.check(model, "another order", "exact").figures["largest_change"] < 4e-5
+    scale_weight(model, norm, 1 + 2e-5)
+    # Four layers pass on what the first is off by; with inputs rounded to int8 it is more than an exact pass may do.
+    found = verifier.check(model, "another order", "exact").figures["largest_change"]
+    assert found < 8e-5
+    assert verifier.check(model, "again", "lossy").figures["largest_change"] == 0
     scale_weight(model, norm, 1.002)
     with pytest.raises(VerificationError, match="is exact"):
         verifier.check(model, "broken", "exact")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -12,6 +14,8 @@ from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check
 from graphopt.manifest import read_manifest
 from graphopt.pipeline import IN_MEMORY
+from graphopt.quality import judge as judging
+from graphopt.quality.compare import Said
 from graphopt.quality.judge import confirm, judge, sentences_of
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
@@ -40,6 +44,45 @@ def test_a_lossy_compile_ends_with_a_verdict_that_verify_leaves_alone(llama_arti
     assert check.reason.figures["verdict"] == verdict_of(check.figures)
     assert check.figures["tokens"] <= 40
     assert [each.status for each in verify(llama_artifact, judged).checks if each.status == "failed"] == []
+
+
+def test_a_reference_that_runs_beside_the_compilation_says_the_same(
+    llama_artifact: Path, judged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "processors", lambda: 2)
+    waited: list[object] = []
+    compare = judging.compare
+
+    def noted(said: Path | Said, *rest: Any, **how: Any) -> Any:
+        waited.append(type(said))
+        return compare(said, *rest, **how)
+
+    monkeypatch.setattr(judging, "compare", noted)
+    graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", quality_tokens=40)
+    assert waited == [Said]
+    figures = [dict(read_manifest(folder).check("quality").figures) for folder in (judged, tmp_path / "out")]
+    assert all(each.pop("seconds") > 0 for each in figures)
+    assert figures[0] == figures[1]
+
+
+def test_no_reference_runs_beside_where_it_cannot(
+    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judging, "processors", lambda: 2)
+    for reference in (None, tmp_path / "nothing"):
+        with judging.reference_beside(reference) as said:
+            assert said is None
+    asked: list[Callable[[], bool]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(judging, "reference_says", lambda *_, stopped, **__: asked.append(stopped))
+        with judging.reference_beside(llama_artifact) as said:
+            assert said is not None
+            said()
+            assert not asked[0]()
+    assert asked[0]()
+    monkeypatch.setattr(judging, "available_memory", lambda: 1000)
+    with judging.reference_beside(llama_artifact) as said:
+        assert said is None
 
 
 def test_an_exact_compile_has_none(llama_artifact: Path, tmp_path: Path) -> None:

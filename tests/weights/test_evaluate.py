@@ -3,7 +3,9 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from multiprocessing import get_context
@@ -17,7 +19,7 @@ from graphopt.errors import GraphoptError
 from graphopt.formats import FORMATS
 from graphopt.passes.lower.layout import Packed
 from graphopt.rounding.lazy import quantized
-from graphopt.weights import Cast, Inline, Scaled, WeightTensor, expression_of, rewrite
+from graphopt.weights import Cast, Inline, Scaled, WeightTensor, evaluate, expression_of, rewrite
 from graphopt.weights.data_file import save_model
 from graphopt.weights.evaluate import Evaluator, grouped, run_tasks, workers
 from graphopt.weights.store import Kept, Store
@@ -120,6 +122,36 @@ def test_a_file_that_was_cut_off_is_not_a_value(tmp_path: Path) -> None:
 def test_errors_of_workers_arrive_and_end_the_others() -> None:
     with ThreadPoolExecutor(1) as executor, pytest.raises(ZeroDivisionError):
         list(run_tasks(executor, partial(int.__floordiv__, 1), [1, 0, 1]))
+
+
+def test_threads_share_the_memory_of_the_largest_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "processors", lambda: 3)
+    sizes, running, most, lock = [8, 8, 5, 3, 3, 2, 2, 1], Counter[int](), [], threading.Lock()
+
+    def work(number: int) -> int:
+        with lock:
+            running[number] = sizes[number]
+            most.append((running.total(), len(+running)))
+        time.sleep(0.01)
+        with lock:
+            del running[number]
+        return -number
+
+    found = list(run_tasks(None, work, list(range(len(sizes))), sizes))
+    assert sorted(found) == [(number, -number) for number in range(len(sizes))]
+    assert max(total for total, _ in most) <= 8
+    assert max(count for _, count in most) == 3
+    with pytest.raises(ZeroDivisionError):
+        list(run_tasks(None, partial(int.__floordiv__, 1), [1, 0, 1], [1, 1, 1]))
+
+
+def test_threads_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = saved(rewritten(), tmp_path / "one")
+    monkeypatch.setattr(evaluate, "processors", lambda: 4)
+    model = rewritten()
+    assert saved(model, tmp_path / "several") == expected
+    Evaluator(Store(tmp_path / "store")).settle(model)
+    assert saved(model, tmp_path / "settled") == expected
 
 
 def test_a_worker_that_dies_is_said_to_have_died() -> None:

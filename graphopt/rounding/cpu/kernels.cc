@@ -2,6 +2,7 @@
 // so that both choose the same codes and scales, bit by bit.
 #include "cpu/round.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "abi/instructions.h"
@@ -33,15 +34,23 @@ size_t place_of(const RoundWork& work, const double* halfway, double x) {
   return place + (work.ties[place] == x);
 }
 
+// A part of the columns of one group, with a scale for each column, and a shift where the format has zero points.
+struct Strip {
+  size_t group, begin, width;
+  const double* scales;
+  const double* shifts;
+};
+
+// Rounds a strip: sums becomes the error of each column, rounded its codes; either may be null.
 template <bool kCounting>
-void round_strip(const RoundWork& work, const double* halfway, size_t group, size_t begin, size_t width) {
-  const double* scales = work.scales + group * work.columns + begin;
-  const double* shifts = work.shifts ? work.shifts + group * work.columns + begin : nullptr;
+void round_strip(const RoundWork& work, const double* halfway, const Strip& strip, double* sums, uint8_t* rounded) {
+  const size_t width = strip.width;
+  const double *scales = strip.scales, *shifts = strip.shifts;
   const double low = work.values[0], high = static_cast<double>(work.entries - 1);
-  double sums[kColumns] = {}, value[kColumns], number[kColumns];
+  double total[kColumns] = {}, value[kColumns], number[kColumns];
   size_t place[kColumns];
   for (size_t row = 0; row < work.size; ++row) {
-    const size_t at = (group * work.size + row) * work.columns + begin;
+    const size_t at = (strip.group * work.size + row) * work.columns + strip.begin;
     const double* weights = work.weights + at;
     for (size_t c = 0; c < width; ++c) number[c] = weights[c] / scales[c];
     if (shifts) {
@@ -49,9 +58,11 @@ void round_strip(const RoundWork& work, const double* halfway, size_t group, siz
     }
     if (kCounting) {
       for (size_t c = 0; c < width; ++c) {
-        const double counted = clamped(std::nearbyint(number[c] - low), 0.0, high);
-        value[c] = counted + low;
-        place[c] = static_cast<size_t>(static_cast<int>(counted));
+        number[c] = clamped(std::nearbyint(number[c] - low), 0.0, high);
+        value[c] = number[c] + low;
+      }
+      if (rounded) {
+        for (size_t c = 0; c < width; ++c) place[c] = static_cast<size_t>(static_cast<int>(number[c]));
       }
     } else {
       for (size_t c = 0; c < width; ++c) {
@@ -59,39 +70,76 @@ void round_strip(const RoundWork& work, const double* halfway, size_t group, siz
         value[c] = work.values[place[c]];
       }
     }
-    if (work.rounded) {
-      for (size_t c = 0; c < width; ++c) work.rounded[at + c] = work.codes[place[c]];
+    if (rounded) {
+      for (size_t c = 0; c < width; ++c) rounded[at + c] = work.codes[place[c]];
     }
-    if (!work.errors) continue;
+    if (!sums) continue;
     if (shifts) {
       for (size_t c = 0; c < width; ++c) value[c] = value[c] - shifts[c];
     }
-    const double counts = work.importance ? work.importance[group * work.size + row] : 1.0;
+    const double counts = work.importance ? work.importance[strip.group * work.size + row] : 1.0;
     for (size_t c = 0; c < width; ++c) {
       const double off = value[c] * scales[c] - weights[c];
-      sums[c] += counts * (off * off);
+      total[c] += counts * (off * off);
     }
   }
-  if (work.errors) {
-    for (size_t c = 0; c < width; ++c) work.errors[group * work.columns + begin + c] = sums[c];
-  }
+  if (sums) std::copy_n(total, width, sums);
 }
 
-void round_groups(const RoundWork& work) {
+// Calls visit(halfway, group, begin, width) for each strip.
+template <typename Visit>
+void for_strips(const RoundWork& work, const Visit& visit) {
   double halfway[256];
   for (size_t i = 0; i + 1 < work.entries; ++i) halfway[i] = (work.values[i + 1] + work.values[i]) / 2;
   halfway[work.entries - 1] = INFINITY;
   for (size_t group = 0; group < work.groups; ++group) {
     for (size_t begin = 0; begin < work.columns; begin += kColumns) {
-      const size_t left = work.columns - begin, width = left < kColumns ? left : kColumns;
-      (work.counting ? round_strip<true> : round_strip<false>)(work, halfway, group, begin, width);
+      const size_t left = work.columns - begin;
+      visit(halfway, group, begin, left < kColumns ? left : kColumns);
     }
   }
+}
+
+void round_groups(const RoundWork& work) {
+  const auto kernel = work.counting ? round_strip<true> : round_strip<false>;
+  for_strips(work, [&](const double* halfway, size_t group, size_t begin, size_t width) {
+    const size_t at = group * work.columns + begin;
+    const Strip strip{group, begin, width, work.scales + at, work.shifts ? work.shifts + at : nullptr};
+    kernel(work, halfway, strip, work.errors ? work.errors + at : nullptr, work.rounded);
+  });
+}
+
+void search_groups(const SearchWork& search) {
+  const RoundWork& work = search.round;
+  const auto kernel = work.counting ? round_strip<true> : round_strip<false>;
+  for_strips(work, [&](const double* halfway, size_t group, size_t begin, size_t width) {
+    const size_t at = group * work.columns + begin, next = work.groups * work.columns;
+    double least[kColumns], sums[kColumns], scales[kColumns], shifts[kColumns];
+    uint32_t* chosen = search.chosen + at;
+    for (size_t trial = 0; trial < search.trials; ++trial) {
+      const size_t here = trial * next + at;
+      const Strip strip{group, begin, width, work.scales + here, work.shifts ? work.shifts + here : nullptr};
+      kernel(work, halfway, strip, trial ? sums : least, nullptr);
+      for (size_t c = 0; c < width; ++c) {
+        const bool better = !trial || sums[c] < least[c];
+        if (trial && better) least[c] = sums[c];
+        if (better) chosen[c] = static_cast<uint32_t>(trial);
+      }
+    }
+    for (size_t c = 0; c < width; ++c) {
+      scales[c] = work.scales[chosen[c] * next + at + c];
+      shifts[c] = work.shifts ? work.shifts[chosen[c] * next + at + c] : 0;
+    }
+    const Strip strip{group, begin, width, scales, work.shifts ? shifts : nullptr};
+    kernel(work, halfway, strip, nullptr, work.rounded);
+  });
 }
 
 }  // namespace
 
 extern const RoundKernel GRAPHOPT_NAME(kRound);
+extern const SearchKernel GRAPHOPT_NAME(kSearch);
 const RoundKernel GRAPHOPT_NAME(kRound) = round_groups;
+const SearchKernel GRAPHOPT_NAME(kSearch) = search_groups;
 
 }  // namespace graphopt

@@ -24,7 +24,17 @@ struct RoundWork {
   uint8_t* rounded;          // [groups, size, columns]; or null
 };
 
+// Several scales for each group and column: RoundWork's scales and shifts are [trials, groups, columns] then. Of those
+// with the least error the first is chosen, and codes are those at it. Errors are not returned.
+struct SearchWork {
+  RoundWork round;
+  size_t trials;
+  uint32_t* chosen;  // [groups, columns]
+};
+
 using RoundKernel = void (*)(const RoundWork&);
+using SearchKernel = void (*)(const SearchWork&);
 extern const RoundKernel kRoundScalar, kRoundAvx2, kRoundAvx512;
+extern const SearchKernel kSearchScalar, kSearchAvx2, kSearchAvx512;
 
 }  // namespace graphopt

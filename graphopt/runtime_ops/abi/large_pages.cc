@@ -1,7 +1,6 @@
 #include "abi/large_pages.h"
 
 #include <atomic>
-#include <cstring>
 #include <mutex>
 #include <new>
 
@@ -52,17 +51,16 @@ void* open_block = nullptr;  // that has room for more
 
 }  // namespace
 
-const void* LargeCopy::of(const void* from, size_t bytes) {
+void* LargeCopy::room(size_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto* block = static_cast<Block*>(open_block);
   if (!block || block->bytes - block->used < bytes) {
     block = Block::make(bytes > kBlock ? bytes : kBlock);
-    if (!block) return from;
+    if (!block) return nullptr;
     if (open_block && !static_cast<Block*>(open_block)->copies) release(static_cast<Block*>(open_block));
     open_block = block;
   }
   char* const to = block->begin() + block->used;
-  std::memcpy(to, from, bytes);
   block->used = round_up(block->used + bytes, kLine);
   if (block->used > block->bytes) block->used = block->bytes;
   ++block->copies;
@@ -82,7 +80,7 @@ LargeCopy::~LargeCopy() {
   if (!--block_->copies) release(block_);
 }
 #else
-const void* LargeCopy::of(const void* from, size_t) { return from; }
+void* LargeCopy::room(size_t) { return nullptr; }
 LargeCopy::~LargeCopy() = default;
 #endif
 

@@ -29,8 +29,8 @@ inline void prefer_large_pages(const void* memory, size_t bytes, LargePages when
 #endif
 }
 
-// A copy of a file's data in memory of large pages, since a mapped file has small ones. It lives as long as this
-// object.
+// Room in memory of large pages for a copy of a file's data, since a mapped file has small ones. It lives as long as
+// this object.
 class LargeCopy {
  public:
   LargeCopy() = default;
@@ -38,8 +38,9 @@ class LargeCopy {
   LargeCopy& operator=(const LargeCopy&) = delete;
   ~LargeCopy();
 
-  // The copy's address, a multiple of 64; `from` itself where the system has no large pages. Called once.
-  const void* of(const void* from, size_t bytes);
+  // The address of the room, a multiple of 64; null where the system has no large pages. Nothing is written yet, and no
+  // page has memory. Called once.
+  void* room(size_t bytes);
 
  private:
   struct Block;

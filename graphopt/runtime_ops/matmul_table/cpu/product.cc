@@ -1,6 +1,6 @@
 #include "matmul_table/cpu/product.h"
 
-#include <atomic>
+#include <cstring>
 
 #include "abi/convert.h"
 
@@ -15,6 +15,8 @@ constexpr size_t round_up(size_t bytes) {
 constexpr size_t kTasks = 8, kLeastBytes = size_t{64} << 10, kMostBytes = size_t{512} << 10;
 // The least numbers of x that are worth a task of their own.
 constexpr size_t kTaskNumbers = 16384;
+// Bytes of codes that one task copies.
+constexpr size_t kCopyBytes = size_t{1} << 20;
 
 }  // namespace
 
@@ -32,7 +34,6 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
     GRAPHOPT_RETURN_IF_ERROR(check_codes(node, table, kernels->largest_code(weights, 0, weights.tiles())));
   }
   weights.table.make(table.values, table.entries, weights.bits);
-  weights.codes = static_cast<const uint8_t*>(copy.of(weights.codes, weights.tiles() * weights.tile_bytes()));
   return nullptr;
 }
 
@@ -90,7 +91,7 @@ struct Call {
 };
 
 OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task)(void*, size_t), size_t tasks,
-                       Call* call) {
+                       void* call) {
   if (tasks > 1) return KernelContextParallelFor::call(api, context, task, tasks, 0, call);
   task(call, 0);
   return nullptr;
@@ -98,7 +99,37 @@ OrtStatus* in_parallel(const OrtApi* api, OrtKernelContext* context, void (*task
 
 }  // namespace
 
+// A session opens without reading the codes. The first call, which needs all of them, copies them with all threads into
+// large pages, where later calls find them faster than in a mapped file.
+OrtStatus* Product::move_codes(OrtKernelContext* context) const {
+  struct Copy {
+    const uint8_t* from;
+    uint8_t* to;
+    size_t bytes;
+
+    static void part(void* copy, size_t index) {
+      const Copy& self = *static_cast<Copy*>(copy);
+      const size_t begin = index * kCopyBytes, left = self.bytes - begin;
+      std::memcpy(self.to + begin, self.from + begin, left < kCopyBytes ? left : kCopyBytes);
+    }
+  };
+  if (moved.load(std::memory_order_acquire)) return nullptr;
+  const std::lock_guard<std::mutex> lock(moving);
+  if (moved.load(std::memory_order_relaxed)) return nullptr;
+  const size_t bytes = weights.tiles() * weights.tile_bytes();
+  Copy copied{weights.codes, static_cast<uint8_t*>(copy.room(bytes)), bytes};
+  OrtStatus* failure = nullptr;
+  if (copied.to) {
+    const size_t parts = (bytes + kCopyBytes - 1) / kCopyBytes;
+    failure = in_parallel(node.api, context, Copy::part, parts, &copied);
+    if (!failure) weights.codes = copied.to;
+  }
+  moved.store(true, std::memory_order_release);
+  return failure;
+}
+
 OrtStatus* Product::run(OrtKernelContext* context, Rounded how, const Before* before) const {
+  GRAPHOPT_RETURN_IF_ERROR(move_codes(context));
   if (!computed) return run(context, weights, how, before);
   // where x is float16 and its neighbours compute in float32, onnxruntime casts scales in the graph
   const OrtValue *scales = nullptr, *zero_points = nullptr;

@@ -1,6 +1,9 @@
 // The common part of products with packed weights: reading the weights, and running a call on all threads.
 #pragma once
 
+#include <atomic>
+#include <mutex>
+
 #include "abi/custom_op.h"
 #include "abi/instructions.h"
 #include "abi/large_pages.h"
@@ -30,19 +33,23 @@ struct Product {
   Node node;
   Instructions instructions = Instructions::kScalar;
   const MatMulKernels* kernels = nullptr;
-  Weights weights;
-  bool computed = false;  // scales and zero points are given by each call
+  mutable Weights weights;  // the first call moves the codes
+  bool computed = false;    // scales and zero points are given by each call
   mutable Pool calls, tasks, floats;  // memory of a call, of a task of it, and for x and y that are float16
-  LargeCopy copy;  // of the codes
 
   OrtStatus* prepare(const OrtApi* api, const OrtKernelInfo* info);
   // Multiplies the first input; `before` may be null.
   OrtStatus* run(OrtKernelContext* context, Rounded how, const Before* before) const;
 
  private:
+  OrtStatus* move_codes(OrtKernelContext* context) const;
   OrtStatus* run(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before) const;
   OrtStatus* multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
                       const float* x, float* y) const;
+
+  mutable LargeCopy copy;  // of the codes
+  mutable std::mutex moving;
+  mutable std::atomic<bool> moved{false};
 };
 
 }  // namespace graphopt
