@@ -112,7 +112,7 @@ def optimize(
         if not any(report.effect == "lossy" and report.changes for report in made.manifest.passes):
             return None
         on_stage("judging it on held-out text")
-        check = _judged(model, folder, made, judged, window, on_stage, said)
+        check = _judged(model, folder, made, judged, window, on_stage, ask)
         confirm(check, required, force=force)
         return check
 
@@ -125,7 +125,7 @@ def optimize(
     with (
         work_folder(output, None if work is None else Path(work)) as place,
         workers(jobs) as executor,
-        reference_beside(reference, window=window, tokens=judged) as said,
+        reference_beside(reference, window=window, tokens=judged) as ask,
     ):
         made = _compile(model, chosen, place, executor, statistics, run=run, on_stage=on_stage)
         made.manifest = artifacts.write(
@@ -153,7 +153,7 @@ def _judged(
     tokens: int,
     window: int,
     on_stage: Progress,
-    said: Ask | None,
+    ask: Ask | None,
 ) -> Check:
     """Return the quality of what was written to ``folder``, or why it was not measured."""
     place = _place_of(model)
@@ -164,7 +164,7 @@ def _judged(
         return not_judged(IN_MEMORY())
     if ran and ran[-1].status == "not covered":
         return not_judged(ran[-1].reason)
-    return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage, said=said)
+    return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage, ask=ask)
 
 
 def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: int, float16: bool) -> Recipe:

@@ -81,7 +81,7 @@ def judge(
     window: int = WINDOW,
     tokens: int = TOKENS,
     on_stage: Progress = silent,
-    said: Ask | None = None,
+    ask: Ask | None = None,
 ) -> Check:
     """Measure an artifact on held-out text, beside what it was made from.
 
@@ -93,15 +93,13 @@ def judge(
         window: tokens that are seen at once.
         tokens: tokens to score.
         on_stage: called when a stage begins.
-        said: asks for what the reference says about the same texts, where it was run before.
+        ask: asks for what the reference says about the same texts, where it is run meanwhile.
 
     Returns:
         The check, measured with a verdict, or not covered with the reason.
     """
     try:
-        figures = measured(
-            reference, made, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage, said=said
-        )
+        figures = measured(reference, made, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage, ask=ask)
     except (GraphoptError, FileNotFoundError) as error:
         return not_judged(NOT_JUDGED(why=str(error)))
     verdict = verdict_of(figures)
@@ -124,7 +122,7 @@ def measured(
     window: int = WINDOW,
     tokens: int = TOKENS,
     on_stage: Progress = silent,
-    said: Ask | None = None,
+    ask: Ask | None = None,
 ) -> dict[str, float]:
     """Return the figures of :class:`graphopt.quality.Quality`, of an encoder those of its embeddings; finite ones only.
 
@@ -136,7 +134,7 @@ def measured(
         window: see there.
         tokens: see there.
         on_stage: see there.
-        said: see there.
+        ask: see there.
 
     Raises:
         InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.embeddings.evaluate_embeddings`.
@@ -147,9 +145,9 @@ def measured(
         found = evaluate_embeddings(load_encoder(made), load_encoder(reference), "\n".join(sentences))
         return {name: float(value) for name, value in found.model_dump(exclude={"seconds"}).items()}
     chosen = held_out_texts() if texts is None else texts
-    if said is not None:
+    if ask is not None:
         on_stage("reference")
-    first = reference if said is None else said()
+    first = reference if ask is None else ask()
     quality = compare(first, made, chosen, tokens=tokens, window=window, on_stage=on_stage)
     # JSON has no NaN and no infinity.
     return {name: value for name, value in quality.model_dump().items() if math.isfinite(value)}

@@ -1,0 +1,18 @@
+"""The recipes that whole models are compared with: they load, and mean what their peers are built as."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from graphopt.recipe import load_recipe
+
+RECIPES = sorted((Path(__file__).parents[2] / "tools" / "bench" / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+def test_a_recipe_of_the_benchmark_can_be_used(file: Path) -> None:
+    recipe = load_recipe(file)
+    assert recipe.name == file.stem
+    assert {"page_kv", "last_logits", "merge_products"} <= {step.name for step in recipe.passes()}
