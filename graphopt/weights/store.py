@@ -63,7 +63,9 @@ class Store:
         kept: dict[Node, Node] = {node: self.obtain(node) for node in _kept_below(expression.children)}
         if isinstance(expression, Part):
             for name, array in expression.of.replacing(kept).evaluate().items():
-                self._put(Part(expression.of, name), array)
+                part = Part(expression.of, name)
+                if self.find(part) is None:  # one that was cut off in between left some of them
+                    self._put(part, array)
         else:
             self._put(expression, expression.replacing(kept).numpy())
         stored = self.find(expression)
