@@ -125,7 +125,9 @@ def second_copies(session: Session, sequences: Sequence[IntArray]) -> Nats:
 
 def main(
     factors: Annotated[str, typer.Option(help="how many times the trained length")] = "2,4,8",
-    methods: Annotated[str, typer.Option(help=f"of rescale_rope: {', '.join(METHODS)}")] = "linear,ntk,yarn",
+    methods: Annotated[
+        str, typer.Option(help=f"of rescale_rope: {', '.join(METHODS)}; '' for none")
+    ] = "linear,ntk,yarn",
     texts: Annotated[int, typer.Option(min=1, help="sequences of each kind")] = 4,
     recipe: Annotated[list[str] | None, typer.Option(help="NAME=FILE: a recipe with a step rescale_rope")] = None,
     json_file: JsonFile = None,
@@ -149,7 +151,7 @@ def main(
             ),
             Row("first copy", [], [text.bits_per_byte(np.concatenate(first))]),
         ]
-        every = list(variants(trained, times, methods.split(","), recipe or ()))
+        every = list(variants(trained, times, [each for each in methods.split(",") if each], recipe or ()))
         for number, variant in enumerate(track(every, console=Console(stderr=True))):
             made = optimized(source, Path(temporary) / str(number), CanonicalizeOptions(), *variant.steps, run=False)
             session, most = without_limit(made), variant.most or longest

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from graphopt import artifact
+from graphopt.cli.commands import found_commands
 from graphopt.errors import InputError
 from graphopt.passes.lift.rescale_rope.methods import RescaleRopeOptions
-from graphopt.recipe import Recipe, load_recipe
+from graphopt.recipe import load_recipe
 from graphopt.running import Runner
 from graphopt.search import FoundFactors, search_rope
 from graphopt.search.evolution import Breeder, Candidate, Evolution, evolve
@@ -123,5 +125,12 @@ def test_a_model_without_rotary_positions_is_refused() -> None:
         Turnable(residual_model())
 
 
-def test_the_recipe_of_a_search_is_one(found: FoundFactors) -> None:
-    assert Recipe.model_validate(found.recipe.model_dump(mode="json")) == found.recipe
+def test_the_command_writes_the_recipe(
+    found: FoundFactors, llama_artifact: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"population": 6, "mutations": 2, "crossovers": 2, "generations": 2}
+    found_commands()["search-rope"](
+        llama_artifact, 1.5, tmp_path / "out.yaml", text=work / "text.py", texts=2, work=work, as_json=True, **sizes
+    )
+    assert load_recipe(tmp_path / "out.yaml") == found.recipe
+    assert json.loads(capsys.readouterr().out)["nats"] == found.nats

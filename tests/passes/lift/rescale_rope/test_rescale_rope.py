@@ -160,6 +160,19 @@ def test_parts_of_heads_and_neighbours_are_rescaled_too(
     assert relative(torch_logits(model, ids), logits_of(graph, ids, tmp_path)) < TOLERANCE
 
 
+def test_tables_of_another_exporter_are_rescaled_once_they_are_frequencies(
+    make_genai: Callable[..., Path], torch_model: Callable[..., Any], ids: np.ndarray, tmp_path: Path
+) -> None:
+    """onnxruntime-genai's builder stores cosines and sines of each position; canonicalize finds the frequencies."""
+    graph = artifact.read(make_genai("llama")).model
+    run_pass(graph, "canonicalize")
+    run_pass(graph, "rescale_rope", trained=POSITIONS, factor=4)
+    options, parameters = METHODS_OF_TRANSFORMERS["yarn"]
+    assert options == {"method": "yarn", "factor": 4}
+    expected = torch_logits(torch_model(**parameters), ids)
+    assert relative(expected, logits_of(graph, ids, tmp_path)) < TOLERANCE
+
+
 @pytest.mark.parametrize("first", [0, 3])
 def test_angles_by_a_product_of_matrices_are_rescaled_alike(first: int, tmp_path: Path) -> None:
     ids = np.random.default_rng(6).integers(0, decoders.VOCABULARY, (2, 40))
