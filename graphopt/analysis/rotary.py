@@ -29,6 +29,10 @@ NO_FREQUENCIES = Rule(
 OTHER_PAIRS = Rule("rotary.other-pairs", "it turns {pairs} pairs, and {frequencies} has {count} numbers")
 TWO_ANGLES = Rule("rotary.two-angles", "its cosine and its sine are of different angles, {cos} and {sin}")
 READ_TOO = Rule("rotary.read-too", "its angles are read by {op} {node} too, which is no rotary embedding")
+NOT_LIFTED = Rule(
+    "rotary.not-lifted",
+    "its {wave} is of an angle that no RotaryEmbedding turns by: a rotation may be spelled out there",
+)
 NONE = Rule(
     "rotary.none", "the graph has no RotaryEmbedding: it has no rotary positions, or canonicalize did not find them"
 )
@@ -81,7 +85,21 @@ def rotary_angles(graph: ir.Graph) -> list[RotaryAngles] | Skip:
             reason = INSIDE() if node.graph is not graph else _find(node, products)
         if reason is not None:
             return Skip(where=node.name or "?", reason=reason)
+    known = {wave for angles in products.values() for wave in angles.waves}
+    for node in graph.all_nodes():
+        if node.op_type in _WAVES.values() and not node.domain and node not in known and _is_angle(node.inputs[0]):
+            return Skip(where=node.name or "?", reason=NOT_LIFTED(wave=node.op_type))
     return list(products.values()) or Skip(where="graph", reason=NONE())
+
+
+def _is_angle(value: ir.Value | None) -> bool:
+    """Return whether ``value`` may be positions times constant frequencies, or these twice side by side."""
+    node = _behind(value, "Mod")
+    if node is not None and node.op_type == "Concat":
+        node = _behind(node.inputs[0], "Mod")
+    if node is None or node.op_type not in ("Mul", "MatMul") or node.domain:
+        return False
+    return any(_constant(each) is not None for each in node.inputs)
 
 
 def _find(rotary: ir.Node, products: dict[ir.Node, RotaryAngles]) -> Fact | None:

@@ -103,6 +103,15 @@ def other_angle(graph: ir.Graph) -> None:
     node(graph, "sin").replace_input_with(0, other.outputs[0])
 
 
+def spelled_out(graph: ir.Graph) -> None:
+    product = node(graph, "angles")
+    other = ir.node("Mul", [product.inputs[0], constant(graph, "local", np.ones(HEAD // 2, np.float32))], name="other")
+    twice = ir.node("Concat", [other.outputs[0], other.outputs[0]], {"axis": -1}, name="twice")
+    cos = ir.node("Cos", [twice.outputs[0]], name="other_cos")
+    scaled = ir.node("Mul", [node(graph, "embedding").outputs[0], cos.outputs[0]], name="turned")
+    graph.insert_after(node(graph, "embedding"), [other, twice, cos, scaled])
+
+
 def shown(graph: ir.Graph) -> None:
     graph.outputs.append(node(graph, "angles").outputs[0])
 
@@ -125,6 +134,7 @@ def fewer(graph: ir.Graph) -> None:
         (summed, "q_turned0", "its angles summed are no product"),
         (other_wave, "q_turned0", "its input cos.out is no Sin of an angle, but comes from Cos cos"),
         (other_angle, "q_turned0", "of different angles, angles and other"),
+        (spelled_out, "other_cos", "its Cos is of an angle that no RotaryEmbedding turns by"),
         (shown, "q_turned0", "read by the output angles.out too"),
         (read_too, "q_turned0", "read by Softmax reader too"),
         (fewer, "q_turned0", r"one has 1 numbers"),

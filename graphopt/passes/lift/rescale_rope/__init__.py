@@ -87,9 +87,10 @@ class RescaleRope(Pass[RescaleRopeOptions]):
         stated = model.metadata_props.get(MAX_POSITIONS) or context.surroundings.max_positions
         trained = self.options.trained or (None if stated is None else int(stated))
         scale, scaled = attention_factor(self.options, trained), set[ir.Node]()
-        for angles in found:
-            old = angles.radians
-            new = old if self.options.factor == 1 else METHODS[self.options.method](old, self.options, trained)
+        old = [angles.radians for angles in found]
+        # Whatever does not fit is refused before anything is changed.
+        rescaled = [w if self.options.factor == 1 else self._by_method(w, trained) for w in old]
+        for angles, new in zip(found, rescaled, strict=True):
             changed = self._turn(graph, angles, new, ledger)
             for wave in angles.waves:
                 if scale != 1 and wave not in scaled:
@@ -105,6 +106,9 @@ class RescaleRope(Pass[RescaleRopeOptions]):
             ledger.report_change(_POSITIONS, EXTENDED(positions=positions, trained=trained))
         if not ledger.report.changes:
             ledger.report.claims = Claims()
+
+    def _by_method(self, w: Radians, trained: int | None) -> Radians:
+        return METHODS[self.options.method](w, self.options, trained)
 
     def _turn(self, graph: ir.Graph, angles: RotaryAngles, new: Radians, ledger: Ledger) -> bool:
         """Give ``angles`` the frequencies ``new``; return whether they are others than before."""
