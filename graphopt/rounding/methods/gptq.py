@@ -42,8 +42,8 @@ class GPTQ(RoundingMethod):
 
     Attributes:
         damping: what is added to the diagonal of H, as a share of its mean.
-        input_noise: v, as a share of the mean square of the inputs: 0.014 for int4 per token of normal numbers. It makes
-            one product better, and made whole models worse: docs/rounding.md, "Inputs in 4 bits".
+        input_noise: v, as a share of the mean square of the inputs: 0.014 for int4 per token of normal numbers. It
+            makes one product better, and made a whole model worse: docs/rounding.md, "Inputs in 4 bits".
         order: "activation": rows with the largest inputs first, so that all others make up for their errors; codes lie
             where they did, so it costs nothing at run time. Or "natural". Which is better: docs/rounding.md.
         scales: when the scale of a group is chosen: "static", for the weights as they were, or, in the natural order
