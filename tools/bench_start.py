@@ -32,7 +32,7 @@ import onnxruntime
 imported = time.perf_counter()
 session = graphopt.load(sys.argv[1], threads=int(sys.argv[2]))
 opened = time.perf_counter()
-graphopt.generate(session, [1, 2, 3, 4], max_new_tokens=1)
+graphopt.generate(session, [[1, 2, 3, 4]], max_new_tokens=1)
 done = time.perf_counter()
 print(json.dumps({"import": imported - began, "session": opened - imported, "first token": done - opened}))
 """
