@@ -180,6 +180,8 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate_json(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
+        if not folder.is_dir():
+            raise InputError("there is no such folder", file=folder, remedy="check its name") from error
         raise InputError("the folder has no manifest", file=file, remedy="make it with `graphopt export`") from error
     except (ValidationError, UnicodeDecodeError) as error:
         raise InputError(f"the manifest cannot be read: {error}", file=file) from error

@@ -136,9 +136,9 @@ def reference_of(before: Artifact, after: Artifact, file: Path) -> tuple[ir.Mode
     """
     if after.manifest.recipe is None:
         raise InputError(
-            "its manifest has no recipe, so nothing of it can be restored",
+            "there is no recipe in its manifest, so its losses cannot be located",
             file=file,
-            remedy="give a folder that `graphopt optimize` wrote, and what it was made from",
+            remedy="give first what it was made from, then the folder that `graphopt optimize` wrote",
         )
     recipe = Recipe.recorded(after.manifest.recipe)
     steps = [step for step in recipe.passes() if step.effect == "exact"]

@@ -96,7 +96,9 @@ def times_table(trace: Trace, run: Run, bandwidth: float) -> Table:
     right = [
         Column(name, justify="right") for name in ("nodes", "time", "share", *(["MB", "bandwidth"] if one else []))
     ]
-    made = Table("role", *right, "kernels", "slowest node")
+    what = "one token" if one else f"a prompt of {run.tokens} tokens"
+    made = Table("role", *right, "kernels", "slowest node", title=f"{what}: {duration(run.seconds)}")
+    made.title_justify = "left"
     for row in rows(trace, run)[:ROWS]:
         reads = [f"{row.bytes / 1e6:.2f}", f"{reached(row, bandwidth):.0%}"] if row.bytes else ["", ""]
         made.add_row(

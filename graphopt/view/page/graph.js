@@ -32,12 +32,12 @@ function paint(name) {
   const hue = kind => (kinds.indexOf(kind) * 360 / Math.max(1, kinds.length) + 210) % 360;
   boxes.forEach((box, number) => {
     const rect = box.querySelector("rect"), each = found[number];
-    rect.style.fill = !value || !each ? "" : form ? `color-mix(in srgb, var(--hot) ${Math.round(80 * each / largest)}%, var(--card))` : `light-dark(hsl(${hue(each)} 70% 86%), hsl(${hue(each)} 35% 30%))`;
+    rect.style.fill = !value || !each ? "" : form ? `color-mix(in srgb, var(--hot) ${Math.round(65 * each / largest)}%, var(--card))` : `light-dark(hsl(${hue(each)} 70% 86%), hsl(${hue(each)} 35% 30%))`;
     box.classList.toggle("plain", Boolean(value) && !each);
   });
   const key = (fill, text) => { const made = make("span", null, { class: "legend" }), swatch = make("i"); swatch.style.background = fill; made.append(swatch, text); return made; };
   legend.replaceChildren(...kinds.map(kind => key(`light-dark(hsl(${hue(kind)} 70% 86%), hsl(${hue(kind)} 35% 30%))`, kind)),
-    ...(form && largest ? [key("color-mix(in srgb, var(--hot) 80%, var(--card))", "at most " + form(largest))] : []),
+    ...(form && largest ? [key("color-mix(in srgb, var(--hot) 65%, var(--card))", "at most " + form(largest))] : []),
     ...(value && !kinds.length && !largest ? ["nothing is known of the nodes that are drawn"] : []));
 }
 if (chooser && boxes.length) {
