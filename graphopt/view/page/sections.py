@@ -46,8 +46,9 @@ def verdict(
         tiles.append(("checks", said or "none", f"{wrong} failed or not covered" if wrong else "all covered"))
     if taken is not None:
         run = taken.token or taken.prompt
+        what = "a token" if run.tokens == 1 else f"a prompt of {run.tokens}"
         prompt = f"; a prompt of {taken.prompt.tokens}: {duration(taken.prompt.seconds)}" if taken.token else ""
-        tiles.append(("speed", f"{run.tokens / run.seconds:,.0f} tokens/s", f"{duration(run.seconds)} a {'token' if run.tokens == 1 else 'prompt'}{prompt}"))
+        tiles.append(("speed", f"{run.tokens / run.seconds:,.0f} tokens/s", f"{duration(run.seconds)} {what}{prompt}"))
     per_token = sum(each.value for each in trace.measures if each.metric == "bytes/token")
     tiles.append(("read per token", sized(round(per_token)), f"with {trace.context:,} tokens in the cache"))
     boxes = (
