@@ -64,7 +64,7 @@ def test_rotation_is_exact_and_int4_is_small_and_close(demo: Demo) -> None:
     assert [stage.proof is not None for stage in demo.stages] == [False, True, False, True]
     # the same function, so the same bits: 1e-4 of the logits is far less than 1e-3 bits
     assert rotated.bits_per_byte == pytest.approx(float32.bits_per_byte, abs=1e-3)
-    # nominal: 4.31 bits for the matrices and 4.63 for the head, which is the embedding too; rotated 4.25, 8.25, and 8.1
+    # nominal: 4.31 bits for the matrices and 4.63 for the head, which is the embedding too; rotated 4.31, 8.25, and 8.1
     # for the embedding
     assert int4.bits_per_weight == pytest.approx(4.4, abs=0.1)
     assert rotated_int4.bits_per_weight == pytest.approx(5.6, abs=0.1)
