@@ -210,8 +210,8 @@ class Schema(Signature):
         return [ir.Attr(name, kind, None) for name, kind in self.attributes.items()]
 
     def parameters_for(self, overload: str) -> list[ir.Attr]:
-        """Return what the body of an overload declares: also the optional attribute that it is named after."""
-        more = [ir.Attr(overload, self.optional[overload], None)] if overload else []
+        """Return what the body of an overload declares: also the optional attributes that it is named after."""
+        more = [ir.Attr(name, self.optional[name], None) for name in overload.split("_") if name in self.optional]
         return [*self.parameters, *more]
 
     def infer(self, node: ir.Node) -> None:

@@ -26,7 +26,10 @@ LEVELS = {"int8": 127, "int16": 16256, "uint4": 15}
 128 high + low."""
 
 WITH_ZERO_POINTS = ("uint4",)
-"""Those whose groups have a zero point beside their scale: codes go from 0 to the largest."""
+"""Those whose groups have a zero point beside their scale: codes go from 0 to the largest. Each has its own body."""
+
+SYMMETRIC = tuple(mode for mode in MODES if mode not in WITH_ZERO_POINTS)
+"""The others, in the order of :data:`MODES`: one body serves them all, as it did before there were zero points."""
 
 TINY = 1e-30
 """A group of activations that stays below it counts as zeros: its scale could not be divided by."""
@@ -105,8 +108,8 @@ def bfloat16_nodes(tape: ir.tape.Tape, numbers: ir.Value) -> ir.Value:
 
 
 def rounding_nodes(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Value, group: ir.Value) -> ir.Value:
-    """Return x as the product sees it; ``mode`` is the place of the mode in :data:`MODES`, int64 [1]."""
-    bfloat16 = ints(tape, MODES.index("bfloat16"))
+    """Return x as the product sees it; ``mode`` is the place of the mode in :data:`SYMMETRIC`, int64 [1]."""
+    bfloat16 = ints(tape, SYMMETRIC.index("bfloat16"))
     is_bfloat16 = tape.op("Equal", [mode, bfloat16])
 
     def otherwise(inner: ir.tape.Tape) -> ir.Value:
@@ -126,9 +129,16 @@ def rounding_nodes(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Val
 
 def _rounded_in_groups(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Value, group: ir.Value) -> ir.Value:
     padded, grouped = group_nodes(tape, x, rows, group)
-    by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in MODES]})
+    by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in SYMMETRIC]})
     levels = tape.op("Gather", [by_mode, mode], {"axis": 0})
-    return ungroup_nodes(tape, group_rounding_nodes(tape, grouped, mode, MODES, levels, None), padded, rows)
+    return ungroup_nodes(tape, row_rounding_nodes(tape, grouped, levels, None), padded, rows)
+
+
+def ranged_nodes(tape: ir.tape.Tape, x: ir.Value, activations: str, rows: ir.Value, group: ir.Value) -> ir.Value:
+    """Return x as the product sees it where ``activations`` is one of :data:`WITH_ZERO_POINTS`."""
+    padded, grouped = group_nodes(tape, x, rows, group)
+    levels = tape.op("Constant", [], {"value_float": float(LEVELS[activations])})
+    return ungroup_nodes(tape, range_rounding_nodes(tape, grouped, levels, None), padded, rows)
 
 
 def group_nodes(tape: ir.tape.Tape, x: ir.Value, rows: ir.Value, group: ir.Value) -> tuple[ir.Value, ir.Value]:

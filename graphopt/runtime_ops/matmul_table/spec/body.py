@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.runtime_ops.matmul_table.spec.activations import MODES, bfloat16_nodes, rounding_nodes
+from graphopt.runtime_ops.matmul_table.spec.activations import (
+    SYMMETRIC,
+    WITH_ZERO_POINTS,
+    bfloat16_nodes,
+    ranged_nodes,
+    rounding_nodes,
+)
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
 from graphopt.runtime_ops.matmul_table.spec.schema import SCHEMA, overload
 from graphopt.runtime_ops.operator import DOMAIN
@@ -20,20 +26,25 @@ from graphopt.runtime_ops.tape import choice, ints, number_of
 
 def function(opset: int, **attributes: Any) -> ir.Function:
     """Return the body as a function of the given ONNX opset; its attributes are references to those of the node."""
-    minimums = overload(**attributes)
+    name, activations = overload(**attributes), attributes.get("activations", "")
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     x, codes, scales, table, zero_points, bias = inputs
     tape = ir.tape.Tape()
     rows, _, group = sizes = sizes_of(tape)
-    mode = choice(tape, "activations", ir.AttributeType.STRING, MODES)
-    is_bfloat16 = tape.op("Equal", [mode, ints(tape, MODES.index("bfloat16"))])
-    values = tape.op("Where", [is_bfloat16, bfloat16_nodes(tape, table), table])
-    weight = weight_of(tape, codes, scales, values, zero_points, sizes, minimums=bool(minimums))
-    rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
+    minimums = bool(attributes.get("minimums", 0))
+    if activations in WITH_ZERO_POINTS:
+        weight = weight_of(tape, codes, scales, table, zero_points, sizes, minimums=minimums)
+        rounded = ranged_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), activations, rows, group)
+    else:
+        mode = choice(tape, "activations", ir.AttributeType.STRING, SYMMETRIC)
+        is_bfloat16 = tape.op("Equal", [mode, ints(tape, SYMMETRIC.index("bfloat16"))])
+        values = tape.op("Where", [is_bfloat16, bfloat16_nodes(tape, table), table])
+        weight = weight_of(tape, codes, scales, values, zero_points, sizes, minimums=minimums)
+        rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
     y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias]), x])
     y.name = "y"
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
-    return ir.Function(DOMAIN, SCHEMA.name, minimums, graph=graph, attributes=SCHEMA.parameters_for(minimums))
+    return ir.Function(DOMAIN, SCHEMA.name, name, graph=graph, attributes=SCHEMA.parameters_for(name))
 
 
 def sizes_of(tape: ir.tape.Tape) -> tuple[ir.Value, ir.Value, ir.Value]:

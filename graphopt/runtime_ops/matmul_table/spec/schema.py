@@ -8,6 +8,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.matmul_table.spec.activations import WITH_ZERO_POINTS
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, bits_of
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 
@@ -29,8 +30,10 @@ OPTIONAL = {"minimums": ir.AttributeType.INT}
 """1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
 
 
-def overload(*, minimums: int = 0, **others: Any) -> str:
-    """Return the name of the body for a node's attributes: there is one for zero points and one for minimums.
+def overload(*, minimums: int = 0, activations: str = "", **others: Any) -> str:
+    """Return the name of the body for a node's attributes, "" for the first of them.
+
+    There are bodies for zero points and for minimums, and of each one more where activations have zero points.
 
     Raises:
         ValueError: ``minimums`` is neither 0 nor 1.
@@ -38,7 +41,7 @@ def overload(*, minimums: int = 0, **others: Any) -> str:
     del others
     if minimums not in (0, 1):
         raise ValueError(f"minimums must be 0 or 1, it is {minimums}")
-    return "minimums" if minimums else ""
+    return "_".join((*(("minimums",) if minimums else ()), *(each for each in WITH_ZERO_POINTS if each == activations)))
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
