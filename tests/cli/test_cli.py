@@ -238,7 +238,7 @@ def test_inspect_folds_layers_and_takes_a_query(run, llama_artifact: Path) -> No
     assert [(node["role"], node["layer"]) for node in found["nodes"]] == [("down_proj", 1)]
     code, _, err = run("inspect", llama_artifact, "colour:red")
     assert code == 2
-    assert "known are op, role" in err
+    assert "the keys are op, role" in err
 
 
 def test_verify_proves_again_and_names_what_is_wrong(run, llama_artifact: Path, tmp_path: Path) -> None:

@@ -262,8 +262,8 @@ def test_a_model_without_its_weights_opens(
     whole = trace(tmp_path / "made")
     (tmp_path / "made" / "model.onnx.data").unlink()
     found = trace(tmp_path / "made")
-    assert any("weights is not here" in note for note in found.notes)
-    assert [note for note in found.notes if "weights is not here" not in note] == whole.notes
+    assert any("weights is missing" in note for note in found.notes)
+    assert [note for note in found.notes if "weights is missing" not in note] == whole.notes
     assert found.nodes == whole.nodes
     assert found.folds == whole.folds
     assert [each.shape for each in found.weights] == [each.shape for each in whole.weights]

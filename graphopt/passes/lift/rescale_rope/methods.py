@@ -20,7 +20,7 @@ from graphopt.errors import InputError
 from graphopt.passes.base import StepOptions
 
 Radians = npt.NDArray[np.float64]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, lt=math.inf)]
 Method = Literal["linear", "ntk", "yarn", "llama3", "longrope", "truncated"]
 
 _SAME_BASE = 1e-5
