@@ -139,7 +139,7 @@ def test_threads_share_the_memory_of_the_largest_task(monkeypatch: pytest.Monkey
 
     found = list(run_tasks(None, work, list(range(len(sizes))), sizes))
     assert sorted(found) == [(number, -number) for number in range(len(sizes))]
-    assert max(total for total, _ in most) <= 8
+    assert max(total for total, _ in most) <= 8  # the largest task: threads share the memory that it takes
     assert max(count for _, count in most) == 3
     with pytest.raises(ZeroDivisionError):
         list(run_tasks(None, partial(int.__floordiv__, 1), [1, 0, 1], [1, 1, 1]))
