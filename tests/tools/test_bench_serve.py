@@ -16,6 +16,12 @@ OPENAI = [
     {"choices": [], "usage": {"completion_tokens": 2}},
 ]
 LLAMA = [{"content": "a"}, {"content": "b"}, {"content": "", "tokens_predicted": 2}]
+# since 2025 it counts in every part
+LLAMA_COUNTING = [
+    {"content": "a", "stop": False, "tokens_predicted": 1},
+    {"content": "b", "stop": False, "tokens_predicted": 2},
+    {"content": "", "stop": True, "tokens_predicted": 2},
+]
 
 
 def ask(parts: list[dict[str, Any]], counts: tuple[str, ...], status: str = "200 OK", clients: int = 1) -> list[Reply]:
@@ -44,8 +50,12 @@ def ask(parts: list[dict[str, Any]], counts: tuple[str, ...], status: str = "200
 
 @pytest.mark.parametrize(
     ("parts", "counts"),
-    [(OPENAI, ("usage", "completion_tokens")), (LLAMA, ("tokens_predicted",))],
-    ids=["ours", "llama"],
+    [
+        (OPENAI, ("usage", "completion_tokens")),
+        (LLAMA, ("tokens_predicted",)),
+        (LLAMA_COUNTING, ("tokens_predicted",)),
+    ],
+    ids=["ours", "llama", "llama-counting"],
 )
 def test_each_part_has_its_time(parts: list[dict[str, Any]], counts: tuple[str, ...]) -> None:
     replies = ask(parts, counts, clients=3)

@@ -69,7 +69,8 @@ class Server:
             count = _within(part, self.counts)
             if count is not None:
                 tokens = int(count)
-            if _text(part) is not None and count is None:
+            # llama-server counts in every part, and says which one is the last
+            if _text(part) is not None and (count is None or part.get("stop") is False):
                 came.append(now)
         writer.close()
         if not tokens or not came:
