@@ -27,7 +27,7 @@ from graphopt.quality.judge import Ask, confirm, judge, not_judged, reference_be
 from graphopt.quality.verdict import Requirement
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.running import Runner
-from graphopt.targets import Target
+from graphopt.targets import ChosenTarget
 from graphopt.tasks import TASKS
 from graphopt.weights import check_finite
 from graphopt.weights.evaluate import Evaluator, workers
@@ -41,7 +41,7 @@ def optimize(
     recipe: str | Path | Recipe = "int4",
     output: str | Path | None = None,
     *,
-    target: Target | None = None,
+    target: ChosenTarget | None = None,
     last_logits: int = 0,
     float16: bool = False,
     overwrite: bool = False,
@@ -62,8 +62,9 @@ def optimize(
         recipe: the name of a preset, a YAML file, or a recipe.
         output: the folder to write; ``None`` keeps the result in memory and in a temporary folder that lives as long.
         target: what the model is to run on: the step ``lower`` of the recipe is for that, and is added where there is
-            none, for any but ``portable`` with ``merge_products`` in front. ``None``: what the recipe says, by default
-            ``portable``.
+            none, for any but ``portable`` with ``merge_products`` in front. ``ort-cpu:avx2`` names the instruction set
+            too; ``ort-cpu`` leaves it as the recipe says, by default that of this machine. ``None``: what the recipe
+            says, by default ``portable``.
         last_logits: add the step ``last_logits`` with so many positions: enough to generate, not to score a given text;
             12 let steps check drafts.
         float16: add the step ``float16``: compute in float16.
@@ -167,7 +168,7 @@ def _judged(
     return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage, ask=ask)
 
 
-def chosen_recipe(recipe: Recipe, target: Target | None, last_logits: int, float16: bool) -> Recipe:
+def chosen_recipe(recipe: Recipe, target: ChosenTarget | None, last_logits: int, float16: bool) -> Recipe:
     """Return a recipe with what :func:`optimize` is asked for beside it."""
     if last_logits:
         recipe = recipe.adding("last_logits").setting("last_logits", positions=int(last_logits))
@@ -203,7 +204,7 @@ def _compile(
 ) -> Artifact:
     """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
     source = model if isinstance(model, Artifact) else artifacts.read(model)
-    recipe = recipe.fitting(source.model.graph)
+    recipe = recipe.fitting(source.model.graph).on_this_machine()
     _refuse_caches(source, recipe)
     graph = source.model.clone()
 

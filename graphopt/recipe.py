@@ -19,8 +19,9 @@ from graphopt.passes.context import Statistics
 from graphopt.passes.lower.lower import LowerOptions
 from graphopt.passes.phases import PHASES
 from graphopt.runtime import ACCURACY_LEVEL
+from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.statistics.options import CalibrationOptions
-from graphopt.targets import Target
+from graphopt.targets import ChosenTarget, Target, target_options
 
 
 def _of_registry(step: object) -> object:
@@ -81,7 +82,7 @@ class Recipe(BaseModel):
         """Return the passes of the recipe, ready to run."""
         return [PASSES[step.step](self._settled(step)) for step in self.steps]
 
-    def lowered(self, target: Target | None = None) -> Recipe:
+    def lowered(self, target: ChosenTarget | None = None) -> Recipe:
         """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
 
         Args:
@@ -89,12 +90,18 @@ class Recipe(BaseModel):
                 ``None`` leaves a step ``lower`` as it is, and adds one for ``portable``.
         """
         recipe = self.adding("lower")
-        if target is None:
-            return recipe
-        recipe = recipe.setting("lower", target=target)
-        for step in _OF_TARGET[target]:
-            recipe = recipe.adding(step)
+        if target is not None:
+            recipe = recipe.setting("lower", **target_options(target))
+            for step in _OF_TARGET[recipe.target]:
+                recipe = recipe.adding(step)
         return recipe
+
+    def on_this_machine(self) -> Recipe:
+        """Return the recipe with the instruction set of this machine where ``lower``, for ``ort-cpu``, names none."""
+        lower = next((step for step in self.steps if isinstance(step, LowerOptions)), LowerOptions())
+        if lower.target == "ort-cpu" and lower.instructions is None:
+            return self.setting("lower", instructions=instructions_here())
+        return self
 
     def importing(self, graph: ir.Graph) -> Recipe:
         """Return the recipe with the steps of the phase ``importing`` that ``graph`` needs."""

@@ -16,9 +16,12 @@ from tokenizers import Tokenizer
 from graphopt import artifact
 from graphopt.analysis.paged import OPERATOR
 from graphopt.errors import InputError
+from graphopt.facts import Fact
 from graphopt.manifest import MANIFEST, Manifest, Source, read_manifest
 from graphopt.model_facts import facts_of, with_positions
 from graphopt.runtime import native_operators, open_session, run
+from graphopt.runtime_ops import library_path
+from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.targets import Device
 from graphopt.tasks import task_of_ports
 from graphopt.tasks.causal_lm import CausalLM
@@ -44,6 +47,7 @@ class Session:
         tokenizer: text to tokens and back, or ``None`` where the folder has none.
         native: whether graphopt's own kernels take the nodes of its operators, where they were built.
         device: what the session computes on.
+        notes: what to know about running it on this machine.
     """
 
     file: Path
@@ -53,6 +57,7 @@ class Session:
     tokenizer: Tokenizer | None
     native: bool = True
     device: Device = "cpu"
+    notes: tuple[Fact, ...] = ()
 
     @cached_property
     def in_place(self) -> bool:
@@ -244,7 +249,7 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
             file=opened.file,
             remedy="run it there, see docs/serving.md; or optimize without the step serve",
         )
-    return Session(opened.file, opened.inference, interface, opened.manifest, opened.tokenizer, native, device)
+    return Session(interface=interface, native=native, device=device, **vars(opened))
 
 
 @dataclass(frozen=True)
@@ -255,6 +260,7 @@ class Opened:
     inference: onnxruntime.InferenceSession
     manifest: Manifest
     tokenizer: Tokenizer | None
+    notes: tuple[Fact, ...] = ()
 
 
 def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu") -> Opened:
@@ -279,4 +285,16 @@ def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, devi
         task = task_of_ports(*names).name
         facts = with_positions(facts_of(folder, task), inference.get_modelmeta().custom_metadata_map)
         manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts)
-    return Opened(file, inference, manifest, read_tokenizer(folder / TOKENIZER))
+    notes = _notes(manifest) if native and device == "cpu" and library_path() is not None else ()
+    return Opened(file, inference, manifest, read_tokenizer(folder / TOKENIZER), notes)
+
+
+def _notes(manifest: Manifest) -> tuple[Fact, ...]:
+    """Return what it costs that kernels were chosen for another instruction set than this machine has, if anything."""
+    steps: list[dict[str, Any]] = (manifest.recipe or {}).get("steps", [])
+    lower = next((step for step in steps if step["step"] == "lower"), {})
+    if lower.get("target") != "ort-cpu" or lower.get("instructions") in (None, instructions_here()):
+        return ()
+    from graphopt.passes.lower.elsewhere import elsewhere  # it takes time, and most sessions do not need it
+
+    return tuple(filter(None, [elsewhere(manifest.passes, lower["instructions"], instructions_here())]))

@@ -9,3 +9,17 @@ Device = Literal["cpu", "cuda"]
 
 Target = Literal["portable", "ort-cpu", "ort-cuda"]
 """What a model is made for; see the step ``lower``."""
+
+InstructionSet = Literal["avx512", "avxvnni", "avx2", "scalar"]
+"""A set of vector instructions that graphopt's kernels are compiled for, the fastest first."""
+
+ChosenTarget = Literal[
+    "portable", "ort-cpu", "ort-cpu:avx512", "ort-cpu:avxvnni", "ort-cpu:avx2", "ort-cpu:scalar", "ort-cuda"
+]
+"""A target as command lines and :func:`graphopt.optimize` take it: of a CPU also with its instruction set."""
+
+
+def target_options(chosen: ChosenTarget) -> dict[str, str]:
+    """Return the options of the step ``lower`` that a target means: ``ort-cpu:avx2`` names ``instructions`` too."""
+    target, _, instructions = chosen.partition(":")
+    return {"target": target, "instructions": instructions} if instructions else {"target": target}

@@ -12,10 +12,10 @@ import pytest
 from graphopt.runtime import session_of
 from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
 
 INSTRUCTIONS = ("scalar", "avx2", "avxvnni", "avx512")
-ISA_VARIABLE = "GRAPHOPT_OPS_ISA"
 
 needs_library = pytest.mark.skipif(
     os.environ.get(PATH_VARIABLE) == "", reason=f"{PATH_VARIABLE} says that there is no library of native operators"

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -16,14 +17,18 @@ from graphopt import artifact
 from graphopt.artifact import DATA, MODEL, verify_files
 from graphopt.checks import equivalence
 from graphopt.checks.equivalence import TOLERANCE
+from graphopt.cli.run import run
 from graphopt.errors import InputError, VerificationError
 from graphopt.manifest import MANIFEST, read_manifest
 from graphopt.passes.algebra.fold_norms import gains
 from graphopt.pipeline import optimize
 from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime import open_session
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from graphopt.session import load
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.weights import Expression, Inline, Scaled
+from tests.native import needs_library, skip_without
 
 
 @pytest.fixture(scope="module")
@@ -173,7 +178,7 @@ def test_the_manifest_tells_storage_and_compute_apart(
 
 
 def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
-    made = optimize(llama_artifact, "int4-rtn", tmp_path / "out", target="ort-cpu")
+    made = optimize(llama_artifact, "int4-rtn", tmp_path / "out", target="ort-cpu:avx512")
     assert made.manifest.precision is not None
     # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers
     assert made.manifest.precision.count("MatMulTable", "int8") == 8
@@ -192,6 +197,29 @@ def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
     assert made.manifest.weights is not None
     ratio = made.manifest.weights.bits_per_weight / portable.manifest.weights.bits_per_weight
     assert 1 <= ratio < 1.01
+
+
+@needs_library
+def test_kernels_are_chosen_for_this_machine_and_another_one_says_what_that_costs(
+    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip_without("avx2")
+    monkeypatch.setenv(ISA_VARIABLE, "avx2")
+    how: dict[str, Any] = {"run": False, "quality_tokens": 0}
+    here = optimize(llama_artifact, "int4-rtn", tmp_path / "here", target="ort-cpu", **how).manifest
+    there = optimize(llama_artifact, "int4-rtn", tmp_path / "there", target="ort-cpu:avx512", **how).manifest
+    for manifest, instructions, ours in ((here, "avx2", 9), (there, "avx512", 8)):
+        assert manifest.recipe is not None
+        (lower,) = (step for step in manifest.recipe["steps"] if step["step"] == "lower")
+        assert (lower["target"], lower["instructions"]) == ("ort-cpu", instructions)
+        assert manifest.precision is not None
+        assert manifest.precision.count("MatMulTable") == ours
+    assert load(tmp_path / "here").notes == ()
+    (note,) = load(tmp_path / "there").notes
+    assert str(note).startswith("kernels were chosen for avx512 and this machine has avx2: 1 product(s) of 8 bits run")
+    assert load(tmp_path / "there", native=False).notes == ()
+    run(tmp_path / "there", ["a"], max_new_tokens=1)
+    assert f"note: {note}" in capsys.readouterr().err
 
 
 def test_a_quantized_artifact_can_be_rotated_no_more_and_that_is_proved(llama_artifact: Path, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from graphopt.passes.lower.lower import LowerOptions
 from graphopt.passes.lower.merge_products import MergeProductsOptions
 from graphopt.recipe import Recipe, load_recipe, presets
 from graphopt.runtime import ACCURACY_LEVEL
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from graphopt.runtime_ops.library import PATH_VARIABLE
 
 FORMATS = st.sampled_from(["int4", "uint8", "fp6-e2m3", "nf4", (-1.0, 0.0, 0.5)])
 LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256, None]))
@@ -194,6 +196,28 @@ def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     )
     assert lowered.lowered("ort-cpu") == lowered
     assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
+
+
+def test_a_target_may_name_the_instruction_set() -> None:
+    recipe = load_recipe("int4-rtn").lowered("ort-cpu:avx2")
+    assert recipe.steps[-1] == LowerOptions(target="ort-cpu", instructions="avx2")
+    assert recipe.lowered("ort-cpu") == recipe
+    assert recipe.lowered("ort-cpu:avx512").steps[-1] == LowerOptions(target="ort-cpu", instructions="avx512")
+
+
+def test_an_instruction_set_that_nobody_names_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, "")
+    monkeypatch.setenv(ISA_VARIABLE, "avxvnni")
+    recipe = load_recipe("int4-rtn")
+    assert recipe.lowered("ort-cpu").on_this_machine() == recipe.lowered("ort-cpu:avxvnni")
+    for chosen in ("ort-cpu:avx2", "portable", "ort-cuda"):
+        named = recipe.lowered(chosen)  # type: ignore[arg-type]
+        assert named.on_this_machine() == named
+
+
+def test_a_manifest_that_names_no_instruction_set_was_made_for_avx512() -> None:
+    older = {"name": "a", "steps": [{"step": "lower", "target": "ort-cpu"}]}
+    assert Recipe.recorded(older).steps == (LowerOptions(target="ort-cpu", instructions="avx512"),)
 
 
 def test_float16_is_the_last_step_and_asked_for_once() -> None:

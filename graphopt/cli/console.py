@@ -16,6 +16,7 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 
 from graphopt.errors import GraphoptError, InputError
+from graphopt.facts import Fact
 from graphopt.progress import Progress
 from graphopt.targets import Device
 
@@ -58,6 +59,12 @@ def progress() -> Iterator[Progress]:
 def show_error(error: GraphoptError) -> None:
     """Show an error as a line on standard error."""
     err.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
+
+
+def show_notes(notes: Sequence[Fact]) -> None:
+    """Show what a session has to say, each on a line of standard error."""
+    for note in notes:
+        err.print(f"note: {note}", style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def bytes_of(size: str | None) -> int | None:

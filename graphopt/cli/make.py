@@ -24,7 +24,7 @@ from graphopt.cli.console import (
     print_json,
     progress,
 )
-from graphopt.targets import Target
+from graphopt.targets import ChosenTarget
 
 
 @command("demo")
@@ -102,9 +102,10 @@ def optimize(
     output: Output,
     recipe: Annotated[str, typer.Option("-r", "--recipe", help="a preset's name, or a YAML file")] = "int4",
     target: Annotated[
-        Target | None,
+        ChosenTarget | None,
         typer.Option(
-            help="what the model will run on: adds the step `lower`, or sets its target; ort-... also merges products"
+            help="what the model will run on: adds the step `lower`, or sets its target; ort-... also merges products; "
+            "ort-cpu chooses kernels for this machine, ort-cpu:avx2 for another instruction set"
         ),
     ] = None,
     last_logits: Annotated[

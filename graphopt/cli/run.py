@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, OnDevice, Threads, err, out, print_json, progress, read_text
+from graphopt.cli.console import Json, OnDevice, Threads, err, out, print_json, progress, read_text, show_notes
 from graphopt.cli.encoders import print_embeddings
 from graphopt.errors import InputError
 
@@ -92,6 +92,7 @@ def run(
     if logprobs is not None and not as_json:
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
     opened = open_folder(folder, threads=threads, device=device)
+    show_notes(opened.notes)
     if opened.manifest.task == "encoder":
         chosen = (temperature, top_k, top_p, seed)
         asked = (chat, max_new_tokens, stop or None, json_schema, regex, logprobs, speculate)

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, write_text
+from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, show_notes, write_text
 from graphopt.cli.encoders import print_closeness
 from graphopt.errors import InputError
 
@@ -37,6 +37,7 @@ def evaluate(
 
     content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")
     opened = open_folder(folder, threads=threads)
+    show_notes(opened.notes)
     if opened.manifest.task == "encoder":
         if window is not None or stride is not None:
             raise InputError("an encoder reads a text line by line", file=folder, remedy="leave out window and stride")

@@ -105,7 +105,7 @@ def paged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Cal
 
     def make(recipe: str) -> Path:
         if not (folder / recipe).exists():
-            optimize(folder / "float", load_recipe(recipe).lowered("ort-cpu"), folder / recipe, quality_tokens=0)
+            optimize(folder / "float", load_recipe(recipe).lowered("ort-cpu:avx512"), folder / recipe, quality_tokens=0)
         return folder / recipe
 
     return make

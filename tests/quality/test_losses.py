@@ -109,7 +109,7 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
 
 
 def test_merged_products_and_rotations_have_partners(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, "w4a4-rtn", tmp_path / "made", target="ort-cpu", run=False)
+    optimize(llama_artifact, "w4a4-rtn", tmp_path / "made", target="ort-cpu:avx512", run=False)
     text, few = ["def f(x): return x\n" * 40], {"tokens": 64, "window": 32}
     found = losses(llama_artifact, tmp_path / "made", text, **few)
     assert {"qkv_proj", "o_proj", "down_proj", "lm_head"} <= {each.role for each in found.products}

@@ -13,7 +13,8 @@ from graphopt.errors import InputError
 from graphopt.formats import FORMATS
 from graphopt.rounding import native
 from graphopt.rounding.scales import Scaling, choose, nearest, squared_error
-from tests.native import INSTRUCTIONS, ISA_VARIABLE, needs_library, skip_without
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from tests.native import INSTRUCTIONS, needs_library, skip_without
 
 pytestmark = needs_library
 

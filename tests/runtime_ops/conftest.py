@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.native import INSTRUCTIONS, ISA_VARIABLE, skip_without
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from tests.native import INSTRUCTIONS, skip_without
 
 
 @pytest.fixture(params=INSTRUCTIONS)

@@ -17,7 +17,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import graphopt.runtime_ops
-from tests.native import INSTRUCTIONS, ISA_VARIABLE, needs_library, skip_without
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from tests.native import INSTRUCTIONS, needs_library, skip_without
 from tests.runtime_ops.cases import FOLDERS, HERE, honest
 from tests.runtime_ops.hostile import (
     FLOATS,

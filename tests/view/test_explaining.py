@@ -11,7 +11,7 @@ from graphopt import artifact, provenance
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
 from graphopt.pipeline import optimize
-from graphopt.targets import Target
+from graphopt.targets import ChosenTarget
 from graphopt.view.explaining import explain, explained, rewrite_of
 from tests.decoders import decoder
 
@@ -22,8 +22,10 @@ def names_of(graph: ir.Graph) -> set[str]:
     return made | ports | set(graph.initializers) | {node.name or "" for node in graph}
 
 
-@pytest.mark.parametrize(("preset", "target"), [("w4a8-rtn", "ort-cpu"), ("fp6-rtn", "ort-cpu")])
-def test_nodes_for_graphopt_s_kernels_have_an_origin_too(llama_artifact: Path, preset: str, target: Target) -> None:
+@pytest.mark.parametrize(("preset", "target"), [("w4a8-rtn", "ort-cpu:avx512"), ("fp6-rtn", "ort-cpu:avx512")])
+def test_nodes_for_graphopt_s_kernels_have_an_origin_too(
+    llama_artifact: Path, preset: str, target: ChosenTarget
+) -> None:
     source = artifact.read(llama_artifact).model.graph
     there = names_of(source)
     untouched = {(node.name, node.op_type) for node in source}
@@ -40,7 +42,7 @@ def test_nodes_for_graphopt_s_kernels_have_an_origin_too(llama_artifact: Path, p
 @pytest.fixture(scope="module")
 def rotated(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("explained") / "w4a4"
-    optimize(llama_artifact, "w4a4-rtn", output, target="ort-cpu", run=False)
+    optimize(llama_artifact, "w4a4-rtn", output, target="ort-cpu:avx512", run=False)
     return output
 
 

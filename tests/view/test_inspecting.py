@@ -254,7 +254,7 @@ def test_a_manifest_of_no_passes_has_no_coverage() -> None:
     assert coverage_table(trace_of(decoder(1), manifest, "m")) is None
 
 
-@pytest.mark.parametrize(("preset", "target"), [("rotate-int4-rtn", None), ("fp6-rtn", "ort-cpu")])
+@pytest.mark.parametrize(("preset", "target"), [("rotate-int4-rtn", None), ("fp6-rtn", "ort-cpu:avx512")])
 def test_a_model_without_its_weights_opens(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None
 ) -> None:

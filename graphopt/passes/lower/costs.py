@@ -19,12 +19,15 @@ MEASURED = Rule(
     "lower.measured",
     "{ours_us:g} us against {theirs_us:g} us of MatMulNBits at its least advantage ({rows_of_x} row(s) of x, "
     "{rows} x {columns}, group {group}, {instructions})",
+    also=("bits",),
 )
 ESTIMATED = Rule(
     "lower.estimated",
     "an estimate, nothing was measured: {ours_us:.3g} us against {theirs_us:.3g} us of float16 weights, by the bytes "
     "of {rows} x {columns} codes of {bits} bits at a nominal {bandwidth_tb:g} TB/s",
 )
+
+_NEAREST = {"avxvnni": "avx2"}
 
 NOMINAL_BANDWIDTH = 3.35e12
 """Bytes per second of an H100's memory by its data sheet: what estimates of a product on a GPU are made with."""
@@ -83,12 +86,16 @@ class Costs(BaseModel):
         """Return whether graphopt's kernel was faster for codes of ``bits`` bits, whatever the group and rows of x.
 
         A kernel that wins a decode step and loses a prefill is not chosen: it must be faster in every row measured.
+        ``avxvnni`` is AVX2 with one more instruction: without costs of its own it goes by those of ``avx2``.
         """
         rows = [cost for cost in self.costs if (cost.bits, cost.instructions) == (bits, instructions)]
+        if not rows and instructions in _NEAREST:
+            return self.compare(bits, _NEAREST[instructions])
         if not rows:
             return Choice(False, NOT_MEASURED(bits=bits, instructions=instructions))
         worst = min(rows, key=lambda cost: cost.matmulnbits_us / cost.matmultable_us)
         reason = MEASURED(
+            bits=bits,
             ours_us=worst.matmultable_us,
             theirs_us=worst.matmulnbits_us,
             rows_of_x=worst.rows_of_x,

@@ -26,8 +26,9 @@ from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.passes.lower.lookups import gather_packed, gather_standard
 from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
+from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
-from graphopt.targets import Target
+from graphopt.targets import InstructionSet, Target
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
 PACKED = Rule(
@@ -55,14 +56,17 @@ class LowerOptions(StepOptions):
     Attributes:
         target: ``portable``: any onnxruntime; every product stays in the standard form where it has one. ``ort-cpu``:
             onnxruntime on a CPU with graphopt's library registered. ``ort-cuda``: the same on an NVIDIA GPU.
-        instructions: the instruction set of that CPU, of those that costs were measured with.
+        instructions: the instruction set of that CPU, by whose costs kernels are chosen. ``None``: of the machine that
+            optimizes, which the manifest then names.
         activations: what the inputs of products that leave the standard form are rounded to; ``None`` for what the
             recipe says, on a GPU ``float32``.
     """
 
+    unstated: ClassVar[dict[str, object]] = {"instructions": "avx512"}
+
     step: Literal["lower"] = "lower"
     target: Target = "portable"
-    instructions: Literal["avx512", "avx2"] = "avx512"
+    instructions: InstructionSet | None = None
     activations: Activations | None = None
 
 
@@ -86,8 +90,9 @@ class Lower(Pass[LowerOptions]):
     Codes, scales and zero points are the same numbers in another layout, so W stays bit for bit. A rounding that the
     graph states becomes a part of the product, and so does a rotation that only this product reads. Where the graph
     states none and ONNX has the form, the target decides: ``portable`` keeps it; for ``ort-cpu`` it becomes
-    ``MatMulTable`` where graphopt's kernel was measured to be faster, for ``ort-cuda`` where it can. onnxruntime fuses
-    the standard form into ``MatMulNBits``, which rounds x to int8 in groups unless a session entry forbids it;
+    ``MatMulTable`` where graphopt's kernel was measured to be faster with the instruction set of the machine that
+    optimizes, or the one named as in ``--target ort-cpu:avx2``; for ``ort-cuda`` where it can. onnxruntime fuses the
+    standard form into ``MatMulNBits``, which rounds x to int8 in groups unless a session entry forbids it;
     ``MatMulTable`` says in the graph what x is rounded to. The graph then means that rounding, where before it meant
     none: the pass counts as lossy, and is measured. With ``bfloat16`` the product rounds the table too. For GPUs the
     report states an estimate, from bytes and a nominal bandwidth.
@@ -152,7 +157,8 @@ class Lower(Pass[LowerOptions]):
     def _compare(self, stored: StoredCodes) -> Choice:
         if self.options.target == "ort-cuda":
             return estimate(*stored.shape, stored.bits)
-        return (shipped_costs() if self._costs is None else self._costs).compare(stored.bits, self.options.instructions)
+        instructions = self.options.instructions or instructions_here()
+        return (shipped_costs() if self._costs is None else self._costs).compare(stored.bits, instructions)
 
     def _lower_rounded(
         self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, rounding: ir.Node, ledger: Ledger

@@ -44,17 +44,21 @@ bool has(Instructions instructions) {
 #endif
 }
 
+const char* name_of(Instructions instructions) {
+  constexpr const char* kNames[] = {"scalar", "avx2", "avxvnni", "avx512"};  // in the order of the enumeration
+  return kNames[static_cast<int>(instructions)];
+}
+
 }  // namespace
 
 bool choose_instructions(Instructions* chosen) {
   constexpr Instructions kFastestFirst[] = {Instructions::kAvx512, Instructions::kAvxVnni, Instructions::kAvx2,
                                             Instructions::kScalar};
-  constexpr const char* kNames[] = {"avx512", "avxvnni", "avx2", "scalar"};
   const char* wanted = std::getenv("GRAPHOPT_OPS_ISA");
-  for (int i = 0; i < 4; ++i) {
-    const bool asked = !wanted || !*wanted || !std::strcmp(wanted, kNames[i]);
-    if (asked && has(kFastestFirst[i])) {
-      *chosen = kFastestFirst[i];
+  for (const Instructions each : kFastestFirst) {
+    const bool asked = !wanted || !*wanted || !std::strcmp(wanted, name_of(each));
+    if (asked && has(each)) {
+      *chosen = each;
       return true;
     }
   }
@@ -62,3 +66,9 @@ bool choose_instructions(Instructions* chosen) {
 }
 
 }  // namespace graphopt
+
+// What graphopt/runtime_ops/instructions.py calls: the name of the chosen set, or null where there is none.
+extern "C" __attribute__((visibility("default"))) const char* graphopt_instructions() {
+  graphopt::Instructions chosen;
+  return graphopt::choose_instructions(&chosen) ? graphopt::name_of(chosen) : nullptr;
+}

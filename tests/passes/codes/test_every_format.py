@@ -31,7 +31,7 @@ def recipe(method: str) -> Recipe:
     steps = [
         {"step": "canonicalize"},
         {"step": "quantize_weights", "matrices": FORMAT_OF, "rounding": method, **others},
-        {"step": "lower", "target": "ort-cpu"},
+        {"step": "lower", "target": "ort-cpu", "instructions": "avx512"},
     ]
     return Recipe.model_validate({"name": method, "calibration": {"windows": 2, "window": 128}, "steps": steps})
 

@@ -97,7 +97,7 @@ def test_an_artifact_is_verified_and_optimized_again(llama_artifact: Path, tmp_p
     made = optimize(llama_artifact, "int4-rtn", tmp_path / "int4", quality_tokens=0)
     assert made.manifest.passes[-1].name == "compact_scales"
     verify(llama_artifact, tmp_path / "int4")
-    again = optimize(tmp_path / "int4", "int4-rtn", tmp_path / "packed", target="ort-cpu", quality_tokens=0)
+    again = optimize(tmp_path / "int4", "int4-rtn", tmp_path / "packed", target="ort-cpu:avx512", quality_tokens=0)
     names = [report.name for report in again.manifest.passes if report.changes]
     assert names[:5] == ["canonicalize", "quantize_weights", "lower", "compact_scales", "widen_scales"]
     assert again.manifest.weights is not None

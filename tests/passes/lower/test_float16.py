@@ -88,7 +88,7 @@ def test_a_model_computes_almost_the_same(family: str, both: Callable[..., tuple
     assert sizes[1] < 0.75 * sizes[0]
 
 
-LOWER = {"step": "lower", "target": "ort-cpu"}
+LOWER = {"step": "lower", "target": "ort-cpu", "instructions": "avx512"}
 EXACT = {"activations": "float32"}
 CODED = {
     "fp6": [{"step": "quantize_weights", "linear": {"format": "fp6-e2m3", "group": 64}} | EXACT],

@@ -17,6 +17,8 @@ from graphopt.passes.context import Ledger
 from graphopt.passes.lower.costs import Cost
 from graphopt.passes.lower.lower import Costs, Lower, LowerOptions, lowered, shipped_costs
 from graphopt.runtime import ACCURACY_LEVEL, open_session
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from graphopt.runtime_ops.library import PATH_VARIABLE
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 from graphopt.runtime_ops.matmul_table.spec.packing import untile
 from tests.graphs import residual_model, save
@@ -46,7 +48,7 @@ def quantized(linear: str = "int4", head: str = "int8") -> ir.Model:
 
 
 def lower(model: ir.Model, **options: Any) -> Any:
-    return Lower(LowerOptions(**{"target": "ort-cpu", **options}), COSTS)(model).report
+    return Lower(LowerOptions(**{"target": "ort-cpu", "instructions": "avx512", **options}), COSTS)(model).report
 
 
 def kinds(model: ir.Model) -> Counter[str]:
@@ -77,6 +79,26 @@ def test_what_was_not_measured_stays() -> None:
     reasons = {str(skip.reason) for skip in lower(model, instructions="avx2").skips}
     assert "no cost was measured for 4 bits on avx2: onnxruntime's kernel stays" in reasons
     assert kinds(model)["MatMulTable"] == 0
+
+
+@pytest.mark.parametrize(("instructions", "of_head"), [("avx512", "MatMul"), ("avx2", "MatMulTable")])
+def test_the_default_is_the_instruction_set_of_this_machine(
+    instructions: str, of_head: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, "")
+    monkeypatch.setenv(ISA_VARIABLE, instructions)
+    model = quantized()
+    Lower(LowerOptions(target="ort-cpu"))(model)
+    assert node_of(model, "head").op_type == of_head
+
+
+def test_avx_vnni_goes_by_the_costs_of_avx2_until_it_has_its_own() -> None:
+    shipped = shipped_costs()
+    assert shipped.compare(8, "avxvnni") == shipped.compare(8, "avx2")
+    own = cost(8, 100, 200).model_copy(update={"instructions": "avxvnni"})
+    measured = shipped.model_copy(update={"costs": (*shipped.costs, own)})
+    assert (measured.compare(8, "avxvnni").ours, measured.compare(8, "avx2").ours) == (False, True)
+    assert not shipped.compare(4, "scalar").ours
 
 
 def test_the_portable_target_keeps_standard_forms() -> None:

@@ -15,7 +15,8 @@ from graphopt.rotations import hadamard
 from graphopt.runtime import open_session
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
-from tests.native import ISA_VARIABLE, here, needs_library
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from tests.native import here, needs_library
 
 pytestmark = needs_library
 

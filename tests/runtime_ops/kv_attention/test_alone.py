@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from tests.native import INSTRUCTIONS, ISA_VARIABLE, lacks, needs_library
+from tests.native import INSTRUCTIONS, lacks, needs_library
 from tests.pairwise import pairwise
 from tests.runtime_ops.kv_cases import INPUTS, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import Native

@@ -15,6 +15,7 @@ from graphopt.formats import FORMATS
 from graphopt.rotations import hadamard
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound as dynamic_bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference as dynamic_reference
@@ -22,7 +23,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import MODES, SYMMETRIC
 from graphopt.runtime_ops.matmul_table.spec.bound import bound
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize, reference
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
-from tests.native import ISA_VARIABLE, here, needs_library
+from tests.native import here, needs_library
 from tests.pairwise import pairwise
 from tests.runtime_ops.matmul_table.test_op import of_float32
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load

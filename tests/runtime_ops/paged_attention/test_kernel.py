@@ -12,11 +12,12 @@ from hypothesis import HealthCheck, given, settings
 
 from graphopt.runtime import array_of, ort_value, run
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.op import reference
-from tests.native import INSTRUCTIONS, ISA_VARIABLE, needs_library, skip_without
+from tests.native import INSTRUCTIONS, needs_library, skip_without
 from tests.runtime_ops.hostile import Case, Tensor
 from tests.runtime_ops.paged_attention.honest import honest, pools
 from tests.runtime_ops.paged_attention.test_op import LIES, SIZES, arrays, requests, spoil

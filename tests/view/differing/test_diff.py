@@ -207,7 +207,7 @@ def test_codes_are_seen_behind_a_product() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "target"), [("rotate-int4-rtn", None), ("w4a4-rtn", "ort-cpu"), ("streaming", None)]
+    ("preset", "target"), [("rotate-int4-rtn", None), ("w4a4-rtn", "ort-cpu:avx512"), ("streaming", None)]
 )
 def test_stages_of_one_compile_are_told_by_the_record(
     llama_artifact: Path, tmp_path: Path, preset: str, target: str | None

@@ -1,0 +1,81 @@
+"""Which set of vector instructions graphopt's kernels use on this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, cast, get_args
+
+from graphopt.errors import InputError
+from graphopt.runtime_ops.library import library_path
+from graphopt.targets import InstructionSet
+
+ISA_VARIABLE = "GRAPHOPT_OPS_ISA"
+"""Environment variable that names the set that kernels are held to."""
+
+_AVX2 = frozenset({"avx2", "fma", "f16c"})
+# As abi/instructions.cc asks for them, by the names that Linux gives them; the fastest set first.
+_NEEDS: dict[InstructionSet, frozenset[str]] = {
+    "avx512": _AVX2 | {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16"},
+    "avxvnni": _AVX2 | {"avx_vnni"},
+    "avx2": _AVX2,
+    "scalar": frozenset(),
+}
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def instructions_here() -> InstructionSet:
+    """Return the set that kernels use in this process: what ``GRAPHOPT_OPS_ISA`` names, else the fastest there is.
+
+    The library of kernels says it. Where it was not built, the processor's flags do, as Linux lists them. Where they
+    cannot be read either, it is ``avx2`` on x86-64 and ``scalar`` elsewhere.
+
+    Raises:
+        InputError: ``GRAPHOPT_OPS_ISA`` names an unknown set, or one that the library or this machine lacks.
+    """
+    library = library_path()
+    ask = None if library is None else _function_of(str(library))
+    asked = os.environ.get(ISA_VARIABLE)
+    if ask is not None:
+        name = ask()
+        found = None if name is None else name.decode()
+    elif asked:
+        found = asked if asked in get_args(InstructionSet) else None
+    else:
+        found = _by_flags(_flags(_CPUINFO))
+    if found is None:
+        raise InputError(
+            f"{ISA_VARIABLE} is {asked!r}, which this machine does not have",
+            remedy=f"unset it, or name one of {', '.join(get_args(InstructionSet))} that the machine has",
+        )
+    return cast(InstructionSet, found)
+
+
+@lru_cache(maxsize=4)
+def _function_of(library: str) -> Any:
+    """Return the function of a library that says it; ``None`` for an older version without one, or no library."""
+    try:
+        function = ctypes.CDLL(library).graphopt_instructions
+    except (OSError, AttributeError):
+        return None
+    function.argtypes, function.restype = [], ctypes.c_char_p
+    return function
+
+
+@lru_cache(maxsize=4)
+def _flags(cpuinfo: Path) -> frozenset[str] | None:
+    """Return the flags of the first processor that Linux lists; ``None`` where there is no such list."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), None)
+
+
+def _by_flags(flags: frozenset[str] | None) -> InstructionSet:
+    if flags is None:
+        return "avx2" if platform.machine() in ("x86_64", "AMD64") else "scalar"
+    return next(name for name, needed in _NEEDS.items() if needed <= flags)
