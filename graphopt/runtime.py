@@ -8,6 +8,7 @@ import functools
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,18 @@ NEWEST_OPSET = 26
 
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"
 """Session entry that decides to what ``DequantizeLinear -> MatMul`` rounds activations: 0 float32, 4 int8 (default)."""
+
+Entries = Mapping[str, str]
+"""Session configuration entries of onnxruntime."""
+
+NO_ENTRIES: Entries = MappingProxyType({})
+
+FEW_CALLS: Entries = MappingProxyType({"session.intra_op.allow_spinning": "0"})
+"""Entries for a session of few calls, or beside other work: threads that wait for work sleep."""
+
+AS_IT_LIES: Entries = MappingProxyType({"session.disable_prepacking": "1"})
+"""Entries for a session of few calls on weights in floats: they are not packed in advance, which takes longer than the
+calls. Products with codes are packed, since other kernels run without."""
 
 _DATA_FOLDER = "session.model_external_initializers_file_folder_path"
 

@@ -19,7 +19,7 @@ from graphopt.errors import InputError
 from graphopt.facts import Fact
 from graphopt.manifest import MANIFEST, Manifest, Source, read_manifest
 from graphopt.model_facts import facts_of, with_positions
-from graphopt.runtime import native_operators, open_session, run
+from graphopt.runtime import NO_ENTRIES, Entries, native_operators, open_session, run
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.targets import Device
@@ -263,22 +263,21 @@ class Opened:
     notes: tuple[Fact, ...] = ()
 
 
-def open_folder(path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu") -> Opened:
-    """Open a model of any kind; see :func:`load` for the arguments and the errors."""
+def open_folder(
+    path: str | Path, *, threads: int = 0, native: bool = True, device: Device = "cpu", entries: Entries = NO_ENTRIES
+) -> Opened:
+    """Open a model of any kind, with ``entries`` beside those of its manifest; see :func:`load` for the rest."""
     path = Path(path)
     file = path / artifact.MODEL if path.is_dir() else path
     if not file.is_file():
-        raise InputError(
-            "there is no ONNX model here",
-            file=path,
-            remedy=f"give a folder that holds {artifact.MODEL}, or an .onnx file",
-        )
+        remedy = f"give a folder that holds {artifact.MODEL}, or an .onnx file"
+        raise InputError("there is no ONNX model here", file=path, remedy=remedy)
     folder, manifest = file.parent, None
     if path.is_dir() and (folder / MANIFEST).is_file():
         manifest = read_manifest(folder)
         # Checking sizes is cheap and finds truncated copies, the usual damage.
         artifact.check_sizes(folder, manifest, manifest.files)
-    entries = {} if manifest is None else manifest.session
+    entries = {**({} if manifest is None else manifest.session), **entries}
     inference = open_session(file, entries=entries, threads=threads, native=native, device=device)
     if manifest is None:
         names = ([port.name for port in ports] for ports in (inference.get_inputs(), inference.get_outputs()))

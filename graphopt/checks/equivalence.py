@@ -30,7 +30,7 @@ from graphopt.memory import available_memory
 from graphopt.passes.base import Pass
 from graphopt.passes.lower.lower import lowered
 from graphopt.running import Runner
-from graphopt.runtime import ACCURACY_LEVEL
+from graphopt.runtime import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH, Floats
 from graphopt.weights.evaluate import Evaluator
@@ -45,10 +45,6 @@ LONGEST_CONTEXT = 4096
 """Tokens of context at most: a pass that shows only later is measured as far as that."""
 _LEVEL, _FLOAT32 = "accuracy_level", 1
 _IN_FLOATS = {ACCURACY_LEVEL: "0"}
-# For a session of a few calls: threads that wait for work sleep, and matrices of floats are not packed in advance,
-# which takes longer than the calls. Products with codes are, since other kernels run without.
-_ONCE = {"session.intra_op.allow_spinning": "0"}
-_AS_IT_LIES = {"session.disable_prepacking": "1"}
 
 RAN = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")
 TOGETHER = Rule(
@@ -243,7 +239,7 @@ class Verifier:
             self.snapshots.settle(model)
             of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in model.graph)
             with self.snapshots.of(lowered(model)) as path:
-                entries = _ONCE | (_AS_IT_LIES if of_floats else {})
+                entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
                 return self._probe_for(model).run(runner.open(path, in_place=True, entries=entries))
 
     def _probe_for(self, model: ir.Model) -> Probe:

@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict
 from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
 from graphopt.progress import Progress, silent
-from graphopt.quality.figures import Comparison, log_probabilities, standard_error
-from graphopt.session import Session, load
+from graphopt.quality.figures import Comparison, blocks, log_probabilities, standard_error
+from graphopt.runtime import FEW_CALLS
+from graphopt.session import Session, open_folder, session_from
 from graphopt.tasks.ports import IntArray
 
 WINDOW, TOKENS = 512, 1024
@@ -120,7 +121,7 @@ def reference_says(
         on_stage: see there.
         stopped: asked after each run of the model; where it says yes, the rest is left out, and nobody may read it.
     """
-    first = load(reference)
+    first = _opened(reference)
     seen = min(bound for bound in (first.max_positions, window) if bound is not None)
     pieces = pieces_of(first, texts, tokens, seen)
     total = sum(len(piece.ids) - 1 for piece in pieces)
@@ -130,7 +131,8 @@ def reference_says(
     with tempfile.TemporaryFile(prefix="graphopt-reference-") as file:
         said: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, _width(first)))
     for begin, logits, _ in _logits(first, pieces, lambda done: on_stage("reference", done, total)):
-        said[begin : begin + len(logits)] = log_probabilities(logits)
+        for rows in blocks(*logits.shape):
+            said[begin : begin + len(logits)][rows] = log_probabilities(logits[rows])
         if stopped():
             break
     return Said(texts, tokens, pieces, seen, said)
@@ -164,13 +166,17 @@ def compare(
     how: dict[str, Any] = {"tokens": tokens, "window": window, "on_stage": on_stage}
     said = reference if isinstance(reference, Said) else reference_says(reference, texts, **how)
     pieces, (total, width) = said.pieces, said.log_probabilities.shape
-    second = load(model)
+    second = _opened(model)
     _check_same(second, pieces_of(second, said.texts, said.tokens, said.window), pieces, width)
     began, found = time.perf_counter(), Comparison()
     for begin, logits, targets in _logits(second, pieces, lambda done: on_stage("model", done, total)):
         found.add(np.asarray(said.log_probabilities[begin : begin + len(logits)]), logits, targets)
     seconds = time.perf_counter() - began
     return _quality(found, sum(piece.bytes for piece in pieces), said.window, seconds)
+
+
+def _opened(model: str | Path) -> Session:
+    return session_from(open_folder(model, entries=FEW_CALLS))
 
 
 def pieces_of(session: Session, texts: Sequence[str], tokens: int, window: int) -> list[Piece]:

@@ -51,7 +51,7 @@ class Comparison:
             logits: logits of the model, the same shape.
             targets: the tokens that came, [positions].
         """
-        for rows in _blocks(len(targets), logits.shape[-1]):
+        for rows in blocks(len(targets), logits.shape[-1]):
             p, q, came = reference[rows], log_probabilities(logits[rows]), targets[rows, None]
             self.expected.append(-np.take_along_axis(p, came, -1)[:, 0].astype(np.float64))
             self.found.append(-np.take_along_axis(q, came, -1)[:, 0].astype(np.float64))
@@ -76,7 +76,7 @@ def _joined(parts: Sequence[Doubles]) -> Doubles:
     return np.concatenate(parts) if parts else np.empty(0)
 
 
-def _blocks(rows: int, width: int) -> Iterator[slice]:
+def blocks(rows: int, width: int) -> Iterator[slice]:
     """Yield blocks of rows that stay in a core's own cache, or nearly."""
     size = max(1, _BLOCK_BYTES // (4 * width))
     return (slice(begin, begin + size) for begin in range(0, rows, size))
