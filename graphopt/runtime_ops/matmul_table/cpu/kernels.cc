@@ -32,6 +32,20 @@ Words form_for(const Weights& weights, Activations kind, bool is_few) {
   return kByPairs && (table.wide || (!kSumsBytes && table.most > 128)) ? Words::kPairs : Words::kBytes;
 }
 
+// More panels than this are faster by a block, whose codes are looked up once.
+constexpr size_t kFewPanels = 3;
+
+// Whether the sums of a unit fit 16 bits, so that the registers hold those of a whole panel; see Int8Runs.
+bool by_runs(const Weights& weights) {
+  return kByPairs && !kBytesAlone && weights.bits >= 3 && weights.bits <= 5 && !weights.table.wide &&
+         weights.table.most <= 32;
+}
+
+size_t most_few(const Weights& weights, Activations kind) {
+  if (kind != Activations::kInt8 && kind != Activations::kInt16) return kFewFloats;
+  return by_runs(weights) ? kFewPanels * kPanel : kFew;
+}
+
 // Whether zero points or minimums are part of each value: with floats alone.
 bool shifts(const Weights& weights, const Rounded& rounded) {
   return rounded.kind == Activations::kFloat && (weights.zero_points || weights.half_zero_points);
@@ -72,6 +86,28 @@ void one(const Weights& weights, const Rounded& rounded, float* y, size_t first,
   });
 }
 
+#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
+// Panels pass by two tiles, whose codes stay in the first level of the caches and are looked up for each.
+template <int Bits, typename Operand>
+void few_by_runs(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
+  const size_t tiles = rounded.panels() == 1 ? end - first : 2;
+  for (size_t tile = first; tile < end; tile += tiles) {
+    const size_t end_tile = tile + tiles < end ? tile + tiles : end;
+    for (size_t panel = 0; panel < rounded.panels(); ++panel) {
+      const auto multiply = [&](auto width) {
+        multiply_few<Bits, Operand, decltype(width)::value, true>(weights, rounded, y, tile, end_tile, panel);
+      };
+      switch (rounded.width(panel)) {
+        case 1: multiply(std::integral_constant<size_t, 1>()); break;
+        case 2: multiply(std::integral_constant<size_t, 2>()); break;
+        case 4: multiply(std::integral_constant<size_t, 4>()); break;
+        default: multiply(std::integral_constant<size_t, 6>());
+      }
+    }
+  }
+}
+#endif
+
 void few(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
 #if defined(__AVXVNNI__)
   if (!multiplies_bytes(weights, rounded)) return kMatMulAvx2.multiply_few(weights, rounded, y, first, end);
@@ -90,6 +126,11 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
         if (rounded.width(0) > 1) return many(weights, rounded, y, first, end);
         return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
       }
+#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
+      if constexpr (kBits <= 5 && !kRare && Operand::kPairsFit) {
+        if (by_runs(weights)) return few_by_runs<kBits, Operand>(weights, rounded, y, first, end);
+      }
+#endif
       switch (rounded.width(0)) {
         case 1: return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
         case 2: return multiply_few<kBits, Operand, 2>(weights, rounded, y, first, end);
@@ -178,6 +219,6 @@ int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
 }  // namespace
 
 const MatMulKernels GRAPHOPT_NAME(kMatMul) = {
-    kFew, kFewFloats, kPanel, kWidths, form_for, round_panel, few, many, largest_code};
+    most_few, kPanel, kWidths, form_for, round_panel, few, many, largest_code};
 
 }  // namespace graphopt

@@ -15,6 +15,7 @@ template <int Bits, bool Wide, bool ByXor, bool Small>
 class AsBytes {
  public:
   static constexpr size_t kWords = 1, kPlanes = Wide ? 2 : 1;
+  static constexpr bool kPairsFit = Small && !Wide;  // two products of bytes fit 16 bits
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 
   explicit AsBytes(const Table& table) : low_(table.low) {

@@ -18,6 +18,7 @@ class AsPairs {
 
  public:
   static constexpr size_t kWords = 2, kPlanes = 1;
+  static constexpr bool kPairsFit = false;
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 
   explicit AsPairs(const Table& table) : low_(table.low) {
@@ -86,6 +87,7 @@ template <int Bits>
 class AsMagnitudes {
  public:
   static constexpr size_t kWords = 1, kPlanes = 1;
+  static constexpr bool kPairsFit = false;
   static constexpr bool kExact = true;
 
   explicit AsMagnitudes(const Table& table) {

@@ -173,11 +173,10 @@ OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Round
 
 OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
                              const float* x, float* y) const {
-  const bool integers = how.kind == Activations::kInt8 || how.kind == Activations::kInt16;
-  const bool few = how.rows() <= (integers ? kernels->few : kernels->few_floats);
+  const bool few = how.rows() <= kernels->few(weights, how.kind);
   how.form = kernels->form(weights, how.kind, few);
   how.widths = kernels->widths;
-  how.panel = few || how.rows() < kernels->panel ? how.width_for(how.rows()) : kernels->panel;
+  how.panel = how.rows() < kernels->panel ? how.width_for(how.rows()) : kernels->panel;
   how.padded = (how.panels() - 1) * how.panel + how.width(how.panels() - 1);
   const size_t words = round_up(how.padded * weights.units() * how.words_of_unit() * sizeof(uint32_t));
   const size_t of_rows = round_up(how.padded * weights.segments() * sizeof(float));
