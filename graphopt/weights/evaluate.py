@@ -40,6 +40,10 @@ Result = TypeVar("Result")
 OnTensor = Callable[[int, int], None]
 """Called with how many tensors are done, of how many."""
 
+# Bytes that tasks of threads may read together where the largest reads less: else the embedding of a small model, which
+# is most of its weights, would be evaluated by one thread alone.
+_ROOM = 1 << 28
+
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -86,8 +90,8 @@ def run_tasks(
         executor: what runs them; ``None`` for threads of this process.
         function: what is called for each.
         tasks: what it is called with.
-        sizes: the bytes that each task reads. Threads share the memory of the largest: tasks run beside one another
-            as long as they are not larger together. Without sizes there is one thread.
+        sizes: the bytes that each task reads. Threads share the memory of the largest, or of 256 MiB if that is more:
+            tasks run beside one another as long as they are not larger together. Without sizes there is one thread.
 
     Raises:
         GraphoptError: a worker process died.
@@ -117,7 +121,7 @@ def _in_threads(
         for number, task in enumerate(tasks):
             yield number, function(task)
         return
-    most, used, numbers = max(sizes), 0, iter(range(len(tasks)))
+    most, used, numbers = max(*sizes, _ROOM), 0, iter(range(len(tasks)))
     running: dict[Future[Result], int] = {}
     following = next(numbers, None)
     with ThreadPoolExecutor(threads) as pool:
