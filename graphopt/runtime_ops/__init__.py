@@ -87,8 +87,8 @@ def port_at(node: ir.Node, index: int) -> Port | None:
 def declare(model: ir.Model) -> None:
     """Put the body of each of our operators that the graph or another body uses into the model, and import the domain.
 
-    Where an operator has overloads, its nodes are told which. Bodies of the domain that no node uses any more are taken
-    out, and the import with the last of them.
+    Where an operator has overloads, its nodes are told which. A body that was put in before, and is as it was then,
+    stays. Bodies of the domain that no node uses any more are taken out, and the import with the last of them.
 
     Raises:
         InputError: the graph has a node of the domain that is no operator of ours, or one whose attributes allow no
@@ -114,7 +114,10 @@ def declare(model: ir.Model) -> None:
         try:
             node.overload = operator.overload_of(node)
             if node.op_identifier() not in bodies:
-                body = bodies[node.op_identifier()] = operator.body_of(node, opset)
+                body = model.functions.get(node.op_identifier())
+                if body is None or not operator.is_body(body, node, opset):
+                    body = operator.body_of(node, opset)
+                bodies[node.op_identifier()] = body
                 waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
         except ValueError as error:
             raise InputError(

@@ -86,15 +86,58 @@ class Operator:
         if key not in _BODIES:
             if len(_BODIES) == _MOST_BODIES:
                 del _BODIES[next(iter(_BODIES))]
-            _BODIES[key] = (
-                self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
-            )
-        return _BODIES[key].clone()
+            made = self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
+            # What is copied of a graph includes `meta`, which no file holds.
+            made.graph.meta[_MADE] = key
+            _BODIES[key] = made, _fingerprint(made)
+        return _BODIES[key][0].clone()
+
+    def is_body(self, body: ir.Function, node: ir.Node, opset: int) -> bool:
+        """Return whether ``body`` is a copy of what :meth:`body_of` returns for the node, still as it was made.
+
+        One that was read from a file is not: it counts as another even where it is the same.
+
+        Raises:
+            ValueError: as :meth:`overload_of`.
+        """
+        key = (self.function, opset, self.overload_of(node))
+        if key not in _BODIES or body.graph.meta.get(_MADE) != key:
+            return False
+        return _fingerprint(body) == _BODIES[key][1]
+
+
+def _fingerprint(body: ir.Function) -> list[object]:
+    """Return all that a body says: its ports, opsets, metadata, attributes and nodes, in order.
+
+    Copies of a body share their attributes, but for graphs, whose nodes are among the nodes.
+    """
+    found: list[object] = [body.identifier(), dict(body.opset_imports), list(body.attributes), body.doc_string]
+    found += [dict(body.metadata_props), _ports(body.inputs), _ports(body.outputs)]
+    for node in body.all_nodes():
+        found += [node.op_identifier(), node.name, node.doc_string, dict(node.metadata_props)]
+        found += [[value and value.name for value in node.inputs], _ports(node.outputs)]
+        for name, attribute in node.attributes.items():
+            inner = _graphs_of(attribute)
+            found += [name, [(_ports(each.inputs), _ports(each.outputs)) for each in inner] or id(attribute)]
+    return found
+
+
+def _graphs_of(attribute: ir.Attr) -> Sequence[ir.Graph]:
+    if attribute.is_ref():
+        return ()
+    if attribute.type == ir.AttributeType.GRAPHS:
+        return attribute.as_graphs()
+    return (attribute.as_graph(),) if attribute.type == ir.AttributeType.GRAPH else ()
+
+
+def _ports(values: Sequence[ir.Value]) -> list[object]:
+    return [(value.name, value.type, value.shape) for value in values]
 
 
 # Building a body of 900 nodes takes 0.27 s and copying it 0.04 s, and passes ask for the same one again and again.
-_BODIES: dict[tuple[Callable[..., ir.Function], int, str], ir.Function] = {}
+_BODIES: dict[tuple[Callable[..., ir.Function], int, str], tuple[ir.Function, list[object]]] = {}
 _MOST_BODIES = 32
+_MADE = "graphopt.body"
 
 
 __all__ = ["DOMAIN", "Cost", "Operator"]

@@ -233,6 +233,54 @@ def test_each_set_of_attributes_has_its_body() -> None:
     onnx.checker.check_model(ir.to_proto(model))
 
 
+def test_a_body_stays_as_long_as_it_is_as_it_was_made() -> None:
+    attributes = attributes_of()
+    shapes: dict[str, Any] = {name: [None] * 3 for name in INPUTS[:3]}
+    shapes |= {"past": [None], "new": [None], "sink_logits": [0], "sink_query": [0]}
+    shapes |= {name: [None] * 4 for name in STATE}
+    model = model_of(attributes, shapes)
+    (key,) = model.functions
+    kept = model.functions[key]
+    declare(model)
+    assert model.functions[key] is kept
+    copied = model.clone()
+    copy = copied.functions[key]
+    declare(copied)
+    assert copied.functions[key] is copy
+    expected = ir.to_proto(kept).SerializeToString(deterministic=True)
+
+    def swap_inputs(body: ir.Function) -> None:
+        node = next(node for node in body.all_nodes() if node.op_type == "Sub")
+        one, other = node.inputs
+        node.replace_input_with(0, other)
+        node.replace_input_with(1, one)
+
+    def change_attribute(body: ir.Function) -> None:
+        node = next(node for node in body.all_nodes() if node.op_type == "Cast")
+        node.attributes["to"] = ir.AttrInt64("to", 11)
+
+    def change_operator(body: ir.Function) -> None:
+        next(node for node in body.all_nodes() if node.op_type == "Add").op_type = "Mul"
+
+    def rename(body: ir.Function) -> None:
+        next(node for node in body.all_nodes() if node.op_type == "Add").outputs[0].name = "another"
+
+    def change_opset(body: ir.Function) -> None:
+        body.opset_imports[""] = 25
+
+    for change in (swap_inputs, change_attribute, change_operator, rename, change_opset):
+        changed = model.clone()
+        change(changed.functions[key])
+        assert ir.to_proto(changed.functions[key]).SerializeToString(deterministic=True) != expected
+        declare(changed)
+        assert ir.to_proto(changed.functions[key]).SerializeToString(deterministic=True) == expected, change.__name__
+    # of a file it is not known how it was made
+    read = ir.from_proto(ir.to_proto(model))
+    before = read.functions[key]
+    declare(read)
+    assert read.functions[key] is not before
+
+
 def test_layers_with_other_windows_and_policies_share_a_body() -> None:
     names = {name_of(attributes_of(window=window, policies=each)) for window in (0, 7) for each in ((0,), (1,), (0, 1))}
     assert len(names) == 1
