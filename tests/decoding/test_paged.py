@@ -41,7 +41,8 @@ def make_session(make_artifact: MakeArtifact, tmp_path_factory: pytest.TempPathF
         if key not in made:
             steps = [{"step": "canonicalize"}, {"step": step, **options}]
             made[key] = tmp_path_factory.mktemp("paged") / "model"
-            optimize(make_artifact(family), Recipe.model_validate({"name": step, "steps": steps}), made[key])
+            recipe = Recipe.model_validate({"name": step, "steps": steps})
+            optimize(make_artifact(family), recipe, made[key], quality_tokens=0)
         return load(made[key], native=native, device=device)
 
     return make
