@@ -20,6 +20,9 @@ from graphopt.decoding.verify import Columns, Verdict
 from graphopt.errors import InputError
 from graphopt.session import Session
 
+_STALL = 2.0
+"""Times its usual time that a step is charged for, at most: what comes on top was another program's."""
+
 _REPLAYED = 4
 """Tokens that are fed once more, at most, before a step without a draft takes them in for good."""
 
@@ -45,6 +48,7 @@ class Speculation:
             raise InputError(f"a draft cannot have {tokens} tokens", remedy=f"give a number from 0 to {LONGEST}")
         self.drafter, self.tokens, self.strict = drafter, tokens, strict
         self.stats, self.lengths = DraftStats(), Lengths()
+        self._newest: Drafting | None = None
 
     def start(self, session: Session, rows: Sequence[Continuation]) -> Drafting | None:
         """Begin with new texts; the first time for a model and a size of batch, steps are measured.
@@ -71,7 +75,10 @@ class Speculation:
                 self.stats.note(f"no drafts: {what}, so that texts could change")
                 return None
             self.stats.note(f"{what}: where two tokens are nearly alike, a text may differ from plain decoding")
-        return Drafting(self, session, rows, costs)
+        if self._newest is not None:
+            self._newest.catch_up()  # a drafter may remember texts that have ended
+        self._newest = Drafting(self, session, rows, costs)
+        return self._newest
 
 
 class Drafting:
@@ -95,6 +102,7 @@ class Drafting:
         self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that go before its draft
         self._again: list[list[int]] = [[] for _ in rows]  # those of them that were fed before
         self._drafts: list[list[Guess]] = [[] for _ in rows]
+        self._unseen: list[list[int]] = [[] for _ in rows]  # tokens of each row that the drafter does not know yet
         began = time.perf_counter()
         by.drafter.begin(rows)
         self._drafting = time.perf_counter() - began  # seconds since the last step
@@ -111,11 +119,17 @@ class Drafting:
         for row, new in enumerate(tokens):
             self._texts[row] = [*self._again[row], *new[-1:]] if self._rows[row].stopped is None else []
             self._again[row] = []
-            if new:
-                self._by.drafter.commit(row, new)
+            self._unseen[row] += new
         self._drafts = self._drafted(decoder) if self._longest else [[] for _ in self._rows]
         self._drafting += time.perf_counter() - began
         return Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
+
+    def catch_up(self) -> None:
+        """Tell the drafter the tokens that it does not know yet: while it is not asked, it need not follow."""
+        for row, tokens in enumerate(self._unseen):
+            if tokens:
+                self._by.drafter.commit(row, tokens)
+                self._unseen[row] = []
 
     def settle(self, verdict: Verdict, decoder: Decoder, before: Mark) -> None:
         """Take wrong guesses of a step out of the cache.
@@ -157,7 +171,8 @@ class Drafting:
                 by.lengths.chances.learn(draft, right, wrong)
         costs.observe(columns, seconds)
         given = sampled / max(1, live)
-        by.lengths.spent(self._drafting + seconds * wide, given * wide, costs)
+        charged = min(seconds, _STALL * costs.of(columns)) * wide
+        by.lengths.spent(self._drafting + charged, given * wide, costs)
         stats.count(columns, sampled, seconds, self._drafting, given * costs.of(1))
         self._drafting = self._settling = 0.0
 
@@ -176,6 +191,7 @@ class Drafting:
                 limits[row] = max(0, min(asked, self._longest, *left))
         if not any(limits):
             return none
+        self.catch_up()
         began = time.perf_counter()
         drafts = by.drafter.propose([[] for _ in limits], limits)
         by.lengths.drafted(time.perf_counter() - began, sum(map(len, drafts)))

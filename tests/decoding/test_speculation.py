@@ -20,8 +20,10 @@ from graphopt.decoding.decoder import Decoder
 from graphopt.decoding.drafts import Guess, Lookup, ModelDrafter
 from graphopt.decoding.drafts.named import speculation_named
 from graphopt.decoding.drafts.own import own_drafter
+from graphopt.decoding.lengths import Lengths
 from graphopt.decoding.sampling import Sampling
 from graphopt.decoding.speculation import Speculation
+from graphopt.decoding.verify import Verdict
 from graphopt.errors import InputError
 from graphopt.generation import complete, generate, run
 from graphopt.passes.cache.quantize_kv import QuantizeKV, QuantizeKVOptions
@@ -197,6 +199,48 @@ def test_a_cache_that_grows_is_rewound(tmp_path: Path) -> None:
         generate(session, [[1], [2]], drafter=Lookup())
     ended = generate(session, ["abcab"], max_new_tokens=40, stop=["f"], drafter=Speculation(Lookup(), 3))
     assert ended == generate(session, ["abcab"], max_new_tokens=40, stop=["f"])
+
+
+class Wrong:
+    """Guesses what never comes, and remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[list[int]] = []
+
+    def begin(self, rows: Sequence[Continuation]) -> None:
+        self.told.append([])
+
+    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+        return [[Guess(self.told[-1][-1], 0.99, "wrong")] * min(1, limit) for limit in limits]  # the model counts
+
+    def commit(self, row: int, tokens: Sequence[int]) -> None:
+        self.told[-1] += tokens
+
+
+def test_a_drafter_that_is_not_asked_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following a text costs time; but a drafter that shares texts knows all of each when the next one begins."""
+    counting_model(tmp_path)
+    session, drafter = load(tmp_path, threads=1), Wrong()
+    speculation = Speculation(drafter)
+    plain = generate(session, [[1]], max_new_tokens=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(Lengths, "to_ask", lambda *_: 0)
+        assert generate(session, [[1]], max_new_tokens=20, drafter=speculation) == plain
+        assert drafter.told == [[]]
+    assert generate(session, [[1]], max_new_tokens=20, drafter=speculation) == plain
+    assert drafter.told[0] == [*plain[0].tokens[:-1]]  # nothing comes after the last token
+    assert drafter.told[1] == drafter.told[0][: len(drafter.told[1])]
+
+
+def test_a_stalled_step_is_charged_for_twice_its_time_at_most(tmp_path: Path) -> None:
+    counting_model(tmp_path)
+    session, speculation = load(tmp_path, threads=1), Speculation(Lookup(), 3)
+    generate(session, [[1]], max_new_tokens=20, drafter=speculation)
+    drafting, lost = speculation._newest, speculation.lengths.lost
+    assert drafting is not None
+    drafting.learn(Verdict([1], [0], [True]), 2, 1000.0)
+    # the step also counts for the cost of such steps, by a seventh at most: _PACE and half of it, times a factor e
+    assert speculation.lengths.lost - lost <= 2 * costs_of(session, 1).of(2) * 1.2
 
 
 def test_products_that_differ_are_found_and_said(llama_artifact: Path) -> None:
