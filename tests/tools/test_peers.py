@@ -56,6 +56,7 @@ def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, t
     floats = (tmp_path / "plain" / "model.onnx.data").stat().st_size
     # 4 bits, a float32 scale and half a byte for 32 weights, where there were 32; norms stay
     assert size < 0.2 * floats
+    assert nbits.quantized(tmp_path / "plain", "RTN", 32, tmp_path / "made") == size  # nothing is left of the last run
     quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
     # 0.07 seen; nothing is lost where nothing was rounded, and broken codes lose more than 1
     assert 0 < quality.kl_mean < 0.2

@@ -72,6 +72,7 @@ def quantized(model: Path, method: str, group: int, output: Path) -> int:
     quantizer = MatMulNBitsQuantizer(quantizer.model.model, **tables)
     quantizer.process()
     output.mkdir(parents=True, exist_ok=True)
+    (output / "model.onnx.data").unlink(missing_ok=True)  # the library appends to it
     quantizer.model.save_model_to_file(str(output / "model.onnx"), use_external_data_format=True)
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
         if (model / name).is_file():
