@@ -6,7 +6,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import BaseModel, ByteSize, TypeAdapter, ValidationError
@@ -16,9 +16,11 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 
 from graphopt.errors import GraphoptError, InputError
-from graphopt.facts import Fact
 from graphopt.progress import Progress
 from graphopt.targets import Device
+
+if TYPE_CHECKING:
+    from graphopt.facts import Fact
 
 out, err = Console(), Console(stderr=True)
 
