@@ -203,7 +203,7 @@ def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
 def test_kernels_are_chosen_for_this_machine_and_another_one_says_what_that_costs(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    skip_without("avx2")
+    skip_without("avx2")  # sessions ask the library, which must be able to run what the test calls this machine
     monkeypatch.setenv(ISA_VARIABLE, "avx2")
     how: dict[str, Any] = {"run": False, "quality_tokens": 0}
     here = optimize(llama_artifact, "int4-rtn", tmp_path / "here", target="ort-cpu", **how).manifest

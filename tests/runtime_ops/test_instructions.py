@@ -23,7 +23,7 @@ def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_library
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_kernels_use_the_set_that_the_environment_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_without(name)
+    skip_without(name)  # the library refuses a set that the machine lacks, which no environment can name then
     monkeypatch.setenv(ISA_VARIABLE, name)
     assert instructions_here() == name
 
@@ -39,6 +39,7 @@ def test_a_set_that_is_unknown_is_refused(path: str | None, monkeypatch: pytest.
     if path is not None:
         monkeypatch.setenv(PATH_VARIABLE, path)
     monkeypatch.setenv(ISA_VARIABLE, "sse9")
+    # a default instead would hide a misspelt name
     with pytest.raises(InputError, match="GRAPHOPT_OPS_ISA is 'sse9', which this machine does not have.*avx2"):
         instructions_here()
 

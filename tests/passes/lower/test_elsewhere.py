@@ -42,6 +42,7 @@ def made(instructions: InstructionSet, four: int = 3, eight: int = 1) -> list[Pa
                 what = PACKED(activations="int8", group=32, reason=choice.reason)
                 report.changes.append(Change(where="a", what=what))
             else:
+                # what `lower` leaves to onnxruntime, it reports so
                 report.skips.append(Skip(where="a", reason=choice.reason))
     return [PassReport(name="lower", effect="lossy"), report, PassReport(name="compact_scales", effect="exact")]
 

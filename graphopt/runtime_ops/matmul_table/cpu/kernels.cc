@@ -35,7 +35,8 @@ Words form_for(const Weights& weights, Activations kind, bool is_few) {
 // More panels than this are faster by a block, whose codes are looked up once.
 constexpr size_t kFewPanels = 3;
 
-// Whether the sums of a unit fit 16 bits, so that the registers hold those of a whole panel; see Int8Runs.
+// Whether the sums of a unit fit 16 bits, so that the registers hold those of a whole panel; see Int8Runs. Formats of
+// fewer bits are rare, and those of more have larger bytes.
 bool by_runs(const Weights& weights) {
   return kByPairs && !kBytesAlone && weights.bits >= 3 && weights.bits <= 5 && !weights.table.wide &&
          weights.table.most <= 32;

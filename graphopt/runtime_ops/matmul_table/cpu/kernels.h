@@ -56,11 +56,11 @@ struct Rounded {
 constexpr size_t kMostRows = 12;  // of a panel
 
 struct MatMulKernels {
-  // With up to few(weights, kind of x) rows codes are looked up as they are multiplied; with more rows the looked up
-  // values of two tiles are kept for panels of `panel` rows.
+  // With up to few(weights, kind of x) rows codes are looked up as they are multiplied, by each panel; with more rows
+  // the looked up values of two tiles are kept for all panels of `panel` rows.
   size_t (*few)(const Weights&, Activations);
   size_t panel;
-  const size_t* widths;  // that a panel may have, rising; `panel` and what `few` returns (but 0) are some
+  const size_t* widths;  // that a panel may have, rising; `panel` is one, and what `few` returns where that is less and not 0
   Words (*form)(const Weights&, Activations, bool is_few);
   void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
   void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);

@@ -53,6 +53,7 @@ def ours(w: np.ndarray, trained: int, **options: Any) -> tuple[np.ndarray, float
 
 
 def agree(made: tuple[np.ndarray, float], expected: tuple[np.ndarray, float], *, also: Any = 0.0) -> None:
+    # 1e-300: frequencies of 0 may be equal
     np.testing.assert_array_less(abs(made[0] - expected[0]), FLOAT32 * expected[0] + also + 1e-300)
     assert made[1] == pytest.approx(expected[1], rel=1e-12)
 
