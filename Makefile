@@ -5,7 +5,8 @@
 #   make test       the tests
 #   make quick      a first signal: style, types, and the tests of what changed since the last commit, with a fixed core
 #   make test-native  the tests of the native operators against a build with sanitizers, and many hostile models; where
-#                     nvcc is, also every CUDA kernel for sm_80 and sm_90a with warnings as errors, none of which may spill
+#                     nvcc is, also every CUDA kernel for sm_80 and sm_90a with warnings as errors, none of which may spill;
+#                     where qemu-user and g++-aarch64-linux-gnu are, also the kernels for ARM on an emulated processor
 #   make lint       style and types
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too
@@ -52,7 +53,18 @@ SANITIZED_READY := $(SANITIZED)/.ready
 EXAMPLES ?= 1000
 LIBRARY = $$($(CXX) -print-file-name=$(1))
 
-.PHONY: help setup packages native demo real test quick quick-test test-native lint clean distclean
+# A build for ARM, whose kernels an emulator runs for the onnxruntime of this machine.
+EMULATED := build/emulated
+EMULATED_READY := $(EMULATED)/.ready
+EMULATION := tests/runtime_ops/emulated
+CROSS := aarch64-linux-gnu-g++
+EMULATOR := qemu-aarch64
+# Kernels for GPUs; and what binds memory that is shorter than it says, which would be copied for the emulator.
+NOT_EMULATED := $(EMULATION) tests/runtime_ops/cuda tests/runtime_ops/kv_attention/test_hostile.py \
+	tests/runtime_ops/paged_attention/test_hostile.py
+WARNINGS := -std=c++17 -O1 -Wall -Wextra -Werror
+
+.PHONY: help setup packages native demo real test quick quick-test test-native test-emulated emulated lint clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -85,6 +97,32 @@ test-native: $(SANITIZED_READY)
 	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
 	GRAPHOPT_SANITIZE=1 GRAPHOPT_HOSTILE_EXAMPLES=$(EXAMPLES) HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
 	$(BIN)/pytest -n $(JOBS) --capture=sys tests/runtime_ops
+	@if command -v $(EMULATOR) >/dev/null && command -v $(CROSS) >/dev/null; then \
+		$(MAKE) --no-print-directory test-emulated; \
+	else \
+		echo "SKIPPED: kernels for ARM, as there is no $(EMULATOR) or no $(CROSS) (Debian: qemu-user g++-aarch64-linux-gnu)"; \
+	fi
+
+# First that processors of three kinds give the bits of this machine's kernels, then all tests of kernels on one that has
+# every set of instructions.
+test-emulated: $(EMULATED_READY)
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(EMULATION)
+	GRAPHOPT_EMULATOR="$(EMULATOR) -cpu max -L /usr/aarch64-linux-gnu $(CURDIR)/$(EMULATED)/guest \
+		$(CURDIR)/$(EMULATED)/graphopt/runtime_ops/libgraphopt_ops.so" \
+	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(EMULATED)/bridge.so HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
+	$(BIN)/pytest -n $(JOBS) --capture=sys $(addprefix --ignore=,$(NOT_EMULATED)) tests/runtime_ops tests/rounding/test_native.py
+
+emulated: $(EMULATED_READY)
+
+$(EMULATED_READY): $(READY) $(NATIVE) $(wildcard $(EMULATION)/*.cc $(EMULATION)/*.h $(EMULATION)/*.cmake)
+	@rm -rf $(EMULATED)/graphopt
+	@$(PIP) install --no-deps --upgrade --target $(EMULATED) --config-settings=build-dir=$(EMULATED)/cmake \
+		--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/$(EMULATION)/aarch64.cmake \
+		--config-settings=cmake.define.GRAPHOPT_CUDA=OFF .
+	@$(CROSS) $(WARNINGS) -Igraphopt/runtime_ops -Igraphopt/rounding $(EMULATION)/guest.cc -o $(EMULATED)/guest -ldl
+	@$(CXX) $(WARNINGS) -fPIC -shared -Wl,-z,nodelete -fvisibility=hidden -Igraphopt/runtime_ops -Igraphopt/rounding $(EMULATION)/bridge.cc \
+		-o $(EMULATED)/bridge.so
+	@touch $@
 
 $(SANITIZED_READY): $(READY) $(NATIVE)
 	@rm -rf $(SANITIZED)/graphopt

@@ -27,7 +27,10 @@ GENAI_CONFIG = "genai_config.json"
 MOST_REQUESTS, MOST_TOKENS = 16, 512
 """Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
 
-PAGED = Rule("genai.caches-in-pages", "its caches lie in pages that the caller allocates")
+PAGED = Rule(
+    "genai.caches-in-pages",
+    "its caches lie in pages that the caller allocates; --set lower.caches=growing leaves them as they are for ort-cpu",
+)
 NO_MASK = Rule("genai.no-mask", "the graph has no attention_mask input")
 UNEVEN = Rule(
     "genai.layers-differ", "its layers differ in KV heads or head size, or are not numbered from 0", also=["layers"]

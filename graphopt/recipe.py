@@ -12,6 +12,7 @@ import onnx_ir as ir
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
 
+from graphopt.analysis.paged import has_growing_caches
 from graphopt.errors import InputError
 from graphopt.passes import PASSES, imports_of
 from graphopt.passes.base import Pass, StepOptions
@@ -21,7 +22,7 @@ from graphopt.passes.phases import PHASES
 from graphopt.runtime import ACCURACY_LEVEL
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.statistics.options import CalibrationOptions
-from graphopt.targets import ChosenTarget, Target, target_options
+from graphopt.targets import STEPS_OF, ChosenTarget, Target, target_options
 
 
 def _of_registry(step: object) -> object:
@@ -36,13 +37,6 @@ def _of_registry(step: object) -> object:
 
 Step = Annotated[SerializeAsAny[StepOptions], BeforeValidator(_of_registry)]
 """The options of one pass, told apart by ``step``; which there are is what :data:`graphopt.passes.PASSES` holds."""
-
-_OF_TARGET: dict[Target, tuple[str, ...]] = {
-    "portable": (),
-    "ort-cpu": ("merge_products", "flatten_heads"),
-    "ort-cuda": ("merge_products",),
-}
-"""The steps beside ``lower`` that a target adds to every recipe."""
 
 
 class Recipe(BaseModel):
@@ -92,7 +86,7 @@ class Recipe(BaseModel):
         recipe = self.adding("lower")
         if target is not None:
             recipe = recipe.setting("lower", **target_options(target))
-            for step in _OF_TARGET[recipe.target]:
+            for step in STEPS_OF[recipe.target]:
                 recipe = recipe.adding(step)
         return recipe
 
@@ -114,13 +108,18 @@ class Recipe(BaseModel):
         """Return the recipe with all steps that ``graph`` needs and it does not name.
 
         These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes,
-        ``lower``, ``compact_scales`` if there are codes, and ``tie_embedding`` if no step changes weights.
+        ``page_kv`` for ``ort-cpu`` if caches grow and no step is about caches, ``lower``, ``compact_scales`` if there
+        are codes, and ``tie_embedding`` if no step changes weights.
         """
         phases = {PASSES[step.step].phase() for step in self.steps}
         recipe = self.importing(graph)
         if phases & {"codes", "lower"} and PASSES["unpack"].needed(graph):
             recipe = recipe.adding("unpack")
         recipe = recipe.lowered()
+        lower = next(step for step in recipe.steps if isinstance(step, LowerOptions))
+        paged = (lower.target, lower.caches) == ("ort-cpu", "pages")
+        if "cache" not in phases and paged and has_growing_caches(graph):
+            recipe = recipe.adding("page_kv")
         if not phases & {"algebra", "codes"} and PASSES["tie_embedding"].needed(graph):
             recipe = recipe.adding("tie_embedding")
         return recipe.adding("compact_scales") if "codes" in phases or PASSES["widen_scales"].needed(graph) else recipe
@@ -266,6 +265,7 @@ def _set(recipe: Recipe, text: str) -> Recipe:
     except yaml.YAMLError as error:
         raise InputError(f"the value of {place} is not YAML: {error}") from error
     first, *inner = path
+    recipe = recipe.adding(name) if name == "lower" else recipe  # every recipe has it in the end
     step = next((step for step in recipe.steps if step.step == name), None)
     if step is not None:
         first = step.renamed.get(first, first)

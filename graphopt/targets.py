@@ -10,11 +10,20 @@ Device = Literal["cpu", "cuda"]
 Target = Literal["portable", "ort-cpu", "ort-cuda"]
 """What a model is made for; see the step ``lower``."""
 
-InstructionSet = Literal["avx512", "avxvnni", "avx2", "scalar"]
-"""A set of vector instructions that graphopt's kernels are compiled for, the fastest first."""
+InstructionSet = Literal["avx512", "avxvnni", "avx2", "i8mm", "dotprod", "neon", "scalar"]
+"""A set of vector instructions that kernels are compiled for, the fastest first: three of x86, then three of ARM."""
 
 ChosenTarget = Literal[
-    "portable", "ort-cpu", "ort-cpu:avx512", "ort-cpu:avxvnni", "ort-cpu:avx2", "ort-cpu:scalar", "ort-cuda"
+    "portable",
+    "ort-cpu",
+    "ort-cpu:avx512",
+    "ort-cpu:avxvnni",
+    "ort-cpu:avx2",
+    "ort-cpu:i8mm",
+    "ort-cpu:dotprod",
+    "ort-cpu:neon",
+    "ort-cpu:scalar",
+    "ort-cuda",
 ]
 """A target as command lines and :func:`graphopt.optimize` take it: of a CPU also with its instruction set."""
 
@@ -23,3 +32,11 @@ def target_options(chosen: ChosenTarget) -> dict[str, str]:
     """Return the options of the step ``lower`` that a target means: ``ort-cpu:avx2`` names ``instructions`` too."""
     target, _, instructions = chosen.partition(":")
     return {"target": target, "instructions": instructions} if instructions else {"target": target}
+
+
+STEPS_OF: dict[Target, tuple[str, ...]] = {
+    "portable": (),
+    "ort-cpu": ("merge_products", "flatten_heads"),
+    "ort-cuda": ("merge_products",),
+}
+"""The steps beside ``lower`` that a target adds to every recipe."""

@@ -33,7 +33,7 @@ MIXED = {
 Decode = Callable[[np.ndarray, str], np.ndarray]
 
 
-def llama() -> Any:
+def llama(layers: int = LAYERS) -> Any:
     """Return a random Llama of transformers with tied embeddings."""
     import torch
     import transformers
@@ -43,7 +43,7 @@ def llama() -> Any:
         vocab_size=VOCABULARY,
         hidden_size=WIDTH,
         intermediate_size=2 * WIDTH,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=HEADS,
         num_key_value_heads=CACHES,
         max_position_embeddings=POSITIONS,
@@ -105,7 +105,9 @@ def write_llama(
 
 
 def exported(tokenizer: Path) -> Path:
-    """Return a folder with ``llama.gguf``, of the types in :data:`MIXED`, and its export ``artifact``; read-only.
+    """Return a folder with ``llama.gguf``, of one layer and the types in :data:`MIXED`, and its export ``artifact``.
+
+    Treat both as read-only.
 
     Args:
         tokenizer: as for :func:`write_llama`.
@@ -116,7 +118,7 @@ def exported(tokenizer: Path) -> Path:
         from graphopt.models.export import export
 
         folder.mkdir()
-        write_llama(llama(), folder / "llama.gguf", MIXED, tokenizer=tokenizer)
+        write_llama(llama(1), folder / "llama.gguf", MIXED, tokenizer=tokenizer)
         export(folder / "llama.gguf", folder / "artifact")
 
     return once("gguf", (*EXPORTS, "tests/ggufs.py", "graphopt/gguf/*.py", "graphopt/models/gguf/*.py"), make)

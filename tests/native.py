@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +16,12 @@ from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
 
-INSTRUCTIONS = ("scalar", "avx2", "avxvnni", "avx512")
+EMULATOR_VARIABLE = "GRAPHOPT_EMULATOR"
+"""Names the command that runs emulated kernels, where the library is ``emulated/bridge.cc``."""
+
+_ON_ARM = EMULATOR_VARIABLE in os.environ or platform.machine() in ("aarch64", "arm64")
+INSTRUCTIONS = ("scalar", "neon", "dotprod", "i8mm") if _ON_ARM else ("scalar", "avx2", "avxvnni", "avx512")
+"""What the library may have kernels for, the fastest last."""
 
 needs_library = pytest.mark.skipif(
     os.environ.get(PATH_VARIABLE) == "", reason=f"{PATH_VARIABLE} says that there is no library of native operators"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,7 @@ def imports(file: Path) -> Iterator[str]:
         yield from (name.split(".")[1] for name in names if name.startswith("graphopt."))
 
 
+@functools.cache
 def edges() -> set[tuple[str, str]]:
     """Return which part of the package imports which other one."""
     found = set()

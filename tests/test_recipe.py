@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphopt import artifact
 from graphopt.errors import InputError
 from graphopt.passes import PASSES
 from graphopt.passes.algebra.fold_norms import FoldNormsOptions
@@ -24,6 +26,7 @@ from graphopt.recipe import Recipe, load_recipe, presets
 from graphopt.runtime import ACCURACY_LEVEL
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
+from tests.graphs import residual_model
 
 FORMATS = st.sampled_from(["int4", "uint8", "fp6-e2m3", "nf4", (-1.0, 0.0, 0.5)])
 LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256, None]))
@@ -198,6 +201,30 @@ def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
 
 
+def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> None:
+    grows, nothing = artifact.read(llama_artifact).model.graph, residual_model().graph
+    plain = load_recipe("int4-rtn")
+
+    def added(recipe: Recipe, graph: ir.Graph) -> bool:
+        before, after = (sum(step.step == "page_kv" for step in each.steps) for each in (recipe, recipe.fitting(graph)))
+        assert before <= after <= 1  # a step is added once, and none goes
+        return after > before
+
+    assert added(plain.lowered("ort-cpu"), grows)
+    assert not added(plain.lowered("ort-cpu"), nothing), "it has no cache"
+    assert not added(plain, grows), "its target is portable"
+    assert not added(plain.lowered("ort-cuda"), grows)
+    assert not added(plain.lowered("ort-cpu").setting("lower", caches="growing"), grows)
+    assert not added(load_recipe("kv4").lowered("ort-cpu"), grows), "another step is about caches"
+
+
+def test_options_of_lower_can_be_set_where_a_recipe_leaves_it_out(llama_artifact: Path) -> None:
+    recipe = load_recipe("int4-rtn", options=["lower.caches=growing"]).lowered("ort-cpu")
+    assert recipe.steps[-1] == LowerOptions(target="ort-cpu", caches="growing")
+    fitted = recipe.fitting(artifact.read(llama_artifact).model.graph)
+    assert "page_kv" not in [step.step for step in fitted.steps]
+
+
 def test_a_target_may_name_the_instruction_set() -> None:
     recipe = load_recipe("int4-rtn").lowered("ort-cpu:avx2")
     assert recipe.steps[-1] == LowerOptions(target="ort-cpu", instructions="avx2")
@@ -215,9 +242,10 @@ def test_an_instruction_set_that_nobody_names_is_that_of_this_machine(monkeypatc
         assert named.on_this_machine() == named
 
 
-def test_a_manifest_that_names_no_instruction_set_was_made_for_avx512() -> None:
+def test_a_manifest_that_names_neither_instructions_nor_caches_is_an_older_one() -> None:
     older = {"name": "a", "steps": [{"step": "lower", "target": "ort-cpu"}]}
-    assert Recipe.recorded(older).steps == (LowerOptions(target="ort-cpu", instructions="avx512"),)
+    expected = LowerOptions(target="ort-cpu", instructions="avx512", caches="growing")
+    assert Recipe.recorded(older).steps == (expected,)
 
 
 def test_float16_is_the_last_step_and_asked_for_once() -> None:

@@ -27,16 +27,16 @@ from graphopt.decoding.drafts.named import speculation_named
 from graphopt.decoding.sampling import GREEDY, Sampling
 from graphopt.decoding.speculation import Speculation
 from graphopt.session import Session
-from tools.bench.drafting import Known, Task, tasks, tokens_of, written
+from tools.bench.drafting import Known, Task, step_medians, tasks, tokens_of, written
 
 KNOWN = "known:"
 """What begins the name of a drafter that knows the text and is right with the chance that follows."""
 
 
 def predicted(session: Session, chance: float, length: int) -> float:
-    """Return the speed against single tokens as costs say it: E c(1) / c(1 + length)."""
-    costs = costs_of(session, 1)
-    return tokens_of(chance, length) * costs.of(1) / costs.of(1 + length)
+    """Return the speed against single tokens as the medians of steps say it: E c(1) / c(1 + length)."""
+    alone, together = step_medians(session, (1, 1 + length))
+    return tokens_of(chance, length) * alone / together
 
 
 def measured(

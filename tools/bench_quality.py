@@ -2,12 +2,15 @@
 
     python tools/bench_quality.py smollm2.gguf -o work                                  # ours and onnxruntime's
     python tools/bench_quality.py smollm2.gguf -o work --llama-quantize llama.cpp/build/bin/llama-quantize
+    python tools/bench_quality.py stdlib_lm -o work                                     # a model in floats
 
-The model is a GGUF file whose weights lie on a grid of codes; they get noise of half a step (seed 0), so that none
-profits from the grid. Every row is compared with that float model on the text of the verdict (docs/quality.md): half
-English, half Python, which nothing here is calibrated on. MB are those of the weights, all of them.
+A GGUF file has weights on a grid of codes; they get noise of half a step (seed 0), so that none profits from the grid.
+Any other model is taken as it is: what ``graphopt export`` takes, or a folder that it made. Every row is compared with
+that float model on the text of the verdict (docs/quality.md): half English, half Python, which nothing here is
+calibrated on. MB are those of the weights, all of them.
 
 llama.cpp's files are decoded and run as floats, and so are its inputs; ours and onnxruntime's run as they do in an app.
+Its rows need a GGUF file to begin with.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.quality.compare import Quality, compare
 from graphopt.quality.texts import held_out_texts
 from graphopt.recipe import Recipe
+from graphopt.statistics.options import CalibrationOptions
+from graphopt.tasks import task_of
+from graphopt.tokens import texts_of
 from graphopt.weights.expression import nodes_below
 from tools.peers import gguf as llama_cpp
 from tools.peers import nbits
@@ -43,6 +49,8 @@ from tools.real.dither import dither, dithered, put_weights
 RECIPES = ("int3", "int4-rtn", "int4", "nf4", "small", "medium", "fp6", "large")
 KINDS = ("IQ2_XS", "Q2_K", "IQ3_XXS", "IQ3_S", "Q3_K_M", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K")
 _WINDOW = 512
+# That onnxruntime's GPTQ runs the model on, once for each of its products' inputs.
+_WINDOWS = 8
 
 
 @dataclass(frozen=True)
@@ -74,13 +82,13 @@ class Bench:
     """The float model and where everything goes.
 
     Attributes:
-        file: the GGUF file.
+        file: the GGUF file; ``None`` for a model that came in floats.
         floats: the artifact that every row is compared with.
         folder: where artifacts go.
         tokens: of text that is scored.
     """
 
-    file: Path
+    file: Path | None
     floats: Path
     folder: Path
     tokens: int
@@ -104,11 +112,20 @@ class Bench:
         plain, folder = self.folder / "canonical", self.folder / "nbits"
         if not plain.exists():
             graphopt.optimize(self.floats, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), plain)
-        size = nbits.quantized(plain, method, group, folder)
+        size = nbits.quantized(plain, method, group, folder, self.feeds() if method == "GPTQ" else ())
         return self.row("onnxruntime", f"{method}, groups of {group}", folder, size)
 
+    def feeds(self) -> list[dict[str, np.ndarray]]:
+        """Return what onnxruntime's GPTQ calibrates on: a few windows of the text that ours does."""
+        source = artifact.read(self.floats)
+        options = CalibrationOptions(windows=_WINDOWS, window=_WINDOW)
+        texts = texts_of(source.companions, options, source.manifest.model.max_positions)
+        graph = source.model.graph
+        return [dict(task_of(graph).text_feeds(graph, text[None])) for text in texts]
+
     def llama_cpp(self, binary: Path, kinds: list[str]) -> Iterator[Row]:
-        """Yield a row for each type of llama.cpp's."""
+        """Yield a row for each type of llama.cpp's; the model came in a GGUF file."""
+        assert self.file is not None
         file = open_gguf(self.file)
         floats, importance = self.folder / "floats.gguf", self.folder / "importance.dat"
         if not floats.exists():
@@ -138,30 +155,40 @@ class Bench:
         return squares
 
 
+def opened(model: str, output: Path, tokens: int) -> Bench:
+    """Return a bench for a model: its float artifact is made in ``output`` unless it is there."""
+    floats, exported = output / "floats", output / "exported"
+    if (Path(model) / artifact.MODEL).is_file():
+        return Bench(None, Path(model), output, tokens)
+    stepped = model.endswith(".gguf")
+    if not (exported if stepped else floats).exists():
+        graphopt.export(model, exported if stepped else floats)
+    if not floats.exists():
+        dither(exported, Path(model), floats)
+    return Bench(Path(model) if stepped else None, floats, output, tokens)
+
+
 def main(
-    model: Annotated[Path, typer.Argument(help="a GGUF file in Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0")],
+    model: Annotated[str, typer.Argument(help="a GGUF file in Q4_0, Q4_1, Q5_0, Q5_1 or Q8_0, or a model in floats")],
     output: Annotated[Path, typer.Option("-o", "--output", help="where artifacts and statistics go")],
     recipe: Annotated[list[str] | None, typer.Option(help="presets or files, instead of the usual ones")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="of held-out text to score")] = 2048,
     group: Annotated[list[int] | None, typer.Option(help="groups of onnxruntime's quantizers")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="methods of onnxruntime's, instead of all")] = None,
     llama_quantize: Annotated[Path | None, typer.Option(help="llama.cpp's program; without it its rows fail")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="types of llama.cpp's, instead of the usual ones")] = None,
     only: Annotated[list[str] | None, typer.Option(help="graphopt, onnxruntime, llama.cpp: some of them")] = None,
 ) -> None:
     """Make every row, print it as it comes, and the rows that are best for their bytes at the end."""
     output.mkdir(parents=True, exist_ok=True)
-    if not (output / "exported").exists():
-        graphopt.export(model, output / "exported")
-    if not (output / "floats").exists():
-        dither(output / "exported", model, output / "floats")
-    bench, engines = Bench(model, output / "floats", output, tokens), only or ["graphopt", "onnxruntime", "llama.cpp"]
+    bench, engines = opened(model, output, tokens), only or ["graphopt", "onnxruntime", "llama.cpp"]
     print("| engine | way | MB | divergence, nats | 99% | same first choice | perplexity |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     jobs: list[Callable[[], Row]] = []
     if "graphopt" in engines:
         jobs += [lambda name=name: bench.ours(name) for name in recipe or RECIPES]  # type: ignore[misc]
     if "onnxruntime" in engines:
-        ways = [(method, size) for method in nbits.METHODS for size in group or [32]]
+        ways = [(name, size) for name in method or nbits.METHODS for size in group or [32]]
         jobs += [lambda way=way: bench.onnxruntime(*way) for way in ways]  # type: ignore[misc]
     rows: list[Row] = []
     for job in jobs:
@@ -170,7 +197,9 @@ def main(
             print(rows[-1], flush=True)
         except (GraphoptError, ImportError, ValueError, RuntimeError) as error:
             print(f"| failed: {error} |", flush=True)
-    if "llama.cpp" in engines and llama_quantize is not None:
+    if "llama.cpp" in engines and llama_quantize is not None and bench.file is None:
+        print("| failed: llama.cpp's rows need a GGUF file |", flush=True)
+    elif "llama.cpp" in engines and llama_quantize is not None:
         for row in bench.llama_cpp(llama_quantize, kind or list(KINDS)):
             rows.append(row)
             print(row, flush=True)

@@ -25,12 +25,9 @@ int main(int count, char** arguments) {
   OrtMemoryInfo* const memory = call.make<OrtMemoryInfo*, ort::CreateCpuMemoryInfo>(ort::kArena, ort::kDefault);
 
   const size_t length = count - 4;
-  std::vector<int64_t> tokens(length), mask(length, 1), positions(length);
-  std::transform(arguments + 4, arguments + count, tokens.begin(), std::atoll);
-  std::iota(positions.begin(), positions.end(), 0);
-
   std::vector<const char*> names;
   std::vector<OrtValue*> values;
+  std::vector<std::vector<int64_t>> inputs;
   for (size_t i = 0; i < call.make<size_t, ort::SessionGetInputCount>(session); ++i) {
     names.push_back(call.make<char*, ort::SessionGetInputName>(session, i, allocator));
     OrtTypeInfo* const info = call.make<OrtTypeInfo*, ort::SessionGetInputTypeInfo>(session, i);
@@ -39,13 +36,18 @@ int main(int count, char** arguments) {
     std::vector<int64_t> shape(call.make<size_t, ort::GetDimensionsCount>(tensor));
     call.run<ort::GetDimensions>(tensor, shape.data(), shape.size());
     const std::string name = names.back();
-    auto& numbers = name == "input_ids" ? tokens : name == "attention_mask" ? mask : positions;
     shape[0] = 1;
     if (shape.size() == 2) shape[1] = static_cast<int64_t>(length);
-    if (shape.size() == 4) shape[2] = 0;  // a cache, [batch, heads, past, width]: there is no past
-    const size_t bytes = shape.size() == 2 ? length * sizeof(int64_t) : 0;
-    values.push_back(call.make<OrtValue*, ort::CreateTensorWithDataAsOrtValue>(memory, numbers.data(), bytes,
-                                                                               shape.data(), shape.size(), type));
+    // A cache: [batch, heads, past, width] without a past, or as many pages as there are tokens, which is enough.
+    if (shape.size() == 4) shape[2] = name.back() == 's' ? static_cast<int64_t>(length) : 0;
+    const size_t size = std::accumulate(shape.begin(), shape.end(), size_t{1}, [](auto a, auto b) { return a * b; });
+    auto& numbers = inputs.emplace_back(size + 1);  // zeros, never none
+    if (name == "input_ids") std::transform(arguments + 4, arguments + count, numbers.begin(), std::atoll);
+    if (name == "attention_mask") std::fill(numbers.begin(), numbers.end(), 1);
+    if (name == "position_ids") std::iota(numbers.begin(), numbers.end(), 0);
+    if (name == "new_length") numbers[0] = static_cast<int64_t>(length);
+    values.push_back(call.make<OrtValue*, ort::CreateTensorWithDataAsOrtValue>(
+        memory, numbers.data(), size * sizeof(int64_t), shape.data(), shape.size(), type));
   }
   const char* const output = "logits";
   OrtValue* logits = nullptr;  // float [1, length, vocabulary]

@@ -74,12 +74,12 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 
 
 def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
-    """Return the node that reads ``value``, its numbers in another type or rows of it, in one of the roles."""
+    """Return the node that reads ``value``, in one of the roles: its numbers in another type, scaled, or rows of it."""
     for use in value.uses():
         read = port_at(*use)
         if read is not None and read.role in roles:
             return use.node
-        if use.node.op_type in ("Gather", "Cast") and use.idx == 0:
+        if (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul":
             found = reader_of(use.node.outputs[0], roles)
             if found is not None:
                 return found

@@ -14,7 +14,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import STATES, CachePort, past_port
+from graphopt.analysis.ports import BLOCK_TABLE, PAST_LENGTH, STATES, CachePort, past_port
 from graphopt.errors import InputError
 from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops import port as input_of
@@ -121,6 +121,12 @@ def layer_of(node: ir.Node) -> PagedLayer:
 def layers_of(graph: ir.Graph) -> tuple[PagedLayer, ...]:
     """Read all ``KVAttention`` nodes of the graph; see :func:`layer_of`."""
     return tuple(layer_of(node) for node in kv_nodes(graph))
+
+
+def has_growing_caches(graph: ir.Graph) -> bool:
+    """Return whether caches of the graph get longer at each step: they lie neither in pages nor in a pool of blocks."""
+    names = {value.name for value in graph.inputs}
+    return any(past_port(value) for value in graph.inputs) and PAST_LENGTH not in names and BLOCK_TABLE not in names
 
 
 def describe(model: ir.Model) -> None:

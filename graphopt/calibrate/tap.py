@@ -20,7 +20,7 @@ from graphopt.passes import imports_of
 from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
 from graphopt.passes.context import Surroundings
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
-from graphopt.runtime_ops import port
+from graphopt.runtime_ops import bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
 from graphopt.tasks import task_of
 from graphopt.tasks.causal_lm.interface import Interface
@@ -131,7 +131,8 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
         value.type = ir.TensorType(ir.DataType.FLOAT)
     model.graph.outputs.clear()
     model.graph.outputs.extend(values.values())
-    RemoveUnusedNodesPass()(model)
+    with bodies_aside(model):
+        RemoveUnusedNodesPass()(model)
     with shared.runner.opened(model) as session:
         yield Tap(session, interface, layers, windowed)
 

@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import coded_nodes, dequantize_of
+from graphopt.analysis.codes import ROUND_ACTIVATIONS, coded_nodes, dequantize_of
 from graphopt.analysis.contrib import contrib_nodes
 from graphopt.checks.snapshots import Snapshots
+from graphopt.editing import bypass
 from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Effect, Fact, Rule
 from graphopt.memory import available_memory
@@ -31,6 +32,7 @@ from graphopt.passes.base import Pass
 from graphopt.passes.lower.lower import lowered
 from graphopt.running import Runner
 from graphopt.runtime import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS
+from graphopt.runtime_ops import DOMAIN
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH, Floats
 from graphopt.weights.evaluate import Evaluator
@@ -137,9 +139,9 @@ class Verifier:
     def check(self, model: ir.Model, name: str, effect: Effect) -> Check:
         """Run the model after the pass called ``name`` and compare.
 
-        onnxruntime rounds the inputs of its own products with codes to int8, if session entries let it. The graph says
-        nothing of it, and it makes a step of 1/127 of a difference in the last place: where that may be why a model
-        behind exact passes differs, both are run without. Lossy ones are measured by what will run.
+        Inputs of products with codes may be rounded to a few bits: by onnxruntime, if session entries let it, or by
+        ``RoundActivations``. A difference in the last place then becomes a step of 1/127 or more: where that may be why
+        a model behind exact passes differs, both are run without. Lossy ones are measured by what will run.
 
         Raises:
             VerificationError: an exact pass moved what is compared, or any pass made it NaN or infinite.
@@ -224,10 +226,15 @@ class Verifier:
         """Return what a model computes, with inputs in floats too."""
         if said.model is None:
             return said
+        for node in _roundings(said.model):
+            assert node.inputs[0] is not None
+            bypass(node, node.inputs[0])
         return dataclasses.replace(said, model=None, in_floats=self._run(said.model, self._in_floats))
 
     def _rounds(self, model: ir.Model) -> bool:
-        """Return whether onnxruntime may round inputs of products, which the graph does not say."""
+        """Return whether inputs of products are rounded: by the graph, or, as it does not say, by onnxruntime."""
+        if _roundings(model):
+            return True
         if self.runner.entries.get(ACCURACY_LEVEL, "0") == "0":
             return False
         readers = (dequantize_of(node) for node in coded_nodes(model.graph))
@@ -247,6 +254,10 @@ class Verifier:
             task = self._task or task_of(model.graph)
             self._probe = task.probe(model.graph, context=self._context)
         return self._probe
+
+
+def _roundings(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if (node.domain, node.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name)]
 
 
 @contextlib.contextmanager

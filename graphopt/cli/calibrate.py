@@ -34,10 +34,10 @@ def calibrate(
         found = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)
     if as_json:
         return print_json(found)
-    table = Table("input", "numbers", "tokens", "always 0", "rms", "largest", "kurtosis")
+    table = Table("input", "numbers", "tokens", "always 0", "rms", "largest", "kurtosis", "4 bits add")
     for each in found:
         figures = (f"{each.rows:,}", f"{each.tokens:,}", f"{each.dead:,}", f"{each.mean_square**0.5:.3g}")
-        table.add_row(each.value, *figures, f"{each.largest:.3g}", f"{each.kurtosis:.1f}")
+        table.add_row(each.value, *figures, f"{each.largest:.3g}", f"{each.kurtosis:.1f}", f"{each.noise:.2%}")
     out.print(table)
     out.print(f"kept in {folder}: give it to `graphopt optimize` as --statistics", soft_wrap=True)
     return None

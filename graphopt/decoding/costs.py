@@ -45,23 +45,27 @@ class Costs:
 
     seconds: dict[int, float]
     different: tuple[int, ...] = ()
-    _drift: float = field(default=0.0, init=False)  # logarithm of what all widths have become slower by
+    _drift: float = field(default=1.0, init=False)  # what all widths have become slower by
+
+    def __post_init__(self) -> None:
+        widest = max(self.seconds)
+        self._width = [next(each for each in self.seconds if each >= columns) for columns in range(widest + 1)]
 
     def of(self, columns: int) -> float:
         """Return the seconds of a step of so many columns: those of the next width that was measured."""
-        width = next((each for each in self.seconds if each >= columns), max(self.seconds))
-        return self.seconds[width] * math.exp(self._drift) * max(1.0, columns / width)
+        if columns < len(self._width):  # asked several times a token
+            return self.seconds[self._width[columns]] * self._drift
+        return self.seconds[self._width[-1]] * self._drift * columns / self._width[-1]
 
     def observe(self, columns: int, seconds: float) -> None:
         """Take in the time of a step; contexts grow, and other programs come and go."""
-        if columns > max(self.seconds) or seconds <= 0:
+        if columns >= len(self._width) or seconds <= 0:
             return
         # A single time may be far off: the machine was busy.
         wrong = min(1.0, max(-1.0, math.log(seconds / self.of(columns))))
-        self._drift += _PACE * wrong
-        width = next(each for each in self.seconds if each >= columns)
-        if width == columns:
-            self.seconds[width] *= math.exp(_PACE / 2 * wrong)
+        self._drift *= math.exp(_PACE * wrong)
+        if columns in self.seconds:
+            self.seconds[columns] *= math.exp(_PACE / 2 * wrong)
 
 
 _known: WeakKeyDictionary[object, dict[int, Costs]] = WeakKeyDictionary()

@@ -20,7 +20,7 @@ from graphopt.analysis.ports import (
     exported_name,
     past_port,
 )
-from graphopt.errors import InputError
+from graphopt.models.states import other_input
 
 BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
 """Names of the dimensions that vary."""
@@ -71,12 +71,7 @@ def _rename(graph: ir.Graph) -> None:
         if name is not None:
             value.name = name
         elif value.is_graph_input() and value.name not in _FIRST_INPUTS:
-            raise InputError(
-                "the model has an input other than tokens, mask, token types, positions and key-value caches",
-                tensor=value.name,
-                shape=None if value.shape is None else [str(dimension) for dimension in value.shape],
-                remedy="graphopt takes encoders, and decoder-only models whose only states are key-value caches",
-            )
+            raise other_input(value.name, None if value.shape is None else [str(size) for size in value.shape])
     first = [value for name in _FIRST_INPUTS for value in graph.inputs if value.name == name]
     caches = [value for value in graph.inputs if value not in first]
     graph.inputs.clear()

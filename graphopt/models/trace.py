@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
+from graphopt.models.states import confirm_caches
 from graphopt.tasks import TASKS, TaskName
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
     """Return what transformers' exporter makes of ``model``, with the names that it gives.
 
     Raises:
-        InputError: the exporter fails on it.
+        InputError: the exporter fails on it, or its state is not a key-value cache.
         MissingDependencyError: a package that the exporter needs is missing or too old.
     """
     torch, _ = import_export_packages()
@@ -90,11 +92,16 @@ def export_graph(model: Any, source: str) -> ir.Model:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
         try:
             traced, inputs = _SAMPLES[_task_of(model)](torch, model)
+            if _task_of(model) == "causal_lm":
+                confirm_caches(inputs, source)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
-            with _without_stack_traces(), torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+            uncached = torch._dynamo.config.patch(fake_tensor_cache_enabled=False)
+            with uncached, _without_stack_traces(), _without_other_families():
                 program: ir.Model = exporter.export(traced, inputs, config=config).program
+        except InputError:
+            raise
         except Exception as error:
             raise InputError(
                 f"transformers cannot export this {type(model).__name__} to ONNX ({reason_of(error)})",
@@ -114,6 +121,24 @@ def _without_stack_traces() -> Iterator[None]:
         yield
     finally:
         config.do_not_emit_stack_traces = before
+
+
+@contextlib.contextmanager
+def _without_other_families() -> Iterator[None]:
+    """Keep transformers from importing the thirty families that it has patches for: a model uses what is imported."""
+    known: dict[str, list[tuple[str, str, Any]]] = importlib.import_module("transformers.exporters.utils")._PATCHES
+    before = {backend: list(patches) for backend, patches in known.items()}
+    families = "transformers.models."
+    for patches in known.values():
+        patches[:] = [
+            patch
+            for patch in patches
+            if not patch[0].startswith(families) or ".".join(patch[0].split(".")[:4]) in sys.modules
+        ]
+    try:
+        yield
+    finally:
+        known.update(before)
 
 
 def sample_of(model: Any) -> dict[str, torch.Tensor]:

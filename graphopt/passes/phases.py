@@ -17,7 +17,7 @@ from graphopt.analysis.codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of
 from graphopt.analysis.structure import reads_packed
 from graphopt.errors import VerificationError
 from graphopt.runtime import NEWEST_OPSET
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import DOMAIN, calls_of
 
 Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -73,13 +73,15 @@ class Breaches:
 
 def breaches(model: ir.Model, phase: Phase) -> Breaches:
     """Return what breaks the invariants of ``phase`` in ``model``."""
-    made, inside = Breaches(), {node for body in model.functions.values() for node in body.all_nodes()}
+    made = Breaches()
     for rule in INVARIANTS:
         if phase in rule.phases:
-            for node in rule.broken_by(model):
-                made.found.append((rule, node))
-                if node is not None and node in inside:
-                    made.in_bodies.add((rule.name, node.domain, node.op_type))
+            made.found += [(rule, node) for node in rule.broken_by(model)]
+    if made.found:
+        inside = {node for body in model.functions.values() for node in body.all_nodes()}
+        made.in_bodies = {
+            (rule.name, node.domain, node.op_type) for rule, node in made.found if node is not None and node in inside
+        }
     return made
 
 
@@ -109,10 +111,11 @@ def _identity(node: ir.Node) -> tuple[str, ...]:
     return (node.domain, node.op_type, *(value.name or "" for value in node.outputs))
 
 
-def _all_nodes(model: ir.Model) -> Iterator[ir.Node]:
-    yield from model.graph.all_nodes()
+def _calls(model: ir.Model) -> Iterator[ir.Node]:
+    """Yield the nodes of the graph and of bodies that are of no standard operator."""
+    yield from calls_of(model.graph)
     for body in model.functions.values():
-        yield from body.all_nodes()
+        yield from calls_of(body)
 
 
 def _other_opset(model: ir.Model) -> Iterator[None]:
@@ -132,14 +135,11 @@ def _not_in_opset(model: ir.Model) -> Iterator[ir.Node]:
 
 
 def _without_body(model: ir.Model) -> Iterator[ir.Node]:
-    return (node for node in _all_nodes(model) if node.domain == DOMAIN and node.op_identifier() not in model.functions)
+    return (node for node in _calls(model) if node.domain == DOMAIN and node.op_identifier() not in model.functions)
 
 
 def _foreign(model: ir.Model) -> Iterator[ir.Node]:
-    ours = ("", DOMAIN)
-    return (
-        node for node in _all_nodes(model) if node.domain not in ours and node.op_identifier() not in model.functions
-    )
+    return (node for node in _calls(model) if node.domain != DOMAIN and node.op_identifier() not in model.functions)
 
 
 def _packed(model: ir.Model) -> Iterator[ir.Node]:

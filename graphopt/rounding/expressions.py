@@ -13,6 +13,7 @@ from graphopt.formats.table import TableFormat
 from graphopt.rounding.half import fits_half
 from graphopt.rounding.method import RoundingMethod
 from graphopt.rounding.methods.nearest import NEAREST
+from graphopt.rounding.nearest import Quantized
 from graphopt.rounding.scales import Scale
 from graphopt.weights import Array, Expression, Like, Part, Region, Several, Shape
 
@@ -60,14 +61,21 @@ class Rounded(Several):
 
     def evaluate(self) -> dict[str, Array]:
         """Round the matrix once."""
+        return self.promised(self.rounded()[1])
+
+    def rounded(self) -> tuple[npt.NDArray[np.float32], Quantized]:
+        """Return the matrix with groups along its rows, and what the method made of it."""
         matrix = np.asarray(self.of.numpy(), dtype=np.float32)
         matrix = matrix.T if self.axis else matrix
         half = self.half and fits_half(matrix, self.table, self.group)
         stored = np.float16 if half else self.of.dtype.numpy()
         statistics = None if self.statistics is None else self.statistics.numpy()
-        rounded = self.method.round(
+        return matrix, self.method.round(
             matrix, self.table, self.group, self.scale, scale_type=stored, statistics=statistics
         )
+
+    def promised(self, rounded: Quantized) -> dict[str, Array]:
+        """Return codes, scales and zero points in the types and shapes of :attr:`parts`."""
         made: dict[str, npt.NDArray[Any]] = {"codes": rounded.codes, "scales": rounded.scales}
         if rounded.zero_points is not None:
             made["zero_points"] = rounded.zero_points

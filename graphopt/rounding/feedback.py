@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from graphopt.formats.table import TableFormat
 from graphopt.rounding.nearest import Quantized
-from graphopt.rounding.scales import Doubles, Scale, decoded, encoded
+from graphopt.rounding.rows import Rows
+from graphopt.rounding.scales import Doubles, Scale
 from graphopt.rounding.search import Search
 
 # Rows that one product corrects, and columns that are rounded together: what a row touches stays in a core's cache.
@@ -78,7 +79,7 @@ def _choose(
     numbers: Doubles, these: slice, group: int, rule: Rule, scales: Doubles, zero_points: npt.NDArray[np.uint8]
 ) -> None:
     importance = None if rule.importance is None else rule.importance[None, these, None]
-    chosen = rule.search.choose(numbers[None], rule.table, rule.scale, rule.scale_type, importance)
+    chosen = rule.search.scaling(numbers[None], rule.table, rule.scale, rule.scale_type, importance)
     scales[group], zero_points[group] = chosen.scales[0], chosen.zero_points[0]
 
 
@@ -92,7 +93,7 @@ def _round(
     zero_points: npt.NDArray[np.uint8],
 ) -> None:
     """Round some columns; ``scales`` and ``zero_points`` are given if static, else chosen where a group begins."""
-    rows, table = len(numbers), rule.table
+    rows, rounded = len(numbers), Rows(rule.table)
     # A group's scale is chosen for all of its rows at once, so either block holds whole groups or lies within one.
     inner = min(rule.group, _ROWS)
     outer = rule.group if rule.group > _ROWS else _ROWS // rule.group * rule.group
@@ -111,7 +112,8 @@ def _round(
                 _choose(target, slice(first, last), first // rule.group, rule, scales, zero_points)
             for row in range(first, last):
                 goal, place = target[row - first], order[row]
-                goal += upper[first:row, row] @ errors[first:row]
-                scale, point = scales[place // rule.group], zero_points[place // rule.group]
-                codes[place] = encoded(goal, table, scale, point)
-                np.subtract(numbers[place], decoded(codes[place], table, scale, point), out=errors[row])
+                if row > first:
+                    goal += upper[first:row, row] @ errors[first:row]
+                group = place // rule.group
+                value = rounded(goal, scales[group], zero_points[group], codes[place])
+                np.subtract(numbers[place], value, out=errors[row])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import onnx_ir as ir
 
 from graphopt.formats.table import TableFormat
 from graphopt.rounding.expressions import Rounded, parts_of
+from graphopt.rounding.low_rank import Corrected
 from graphopt.rounding.method import RoundingMethod
 from graphopt.rounding.methods.nearest import NEAREST
 from graphopt.rounding.scales import Scale
@@ -23,6 +26,8 @@ def quantized(
     standard: bool = True,
     method: RoundingMethod = NEAREST,
     statistics: Expression | None = None,
+    low_rank: int = 0,
+    inputs: Expression | None = None,
 ) -> dict[str, ir.TensorProtocol]:
     """Return ``codes``, ``scales`` and, where the format has them, ``zero_points`` of a matrix; nothing is read.
 
@@ -40,11 +45,15 @@ def quantized(
             its table, and zero points are values of it, in the type of scales.
         method: the rounding method.
         statistics: what the method needs to know of the weight's inputs.
+        low_rank: directions of what rounding loses that are returned as ``left`` and ``right``, see
+            :mod:`graphopt.rounding.low_rank`; 0 for none.
+        inputs: X^T X of the product's inputs, which these directions are chosen by.
 
     Raises:
         ValueError: the standard form is asked for, and ONNX has no type for the format.
     """
-    rounding = Rounded(
+    kind = functools.partial(Corrected, rank=low_rank, inputs=inputs) if low_rank else Rounded
+    rounding = kind(
         expression_of(weight),
         table,
         group,

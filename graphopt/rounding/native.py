@@ -181,10 +181,18 @@ def _doubles(array: npt.NDArray[Any] | None) -> Doubles | None:
     return None if array is None else np.ascontiguousarray(array, np.float64)
 
 
-def _call(name: str, work: ctypes.Structure) -> None:
+_NOT_HERE = "GRAPHOPT_OPS_ISA names instructions that this machine does not have"
+
+
+def _library_here() -> _Functions:
     functions = _library(str(library_path()))
-    if not getattr(functions, name)(ctypes.byref(work)):
-        raise InputError("GRAPHOPT_OPS_ISA names instructions that this machine does not have")
+    assert functions is not None
+    return functions
+
+
+def _call(name: str, work: ctypes.Structure) -> None:
+    if not getattr(_library_here(), name)(ctypes.byref(work)):
+        raise InputError(_NOT_HERE)
 
 
 def round_groups(
@@ -216,6 +224,32 @@ def round_groups(
     given = _Given(groups, table, scales, zero_points, importance, found, rounded)
     _call("round", given.work)
     return found, rounded
+
+
+class Row:
+    """Rounds one row at a time: :func:`round_groups` for codes of a group of one row, without what that sets up.
+
+    Args:
+        table: the format.
+    """
+
+    def __init__(self, table: TableFormat) -> None:
+        nothing = np.empty((1, 1, 0))
+        self._given = _Given(nothing, table, nothing[0], None, None)
+        self._call = _library_here().round
+
+    def __call__(self, numbers: Doubles, scales: Doubles, shifts: Doubles | None, codes: Codes) -> None:
+        """Write the codes nearest to ``numbers / scales + shifts``; all are contiguous arrays [columns].
+
+        Raises:
+            InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+        """
+        work = self._given.work
+        work.columns = len(numbers)
+        work.weights, work.scales, work.shifts = _address(numbers), _address(scales), _address(shifts)
+        work.rounded = _address(codes)
+        if not self._call(work):
+            raise InputError(_NOT_HERE)
 
 
 def search_groups(

@@ -37,16 +37,23 @@ class Search(BaseModel):
     def choose(
         self, groups: Doubles, table: TableFormat, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
     ) -> Chosen:
-        """Choose scales, and the codes nearest at them; arguments as for :func:`graphopt.rounding.scales.choose`.
+        """Choose scales, and the codes nearest at them; arguments as for :func:`graphopt.rounding.scales.choose`."""
+        found = self.scaling(groups, table, scale, kind, importance)
+        return Chosen(nearest(groups, table, found), *found)
 
-        Errors are compared in float32; codes are those nearest in float64. With the scale ``extreme`` nothing is
-        searched.
+    def scaling(
+        self, groups: Doubles, table: TableFormat, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
+    ) -> Scaling:
+        """Choose scales and zero points; arguments as for :func:`graphopt.rounding.scales.choose`.
+
+        Errors are compared in float32, of codes that may be the other neighbour near a tie. With the scale ``extreme``
+        nothing is searched.
         """
         extremes = extremes_of(groups, table)
         first = scaling_at(extremes, table, 1.0, kind)
         size = float(np.abs(groups).max(initial=0.0))
         if scale == "extreme" or not size:
-            return Chosen(nearest(groups, table, first), *first)
+            return first
         # Relative to the largest number float32 has room for squares, however large or small weights are.
         numbers, weights = (groups / size).astype(np.float32), _relative(importance)
         best = _State(first.scales, first.zero_points, np.full(first.scales.shape, np.inf))
@@ -60,8 +67,7 @@ class Search(BaseModel):
             fitted = np.divide(above, below, out=np.zeros(above.shape, np.float32), where=below > 0)
             scales = np.where(fitted > 0, stored(fitted.astype(np.float64) * size, 1.0, kind), state.scales)
             best = best.or_better(_tried(numbers, size, table, scales, best.zero_points, weights)[0])
-        found = Scaling(best.scales, best.zero_points)
-        return Chosen(nearest(groups, table, found), *found)
+        return Scaling(best.scales, best.zero_points)
 
 
 class _State:
@@ -117,7 +123,9 @@ def _nearest(table: TableFormat) -> Callable[[Singles], Singles]:
         numbers -= np.float32(low)
         numbers *= np.float32(1 / cell)
         numbers += np.float32(0.5)
-        return values[np.clip(numbers, 0, _CELLS - 1, out=numbers).astype(np.int16)]
+        cells = np.clip(numbers, 0, _CELLS - 1, out=numbers).astype(np.intp)
+        # A mode other than "raise" lets it write to `out` without a copy.
+        return np.take(values, cells, out=numbers, mode="wrap")
 
     return look_up
 

@@ -10,6 +10,7 @@ names it.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.runtime_ops.foreign import FOREIGN
 from graphopt.runtime_ops.library import library_path
-from graphopt.runtime_ops.operator import DOMAIN, Operator
+from graphopt.runtime_ops.operator import DOMAIN, Body, Operator
 from graphopt.runtime_ops.schema import DECODING, Coordinates, Cost, Port, Role, Schema, Signature
 
 
@@ -84,6 +85,24 @@ def port_at(node: ir.Node, index: int) -> Port | None:
     return None if signature is None else signature.input(index)
 
 
+def calls_of(part: ir.Graph | ir.Function) -> list[ir.Node]:
+    """Return the nodes of a graph or a function that are of no standard operator."""
+    return part.calls if isinstance(part, Body) else [node for node in part.all_nodes() if node.domain]
+
+
+@contextlib.contextmanager
+def bodies_aside(model: ir.Model) -> Iterator[None]:
+    """Take the bodies of our operators out of a model meanwhile, for a pass of `onnx_ir` that rewrites all functions.
+
+    Models share them, and `verify` compares them with the originals.
+    """
+    bodies = {key: model.functions.pop(key) for key in list(model.functions) if key[0] == DOMAIN}
+    try:
+        yield
+    finally:
+        model.functions.update(bodies)
+
+
 def declare(model: ir.Model) -> None:
     """Put the body of each of our operators that the graph or another body uses into the model, and import the domain.
 
@@ -118,7 +137,7 @@ def declare(model: ir.Model) -> None:
                 if body is None or not operator.is_body(body, node, opset):
                     body = operator.body_of(node, opset)
                 bodies[node.op_identifier()] = body
-                waiting += [inner for inner in body.all_nodes() if inner.domain == DOMAIN]
+                waiting += [inner for inner in calls_of(body) if inner.domain == DOMAIN]
         except ValueError as error:
             raise InputError(
                 f"{DOMAIN}::{node.op_type} has no body for its attributes: {error}", node=node.name
@@ -140,6 +159,8 @@ __all__ = [
     "Role",
     "Schema",
     "Signature",
+    "bodies_aside",
+    "calls_of",
     "declare",
     "library_path",
     "port",

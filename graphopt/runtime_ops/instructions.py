@@ -17,13 +17,18 @@ ISA_VARIABLE = "GRAPHOPT_OPS_ISA"
 """Environment variable that names the set that kernels are held to."""
 
 _AVX2 = frozenset({"avx2", "fma", "f16c"})
+_NEON = frozenset({"asimd"})
 # As abi/instructions.cc asks for them, by the names that Linux gives them; the fastest set first.
 _NEEDS: dict[InstructionSet, frozenset[str]] = {
     "avx512": _AVX2 | {"avx512f", "avx512dq", "avx512bw", "avx512vl", "avx512_vnni", "avx512vbmi", "avx512_bf16"},
     "avxvnni": _AVX2 | {"avx_vnni"},
     "avx2": _AVX2,
+    "i8mm": _NEON | {"asimddp", "i8mm"},
+    "dotprod": _NEON | {"asimddp"},
+    "neon": _NEON,
     "scalar": frozenset(),
 }
+_OF_MACHINES: dict[str, InstructionSet] = {"x86_64": "avx2", "AMD64": "avx2", "aarch64": "neon", "arm64": "neon"}
 _CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -31,7 +36,7 @@ def instructions_here() -> InstructionSet:
     """Return the set that kernels use in this process: what ``GRAPHOPT_OPS_ISA`` names, else the fastest there is.
 
     The library of kernels says it. Where it was not built, the processor's flags do, as Linux lists them. Where they
-    cannot be read either, it is ``avx2`` on x86-64 and ``scalar`` elsewhere.
+    cannot be read either, it is ``avx2`` on x86-64, ``neon`` on 64-bit ARM and ``scalar`` elsewhere.
 
     Raises:
         InputError: ``GRAPHOPT_OPS_ISA`` names an unknown set, or one that the library or this machine lacks.
@@ -72,10 +77,12 @@ def _flags(cpuinfo: Path) -> frozenset[str] | None:
         lines = cpuinfo.read_text(encoding="utf-8").splitlines()
     except OSError:
         return None
-    return next((frozenset(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), None)
+    # x86 calls them flags, ARM features
+    named = (line.partition(":") for line in lines)
+    return next((frozenset(found.split()) for name, _, found in named if name.strip() in ("flags", "Features")), None)
 
 
 def _by_flags(flags: frozenset[str] | None) -> InstructionSet:
     if flags is None:
-        return "avx2" if platform.machine() in ("x86_64", "AMD64") else "scalar"
+        return _OF_MACHINES.get(platform.machine(), "scalar")
     return next(name for name, needed in _NEEDS.items() if needed <= flags)

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import onnx_ir as ir
+from onnx_ir.passes.common import NameFixPass
 
 from graphopt.runtime_ops.schema import DOMAIN, Cost, Schema, attributes_of
+
+_Key = tuple[Callable[..., ir.Function], int, str]
 
 
 @dataclass(frozen=True)
@@ -76,41 +79,65 @@ class Operator:
         """
         return "" if self.overload is None else self.overload(**attributes_of(node))
 
-    def body_of(self, node: ir.Node, opset: int) -> ir.Function:
-        """Return the body of a node of this operator, as a function of the given ONNX opset; a new one for each call.
+    def body_of(self, node: ir.Node, opset: int) -> Body:
+        """Return the body of a node of this operator, as a function of the given ONNX opset; models share it.
 
         Raises:
             ValueError: as :meth:`overload_of`.
         """
         key = (self.function, opset, self.overload_of(node))
-        if key not in _BODIES:
+        body = _BODIES.get(key)
+        if body is None or not body.is_as_made():
             if len(_BODIES) == _MOST_BODIES:
                 del _BODIES[next(iter(_BODIES))]
             made = self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
-            # What is copied of a graph includes `meta`, which no file holds.
-            made.graph.meta[_MADE] = key
-            _BODIES[key] = made, _fingerprint(made)
-        return _BODIES[key][0].clone()
+            body = _BODIES[key] = Body(made, key)
+        return body
 
     def is_body(self, body: ir.Function, node: ir.Node, opset: int) -> bool:
-        """Return whether ``body`` is a copy of what :meth:`body_of` returns for the node, still as it was made.
+        """Return whether ``body`` was made by :meth:`body_of` for such a node, and is as it was made.
 
-        One that was read from a file is not: it counts as another even where it is the same.
+        One that was read from a file was not: it counts as another even where it is the same.
 
         Raises:
             ValueError: as :meth:`overload_of`.
         """
         key = (self.function, opset, self.overload_of(node))
-        if key not in _BODIES or body.graph.meta.get(_MADE) != key:
-            return False
-        return _fingerprint(body) == _BODIES[key][1]
+        return isinstance(body, Body) and body.made_for == key and body.is_as_made()
+
+
+class Body(ir.Function):
+    """The body of an operator as it was made. Models share it and nothing changes it, so its copy is itself.
+
+    Args:
+        made: what it is made of, whose nodes it takes.
+        made_for: what makes its operator's bodies, the ONNX opset, and the overload.
+
+    Attributes:
+        calls: its nodes that are of no standard operator.
+    """
+
+    def __init__(self, made: ir.Function, made_for: _Key) -> None:
+        super().__init__(made.domain, made.name, made.overload, graph=made.graph, attributes=made.attributes)
+        # `optimize` ends with this pass, which must find nothing to rename.
+        around = ir.Graph([], [], nodes=[], opset_imports=dict(made.opset_imports))
+        NameFixPass()(ir.Model(around, ir_version=10, functions=[self]))
+        self.made_for = made_for
+        self.calls = [node for node in self.all_nodes() if node.domain]
+        self._made = _fingerprint(self)
+
+    def clone(self, deep_copy: bool = False) -> Body:
+        """Return itself."""
+        del deep_copy
+        return self
+
+    def is_as_made(self) -> bool:
+        """Return whether nothing was changed in it."""
+        return _fingerprint(self) == self._made
 
 
 def _fingerprint(body: ir.Function) -> list[object]:
-    """Return all that a body says: its ports, opsets, metadata, attributes and nodes, in order.
-
-    Copies of a body share their attributes, but for graphs, whose nodes are among the nodes.
-    """
+    """Return all that a body says: its ports, opsets, metadata, attributes and nodes, in order."""
     found: list[object] = [body.identifier(), dict(body.opset_imports), list(body.attributes), body.doc_string]
     found += [dict(body.metadata_props), _ports(body.inputs), _ports(body.outputs)]
     for node in body.all_nodes():
@@ -134,10 +161,9 @@ def _ports(values: Sequence[ir.Value]) -> list[object]:
     return [(value.name, value.type, value.shape) for value in values]
 
 
-# Building a body of 900 nodes takes 0.27 s and copying it 0.04 s, and passes ask for the same one again and again.
-_BODIES: dict[tuple[Callable[..., ir.Function], int, str], tuple[ir.Function, list[object]]] = {}
+# Building a body of 900 nodes takes 0.27 s, and passes ask for the same one again and again.
+_BODIES: dict[_Key, Body] = {}
 _MOST_BODIES = 32
-_MADE = "graphopt.body"
 
 
-__all__ = ["DOMAIN", "Cost", "Operator"]
+__all__ = ["DOMAIN", "Body", "Cost", "Operator"]

@@ -24,7 +24,6 @@ from concurrent.futures import (
 from concurrent.futures.process import BrokenProcessPool
 from typing import TypeVar
 
-import networkx as nx
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
@@ -145,6 +144,8 @@ def processors() -> int:
 
 def grouped(expressions: Sequence[Expression]) -> list[list[int]]:
     """Return the numbers of expressions in groups that share what is computed together or kept, the largest first."""
+    import networkx as nx  # as slow to import as numpy, and a session needs none
+
     graph: nx.Graph[object] = nx.Graph()
     for number, expression in enumerate(expressions):
         graph.add_node(number)

@@ -59,12 +59,20 @@ def test_a_lossy_pass_is_measured_step_by_step_and_from_the_start(tmp_path: Path
         assert figures["divergence_from_start_nats"] > 0
 
 
-def test_an_exact_pass_is_compared_without_the_rounding_of_inputs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("weights", "entries"),
+    [("int4", {ACCURACY_LEVEL: "4"}), ("fp6-e2m3", {})],
+    ids=["onnxruntime rounds", "the graph rounds"],
+)
+def test_an_exact_pass_is_compared_without_the_rounding_of_inputs(
+    tmp_path: Path, weights: str, entries: dict[str, str]
+) -> None:
     """Rounding inputs to int8 makes a step of 1/127 of a difference in the last place, as sums in another order are."""
     model = residual_model(width=64, inner=32, layers=4)
-    verifier = Verifier(tmp_path, {ACCURACY_LEVEL: "4"})
+    verifier = Verifier(tmp_path, entries)
     verifier.start(model)
-    run_pass(model, "quantize_weights", linear={"format": "int4", "group": 32}, lm_head=None, embedding=None)
+    linear = {"format": weights, "group": 32}
+    run_pass(model, "quantize_weights", linear=linear, lm_head=None, embedding=None, activations="int8")
     assert verifier.check(model, "quantize_weights", "lossy").figures["largest_change"] > 1e-2
     norm = next(node.name or "" for node in model.graph if node.op_type == "RMSNormalization")
     scale_weight(model, norm, 1 + 2e-5)

@@ -94,7 +94,7 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
     ]
     recipe = Recipe(name="one-bad", steps=steps)  # type: ignore[arg-type]
     optimize(shipped_artifact, recipe, tmp_path / "bad", run=False)
-    found = losses(shipped_artifact, tmp_path / "bad", text, tokens=128, window=64)
+    found = losses(shipped_artifact, tmp_path / "bad", text, tokens=64, window=64)
     assert found.remedy is not None
     assert found.remedy.layers == [2]
     assert bad in found.remedy.matrices
@@ -103,7 +103,7 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
     pasted = Recipe.model_validate(yaml.safe_load(found.recipe.to_yaml()))
     optimize(shipped_artifact, pasted, tmp_path / "good", run=False)
     assert found.kl is not None
-    figures = measured(shipped_artifact, tmp_path / "good", "causal_lm", texts=text, tokens=128, window=64)
+    figures = measured(shipped_artifact, tmp_path / "good", "causal_lm", texts=text, tokens=64, window=64)
     # what a ternary matrix costs here is a hundred times what int8 for all others does
     assert figures["kl_mean"] < 0.1 * found.kl
 

@@ -200,7 +200,9 @@ def open_quietly(model: ir.Model) -> onnxruntime.InferenceSession:
 
 
 class Body:
-    """Runs the operator's body in an onnxruntime without a library of ours; one session for each set of ranks.
+    """Runs the operator's body in an onnxruntime without a library of ours.
+
+    Tests share its sessions, one for each set of attributes and ranks: making one takes longer than its calls.
 
     Args:
         static: whether the graph states every dimension; else it names none.
@@ -208,16 +210,19 @@ class Body:
         activations: the type of query, key, value, `sink_query` and y.
     """
 
+    _newest: ClassVar[dict[Any, onnxruntime.InferenceSession]] = {}
+
     def __init__(self, *, static: bool = False, opset: int = 23, activations: ir.DataType = ir.DataType.FLOAT) -> None:
         self.static, self.opset, self.activations = static, opset, activations
-        self.sessions: dict[Any, onnxruntime.InferenceSession] = {}
 
     def __call__(self, *inputs: np.ndarray, **attributes: Any) -> Sequence[np.ndarray]:
         attrs, by_name = KVAttributes(**attributes), dict(zip((*INPUTS, *STATE), inputs, strict=True))
         shapes: dict[str, Any] = {name: array.shape for name, array in by_name.items()}
         if not self.static:
             shapes = {name: [None] * len(shape) for name, shape in shapes.items()}
-        key = (attrs, str(shapes))
-        if key not in self.sessions:
-            self.sessions[key] = open_quietly(model_of(attrs, shapes, self.opset, self.activations))
-        return run(self.sessions[key], None, by_name)
+        key = (attrs, str(shapes), self.opset, self.activations)
+        if key not in self._newest:
+            if len(self._newest) >= 32:
+                del self._newest[next(iter(self._newest))]
+            self._newest[key] = open_quietly(model_of(attrs, shapes, self.opset, self.activations))
+        return run(self._newest[key], None, by_name)

@@ -12,6 +12,7 @@ import onnxruntime
 import pytest
 
 from graphopt.pipeline import optimize
+from graphopt.recipe import load_recipe
 from graphopt.runtime_ops import library_path
 from graphopt.session import load
 from tests.native import needs_library
@@ -20,14 +21,16 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
 
 
 @needs_library
-def test_one_step_in_cpp_is_one_step_in_python(llama_artifact: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("caches", ["growing", "pages"])
+def test_one_step_in_cpp_is_one_step_in_python(llama_artifact: Path, tmp_path: Path, caches: str) -> None:
     compiler = shutil.which("c++") or pytest.skip("there is no C++ compiler")
     source = (EXAMPLE / "main.cc").read_text()
-    assert source.count("\n") <= 60
+    assert source.count("\n") <= 60  # what the README promises
     found = re.search(r"//   c\+\+ (.+) -o step\n", source)
     assert found
     subprocess.run([compiler, *found[1].split(), "-o", tmp_path / "step"], cwd=EXAMPLE, check=True)
-    optimize(llama_artifact, "rotate-online", tmp_path / "model")
+    recipe = load_recipe("rotate-online")
+    optimize(llama_artifact, recipe.adding("page_kv") if caches == "pages" else recipe, tmp_path / "model")
     files = list(Path(onnxruntime.__file__).parent.glob("capi/libonnxruntime.so*"))
     if not files:
         pytest.skip("this onnxruntime has no shared library of its own")

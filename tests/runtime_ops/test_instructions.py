@@ -12,6 +12,7 @@ from tests.native import INSTRUCTIONS, here, needs_library, skip_without
 
 AVX2 = "fpu sse4_2 avx avx2 fma f16c"
 AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl avx512_vnni avx512vbmi avx512_bf16"
+NEON = "fp asimd evtstrm aes crc32"
 
 
 @pytest.fixture
@@ -66,8 +67,31 @@ def test_without_the_library_flags_of_the_processor_tell(
 
 
 @pytest.mark.usefixtures("without_library")
-@pytest.mark.parametrize(("machine", "expected"), [("x86_64", "avx2"), ("AMD64", "avx2"), ("aarch64", "scalar")])
-def test_without_flags_it_is_avx2_on_x86(
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        (f"{NEON} asimddp i8mm bf16", "i8mm"),
+        (f"{NEON} asimddp", "dotprod"),
+        (f"{NEON} i8mm", "neon"),
+        ("fp", "scalar"),
+    ],
+)
+def test_without_the_library_features_of_an_arm_processor_tell(
+    features: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cpuinfo").write_text(
+        f"processor\t: 0\nBogoMIPS\t: 100.00\nFeatures\t: {features}\nCPU part\t: 0xd0c\n"
+    )
+    monkeypatch.setattr(instructions, "_CPUINFO", tmp_path / "cpuinfo")
+    assert instructions_here() == expected
+
+
+@pytest.mark.usefixtures("without_library")
+@pytest.mark.parametrize(
+    ("machine", "expected"),
+    [("x86_64", "avx2"), ("AMD64", "avx2"), ("aarch64", "neon"), ("arm64", "neon"), ("riscv64", "scalar")],
+)
+def test_without_flags_it_is_what_all_such_machines_have(
     machine: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(instructions, "_CPUINFO", tmp_path / "none")

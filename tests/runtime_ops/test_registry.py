@@ -15,6 +15,7 @@ import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from onnx_ir.passes.common import NameFixPass
 
 import graphopt.runtime_ops
 from graphopt.runtime import run
@@ -144,6 +145,26 @@ def test_the_body_has_the_ports_and_parameters_of_the_schema(folder: str) -> Non
         assert list(body.attributes) == [*operator.schema.attributes, *given]
 
     same()
+
+
+@EACH
+def test_models_share_a_body_that_no_pass_renames(folder: str) -> None:
+    operator = operator_of(folder)
+
+    @given(honest(folder)())
+    @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+    def shared(case: Case) -> None:
+        node = node_of(case)
+        body = operator.body_of(node, 23)
+        model = ir.Model(ir.Graph([], [], nodes=[], opset_imports={"": 23}), ir_version=10, functions=[body])
+        assert model.clone().functions[body.identifier()] is body
+        NameFixPass()(model)
+        assert body.is_as_made()
+        assert operator.body_of(node, 23) is body
+        assert operator.is_body(body, node, 23)
+        assert [each.op_type for each in body.calls] == [each.op_type for each in body.all_nodes() if each.domain]
+
+    shared()
 
 
 @EACH

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,74 @@ def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: 
     assert [check.status for check in checks if check.name == "replay"] == ["proved"]
     assert verify(llama_artifact, tmp_path / "two", run=False, statistics=kept)
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["kept", "one", "three", "two"]
+
+
+# Optimizes, and kills itself when it collects, or rounds, for the n-th time.
+KILLED = """
+import os, signal, sys
+from graphopt.pipeline import optimize
+from graphopt.recipe import load_recipe
+from graphopt.rounding.methods.gptq import GPTQ
+from graphopt.statistics.moments import Moments
+
+source, recipe, out, work, count = sys.argv[1:]
+left = int(count)
+
+def killing(function):
+    def called(*args, **kwargs):
+        global left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return called
+
+kind, name = {"collecting": (Moments, "add"), "rounding": (GPTQ, "round")}[work]
+setattr(kind, name, killing(getattr(kind, name)))
+optimize(source, load_recipe(recipe), out)
+"""
+
+
+def test_killed_while_it_collects_or_rounds_it_makes_the_same_bytes(
+    llama_artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    chosen = tmp_path / "recipe.yaml"
+    chosen.write_text(recipe(text).to_yaml())
+    optimize(llama_artifact, load_recipe(chosen), tmp_path / "whole")
+    for work in ("collecting", "rounding"):
+        arguments = [str(llama_artifact), str(chosen), str(tmp_path / "out"), work, "3"]
+        ran = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, check=False)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()[-500:]
+        assert not (tmp_path / "out").exists()
+        assert (tmp_path / ".out-work").is_dir()
+    optimize(llama_artifact, load_recipe(chosen), tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "recipe.yaml", "whole"]
+
+
+def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
+    llama_artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for rank in (0, 8):
+        made = optimize(
+            llama_artifact,
+            recipe(text, "nf4-rtn", "nearest", low_rank=rank, linear="{format: int3, group: 64}"),
+            tmp_path / str(rank),
+            target="ort-cpu",
+        )
+        found[rank] = next(check.figures for check in made.manifest.checks if check.name == "quality")["kl_mean"]
+    assert 0 < found[8] < found[0]
+    (beside,) = {fact.figures.get("beside") for fact in facts(made) if fact.code == STORED.code} - {None}
+    assert beside == 8
+    optimize(
+        llama_artifact,
+        recipe(text, "nf4-rtn", "nearest", low_rank=8, linear="{format: int3, group: 64}"),
+        tmp_path / "two",
+        target="ort-cpu",
+        jobs=2,
+    )
+    assert files(tmp_path / "two") == files(tmp_path / "8")
 
 
 def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text: Path, tmp_path: Path) -> None:

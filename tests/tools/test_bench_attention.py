@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +40,20 @@ _ENGINES = [
 ]
 
 
-def _problem(work: Path, context: int, tokens: int) -> AttentionProblem:
-    ggml = os.environ.get("GRAPHOPT_BENCH_GGML")
-    settings = Settings(Memory(work, threads=1, cache_bytes=1 << 17), work, Path(ggml) if ggml else None)
-    case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, _PAGE, budget=48)
-    return AttentionProblem(case, Sequence(_KV_HEADS, _SIZE), settings)
+MakeProblem = Callable[[int, int], AttentionProblem]
+
+
+@pytest.fixture
+def make_problem(make_memory: Callable[[int], Memory], tmp_path: Path) -> MakeProblem:
+    """Return a function that makes the problem of so many new tokens in a context."""
+
+    def make(context: int, tokens: int) -> AttentionProblem:
+        ggml = os.environ.get("GRAPHOPT_BENCH_GGML")
+        settings = Settings(make_memory(1 << 17), tmp_path, Path(ggml) if ggml else None)
+        case = AttentionCase(context, tokens, 4, _KV_HEADS, _SIZE, _PAGE, budget=48)
+        return AttentionProblem(case, Sequence(_KV_HEADS, _SIZE), settings)
+
+    return make
 
 
 def _run(tmp_path: Path, *options: str) -> tuple[int, str, dict[str, Any]]:
@@ -106,10 +116,10 @@ def test_what_cannot_be_timed_is_refused(tmp_path: Path, options: list[str]) -> 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 @pytest.mark.parametrize("engine", _ENGINES, ids=lambda engine: engine.name)
-def test_every_engine_computes_attention(tmp_path: Path, engine: Any, tokens: int) -> None:
+def test_every_engine_computes_attention(make_problem: MakeProblem, engine: Any, tokens: int) -> None:
     if engine.name.startswith("llama.cpp") and not os.environ.get("GRAPHOPT_BENCH_GGML"):
         pytest.skip("GRAPHOPT_BENCH_GGML names no build of llama.cpp")
-    problem = _problem(tmp_path, context=251, tokens=tokens)
+    problem = make_problem(251, tokens)
     if tokens > 1 and engine.name.endswith("-grouped"):
         with pytest.raises(UnavailableError, match="several new tokens"):
             engine.prepare(problem)
@@ -121,8 +131,8 @@ def test_every_engine_computes_attention(tmp_path: Path, engine: Any, tokens: in
     np.testing.assert_array_equal(prepared.outputs()[-1], first, "a step that is repeated is the same")
 
 
-def test_an_engine_that_computes_something_else_is_not_timed(tmp_path: Path) -> None:
-    problem = _problem(tmp_path, context=100, tokens=1)
+def test_an_engine_that_computes_something_else_is_not_timed(make_problem: MakeProblem) -> None:
+    problem = make_problem(100, 1)
     engine = next(engine for engine in _ENGINES if engine.name == "graphopt-int8-bounds")
     prepared = engine.prepare(problem)
     assert prepared.copies > 1
@@ -134,15 +144,16 @@ def test_an_engine_that_computes_something_else_is_not_timed(tmp_path: Path) -> 
         check(engine, replace(prepared, outputs=lambda: [first, *not_numbers]), problem)
 
 
-def test_a_step_that_would_round_another_page_each_time_is_refused(tmp_path: Path) -> None:
-    problem = _problem(tmp_path, context=_PAGE * 4 + 1, tokens=2)
+def test_a_step_that_would_round_another_page_each_time_is_refused(make_problem: MakeProblem) -> None:
+    problem = make_problem(_PAGE * 4 + 1, 2)
     with pytest.raises(UnavailableError, match="lie in two pages"):
         _ENGINES[0].prepare(problem)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("policy", [DENSE, STREAMING, RETRIEVAL])
-@pytest.mark.parametrize("summary", ["bounds", "mean"])
+@pytest.mark.parametrize(
+    ("policy", "summary"), [(DENSE, "bounds"), (STREAMING, "bounds"), (RETRIEVAL, "bounds"), (RETRIEVAL, "mean")]
+)
 def test_the_state_is_what_the_operator_leaves(storage: str, policy: int, summary: str) -> None:
     """Float64 attention too, and which tokens it reads."""
     context, tokens = 150, 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,8 +28,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def problem(tmp_path: Path) -> Problem:
-    settings = Settings(Memory(tmp_path, threads=1, cache_bytes=1 << 18), tmp_path)
+def problem(make_memory: Callable[[int], Memory], tmp_path: Path) -> Problem:
+    settings = Settings(make_memory(1 << 18), tmp_path)
     return Problem(Case("product", 2, 64, 48, 32), Weights(64, 48), settings)
 
 

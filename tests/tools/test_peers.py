@@ -6,12 +6,15 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from graphopt import artifact
 from graphopt.gguf.file import open_gguf
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.pipeline import optimize
 from graphopt.quality.compare import compare
 from graphopt.recipe import Recipe
+from graphopt.tasks import task_of
 from tests import ggufs
 from tools.peers import gguf as llama_cpp
 from tools.peers import nbits
@@ -60,3 +63,19 @@ def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, t
     quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
     # 0.07 seen; nothing is lost where nothing was rounded, and broken codes lose more than 1
     assert 0 < quality.kl_mean < 0.2
+
+
+def test_onnxruntimes_gptq_calibrates_on_what_it_is_fed(llama_artifact: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), tmp_path / "plain")
+    graph = artifact.read(tmp_path / "plain").model.graph
+    texts = [np.random.default_rng(seed).integers(0, 40, (1, 64)) for seed in range(2)]
+    feeds = [dict(task_of(graph).text_feeds(graph, text)) for text in texts]
+    made = {
+        name: nbits.quantized(tmp_path / "plain", name, 16, tmp_path / name, feeds if name == "GPTQ" else ())
+        for name in ("RTN", "GPTQ")
+    }
+    assert made["RTN"] == pytest.approx(made["GPTQ"], rel=0.01)
+    codes = [(tmp_path / name / "model.onnx.data").read_bytes() for name in made]
+    assert codes[0] != codes[1]
+    quality = compare(llama_artifact, tmp_path / "GPTQ", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
+    assert 0 < quality.kl_mean < 0.2  # as round to nearest

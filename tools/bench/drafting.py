@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -128,6 +129,21 @@ def edited(text: str) -> str:
         return text
     name = max(sorted(names), key=names.__getitem__)
     return re.sub(rf"\b{name}\b", f"new_{name}", text)
+
+
+def step_medians(session: Session, widths: Sequence[int], context: int = 64, rounds: int = 15) -> list[float]:
+    """Return the seconds of steps of so many tokens behind ``context`` others, medians of rounds in turn."""
+    ids = np.random.default_rng(0).integers(0, session.interface.vocabulary or 2, (1, context + max(widths)))
+    decoder = Decoder(session, 1, expected=ids.shape[1])
+    decoder.step(ids[:, :context])
+    found: list[list[float]] = [[] for _ in widths]
+    for _ in range(rounds):
+        for seconds, width in zip(found, widths, strict=True):
+            decoder.rewind(context)
+            began = time.perf_counter()
+            decoder.step(ids[:, context : context + width])
+            seconds.append(time.perf_counter() - began)
+    return list(map(statistics.median, found))
 
 
 def written(

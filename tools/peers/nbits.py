@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 
-METHODS: dict[str, Callable[[int], dict[str, Any]]] = {}
+Feeds = Sequence[Mapping[str, np.ndarray]]
+Method = Callable[[int, Feeds], dict[str, Any]]
+
+METHODS: dict[str, Method] = {}
 
 
-def _method(name: str) -> Callable[[Callable[[int], dict[str, Any]]], Callable[[int], dict[str, Any]]]:
-    def register(made: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+def _method(name: str) -> Callable[[Method], Method]:
+    def register(made: Method) -> Method:
         METHODS[name] = made
         return made
 
@@ -22,13 +25,13 @@ def _method(name: str) -> Callable[[Callable[[int], dict[str, Any]]], Callable[[
 
 
 @_method("RTN")
-def _nearest(group: int) -> dict[str, Any]:
+def _nearest(group: int, feeds: Feeds) -> dict[str, Any]:
     """Round to nearest, with zero points."""
     return {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("MatMul",)}
 
 
 @_method("HQQ")
-def _half_quadratic(group: int) -> dict[str, Any]:
+def _half_quadratic(group: int, feeds: Feeds) -> dict[str, Any]:
     """Zero points by half-quadratic optimization; scales and zero points in float32."""
     from onnxruntime.quantization.matmul_nbits_quantizer import HQQWeightOnlyQuantConfig
 
@@ -36,11 +39,28 @@ def _half_quadratic(group: int) -> dict[str, Any]:
 
 
 @_method("k-quant")
-def _k_quant(group: int) -> dict[str, Any]:
+def _k_quant(group: int, feeds: Feeds) -> dict[str, Any]:
     """llama.cpp's search of scales and minimums."""
     from onnxruntime.quantization.matmul_nbits_quantizer import KQuantWeightOnlyQuantConfig
 
     return {"block_size": group, "algo_config": KQuantWeightOnlyQuantConfig()}
+
+
+@_method("GPTQ")
+def _gptq(group: int, feeds: Feeds) -> dict[str, Any]:
+    """GPTQ; it runs all of the model for each input of a product and each text."""
+    from onnxruntime.quantization.calibrate import CalibrationDataReader
+    from onnxruntime.quantization.matmul_nbits_quantizer import GPTQWeightOnlyQuantConfig
+
+    class Texts(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.left = list(feeds)
+
+        def get_next(self) -> Mapping[str, np.ndarray] | None:
+            return self.left.pop(0) if self.left else None
+
+    config = GPTQWeightOnlyQuantConfig(calibration_data_reader=Texts())
+    return {"block_size": group, "is_symmetric": False, "algo_config": config}
 
 
 def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -55,8 +75,10 @@ def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
-def quantized(model: Path, method: str, group: int, output: Path) -> int:
+def quantized(model: Path, method: str, group: int, output: Path, feeds: Feeds = ()) -> int:
     """Quantize the model in the folder ``model`` into the folder ``output``; return the bytes of its weights.
+
+    ``feeds`` are the inputs of the model for the texts that a method calibrates on.
 
     No method but round to nearest takes the table of tokens, so it is always rounded to nearest.
 
@@ -66,7 +88,7 @@ def quantized(model: Path, method: str, group: int, output: Path) -> int:
     from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
 
     loaded = with_matrices(onnx.load(model / "model.onnx"))
-    quantizer = MatMulNBitsQuantizer(loaded, **METHODS[method](group))
+    quantizer = MatMulNBitsQuantizer(loaded, **METHODS[method](group, feeds))
     quantizer.process()
     tables = {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("Gather",)}
     quantizer = MatMulNBitsQuantizer(quantizer.model.model, **tables)

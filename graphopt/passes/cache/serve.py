@@ -32,7 +32,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import page_attention
 from graphopt.passes.context import Context
 from graphopt.passes.lower.last_logits import path_to_lm_head
-from graphopt.runtime_ops import OPERATORS
+from graphopt.runtime_ops import OPERATORS, bodies_aside
 from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
 from graphopt.runtime_ops.paged_attention.spec.layout import width
@@ -144,7 +144,8 @@ class Serve(Pass[ServeOptions]):
         ledger.changed(path[-1], LAST_OF_EACH(), [path[-1]])
         for name in (PAST_LENGTH, NEW_LENGTH):
             graph.inputs.remove(next(value for value in graph.inputs if value.name == name))
-        RemoveUnusedNodesPass()(model)
+        with bodies_aside(model):
+            RemoveUnusedNodesPass()(model)
         describe(model)
         model.metadata_props[POOL] = json.dumps({"block_size": self.options.block, "num_blocks": int(blocks)})
 

@@ -22,6 +22,26 @@ ROUNDED = Rule(
 )
 
 
+# What stands in a value's metadata where 4 bits are too few for it.
+_SPARED = "ai.graphopt.spared"
+
+
+def spare(x: ir.Value) -> None:
+    """Note that ``x`` is to keep 8 bits where inputs of products are rounded to 4."""
+    x.metadata_props[_SPARED] = "8 bits"
+
+
+def is_spared(x: ir.Value) -> bool:
+    """Return whether ``x`` is to keep 8 bits."""
+    return _SPARED in x.metadata_props
+
+
+def forget_spared(graph: ir.Graph) -> None:
+    """Take the notes of :func:`spare` away."""
+    for value in (*graph.inputs, *(made for node in graph for made in node.outputs)):
+        value.metadata_props.pop(_SPARED, None)
+
+
 def input_of(node: ir.Node) -> ir.Value:
     """Return what the product ``node`` reads, before it is rounded."""
     x = (rounding_of(node) or node).inputs[0]

@@ -11,7 +11,7 @@ from graphopt.analysis.codes import NOT_QUANTIZED, StoredCodes, coded_nodes, rou
 from graphopt.analysis.structure import linear_nodes, lm_head_nodes, router_nodes
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.inputs import input_of, round_input
+from graphopt.passes.codes.inputs import forget_spared, input_of, is_spared, round_input
 from graphopt.passes.context import Context, Ledger
 
 LM_HEAD = Rule(
@@ -26,7 +26,7 @@ class QuantizeActivationsOptions(StepOptions):
     """Bits of the inputs, what shares a scale, and whether the lm_head's input is rounded too.
 
     Attributes:
-        bits: of an input.
+        bits: of an input. One that ``spare_inputs`` spared has 8.
         scales: "token": all inputs of a token have one scale; "group": each group of inputs that the weight has a
             scale for has one too, and with 4 bits a zero point. Groups need a CPU: GPUs have no kernel for them with 4
             bits.
@@ -71,6 +71,7 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
     group and 0. The group's 16 codes then reach from one to the other; 15 codes from -max|x| to max|x| would have steps
     that are a third wider for groups of 32 normal numbers. q are still small integers: z costs a product nothing.
 
+    An input that the step ``spare_inputs`` noted has 8 bits, and otherwise what others have.
     A tensor that several products read is rounded once. Products with codes of any
     format are rewritten likewise, and what the graph said about their inputs is replaced. A product that chooses
     experts is left alone, and so is the lm_head unless the options ask for it.
@@ -95,6 +96,7 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
                 ledger.skipped(node, ROUTER())
             else:
                 self._round(graph, node, ledger)
+        forget_spared(graph)
 
     def _round(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
         x, stored, rounding = input_of(node), stored_codes(node), rounding_of(node)
@@ -106,9 +108,11 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         elif isinstance(stored, Fact):
             ledger.skipped(node, stored)
         else:
-            round_input(graph, node, self._attributes(stored), ledger)
+            round_input(graph, node, self._attributes(stored, 8 if is_spared(x) else self.options.bits), ledger)
 
-    def _attributes(self, stored: StoredCodes) -> dict[str, Any]:
+    def _attributes(self, stored: StoredCodes, bits: int) -> dict[str, Any]:
         if self.options.scales == "token":
-            return {"activations": f"int{self.options.bits}", "group": 0, "clip": self.options.clip}
-        return {"activations": "uint4" if self.options.bits == 4 else "int8", "group": stored.group, "clip": 1.0}
+            # A range is cut off for the sake of few codes.
+            clip = self.options.clip if bits == self.options.bits else 1.0
+            return {"activations": f"int{bits}", "group": 0, "clip": clip}
+        return {"activations": "uint4" if bits == 4 else "int8", "group": stored.group, "clip": 1.0}

@@ -11,13 +11,15 @@ import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
 from graphopt.analysis.structure import is_thin, linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
-from graphopt.editing import drop, replace, shared
+from graphopt.editing import drop, shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.formats import TableFormat, format_of
 from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.codes.branches import put_beside
 from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, check_names, fused_group
 from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.logical import dequantize, typed
+from graphopt.passes.codes.tables import STORED, quantize_table
 from graphopt.passes.codes.tied import look_up_columns, tied_lookups
 from graphopt.passes.context import Context, Ledger
 from graphopt.rounding import RoundingMethod
@@ -28,27 +30,15 @@ from graphopt.rounding.scales import Scale
 from graphopt.statistics import InputStatistics
 from graphopt.weights import new_weight, weight_of
 
-__all__ = ["MEASURED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
+__all__ = ["MEASURED", "STORED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
 
 # Of the types that onnxruntime fuses, those that it has no operator for that looks codes up in the layout of a product.
 _NOT_LOOKED_UP = (ir.DataType.INT2, ir.DataType.UINT2)
 
-STORED = Rule(
-    "quantize_weights.stored",
-    "{weight} as {format}",
-    group=" in groups of {group}",
-    per_column=" with a scale per column",
-    asked=" ({asked} does not divide {rows} rows)",
-    rounding=" by {rounding}",
-    few="; its inputs were seen for {few} tokens only, too few for {rounding_asked}",
-    dead="; {dead} of its inputs were always 0",
-    also=("rows", "rounding_asked", "tokens"),
-)
 MEASURED = Rule(
     "quantize_weights.measured",
     "the inputs of {products} products were collected on {tokens} tokens, with the digest {text}; theirs is {digest}",
 )
-LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
 ROUTER = Rule("quantize_weights.router", "it chooses experts: its few columns stay in floating point")
 THIN = Rule("quantize_weights.thin", "a branch of few directions: codes of it would save nothing")
 LEFT = Rule("quantize_weights.left", "the recipe leaves it in floating point")
@@ -58,10 +48,6 @@ NO_LOOKUP = Rule(
 )
 NO_MATRIX = Rule("quantize_weights.no-matrix", "{op_type} with a weight of shape [{shape}], not a matrix")
 NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequantize makes float")
-ODD_WIDTH = Rule(
-    "quantize_weights.odd-width",
-    "its width {width} is no multiple of the group {group}, or its indices have no known rank",
-)
 
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
@@ -82,6 +68,9 @@ class QuantizeWeightsOptions(StepOptions):
             name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
         fewest_tokens: a product whose inputs were seen for fewer tokens, such as an expert that is seldom chosen, is
             rounded to nearest.
+        low_rank: directions of what rounding a matrix loses, W - Q, that stand beside it in float16; 0 for none. The
+            lm_head has none. They are chosen by X^T X of the inputs, whatever the method, see
+            :mod:`graphopt.rounding.low_rank`.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.
@@ -99,6 +88,7 @@ class QuantizeWeightsOptions(StepOptions):
     scale: Scale = "least_squares"
     rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
     fewest_tokens: Annotated[int, Field(ge=0)] = 256
+    low_rank: Annotated[int, Field(ge=0, le=512)] = 0
     activations: Activations | None = None
 
 
@@ -124,6 +114,10 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     that read x. Scales of matrices are rounded to float16 where all of a matrix are normal numbers there, and codes are
     chosen for what is stored. A product that chooses experts is left as it is.
 
+    With ``low_rank`` a branch in floats makes up for a part of the error (LQER, Zhang et al. 2024)::
+
+        y = Add(MatMul(x, DequantizeLinear(codes, ...)), MatMul(MatMul(x, A), B))          A B is about W - Q
+
     A token embedding that is tied to the lm_head, E = W^T, is stored once, in the format of the lm_head::
 
         y = MatMul(x, W)                                   e = Gather(Transpose(W), ids)
@@ -139,7 +133,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[StepOptions]] = QuantizeWeightsOptions
-    after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes")
+    after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes", "spare_inputs")
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Quantize what the options name; say why anything else with weights stays."""
@@ -164,18 +158,19 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             else:
                 products[node] = wanted
         measured: Mapping[ir.Node, InputStatistics] = {}
-        if self.options.rounding.needs is not None and products:
+        if (self.options.rounding.needs is not None or self.options.low_rank) and products:
             measured = context.statistics.inputs(model, products)
             ledger.report_change("statistics", _measured(measured.values()))
         for node, wanted in products.items():
-            self._quantize_matrix(graph, node, wanted, measured.get(node), ledger, tied.get(node, ()))
+            rank = 0 if node in lm_heads else self.options.low_rank
+            self._quantize_matrix(graph, node, wanted, measured.get(node), ledger, tied.get(node, ()), rank)
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
             elif self.options.embedding is None:
                 ledger.skipped(node, LEFT())
             else:
-                self._quantize_table(graph, node, self.options.embedding, ledger)
+                quantize_table(graph, node, self.options.embedding, options.scale, ledger)
         left = set(linear_nodes(graph))
         for node in graph:
             other = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
@@ -198,6 +193,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         measured: InputStatistics | None,
         ledger: Ledger,
         tied: Sequence[ir.Node],
+        rank: int,
     ) -> None:
         weight, table = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
@@ -209,7 +205,8 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         group, asked, standard = fused or min(wanted.group or rows, rows), self.options.rounding, fused is not None
         few = measured is not None and measured.tokens < max(1, self.options.fewest_tokens)
         method = NEAREST if few else asked
-        statistics = None if measured is None or few else measured.hessian()
+        inputs = None if measured is None or few else measured.hessian()
+        rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
         tensors = quantized(
             weight.const_value,
             table,
@@ -218,9 +215,12 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             half=True,
             standard=standard,
             method=method,
-            statistics=statistics,
+            statistics=None if method.needs is None else inputs,
+            low_rank=rank,
+            inputs=inputs,
         )
         made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
+        beside = [made.pop(part) for part in ("left", "right") if part in made]
         reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
@@ -237,6 +237,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             rounding_asked=asked.method if few else None,
             dead=None if measured is None or few else measured.dead or None,
             tokens=None if measured is None else measured.tokens,
+            beside=rank or None,
         )
         ledger.changed(reader, stored, [weight])
         for lookup in tied:
@@ -244,35 +245,12 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
                 ledger.skipped(lookup, NO_LOOKUP(format=table.name))
             else:
                 look_up_columns(graph, lookup, reader, weight, ledger)
+        if beside:
+            put_beside(graph, node, weight, (beside[0], beside[1]), ledger)
         drop(graph, weight)
         activations = self.options.activations or "int8"
         if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
-
-    def _quantize_table(self, graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, ledger: Ledger) -> None:
-        table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
-        assert table is not None and table.const_value is not None
-        width = table.const_value.shape.numpy()[1]
-        group = wanted.group or width
-        if ids is None or ids.shape is None or width % group:
-            ledger.skipped(node, ODD_WIDTH(width=width, group=group))
-            return
-        rank = len(ids.shape)
-        tensors = quantized(table.const_value, format_of(wanted.format), group, self.options.scale, transposed=True)
-        looked_up = []
-        for part, tensor in tensors.items():
-            stored = new_weight(graph, f"{table.name}.{part}", tensor)
-            gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
-            typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
-            graph.insert_before(node, gather)
-            ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
-            looked_up.append(gather.outputs[0])
-        reader = ir.node(
-            "DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize"
-        )
-        typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
-        replace(node, reader)
-        ledger.changed(reader, STORED(weight=table.name, format=wanted.format, group=group), [node, table])
 
 
 def _measured(inputs: Iterable[InputStatistics]) -> Fact:

@@ -60,14 +60,18 @@ class LowerOptions(StepOptions):
             optimizes, which the manifest then names.
         activations: what the inputs of products that leave the standard form are rounded to; ``None`` for what the
             recipe says, on a GPU ``float32``.
+        caches: what a recipe for ``ort-cpu`` does with caches that grow, where no other step is about caches: ``pages``
+            adds the step ``page_kv``, so that they are written in place; ``growing`` leaves ``past_key_values.N.key``
+            and ``present.N.key`` as they are, for programs that feed those.
     """
 
-    unstated: ClassVar[dict[str, object]] = {"instructions": "avx512"}
+    unstated: ClassVar[dict[str, object]] = {"instructions": "avx512", "caches": "growing"}
 
     step: Literal["lower"] = "lower"
     target: Target = "portable"
     instructions: InstructionSet | None = None
     activations: Activations | None = None
+    caches: Literal["pages", "growing"] = "pages"
 
 
 class Lower(Pass[LowerOptions]):

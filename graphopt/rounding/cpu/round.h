@@ -34,7 +34,7 @@ struct SearchWork {
 
 using RoundKernel = void (*)(const RoundWork&);
 using SearchKernel = void (*)(const SearchWork&);
-extern const RoundKernel kRoundScalar, kRoundAvx2, kRoundAvx512;
-extern const SearchKernel kSearchScalar, kSearchAvx2, kSearchAvx512;
+extern const RoundKernel kRoundScalar, kRoundAvx2, kRoundAvx512, kRoundNeon;
+extern const SearchKernel kSearchScalar, kSearchAvx2, kSearchAvx512, kSearchNeon;
 
 }  // namespace graphopt

@@ -5,11 +5,56 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace graphopt {
 namespace {
 
+#if defined(__aarch64__)
+// Whether the system says that the processor has a feature: a bit of what Linux hands to processes, or a name that
+// macOS knows. Other systems are asked for none.
+[[maybe_unused]] bool has_feature(unsigned long entry, unsigned long bit, const char* name) {
+#if defined(__linux__)
+  (void)name;
+  return getauxval(entry) & bit;
+#elif defined(__APPLE__)
+  (void)entry, (void)bit;
+  int found = 0;
+  size_t size = sizeof found;
+  return !sysctlbyname(name, &found, &size, nullptr, 0) && found;
+#else
+  (void)entry, (void)bit, (void)name;
+  return false;
+#endif
+}
+
+// Each is true where this build has kernels for it and this machine can run them.
+bool has_dotprod() {
+#if defined(GRAPHOPT_DOTPROD)
+  return has_feature(16, 1ul << 20, "hw.optional.arm.FEAT_DotProd");  // AT_HWCAP, HWCAP_ASIMDDP
+#else
+  return false;
+#endif
+}
+
+bool has_i8mm() {
+#if defined(GRAPHOPT_I8MM)
+  return has_feature(26, 1ul << 13, "hw.optional.arm.FEAT_I8MM");  // AT_HWCAP2, HWCAP2_I8MM
+#else
+  return false;
+#endif
+}
+
+// NEON is a part of the architecture.
+bool has(Instructions instructions) {
+  if (instructions <= Instructions::kNeon) return true;
+  return has_dotprod() && (instructions == Instructions::kDotprod || has_i8mm());
+}
+#else
 // Each is true where this build has kernels for it and this machine can run them.
 bool has_avxvnni() {
 #if defined(GRAPHOPT_AVXVNNI)
@@ -43,17 +88,23 @@ bool has(Instructions instructions) {
   return false;
 #endif
 }
+#endif
 
 const char* name_of(Instructions instructions) {
-  constexpr const char* kNames[] = {"scalar", "avx2", "avxvnni", "avx512"};  // in the order of the enumeration
+  constexpr const char* kNames[] = {GRAPHOPT_INSTRUCTION_NAMES};  // in the order of the enumeration
   return kNames[static_cast<int>(instructions)];
 }
 
 }  // namespace
 
 bool choose_instructions(Instructions* chosen) {
+#if defined(__aarch64__)
+  constexpr Instructions kFastestFirst[] = {Instructions::kI8mm, Instructions::kDotprod, Instructions::kNeon,
+                                            Instructions::kScalar};
+#else
   constexpr Instructions kFastestFirst[] = {Instructions::kAvx512, Instructions::kAvxVnni, Instructions::kAvx2,
                                             Instructions::kScalar};
+#endif
   const char* wanted = std::getenv("GRAPHOPT_OPS_ISA");
   for (const Instructions each : kFastestFirst) {
     const bool asked = !wanted || !*wanted || !std::strcmp(wanted, name_of(each));

@@ -40,7 +40,7 @@ def test_weights_are_those_of_the_file(kind: str, tmp_path: Path) -> None:
 
 
 def test_an_export_computes_what_transformers_does_on_the_decoded_weights(tmp_path: Path, llama_folder: Path) -> None:
-    model, folder = ggufs.llama(), ggufs.exported(llama_folder)
+    model, folder = ggufs.llama(1), ggufs.exported(llama_folder)
     ggufs.write_llama(model, tmp_path / "again.gguf", ggufs.MIXED)
     manifest = read_manifest(folder / "artifact")
     assert (manifest.source.kind, Path(manifest.source.name).name) == ("gguf", "llama.gguf")

@@ -92,6 +92,15 @@ def test_the_default_is_the_instruction_set_of_this_machine(
     assert node_of(model, "head").op_type == of_head
 
 
+@pytest.mark.parametrize("instructions", ["neon", "dotprod", "i8mm"])
+def test_no_speed_is_claimed_on_arm_before_it_is_measured(instructions: str) -> None:
+    model = quantized()
+    report = Lower(LowerOptions(target="ort-cpu", instructions=instructions))(model).report
+    reasons = {str(skip.reason) for skip in report.skips}
+    assert f"no cost was measured for 4 bits on {instructions}: onnxruntime's kernel stays" in reasons
+    assert kinds(model)["MatMulTable"] == 0
+
+
 def test_avx_vnni_goes_by_the_costs_of_avx2_until_it_has_its_own() -> None:
     shipped = shipped_costs()
     assert shipped.compare(8, "avxvnni") == shipped.compare(8, "avx2")

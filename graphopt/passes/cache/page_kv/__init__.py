@@ -19,7 +19,7 @@ from graphopt.passes.cache.page_kv.states import connect, graph_input
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
-from graphopt.runtime_ops import OPERATORS
+from graphopt.runtime_ops import OPERATORS, bodies_aside
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
 
 Page = Literal[16, 32, 64, 128]
@@ -112,7 +112,8 @@ def page_attention(model: ir.Model, context: Context, page: int) -> None:
     for node, meaning in found.items():
         assert isinstance(meaning, Meaning)
         _rewrite(graph, node, meaning, lengths, page, ledger)
-    RemoveUnusedNodesPass()(model)
+    with bodies_aside(model):
+        RemoveUnusedNodesPass()(model)
     for value in [value for value in graph.inputs if value.name == ATTENTION_MASK]:
         graph.inputs.remove(value)
         ledger.report_change(ATTENTION_MASK, LENGTHS())

@@ -28,7 +28,7 @@ from graphopt.passes.lift.canonicalize.rotary_tables import Angles, lift_rotary_
 from graphopt.passes.lift.canonicalize.scores import lift_scores
 from graphopt.passes.lift.canonicalize.shapes import state_shapes
 from graphopt.passes.phases import CANONICAL_OPSETS
-from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops import bodies_aside
 
 OPSET_RAISED = Rule("canonicalize.opset-raised", "opset {opset} raised to {to}")
 
@@ -73,34 +73,37 @@ class Canonicalize(Pass[CanonicalizeOptions]):
         """Demand nothing: this pass makes what the others require."""
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
-        """Run the lifts in order; each leaves the graph valid."""
-        ledger = context.ledger
-        # Bodies of our operators stay as they are: `verify` compares them with the originals.
-        bodies = {key: model.functions.pop(key) for key in list(model.functions) if key[0] == DOMAIN}
-        raise_opset(model, ledger)
-        merge_and_prune(model, ledger)
-        state_shapes(model, ledger)
-        split_gemm(model, ledger)
-        store_layouts(model, ledger)
-        drop_idle_reshapes(model, ledger)
-        drop_idle_casts(model, ledger)
-        unflatten_products(model, ledger)
-        lift_fused_norms(model, ledger)
-        lift_fused_activations(model, ledger)
-        lift_norms(model, context)
-        lift_rotary(model, ledger)
-        angles = Angles(model, ledger)
-        lift_rotary_tables(model, angles, ledger)
-        lift_group_query(model, angles, context)
-        lift_multi_head(model, ledger)
-        take_heads_apart(model, ledger)
-        lift_scores(model, ledger)
-        group_heads(model, ledger)
-        if context.task.caches:
-            take_cache(model, ledger)
-        lift_masks(model, context)
-        RemoveUnusedNodesPass()(model)
-        model.functions.update(bodies)
+        """Run the lifts in order; bodies of our operators stay as they are."""
+        with bodies_aside(model):
+            _lift(model, context)
+
+
+def _lift(model: ir.Model, context: Context) -> None:
+    """Run the lifts in order; each leaves the graph valid."""
+    ledger = context.ledger
+    raise_opset(model, ledger)
+    merge_and_prune(model, ledger)
+    state_shapes(model, ledger)
+    split_gemm(model, ledger)
+    store_layouts(model, ledger)
+    drop_idle_reshapes(model, ledger)
+    drop_idle_casts(model, ledger)
+    unflatten_products(model, ledger)
+    lift_fused_norms(model, ledger)
+    lift_fused_activations(model, ledger)
+    lift_norms(model, context)
+    lift_rotary(model, ledger)
+    angles = Angles(model, ledger)
+    lift_rotary_tables(model, angles, ledger)
+    lift_group_query(model, angles, context)
+    lift_multi_head(model, ledger)
+    take_heads_apart(model, ledger)
+    lift_scores(model, ledger)
+    group_heads(model, ledger)
+    if context.task.caches:
+        take_cache(model, ledger)
+    lift_masks(model, context)
+    RemoveUnusedNodesPass()(model)
 
 
 def raise_opset(model: ir.Model, ledger: Ledger) -> None:

@@ -23,7 +23,7 @@ struct HadamardKernels {
   HadamardKernel half, single, twice;  // float16 computes in float
 };
 
-extern const HadamardKernels kHadamardScalar, kHadamardAvx2, kHadamardAvx512;
+extern const HadamardKernels kHadamardScalar, kHadamardAvx2, kHadamardAvx512, kHadamardNeon;
 
 // So many bytes of numbers go through a core together, and looking up a code serves them all.
 constexpr size_t kStrip = 128;

@@ -72,8 +72,13 @@ template <size_t q, bool odd, bool second, typename V>
 }
 
 // As many totals at a time as there are registers for, beside a pair and its sums.
+#if defined(__aarch64__)
+template <typename V>
+constexpr size_t kPaleyTotals = 18;
+#else
 template <typename V>
 constexpr size_t kPaleyTotals = sizeof(V) == 64 ? 18 : 9;
+#endif
 
 // What inputs a and b give output k. Two additions of three are made by multiplying by one, which rounds the same:
 // a processor has other units for it.
@@ -115,7 +120,7 @@ template <size_t q, bool odd, bool second, size_t first, size_t count, typename 
     if (!odd) totals[k] += kCharacter<q>.of[first + k + 1] > 0 ? squares : others;
   }
   add_all<q, odd, second, first>(totals, strip, one, std::make_index_sequence<count>(),
-                                 std::make_index_sequence<strip.n / 2>());
+                                 std::make_index_sequence<PaleyStrip<q, V>::n / 2>());
 #pragma GCC unroll 32
   for (size_t k = 0; k < count; ++k) {
     if (odd) {

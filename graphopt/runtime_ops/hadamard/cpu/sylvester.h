@@ -58,7 +58,11 @@ inline void butterflies(V* v) {
   constexpr size_t L = lanes<V, T>;
 #pragma GCC unroll 8
   for (size_t i = 0; i < Radix; ++i) {
-    v[i] = butterfly_inside<2>(butterfly_inside<1>(v[i]));
+    if constexpr (L >= 4) {
+      v[i] = butterfly_inside<2>(butterfly_inside<1>(v[i]));
+    } else {
+      v[i] = butterfly_inside<1>(v[i]);
+    }
     if constexpr (L >= 8) v[i] = butterfly_inside<4>(v[i]);
     if constexpr (L >= 16) v[i] = butterfly_inside<8>(v[i]);
   }
@@ -97,7 +101,9 @@ void sylvester(T* x, size_t size, size_t stride, size_t order) {
   }
   for (; size % L == 0 && L % (2 * stride) == 0 && order > 1; stride *= 2, order /= 2) {
     if (stride == 1) butterfly_within<1>(x, size);
-    if (stride == 2) butterfly_within<2>(x, size);
+    if constexpr (L >= 4) {
+      if (stride == 2) butterfly_within<2>(x, size);
+    }
     if constexpr (L >= 8) {
       if (stride == 4) butterfly_within<4>(x, size);
     }

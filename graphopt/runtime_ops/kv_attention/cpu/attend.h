@@ -119,7 +119,7 @@ struct Reader : Lookahead {
   void read_codes(int64_t logical, bool alike, const uint8_t* keys, const uint8_t* values, const float* scales,
                   Ahead ahead) const {
     const size_t size = layout.size, page = layout.page, lines = page / kColumns;
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
+#if GRAPHOPT_MULTIPLIES_CODES
     score(logical, lines, [&](const float* from, float* scores) {
       multiply_key_codes<Narrow>(from, rows, keys, ahead, scales, size, page, scores);
     });

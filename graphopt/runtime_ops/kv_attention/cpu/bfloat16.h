@@ -29,6 +29,11 @@ inline Floats load_numbers(const BFloat16* from) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
   };
   return {{part(0), part(1)}};
+#elif GRAPHOPT_NEON
+  return by_parts<Floats>([&](size_t i) {
+    const uint16x4_t halves = vld1_u16(reinterpret_cast<const uint16_t*>(from) + 4 * i);
+    return reinterpret_cast<Floats::Part>(vshll_n_u16(halves, 16));
+  });
 #else
   uint32_t numbers[kColumns];
   for (size_t i = 0; i < kColumns; ++i) numbers[i] = static_cast<uint32_t>(from[i].bits) << 16;

@@ -10,8 +10,13 @@ namespace {
 constexpr size_t kMostFactors = 256;
 
 // Where there are instructions for products of integers.
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-constexpr size_t kCodeRows = 4;
+#if defined(__AVX512VNNI__) || defined(__AVX2__) || GRAPHOPT_NEON
+#define GRAPHOPT_MULTIPLIES_CODES 1
+#else
+#define GRAPHOPT_MULTIPLIES_CODES 0
+#endif
+#if GRAPHOPT_MULTIPLIES_CODES
+constexpr size_t kCodeRows = GRAPHOPT_NEON ? 2 : 4;
 // The largest factor, 256 * upper + lower; so sums of 256 products with codes of 8 bits stay below 2^31.
 constexpr float kLargestFactor = 32639;
 
@@ -39,6 +44,14 @@ struct FactorRow {
   alignas(kLine) int16_t pairs[kMostFactors];
 
   void put(size_t i, const Floats& numbers) {
+#if GRAPHOPT_NEON
+    for (size_t part = 0; part < kParts; ++part, i += 4) {
+      const int32x4_t x = vcvtnq_s32_f32(reinterpret_cast<float32x4_t>(numbers.part[part]));
+      const int16x4_t four = vmovn_s32(vcombine_s32(vuzp1_s32(vget_low_s32(x), vget_high_s32(x)),
+                                                    vuzp2_s32(vget_low_s32(x), vget_high_s32(x))));
+      vst1_s16(pairs + i, four);
+    }
+#else
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
     for (size_t part = 0; part < kParts; ++part, i += 8) {
@@ -46,9 +59,24 @@ struct FactorRow {
       _mm_storel_epi64(reinterpret_cast<__m128i*>(pairs + i), _mm256_castsi256_si128(x));
       _mm_storel_epi64(reinterpret_cast<__m128i*>(pairs + i + 4), _mm256_extracti128_si256(x, 1));
     }
+#endif
   }
 #endif
 };
+
+inline int32_t largest_of(const Integers& a) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_epi32(reinterpret_cast<__m512i>(a.part[0]));
+#elif GRAPHOPT_NEON
+  const auto part = [&](size_t i) { return reinterpret_cast<int32x4_t>(a.part[i]); };
+  return vmaxvq_s32(vmaxq_s32(vmaxq_s32(part(0), part(1)), vmaxq_s32(part(2), part(3))));
+#else
+  const __m256i eight = _mm256_max_epi32(reinterpret_cast<__m256i>(a.part[0]), reinterpret_cast<__m256i>(a.part[1]));
+  const __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  const __m128i two = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(_mm_max_epi32(two, _mm_shuffle_epi32(two, 0xb1)));
+#endif
+}
 
 // Factors of codes, rounded to 16 bits for each row. Rows go side by side: each waits for its largest.
 template <size_t Rows>
@@ -83,10 +111,7 @@ struct Factors {
     float inverse[Rows];
 #pragma GCC unroll 8
     for (size_t r = 0; r < Rows; ++r) {
-      int32_t lane[kColumns], bits = 0;
-      store_line(lane, most[r]);
-      for (int32_t each : lane) bits = each > bits ? each : bits;
-      const float largest = bits_of<float>(bits);
+      const float largest = bits_of<float>(largest_of(most[r]));
       const bool none = largest < 1e-30f;
       inverse[r] = none ? 0 : kLargestFactor / largest;
       steps[r] = none ? 0 : largest / kLargestFactor;

@@ -56,6 +56,18 @@ inline Floats load_numbers(const Float8* from) {
   const __m256 scale = _mm256_set1_ps(256);
   return {{_mm256_cvtph_ps(_mm256_castsi256_si128(numbers)) * scale,
            _mm256_cvtph_ps(_mm256_extracti128_si256(numbers, 1)) * scale}};
+#elif GRAPHOPT_NEON
+  // the same
+  const uint8x16_t bytes = vld1q_u8(reinterpret_cast<const uint8_t*>(from));
+  return by_parts<Floats>([&](size_t i) __attribute__((always_inline)) {
+    const int8x8_t eight = vreinterpret_s8_u8(i < 2 ? vget_low_u8(bytes) : vget_high_u8(bytes));
+    const uint16x8_t codes = vreinterpretq_u16_s16(vmovl_s8(eight));
+    const uint16x8_t halves = vandq_u16(vshlq_n_u16(codes, 7), vdupq_n_u16(0xbfff));
+    const uint16x8_t magnitude = vandq_u16(halves, vdupq_n_u16(0x7fff));
+    const uint16x8_t numbers = vorrq_u16(halves, vceqq_u16(magnitude, vdupq_n_u16(0x7f << 7)));
+    const uint16x4_t four = i % 2 ? vget_high_u16(numbers) : vget_low_u16(numbers);
+    return reinterpret_cast<Floats::Part>(vcvt_f32_f16(vreinterpret_f16_u16(four))) * 256;
+  });
 #else
   uint32_t numbers[kColumns];
   for (size_t i = 0; i < kColumns; ++i) {

@@ -160,6 +160,6 @@ GRAPHOPT_INLINE size_t append_scratch(const Layout& layout) {
   return layout.integers() ? 4 * layout.size + 2 * layout.page : 0;
 }
 
-extern const KVAttentionKernels kKVAttentionScalar, kKVAttentionAvx2, kKVAttentionAvx512;
+extern const KVAttentionKernels kKVAttentionScalar, kKVAttentionAvx2, kKVAttentionAvx512, kKVAttentionNeon;
 
 }  // namespace graphopt

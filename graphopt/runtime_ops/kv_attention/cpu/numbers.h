@@ -63,16 +63,38 @@ inline Integers visible_lanes(const Visible& seen, size_t first) {
 
 // a * b + c, rounded once where that costs nothing.
 inline Floats fused(const Floats& a, const Floats& b, const Floats& c) {
-#if defined(__FMA__)
+#if defined(__FMA__) || GRAPHOPT_NEON
   return multiply_add(a, b, c);
 #else
   return a * b + c;
 #endif
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The lanes of a line joined by halves: 8 with 8, 4 with 4, 2 with 2, 1 with 1.
+template <typename Join>
+inline __attribute__((always_inline)) float joined(const Floats& a, const Join& join) {
+  const __m256 half = reinterpret_cast<__m256>(join(a.part[0], a.part[1]));
+  typedef float Four __attribute__((vector_size(16)));
+  const auto four = [](__m128 x) { return reinterpret_cast<Four>(x); };
+  const Four quarter = join(four(_mm256_castps256_ps128(half)), four(_mm256_extractf128_ps(half, 1)));
+  const __m128 two = reinterpret_cast<__m128>(join(quarter, four(_mm_movehl_ps(quarter, quarter))));
+  return join(four(two), four(_mm_movehdup_ps(two)))[0];
+}
+#elif GRAPHOPT_NEON
+// The same.
+template <typename Join>
+inline __attribute__((always_inline)) float joined(const Floats& a, const Join& join) {
+  const Floats::Part four = join(join(a.part[0], a.part[2]), join(a.part[1], a.part[3]));
+  return join(join(four[0], four[2]), join(four[1], four[3]));
+}
+#endif
+
 inline float sum_of(const Floats& a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_add_ps(a.part[0]);
+#elif defined(__AVX2__) || GRAPHOPT_NEON
+  return joined(a, [](auto x, auto y) __attribute__((always_inline)) { return x + y; });
 #else
   float lane[kColumns];
   store_line(lane, a);
@@ -118,6 +140,10 @@ inline Floats sums_of(const Floats (&of)[kColumns]) {
 inline float largest_of(const Floats& a) {
 #if defined(__AVX512F__)
   return _mm512_reduce_max_ps(larger(a, all_lanes(kNothing)).part[0]);
+#elif defined(__AVX2__) || GRAPHOPT_NEON
+  return joined(larger(a, all_lanes(kNothing)), [](auto x, auto y) __attribute__((always_inline)) {
+    return x > y ? x : y;
+  });
 #else
   float lane[kColumns];
   store_line(lane, larger(a, all_lanes(kNothing)));

@@ -41,7 +41,7 @@ inline void load_numbers(const Stored* from, size_t n, Floats (&numbers)[Count])
 // Fits in registers: sums for that many rows by that many lines.
 #if defined(__AVX512F__)
 constexpr size_t kMostTogether = 8, kSumLines = 16;
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || GRAPHOPT_NEON
 constexpr size_t kMostTogether = 4, kSumLines = 4;
 #else
 constexpr size_t kMostTogether = 2, kSumLines = 2;

@@ -17,6 +17,7 @@ attention costs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +34,6 @@ from graphopt.runtime_ops.kv_attention.spec.body_compensation import append_mean
 from graphopt.runtime_ops.kv_attention.spec.body_read import attend, heads_apart, read_mask
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
-from graphopt.runtime_ops.operator import DOMAIN
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
@@ -57,19 +57,10 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         ValueError: an attribute is out of its range.
     """
     # heavy, and needed only where a model is made
-    from onnxscript import build_function
+    from graphopt.runtime_ops.builder import written
 
     attrs = KVAttributes(**attributes)
-
-    def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
-        outputs = _write(op, attrs, dict(zip(SCHEMA.input_names, inputs, strict=True)))
-        for name, value in zip(SCHEMA.output_names, outputs, strict=True):
-            value.name = name
-        return outputs
-
-    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
-    made = build_function(write, inputs, domain=DOMAIN, name=SCHEMA.name, opset_imports={"": opset})
-    return ir.Function(DOMAIN, SCHEMA.name, overload(**attributes), graph=made.graph, attributes=SCHEMA.parameters)
+    return written(SCHEMA, overload(**attributes), opset, lambda op, given: _write(op, attrs, given))
 
 
 def overload(**attributes: Any) -> str:
@@ -87,7 +78,7 @@ def overload(**attributes: Any) -> str:
     return ",".join(parts)
 
 
-def _write(op: OpBuilder, attrs: KVAttributes, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
+def _write(op: OpBuilder, attrs: KVAttributes, given: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
     query, key, value = (op.Cast(given[name], to=ir.DataType.FLOAT) for name in ("query", "key", "value"))
     past, new = (op.Reshape(given[name], [-1, 1]) for name in ("past", "new"))
     pages, columns = op.Shape(given["keys"], start=2, end=3), op.Shape(key, start=1, end=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -155,14 +156,13 @@ def stored_tokens(
 ) -> tuple[Stored, Stored]:
     """Return the keys and values of a KV head at ``positions``, [n, D] each, of a row that has ``tokens`` tokens."""
     parts = np.zeros((2, 4, len(positions), channels))
-    pages = positions // attrs.page
-    for page in np.unique(pages):
-        these = pages == page
-        offsets = positions[these] % attrs.page
-        for index, stored in enumerate(_stored_page(attrs, state, head, int(page), tokens, channels)):
+    pages, offsets = np.divmod(positions, attrs.page)
+    # positions of one page follow one another
+    for first, end in itertools.pairwise([*np.flatnonzero(np.diff(pages, prepend=-1)), len(pages)]):
+        for index, stored in enumerate(_stored_page(attrs, state, head, int(pages[first]), tokens, channels)):
             for part, numbers in enumerate((stored.low, stored.step, stored.codes)):
                 if numbers is not _ZERO:
-                    parts[index, part, these] = np.broadcast_to(numbers, (attrs.page, channels))[offsets]
+                    parts[index, part, first:end] = numbers[offsets[first:end]] if len(numbers) > 1 else numbers
     return Stored(*parts[0]), Stored(*parts[1])
 
 

@@ -23,7 +23,7 @@ template <typename Kind, bool Wide, size_t Width>
 void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words, size_t units,
                     const SegmentScales& scales, Floats* totals) {
   constexpr bool kIntegers = std::is_same_v<typename Kind::Sum, Integers>;
-  constexpr size_t kSides = sides_at_once(Width);
+  constexpr size_t kSides = Wide ? 2 : sides_at_once(Width);
   for (size_t first = 0; first < scales.sides; first += kSides) {
     typename Kind::Sum sums[Width][kSides] = {};
     if constexpr (kIntegers) {
@@ -35,7 +35,16 @@ void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, con
         }
       }
     }
-    Kind::template multiply<Width>(sums, lines + first * kLine, words, units);
+    if constexpr (Wide && sides_at_once(Width) == 1) {  // registers hold the sums of one plane
+      for (size_t plane = 0; plane < 2; ++plane) {
+        typename Kind::Sum of_plane[Width][1];
+        for (size_t row = 0; row < Width; ++row) of_plane[row][0] = sums[row][plane];
+        Kind::template multiply<Width>(of_plane, lines + plane * kLine, words, units);
+        for (size_t row = 0; row < Width; ++row) sums[row][plane] = of_plane[row][0];
+      }
+    } else {
+      Kind::template multiply<Width>(sums, lines + first * kLine, words, units);
+    }
 #pragma GCC unroll 12
     for (size_t row = 0; row < Width; ++row) {
       Floats* const total = totals + 2 * row + first;
@@ -67,13 +76,13 @@ void multiply_panel(size_t width, const Rounded& rounded, size_t at, const uint8
   switch (width) {
     case 1: return with(std::integral_constant<size_t, 1>());
     case 2: return with(std::integral_constant<size_t, 2>());
-#if defined(__AVX2__)
+#if defined(__AVX2__) || GRAPHOPT_NEON
     case 4: return with(std::integral_constant<size_t, 4>());
 #endif
 #if defined(__AVX512F__)
     case 8: return with(std::integral_constant<size_t, 8>());
     case 12: return with(std::integral_constant<size_t, 12>());
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) || GRAPHOPT_NEON
     case 6: return with(std::integral_constant<size_t, 6>());
 #endif
   }

@@ -16,8 +16,9 @@ GRAPHOPT_UNCALLED void prefetch_ahead(const uint8_t* unit) {
   for (size_t at = 0; at < Bytes; at += kLine) __builtin_prefetch(unit + kAhead + at);
 }
 
-template <size_t Count>
+template <typename Operand, size_t Count>
 inline Integers total_of(const Integers (&sums)[Count]) {
+  if constexpr (Operand::kSums > 1) return Operand::total(sums);
   Integers total = sums[0];
 #pragma GCC unroll 4
   for (size_t i = 1; i < Count; ++i) {
@@ -83,7 +84,10 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
                   size_t panel = 0) {
   constexpr size_t kUnitBytes = 32 * Bits, kWords = Operand::kWords, kPlanes = Operand::kPlanes;
   // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
-  constexpr size_t kSums = kByPairs ? 1 : Width < 4 ? 4 / Width : 1;
+  constexpr size_t kSums = kByPairs       ? Operand::kSums
+                           : GRAPHOPT_NEON ? (Width < 2 ? 2 : 1)
+                           : Width < 4     ? 4 / Width
+                                           : 1;
   static_assert(!Runs || Operand::kPairsFit);
   const Operand operand(weights.table);
   const float inverse_step = static_cast<float>(1 / weights.table.step);
@@ -102,7 +106,7 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
       for (size_t row = 0; row < Width; ++row) {
 #pragma GCC unroll 2
         for (size_t plane = 0; plane < kPlanes; ++plane) {
-          sums[plane][row][0] = all_lanes(rounded.starts[plane][of_rows + row]);
+          if constexpr (!Operand::kFromZero) sums[plane][row][0] = all_lanes(rounded.starts[plane][of_rows + row]);
         }
       }
       for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * kWords * Width) {
@@ -112,14 +116,18 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
           multiply_unit_of_runs<Bits>(sums, operand, unit, word);
           continue;
         }
+        if constexpr (Operand::kFromZero) {
+          operand.multiply_unit(sums, unit, word);
+          continue;
+        }
 #endif
-        multiply_unit<Bits>(sums, operand, unit, word);
+        if constexpr (!Operand::kFromZero) multiply_unit<Bits>(sums, operand, unit, word);
       }
       const ColumnScales of = column_scales(weights, tile, segment.group, inverse_step);
 #pragma GCC unroll 8
       for (size_t row = 0; row < Width; ++row) {
-        Floats sum = to_floats(total_of(sums[0][row]));
-        if constexpr (kPlanes == 2) sum = to_floats(total_of(sums[1][row])) * 256.0f + sum;
+        Floats sum = to_floats(total_of<Operand>(sums[0][row]));
+        if constexpr (kPlanes == 2) sum = to_floats(total_of<Operand>(sums[1][row])) * 256.0f + sum;
         totals[row] = add_scaled(totals[row], sum, of, rounded.scales[of_rows + row], rounded.sums[of_rows + row]);
       }
     }

@@ -54,7 +54,7 @@ GRAPHOPT_UNCALLED Bytes values_of(const uint8_t (*tables)[256], const Bytes& cod
 #endif
 }
 
-#if GRAPHOPT_BY_PAIRS
+#if GRAPHOPT_DECODES_FLOATS
 
 // Tables of integers that fit a byte, signed or not: the byte of each row goes to the end of its lane.
 template <int Bits, bool ByXor, bool Signed>
@@ -113,11 +113,18 @@ class FloatsOfBytes {
 
   GRAPHOPT_UNCALLED Rows operator()(const Bytes& codes) const {
     // the bytes of a row side by side: they are [column][row], 4 by 4
+#if GRAPHOPT_NEON
+    const uint8x16_t turn = {0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15};
+    const Bytes turned = by_parts<Bytes>([&](size_t part) {
+      return reinterpret_cast<Bytes::Part>(vqtbl1q_u8(reinterpret_cast<uint8x16_t>(codes.part[part]), turn));
+    });
+#else
     const __m256i turn = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     const Bytes turned = by_parts<Bytes>([&](size_t part) {
       return reinterpret_cast<Bytes::Part>(_mm256_shuffle_epi8(reinterpret_cast<__m256i>(codes.part[part]), turn));
     });
+#endif
     Bytes found[Planes];
 #pragma GCC unroll 4
     for (size_t i = 0; i < Planes; ++i) {
@@ -127,6 +134,21 @@ class FloatsOfBytes {
     Rows rows;
 #pragma GCC unroll 4
     for (size_t part = 0; part < kParts; ++part) {
+#if GRAPHOPT_NEON
+      const auto plane = [&](size_t i) { return reinterpret_cast<uint8x16_t>(found[i].part[part]); };
+      uint16x8_t below[2] = {};
+      if constexpr (Planes == 4) {
+        below[0] = vreinterpretq_u16_u8(vzip1q_u8(plane(0), plane(1)));
+        below[1] = vreinterpretq_u16_u8(vzip2q_u8(plane(0), plane(1)));
+      }
+      const uint16x8_t above[2] = {vreinterpretq_u16_u8(vzip1q_u8(plane(Planes - 2), plane(Planes - 1))),
+                                   vreinterpretq_u16_u8(vzip2q_u8(plane(Planes - 2), plane(Planes - 1)))};
+#pragma GCC unroll 2
+      for (size_t i = 0; i < 2; ++i) {
+        rows.row[2 * i].part[part] = reinterpret_cast<Floats::Part>(vzip1q_u16(below[i], above[i]));
+        rows.row[2 * i + 1].part[part] = reinterpret_cast<Floats::Part>(vzip2q_u16(below[i], above[i]));
+      }
+#else
       const auto plane = [&](size_t i) { return reinterpret_cast<__m256i>(found[i].part[part]); };
       __m256i below[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
       if constexpr (Planes == 4) {
@@ -140,6 +162,7 @@ class FloatsOfBytes {
         rows.row[2 * i].part[part] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(below[i], above[i]));
         rows.row[2 * i + 1].part[part] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(below[i], above[i]));
       }
+#endif
     }
     return rows;
   }
@@ -171,8 +194,14 @@ class GatheredFloats {
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       rows.row[i] = by_parts<Floats>([&](size_t part) __attribute__((always_inline)) {
+#if GRAPHOPT_NEON
+        Floats::Part found;
+        for (size_t lane = 0; lane < 4; ++lane) found[lane] = table_[codes.part[part][4 * lane + static_cast<size_t>(i)]];
+        return found;
+#else
         const __m256i code = _mm256_srli_epi32(reinterpret_cast<__m256i>(codes.part[part]), 8 * i);
         return _mm256_i32gather_ps(table_, _mm256_and_si256(code, _mm256_set1_epi32(255)), sizeof(float));
+#endif
       });
     }
     return rows;

@@ -6,7 +6,7 @@
 #include "matmul_table/cpu/blocked.h"
 #include "matmul_table/cpu/few.h"
 #include "matmul_table/cpu/one.h"
-#if !defined(__AVXVNNI__)
+#if !GRAPHOPT_BYTES_ALONE
 #include "matmul_table/cpu/round.h"
 #endif
 
@@ -17,6 +17,8 @@ namespace {
 constexpr size_t kFew = 8, kFewFloats = 0, kPanel = 12, kWidths[] = {1, 2, 4, 8, 12};
 #elif GRAPHOPT_BY_PAIRS
 constexpr size_t kFew = 2, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 16 registers hold
+#elif GRAPHOPT_NEON
+constexpr size_t kFew = 4, kFewFloats = 1, kPanel = 6, kWidths[] = {1, 2, 4, 6};  // what 32 registers hold
 #else
 constexpr size_t kFew = 0, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2};
 #endif
@@ -24,11 +26,14 @@ constexpr size_t kFew = 0, kFewFloats = 0, kPanel = 2, kWidths[] = {1, 2};
 // Without an instruction for it, products of bytes are summed up only where two fit 16 bits, and bfloat16 is float.
 Words form_for(const Weights& weights, Activations kind, bool is_few) {
   if (kind == Activations::kFloat) return Words::kFloats;
-  if (kind == Activations::kBfloat16) return kByPairs ? Words::kFloats : Words::kBfloat16s;
+  if (kind == Activations::kBfloat16) return kDecodesFloats ? Words::kFloats : Words::kBfloat16s;
   const Table& table = weights.table;
-  // see AsMagnitudes
-  const bool magnitudes = table.wide && table.has_signs && table.largest_integer < 1 << 14;
-  if (is_few && magnitudes && (weights.bits == 5 || weights.bits == 6)) return Words::kBytes;
+#if GRAPHOPT_BY_PAIRS
+  if (is_few && is_minifloat(table, weights.bits)) return Words::kBytes;
+  if (is_few && table.wide && weights.bits >= 3 && weights.bits <= 5) return Words::kFours;
+#else
+  (void)is_few;
+#endif
   return kByPairs && (table.wide || (!kSumsBytes && table.most > 128)) ? Words::kPairs : Words::kBytes;
 }
 
@@ -44,18 +49,25 @@ bool by_runs(const Weights& weights) {
 
 size_t most_few(const Weights& weights, Activations kind) {
   if (kind != Activations::kInt8 && kind != Activations::kInt16) return kFewFloats;
-  return by_runs(weights) ? kFewPanels * kPanel : kFew;
+  const size_t most = GRAPHOPT_NEON && weights.table.wide ? 2 : kFew;  // a wide table has twice as many sums
+  return by_runs(weights) ? kFewPanels * kPanel : most;
 }
 
 // Whether zero points or minimums are part of each value: with floats alone.
-bool shifts(const Weights& weights, const Rounded& rounded) {
+[[maybe_unused]] bool shifts(const Weights& weights, const Rounded& rounded) {
   return rounded.kind == Activations::kFloat && (weights.zero_points || weights.half_zero_points);
 }
 
-#if defined(__AVXVNNI__)
-// Other products are AVX2's: words of x are the same for both.
+#if GRAPHOPT_BYTES_ALONE
+// Other products are those of the set that has all: words of x are the same for both.
+#if GRAPHOPT_NEON
+constexpr const MatMulKernels& kOfAll = kMatMulNeon;
+#else
+constexpr const MatMulKernels& kOfAll = kMatMulAvx2;
+#endif
+
 bool multiplies_bytes(const Weights& weights, const Rounded& rounded) {
-  return rounded.form == Words::kBytes && !weights.table.wide;
+  return rounded.form == Words::kBytes && !(kByPairs && weights.table.wide);
 }
 #endif
 
@@ -87,7 +99,7 @@ void one(const Weights& weights, const Rounded& rounded, float* y, size_t first,
   });
 }
 
-#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
+#if GRAPHOPT_BY_PAIRS && !GRAPHOPT_BYTES_ALONE
 // Panels pass by two tiles, whose codes stay in the first level of the caches and are looked up for each.
 template <int Bits, typename Operand>
 void few_by_runs(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
@@ -110,8 +122,11 @@ void few_by_runs(const Weights& weights, const Rounded& rounded, float* y, size_
 #endif
 
 void few(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-#if defined(__AVXVNNI__)
-  if (!multiplies_bytes(weights, rounded)) return kMatMulAvx2.multiply_few(weights, rounded, y, first, end);
+#if GRAPHOPT_MATRICES_ALONE
+  kMatMulDotprod.multiply_few(weights, rounded, y, first, end);
+#else
+#if GRAPHOPT_BYTES_ALONE
+  if (!multiplies_bytes(weights, rounded)) return kOfAll.multiply_few(weights, rounded, y, first, end);
 #endif
 #if defined(GRAPHOPT_VECTOR_BYTES)
   choose_bits(weights.bits, [&](auto bits) {
@@ -127,7 +142,7 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
         if (rounded.width(0) > 1) return many(weights, rounded, y, first, end);
         return multiply_few<kBits, Operand, 1>(weights, rounded, y, first, end);
       }
-#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
+#if GRAPHOPT_BY_PAIRS && !GRAPHOPT_BYTES_ALONE
       if constexpr (kBits <= 5 && !kRare && Operand::kPairsFit) {
         if (by_runs(weights)) return few_by_runs<kBits, Operand>(weights, rounded, y, first, end);
       }
@@ -146,6 +161,7 @@ void few(const Weights& weights, const Rounded& rounded, float* y, size_t first,
 #else
   many(weights, rounded, y, first, end);
 #endif
+#endif
 }
 
 // Calls with_filling(filling) with what fills blocks with values for x in this form.
@@ -159,7 +175,7 @@ void choose_filling(const Weights& weights, const Rounded& rounded, const WithFi
       });
     }
   }
-  if constexpr (!kByPairs) {
+  if constexpr (!kDecodesFloats) {
     if (rounded.form == Words::kBfloat16s) return with_filling(Filling{fill_with_bfloat16s<Bits>, nullptr, false, 1});
   }
   choose_operand<Bits>(weights.table, rounded.form, [&](auto* null) {
@@ -170,26 +186,33 @@ void choose_filling(const Weights& weights, const Rounded& rounded, const WithFi
 }
 
 void many(const Weights& weights, const Rounded& rounded, float* y, size_t first, size_t end) {
-#if defined(__AVXVNNI__)
-  if (!multiplies_bytes(weights, rounded)) return kMatMulAvx2.multiply(weights, rounded, y, first, end);
+#if GRAPHOPT_BYTES_ALONE
+  if (!multiplies_bytes(weights, rounded)) return kOfAll.multiply(weights, rounded, y, first, end);
 #endif
   const auto with_filling = [&](const Filling& fill) {
-#if !defined(__AVXVNNI__)
+#if !GRAPHOPT_BYTES_ALONE
     if (rounded.form == Words::kFloats) return multiply_many<Float, false>(weights, rounded, fill, y, first, end);
 #if GRAPHOPT_BY_PAIRS
     if (rounded.form == Words::kPairs) return multiply_many<Int16, false>(weights, rounded, fill, y, first, end);
     if (weights.table.most <= 32) return multiply_many<Int8Runs, false>(weights, rounded, fill, y, first, end);
-#else
+#elif !GRAPHOPT_NEON
     if (rounded.form == Words::kBfloat16s) return multiply_many<Bfloat16, false>(weights, rounded, fill, y, first, end);
-    if (weights.table.wide) return multiply_many<Int8<false>, true>(weights, rounded, fill, y, first, end);
 #endif
 #endif
-    multiply_many<Int8<kByPairs>, false>(weights, rounded, fill, y, first, end);
+#if GRAPHOPT_MATRICES_ALONE
+    using Int8s = Int8Matrices;
+#else
+    using Int8s = Int8<kByPairs>;
+#endif
+#if !GRAPHOPT_BY_PAIRS
+    if (weights.table.wide) return multiply_many<Int8s, true>(weights, rounded, fill, y, first, end);
+#endif
+    multiply_many<Int8s, false>(weights, rounded, fill, y, first, end);
   };
   choose_bits(weights.bits, [&](auto bits) { choose_filling<decltype(bits)::value>(weights, rounded, with_filling); });
 }
 
-#if !defined(__AVXVNNI__)
+#if !GRAPHOPT_BYTES_ALONE
 int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
   int largest = 0;
   choose_bits(weights.bits, [&](auto bits) {
@@ -209,11 +232,11 @@ int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
 }
 #else
 void round_panel(const Weights& weights, const Rounded& rounded, const float* rows, size_t panel) {
-  kMatMulAvx2.round(weights, rounded, rows, panel);
+  kOfAll.round(weights, rounded, rows, panel);
 }
 
 int largest_code(const Weights& weights, size_t first_tile, size_t end_tile) {
-  return kMatMulAvx2.largest_code(weights, first_tile, end_tile);
+  return kOfAll.largest_code(weights, first_tile, end_tile);
 }
 #endif
 

@@ -7,13 +7,14 @@
 namespace graphopt {
 
 // What a word of 32 bits holds of a rounded row: 4 numbers of 8 bits, 2 of 16 bits, 2 bfloat16 or 1 float. Pairs of 16
-// bits are numbers 0 and 2 of four, then 1 and 3: so are bytes that stand side by side taken apart.
-enum class Words { kBytes, kPairs, kBfloat16s, kFloats };
+// bits are numbers 0 and 2 of four, then 1 and 3: so are bytes that stand side by side taken apart. Fours are pairs in
+// order, both words of a row side by side.
+enum class Words { kBytes, kPairs, kFours, kBfloat16s, kFloats };
 
 // Rows of x, rounded and laid out for the products.
 //
 // A row is cut into words of 32 bits. Rows stand together in panels, so that a product reads from one end to the other:
-// [segment][panel][word of the segment][row of the panel]. What is rounded to 16 bits is 128 * upper + lower, two rows
+// [segment][panel][word of the segment][row of the panel]; of fours, [pair of words][row][word]. What is rounded to 16 bits is 128 * upper + lower, two rows
 // of 8 bits.
 struct Rounded {
   Activations kind = Activations::kFloat;
@@ -36,6 +37,7 @@ struct Rounded {
   size_t rows() const { return rows_of_one() * rows_of_x; }
   size_t panels() const { return (rows() + panel - 1) / panel; }
   size_t words_of_unit() const { return form == Words::kFloats ? 16 : form == Words::kBytes ? 4 : 8; }
+  size_t words_at_once() const { return form == Words::kFours ? 2 : 1; }  // of a row, side by side
   // The least width that `count` rows fit in; they are no more than the last of the widths.
   size_t width_for(size_t count) const {
     const size_t* width = widths;
@@ -69,5 +71,6 @@ struct MatMulKernels {
 };
 
 extern const MatMulKernels kMatMulScalar, kMatMulAvx2, kMatMulAvxVnni, kMatMulAvx512;
+extern const MatMulKernels kMatMulNeon, kMatMulDotprod, kMatMulI8mm;
 
 }  // namespace graphopt

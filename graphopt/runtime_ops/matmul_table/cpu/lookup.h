@@ -8,6 +8,8 @@ namespace {
 
 // A table of 2^Bits bytes, which is repeated up to 64 bytes. `flip` is exclusive-ored into each byte.
 //
+// NEON looks up as many as 64 bytes at a time; beyond them the result is 0, or what it was.
+//
 // AVX2 looks up 16 bytes at a time, where the index has bit 7 set the result is 0. Row i of the table is stored as its
 // difference to row i + 1, by exclusive or: adding 0x70 - 16 i to a code sets bit 7 where the code is beyond row i, so
 // the exclusive or of all results is the entry of the code's own row. 8 bits are two halves of this.
@@ -67,6 +69,40 @@ class LookUp {
   }
 
   __m256i rows_[kRows];
+#elif GRAPHOPT_NEON
+  LookUp() = default;
+  explicit LookUp(const uint8_t* table, uint8_t flip = 0) {
+    for (size_t i = 0; i < kRows; ++i) rows_[i] = veorq_u8(vld1q_u8(table + 16 * i), vdupq_n_u8(flip));
+  }
+
+  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+    return by_parts<Bytes>([&](size_t i) __attribute__((always_inline)) {
+      const uint8x16_t code = reinterpret_cast<uint8x16_t>(codes.part[i]);
+      uint8x16_t found;
+      if constexpr (kRows == 1) {
+        found = vqtbl1q_u8(rows_[0], code);
+      } else if constexpr (kRows == 2) {
+        found = vqtbl2q_u8({{rows_[0], rows_[1]}}, code);
+      } else {
+        found = vqtbl4q_u8(four(0), code);
+#pragma GCC unroll 4
+        for (size_t row = 4; row < kRows; row += 4) {
+          const uint8x16_t beyond = vsubq_u8(code, vdupq_n_u8(static_cast<uint8_t>(16 * row)));
+          found = vqtbx4q_u8(found, four(row), beyond);
+        }
+      }
+      return reinterpret_cast<Bytes::Part>(found);
+    });
+  }
+
+ private:
+  static constexpr size_t kRows = Bits > 4 ? 1 << (Bits - 4) : 1;
+
+  GRAPHOPT_UNCALLED uint8x16x4_t four(size_t row) const {
+    return {{rows_[row], rows_[row + 1], rows_[row + 2], rows_[row + 3]}};
+  }
+
+  uint8x16_t rows_[kRows];
 #else
   LookUp() = default;
   explicit LookUp(const uint8_t* table) : table_(table) {}
@@ -109,6 +145,12 @@ class ToByte {
   explicit ToByte(const IntegerPlane& plane) : mask_(plane.mask) {
     if constexpr (!ByXor) look_up_ = LookUp<Bits>(plane.table);
   }
+#if GRAPHOPT_NEON
+  // A byte that `flip` is exclusive-ored into.
+  ToByte(const IntegerPlane& plane, uint8_t flip) : mask_(plane.mask ^ flip) {
+    if constexpr (!ByXor) look_up_ = LookUp<Bits>(plane.table, flip);
+  }
+#endif
 
   GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
     if constexpr (ByXor) {

@@ -10,17 +10,24 @@
 namespace graphopt {
 namespace {
 
-// As unsigned bytes: the low one, and the high one of wide tables.
+// As bytes: the low one, and the high one of wide tables. Less kByteBias they are signed, which flips a bit.
 template <int Bits, bool Wide, bool ByXor, bool Small>
 class AsBytes {
  public:
-  static constexpr size_t kWords = 1, kPlanes = Wide ? 2 : 1;
+  static constexpr size_t kWords = 1, kPlanes = Wide ? 2 : 1, kSums = 1;
+  static constexpr bool kFromZero = false;
   static constexpr bool kPairsFit = Small && !Wide;  // two products of bytes fit 16 bits
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 
+#if GRAPHOPT_NEON
+  explicit AsBytes(const Table& table) : low_(table.low, kByteBias) {
+    if constexpr (Wide) high_ = LookUp<Bits>(table.high.table, kByteBias);
+  }
+#else
   explicit AsBytes(const Table& table) : low_(table.low) {
     if constexpr (Wide) high_ = LookUp<Bits>(table.high.table);
   }
+#endif
 
   struct Values {
     Bytes plane[kPlanes];
@@ -53,9 +60,9 @@ class AsBytes {
 template <int Bits, typename WithOperand>
 void choose_operand(const Table& table, Words form, const WithOperand& with_operand) {
   // where a table is one register, looking up costs no more than the exclusive or
-  constexpr bool kXorIsFaster = Bits > (kVectorBytes == kLine ? 6 : kByPairs ? 4 : 0);
+  constexpr bool kXorIsFaster = Bits > (kVectorBytes == kLine ? 6 : kDecodesFloats ? 4 : 0);
   const bool by_xor = kXorIsFaster && table.by_xor;
-#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
+#if GRAPHOPT_BY_PAIRS && !GRAPHOPT_BYTES_ALONE
   if (form == Words::kPairs) {
     if constexpr (Bits == 6 || Bits == 8) {
       if (table.wide && table.has_signs) {
@@ -77,12 +84,18 @@ void choose_operand(const Table& table, Words form, const WithOperand& with_oper
   return with_operand(static_cast<const AsBytes<Bits, false, false, kByPairs>*>(nullptr));
 }
 
-// The same where codes are looked up as they are multiplied. Only there are wide tables read as bytes.
+// The same where codes are looked up as they are multiplied.
 template <int Bits, typename WithOperand>
 void choose_operand_of_few(const Table& table, Words form, const WithOperand& with_operand) {
-#if GRAPHOPT_BY_PAIRS && !defined(__AVXVNNI__)
+#if GRAPHOPT_BY_PAIRS && !GRAPHOPT_BYTES_ALONE
   if constexpr (Bits == 5 || Bits == 6) {
-    if (table.wide && form == Words::kBytes) return with_operand(static_cast<const AsMagnitudes<Bits>*>(nullptr));
+    if (is_minifloat(table, Bits)) {
+      if (table.wide) return with_operand(static_cast<const AsMinifloats<Bits, true>*>(nullptr));
+      return with_operand(static_cast<const AsMinifloats<Bits, false>*>(nullptr));
+    }
+  }
+  if constexpr (Bits >= 3 && Bits <= 5) {
+    if (form == Words::kFours) return with_operand(static_cast<const AsFours<Bits>*>(nullptr));
   }
 #endif
   choose_operand<Bits>(table, form, with_operand);

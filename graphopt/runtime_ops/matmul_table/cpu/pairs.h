@@ -8,6 +8,19 @@
 namespace graphopt {
 namespace {
 
+// Whether `AsMinifloats` multiplies the table: eight products of the lower half of its magnitudes fit 16 bits, and four
+// of the upper one.
+inline bool is_minifloat(const Table& table, int bits) {
+  if (!table.has_signs || (bits != 5 && bits != 6)) return false;
+  if (!table.wide) return table.largest_integer <= 64;
+  const int half = 1 << (bits - 2);
+  for (int code = 0; code < 2 * half; ++code) {
+    const int most = code < half ? 32 : 64 * table.upper_factor;
+    if (table.integer_of(static_cast<size_t>(code)) > most) return false;
+  }
+  return table.upper_factor <= 1 << 14;
+}
+
 // As numbers of 16 bits, of both bytes where the table is wide: rows 0 and 2 of a line, and rows 1 and 3. The sums of
 // wide tables are those of `AsBytes`, plane 0 + 256 * plane 1, which fits 32 bits.
 //
@@ -17,8 +30,8 @@ class AsPairs {
   static constexpr int kLookedUp = Signed ? Bits - 1 : Bits;
 
  public:
-  static constexpr size_t kWords = 2, kPlanes = 1;
-  static constexpr bool kPairsFit = false;
+  static constexpr size_t kWords = 2, kPlanes = 1, kSums = 1;
+  static constexpr bool kPairsFit = false, kFromZero = false;
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 
   explicit AsPairs(const Table& table) : low_(table.low) {
@@ -81,50 +94,127 @@ class AsPairs {
   std::conditional_t<Wide, LookUp<kLookedUp>, Nothing> high_;
 };
 
-// As magnitudes below 2^14 where the uppermost bit of a code is its sign: lower 7 bits + 128 * upper 7 bits. The sign
-// goes to x. Two products fit 16 bits: 2 * 127 * 127.
+// Wide tables, four numbers of 16 bits after one another: those of two columns in the lower sums, of the next two in
+// the upper ones. Two instructions put both bytes of each number together, where `AsPairs` takes four.
 template <int Bits>
-class AsMagnitudes {
+class AsFours {
  public:
-  static constexpr size_t kWords = 1, kPlanes = 1;
-  static constexpr bool kPairsFit = false;
-  static constexpr bool kExact = true;
+  static constexpr size_t kWords = 2, kPlanes = 1, kSums = 2;
+  static constexpr bool kPairsFit = false, kFromZero = true;
+  static constexpr bool kExact = LookUp<Bits>::kExact;
 
-  explicit AsMagnitudes(const Table& table) {
-    uint8_t low[64] = {}, high[64] = {};
-    for (size_t code = 0; code < 64; ++code) {
-      const int integer = table.low.table[code] + 256 * (table.high.table[code] - table.high.offset);
-      low[code] = static_cast<uint8_t>(integer & 127);
-      high[code] = static_cast<uint8_t>(integer >> 7);
-    }
-    low_ = LookUp<Bits - 1>(low);
-    high_ = LookUp<Bits - 1>(high);
+  explicit AsFours(const Table& table)
+      : low_(table.low.table), high_(table.high.table, static_cast<uint8_t>(table.high.offset)) {}
+
+  template <size_t Width>
+  GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][2], const uint8_t* unit, const uint32_t* word) const {
+    for_each_line([&](auto j) __attribute__((always_inline)) {
+      constexpr size_t J = decltype(j)::value;
+      const Bytes codes = codes_of_line<Bits, kExact, J>(unit), low = low_(codes), high = high_(codes);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kParts; ++i) {
+        const __m256i below = reinterpret_cast<__m256i>(low.part[i]), above = reinterpret_cast<__m256i>(high.part[i]);
+        const __m256i numbers[2] = {_mm256_unpacklo_epi8(below, above), _mm256_unpackhi_epi8(below, above)};
+#pragma GCC unroll 2
+        for (size_t row = 0; row < Width; ++row) {
+          int64_t four;
+          __builtin_memcpy(&four, word + (J * Width + row) * 2, sizeof four);
+          const __m256i x = _mm256_set1_epi64x(four);
+#pragma GCC unroll 2
+          for (size_t half = 0; half < 2; ++half) {
+            Integers::Part& sum = sums[0][row][half].part[i];
+            sum += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(numbers[half], x));
+            asm("" : "+x"(sum));  // see settle
+          }
+        }
+      }
+    });
   }
 
-  struct Values {
-    Bytes low, high, signs;
-  };
-  GRAPHOPT_UNCALLED Values operator()(const Bytes& codes) const {
-    const Bytes magnitudes = masked(codes, (1 << (Bits - 1)) - 1);
-    return {low_(magnitudes), high_(magnitudes), shift_right<Bits - 8>(codes)};
-  }
-
-  static GRAPHOPT_UNCALLED Integers multiply(size_t, const Integers& sum, const Values& values, const uint32_t* word,
-                                           size_t) {
-    const __m256i x = _mm256_set1_epi32(static_cast<int>(*word));
+  static GRAPHOPT_UNCALLED Integers total(const Integers (&sums)[2]) {
     return by_parts<Integers>([&](size_t i) __attribute__((always_inline)) {
-      // 0 where the code is 0, and so is its value
-      const __m256i signed_x = _mm256_sign_epi8(x, reinterpret_cast<__m256i>(values.signs.part[i]));
-      const auto products = [&](const Bytes& bytes, int16_t factor) __attribute__((always_inline)) {
-        const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(bytes.part[i]), signed_x);
-        return reinterpret_cast<Integers::Part>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(factor)));
-      };
-      return sum.part[i] + (products(values.low, 1) + products(values.high, 128));
+      return reinterpret_cast<Integers::Part>(_mm256_hadd_epi32(reinterpret_cast<__m256i>(sums[0].part[i]),
+                                                                reinterpret_cast<__m256i>(sums[1].part[i])));
     });
   }
 
  private:
-  LookUp<Bits - 1> low_, high_;
+  LookUp<Bits> low_, high_;
+};
+
+// Formats of 5 or 6 bits whose uppermost bit is the sign, as magnitudes; the sign goes to x, whose number becomes 0
+// where the code is 0, and so is its value.
+//
+// `Wide`: the upper half of the magnitudes is multiplied apart from the lower one, less a factor that all of it has. What
+// is multiplied is so small that the products of a unit, or of two lines of it, are summed up in 16 bits.
+template <int Bits, bool Wide>
+class AsMinifloats {
+  static constexpr int kMagnitudes = 1 << (Bits - 1), kHalf = kMagnitudes / 2;
+
+ public:
+  static constexpr size_t kWords = 1, kPlanes = 1, kSums = 1;
+  static constexpr bool kPairsFit = false, kFromZero = true, kExact = true;
+
+  explicit AsMinifloats(const Table& table) : factor_(_mm256_set1_epi16(static_cast<int16_t>(table.upper_factor))) {
+    // Of 5 bits both halves are looked up with the same index; of 6 each has a register to itself.
+    uint8_t lower[16] = {}, upper[16] = {};
+    for (int code = 0; code < kMagnitudes; ++code) {
+      const bool is_upper = code >= kHalf;
+      const int integer = table.integer_of(code) / (Wide && is_upper ? table.upper_factor : 1);
+      (is_upper ? upper : lower)[code % 16] = static_cast<uint8_t>(integer);
+    }
+    lower_ = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(lower)));
+    upper_ = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(upper)));
+  }
+
+  template <size_t Width>
+  GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit, const uint32_t* word) const {
+    __m256i of_lower[Width][kParts], of_upper[Width][kParts];
+    for_each_line([&](auto j) __attribute__((always_inline)) {
+      constexpr size_t J = decltype(j)::value;
+      const Bytes codes = codes_of_line<Bits, kExact, J>(unit);
+#pragma GCC unroll 2
+      for (size_t i = 0; i < kParts; ++i) {
+        const __m256i code = reinterpret_cast<__m256i>(codes.part[i]), signs = _mm256_slli_epi16(code, 8 - Bits);
+        const __m256i magnitude = _mm256_and_si256(code, _mm256_set1_epi8(kMagnitudes - 1));
+        __m256i of_lower_half = magnitude, of_upper_half = magnitude;
+        if constexpr (Bits == 6) {  // an index of 128 or more finds 0
+          of_lower_half = _mm256_add_epi8(magnitude, _mm256_set1_epi8(112));
+          of_upper_half = _mm256_sub_epi8(magnitude, _mm256_set1_epi8(16));
+        }
+        const __m256i lower = _mm256_shuffle_epi8(lower_, of_lower_half);
+        const __m256i upper = _mm256_shuffle_epi8(upper_, of_upper_half);
+#pragma GCC unroll 2
+        for (size_t row = 0; row < Width; ++row) {
+          const __m256i x = _mm256_sign_epi8(_mm256_set1_epi32(static_cast<int>(word[J * Width + row])), signs);
+          Integers::Part& sum = sums[0][row][0].part[i];
+          if constexpr (Wide) {
+            add<J == 0>(of_lower[row][i], _mm256_maddubs_epi16(lower, x));
+            add<J % 2 == 0>(of_upper[row][i], _mm256_maddubs_epi16(upper, x));
+            if constexpr (J == 3) add_run(sum, of_lower[row][i], _mm256_set1_epi16(1));
+            if constexpr (J % 2 == 1) add_run(sum, of_upper[row][i], factor_);
+          } else {
+            add<J % 2 == 0>(of_lower[row][i], _mm256_maddubs_epi16(_mm256_or_si256(lower, upper), x));
+            if constexpr (J % 2 == 1) add_run(sum, of_lower[row][i], _mm256_set1_epi16(1));
+          }
+        }
+      }
+    });
+  }
+
+ private:
+  template <bool First>
+  static GRAPHOPT_UNCALLED void add(__m256i& run, __m256i products) {
+    run = First ? products : _mm256_add_epi16(run, products);
+    asm("" : "+x"(run));  // see settle
+  }
+
+  static GRAPHOPT_UNCALLED void add_run(Integers::Part& sum, __m256i run, __m256i factor) {
+    sum += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(run, factor));
+    asm("" : "+x"(sum));
+  }
+
+  __m256i lower_, upper_, factor_;
 };
 
 }  // namespace

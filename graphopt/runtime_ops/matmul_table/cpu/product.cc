@@ -27,6 +27,12 @@ OrtStatus* Product::prepare(const OrtApi* api, const OrtKernelInfo* info) {
 #if defined(GRAPHOPT_AVXVNNI)
   if (instructions == Instructions::kAvxVnni) kernels = &kMatMulAvxVnni;
 #endif
+#if defined(GRAPHOPT_DOTPROD)
+  if (instructions == Instructions::kDotprod) kernels = &kMatMulDotprod;
+#endif
+#if defined(GRAPHOPT_I8MM)
+  if (instructions == Instructions::kI8mm) kernels = &kMatMulI8mm;
+#endif
   GRAPHOPT_RETURN_IF_ERROR(read_weights(node, info, &weights, &computed));
   TableInput table = {};
   GRAPHOPT_RETURN_IF_ERROR(read_table(node, info, weights, &table));

@@ -65,14 +65,16 @@ inline uint16_t bfloat16(float value) {
 // The most numbers of a row that are rounded at a time.
 constexpr size_t kMost = Weights::kSegment;
 
-// Puts the `count` words of a row where they belong, `width` apart.
+// Puts the `count` words of a row where they belong, `AtOnce` of them side by side, those of `width` rows in turn.
+template <size_t AtOnce = 1>
 inline void place(const void* row, uint32_t* to, size_t count, size_t width) {
+  constexpr size_t kBytes = AtOnce * sizeof(uint32_t);
   if (width == 1) {
     __builtin_memcpy(to, row, count * sizeof(uint32_t));
     return;
   }
-  const auto* const words = static_cast<const uint32_t*>(row);
-  for (size_t i = 0; i < count; ++i) to[i * width] = words[i];
+  const auto* const words = static_cast<const char*>(row);
+  for (size_t i = 0; i < count / AtOnce; ++i) __builtin_memcpy(to + i * width * AtOnce, words + i * kBytes, kBytes);
 }
 
 // Words of 4 numbers of 8 bits as two words of 16 bits each: numbers 0 and 2, then 1 and 3.
@@ -87,6 +89,14 @@ inline void to_pairs(const uint32_t* words, size_t count, uint32_t* pairs) {
   }
 }
 
+// The same in order, numbers 0 and 1, then 2 and 3.
+inline void to_fours(const void* bytes, size_t count, uint32_t* fours) {
+  for (size_t i = 0; i < 4 * count; ++i) {
+    const auto number = static_cast<int16_t>(static_cast<const int8_t*>(bytes)[i]);
+    __builtin_memcpy(reinterpret_cast<char*>(fours) + i * sizeof number, &number, sizeof number);
+  }
+}
+
 // One row of a panel, on its way to where the products read it.
 struct Row {
   const Weights* weights;
@@ -96,7 +106,10 @@ struct Row {
   Scale scale;
 
   size_t at(const Segment& segment) const { return segment.index * rounded->padded + panel * rounded->panel + row; }
-  uint32_t* words(const Segment& segment) const { return rounded->words_of(segment.unit, segment.units, panel) + row; }
+  // Where its words go, `after` rows further.
+  uint32_t* words(const Segment& segment, size_t after = 0) const {
+    return rounded->words_of(segment.unit, segment.units, panel) + (row + after) * rounded->words_at_once();
+  }
   // Numbers of the segment that are there; the others are 0.
   size_t count(const Segment& segment) const {
     const size_t left = weights->rows - segment.row;
@@ -106,14 +119,18 @@ struct Row {
     if (rounded->form == Words::kPairs) {
       uint32_t pairs[kMost / 2];
       to_pairs(integers, segment.units * 4, pairs);
-      place(pairs, words(segment) + after, segment.units * 8, width);
+      place(pairs, words(segment, after), segment.units * 8, width);
+    } else if (rounded->form == Words::kFours) {
+      uint32_t fours[kMost / 2];
+      to_fours(integers, segment.units * 4, fours);
+      place<2>(fours, words(segment, after), segment.units * 8, width);
     } else {
-      place(integers, words(segment) + after, segment.units * 4, width);
+      place(integers, words(segment, after), segment.units * 4, width);
     }
     rounded->scales[at(segment) + after] = of_one * static_cast<float>(weights->table.step);
     rounded->sums[at(segment) + after] = static_cast<float>(sum);
-    rounded->starts[0][at(segment) + after] = -weights->table.low.offset * sum;
-    rounded->starts[1][at(segment) + after] = -weights->table.high.offset * sum;
+    rounded->starts[0][at(segment) + after] = (kByteBias - weights->table.low.offset) * sum;
+    rounded->starts[1][at(segment) + after] = (kByteBias - weights->table.high.offset) * sum;
   }
 };
 

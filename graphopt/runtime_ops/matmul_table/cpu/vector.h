@@ -11,6 +11,14 @@
 #include <immintrin.h>
 #endif
 
+// NEON is a part of every processor of 64 bits by ARM; kernels without vectors are compiled there too, for comparison.
+#if defined(__aarch64__) && defined(GRAPHOPT_VECTOR_BYTES)
+#define GRAPHOPT_NEON 1
+#include <arm_neon.h>
+#else
+#define GRAPHOPT_NEON 0
+#endif
+
 #include "abi/convert.h"
 
 // Small steps of a loop that would be calls where a file has very many such loops. With checks in them, a file of them
@@ -97,6 +105,11 @@ inline Floats load_halves(const Half* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + i));
   };
   return {{part(0), part(1)}};
+#elif GRAPHOPT_NEON
+  return by_parts<Floats>([&](size_t i) {
+    const uint16x4_t halves = vld1_u16(reinterpret_cast<const uint16_t*>(from) + 4 * i);
+    return reinterpret_cast<Floats::Part>(vcvt_f32_f16(vreinterpret_f16_u16(halves)));
+  });
 #else
   float numbers[kColumns];
   for (size_t i = 0; i < kColumns; ++i) numbers[i] = number<float>(from[i]);
@@ -120,39 +133,66 @@ constexpr bool kSumsBytes = false;
 #endif
 constexpr bool kByPairs = GRAPHOPT_BY_PAIRS;
 
-// Whether products of bytes are all that is compiled.
-#if defined(__AVXVNNI__)
-constexpr bool kBytesAlone = true;
+// Whether products of bytes are all that is compiled, and whether those of several rows at a time are; what such a file
+// lacks is that of the set of instructions before it.
+#if defined(__AVXVNNI__) || (GRAPHOPT_NEON && defined(__ARM_FEATURE_DOTPROD))
+#define GRAPHOPT_BYTES_ALONE 1
 #else
-constexpr bool kBytesAlone = false;
+#define GRAPHOPT_BYTES_ALONE 0
 #endif
+#if GRAPHOPT_NEON && defined(__ARM_FEATURE_MATMUL_INT8)
+#define GRAPHOPT_MATRICES_ALONE 1
+#else
+#define GRAPHOPT_MATRICES_ALONE 0
+#endif
+constexpr bool kBytesAlone = GRAPHOPT_BYTES_ALONE;
 
-// sum + the products of the 4 numbers of each lane of `unsigned_bytes` and the 4 signed ones of `word`, none of them
-// -128; exact. `Small` promises bytes of 128 at most.
+// Whether codes become floats in registers. Then bfloat16 is multiplied as float, too.
+#define GRAPHOPT_DECODES_FLOATS (GRAPHOPT_BY_PAIRS || GRAPHOPT_NEON)
+constexpr bool kDecodesFloats = GRAPHOPT_DECODES_FLOATS;
+
+// What is taken off the bytes that a product multiplies: ARM multiplies signed bytes, x86 unsigned ones.
+constexpr int kByteBias = GRAPHOPT_NEON ? 128 : 0;
+
+// sum + the products of the 4 numbers of each lane of `bytes`, less kByteBias, and the 4 signed ones of `word`, none of
+// them -128; exact. `Small` promises bytes of 128 at most. With a bias they are given as signed bytes.
 template <bool Small>
-GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& unsigned_bytes, uint32_t word) {
-#if defined(__AVX512VNNI__)
+GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& bytes, uint32_t word) {
+#if GRAPHOPT_NEON
+  const int8x16_t x = vreinterpretq_s8_u32(vdupq_n_u32(word));
+  return by_parts<Integers>([&](size_t i) {
+    const int8x16_t w = reinterpret_cast<int8x16_t>(bytes.part[i]);
+    const int32x4_t before = reinterpret_cast<int32x4_t>(sum.part[i]);
+#if defined(__ARM_FEATURE_DOTPROD)
+    return reinterpret_cast<Integers::Part>(vdotq_s32(before, w, x));
+#else
+    // two products fit 16 bits: 2 * 128 * 127
+    const int16x8_t low = vmull_s8(vget_low_s8(w), vget_low_s8(x)), high = vmull_high_s8(w, x);
+    return reinterpret_cast<Integers::Part>(vpadalq_s16(before, vpaddq_s16(low, high)));
+#endif
+  });
+#elif defined(__AVX512VNNI__)
   return {{reinterpret_cast<Integers::Part>(
-      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(unsigned_bytes.part[0]),
+      _mm512_dpbusd_epi32(reinterpret_cast<__m512i>(sum.part[0]), reinterpret_cast<__m512i>(bytes.part[0]),
                           _mm512_set1_epi32(static_cast<int>(word))))}};
 #elif defined(__AVXVNNI__)
   const __m256i x = _mm256_set1_epi32(static_cast<int>(word));
   return by_parts<Integers>([&](size_t i) {
     return reinterpret_cast<Integers::Part>(_mm256_dpbusd_avx_epi32(
-        reinterpret_cast<__m256i>(sum.part[i]), reinterpret_cast<__m256i>(unsigned_bytes.part[i]), x));
+        reinterpret_cast<__m256i>(sum.part[i]), reinterpret_cast<__m256i>(bytes.part[i]), x));
   });
 #elif defined(__AVX2__)
   const __m256i signed_bytes = _mm256_set1_epi32(static_cast<int>(word));
   if constexpr (Small) {
     return by_parts<Integers>([&](size_t i) {
-      const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(unsigned_bytes.part[i]), signed_bytes);
+      const __m256i pairs = _mm256_maddubs_epi16(reinterpret_cast<__m256i>(bytes.part[i]), signed_bytes);
       return sum.part[i] + reinterpret_cast<Integers::Part>(_mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
     });
   }
   const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(signed_bytes, 8), 8);
   const __m256i odd = _mm256_srai_epi16(signed_bytes, 8);
   return by_parts<Integers>([&](size_t i) {
-    const __m256i u = reinterpret_cast<__m256i>(unsigned_bytes.part[i]);
+    const __m256i u = reinterpret_cast<__m256i>(bytes.part[i]);
     const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), even),
                                               _mm256_madd_epi16(_mm256_srli_epi16(u, 8), odd));
     return sum.part[i] + reinterpret_cast<Integers::Part>(products);
@@ -161,7 +201,7 @@ GRAPHOPT_UNCALLED Integers dot(const Integers& sum, const Bytes& unsigned_bytes,
   int8_t x[4];
   __builtin_memcpy(x, &word, sizeof x);
   uint8_t u[kLine];
-  store_line(u, unsigned_bytes);
+  store_line(u, bytes);
   int32_t sums[kColumns];
   store_line(sums, sum);
   for (size_t r = 0; r < kColumns; ++r) {
@@ -193,6 +233,9 @@ GRAPHOPT_UNCALLED void settle(Line<T>& sum) {
 #if GRAPHOPT_BY_PAIRS
 #pragma GCC unroll 4
   for (size_t i = 0; i < kParts; ++i) asm("" : "+x"(sum.part[i]));
+#elif GRAPHOPT_NEON
+#pragma GCC unroll 4
+  for (size_t i = 0; i < kParts; ++i) asm("" : "+w"(sum.part[i]));
 #else
   (void)sum;
 #endif
@@ -221,6 +264,12 @@ GRAPHOPT_UNCALLED Floats multiply_add(const Floats& a, const Floats& b, const Fl
   return {{_mm512_fmadd_ps(a.part[0], b.part[0], c.part[0])}};
 #elif defined(__FMA__)
   return by_parts<Floats>([&](size_t i) { return _mm256_fmadd_ps(a.part[i], b.part[i], c.part[i]); });
+#elif GRAPHOPT_NEON
+  return by_parts<Floats>([&](size_t i) {
+    return reinterpret_cast<Floats::Part>(vfmaq_f32(reinterpret_cast<float32x4_t>(c.part[i]),
+                                                    reinterpret_cast<float32x4_t>(a.part[i]),
+                                                    reinterpret_cast<float32x4_t>(b.part[i])));
+  });
 #else
   return by_parts<Floats>([&](size_t i) {
     Floats::Part part;
@@ -238,6 +287,8 @@ GRAPHOPT_UNCALLED Floats dot_float(const Floats& sum, const Floats& line, uint32
   return {{_mm512_fmadd_ps(line.part[0], _mm512_set1_ps(x), sum.part[0])}};
 #elif defined(__FMA__)
   return by_parts<Floats>([&](size_t i) { return _mm256_fmadd_ps(line.part[i], _mm256_set1_ps(x), sum.part[i]); });
+#elif GRAPHOPT_NEON
+  return multiply_add(line, all_lanes(x), sum);
 #else
   return sum + line * x;
 #endif

@@ -76,6 +76,7 @@ void Table::make(const float* values, size_t entries, int bits) {
                         floats[2][code] == floats[2][code + size / 2] &&
                         (floats[3][code] ^ 0x80) == floats[3][code + size / 2];
   }
+  if (has_signs) upper_factor = factor_of_upper(size / 2);
   for (size_t code = 0; code < size; ++code) {
     by_xor = by_xor && low.table[code] == (code ^ low.mask);
     if (!wide && low.table[code] > most) most = low.table[code];
@@ -85,6 +86,12 @@ void Table::make(const float* values, size_t entries, int bits) {
     holds_unsigned_bytes = holds_unsigned_bytes && integer >= 0;
     holds_bfloat16s = holds_bfloat16s && !floats[0][code] && !floats[1][code];
   }
+}
+
+int Table::factor_of_upper(size_t magnitudes) const {
+  int all = 0;
+  for (size_t code = magnitudes / 2; code < magnitudes; ++code) all |= integer_of(code);
+  return all ? all & -all : 1;
 }
 
 size_t Weights::segments() const {

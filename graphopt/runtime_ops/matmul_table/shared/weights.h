@@ -29,6 +29,8 @@ struct Table {
   // Whether the uppermost bit of a code is the sign of its integer, code 0 being 0; and that of its value.
   bool has_signs = false, floats_have_signs = false;
   int largest_integer = 0;  // by magnitude
+  // The largest power of two that the upper half of the magnitudes are multiples of, where there are signs.
+  int upper_factor = 1;
   // Whether all integers fit a signed byte, or an unsigned one, by a step that floats are safely multiplied by; whether
   // all values are bfloat16.
   bool holds_signed_bytes = false, holds_unsigned_bytes = false, holds_bfloat16s = false;
@@ -37,6 +39,9 @@ struct Table {
   // entries: 1 to 256 finite values; bits: those of a code, 2^bits >= entries.
   void make(const float* values, size_t entries, int bits);
   int integer_of(size_t code) const;
+
+ private:
+  int factor_of_upper(size_t magnitudes) const;
 };
 
 struct Weights {

@@ -13,12 +13,12 @@ overload tells bodies apart, as those of ``KVAttention``.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import LANES, PAGES
-from graphopt.runtime_ops.operator import DOMAIN
 from graphopt.runtime_ops.paged_attention.spec.body_blocks import added, pages_of
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
@@ -55,22 +55,13 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         ValueError: as :func:`overload`.
     """
     # heavy, and needed only where a model is made
-    from onnxscript import build_function
+    from graphopt.runtime_ops.builder import written
 
     storage = overload(**attributes)
-
-    def write(op: OpBuilder, *inputs: ir.Value) -> tuple[ir.Value, ...]:
-        outputs = _write(op, storage, dict(zip(SCHEMA.input_names, inputs, strict=True)))
-        for name, value in zip(SCHEMA.output_names, outputs, strict=True):
-            value.name = name
-        return outputs
-
-    inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
-    made = build_function(write, inputs, domain=DOMAIN, name=SCHEMA.name, opset_imports={"": opset})
-    return ir.Function(DOMAIN, SCHEMA.name, storage, graph=made.graph, attributes=SCHEMA.parameters)
+    return written(SCHEMA, storage, opset, lambda op, given: _write(op, storage, given))
 
 
-def _write(op: OpBuilder, storage: str, given: dict[str, ir.Value]) -> tuple[ir.Value, ...]:
+def _write(op: OpBuilder, storage: str, given: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
     starts, past, table = (op.Cast(given[name], to=_INT64) for name in ("starts", "past", "block_table"))
     heads = op.Reshape(_of_node(op, "kv_heads"), [1])
     page = op.Shape(given["keys"], start=1, end=2)

@@ -1,0 +1,58 @@
+"""A table that is looked up, such as that of token embeddings, becomes codes; rows are dequantized when read."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from graphopt.editing import replace
+from graphopt.facts import Rule
+from graphopt.formats import format_of
+from graphopt.passes.codes.formats import EmbeddingFormat
+from graphopt.passes.codes.logical import typed
+from graphopt.passes.context import Ledger
+from graphopt.rounding.lazy import quantized
+from graphopt.rounding.scales import Scale
+from graphopt.weights import new_weight, weight_of
+
+STORED = Rule(
+    "quantize_weights.stored",
+    "{weight} as {format}",
+    group=" in groups of {group}",
+    per_column=" with a scale per column",
+    asked=" ({asked} does not divide {rows} rows)",
+    rounding=" by {rounding}",
+    few="; its inputs were seen for {few} tokens only, too few for {rounding_asked}",
+    dead="; {dead} of its inputs were always 0",
+    beside=", {beside} directions of what that loses beside it",
+    also=("rows", "rounding_asked", "tokens"),
+)
+LOOKED_UP = Rule("quantize_weights.looked-up", "{part} of {table} looked up")
+ODD_WIDTH = Rule(
+    "quantize_weights.odd-width",
+    "its width {width} is no multiple of the group {group}, or its indices have no known rank",
+)
+
+
+def quantize_table(graph: ir.Graph, node: ir.Node, wanted: EmbeddingFormat, scale: Scale, ledger: Ledger) -> None:
+    """Store the table that the lookup ``node`` reads as codes, or say why it stays."""
+    table, ids, output = weight_of(node, 0), node.inputs[1], node.outputs[0]
+    assert table is not None and table.const_value is not None
+    width = table.const_value.shape.numpy()[1]
+    group = wanted.group or width
+    if ids is None or ids.shape is None or width % group:
+        ledger.skipped(node, ODD_WIDTH(width=width, group=group))
+        return
+    rank = len(ids.shape)
+    tensors = quantized(table.const_value, format_of(wanted.format), group, scale, transposed=True)
+    looked_up = []
+    for part, tensor in tensors.items():
+        stored = new_weight(graph, f"{table.name}.{part}", tensor)
+        gather = ir.node("Gather", [stored, ids], {"axis": 0}, name=f"{node.name}.{part}")
+        typed(gather.outputs[0], f"{output.name}.{part}", tensor.dtype, [*ids.shape, tensor.shape.numpy()[1]])
+        graph.insert_before(node, gather)
+        ledger.changed(gather, LOOKED_UP(part=part, table=table.name), [node, table])
+        looked_up.append(gather.outputs[0])
+    reader = ir.node("DequantizeLinear", looked_up, {"axis": rank, "block_size": group}, name=f"{node.name}.dequantize")
+    typed(reader.outputs[0], output.name, table.dtype, [*ids.shape, width])
+    replace(node, reader)
+    ledger.changed(reader, STORED(weight=table.name, format=wanted.format, group=group), [node, table])

@@ -1,0 +1,118 @@
+"""Scales of packed products in two levels: a byte for each group under a float for each column."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.facts import Effect, Rule
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+from graphopt.runtime_ops import OPERATORS, port
+from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.weights import Array, Expression, Part, Several, Shape, WeightTensor, expression_of, new_weight
+
+LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
+FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")
+SHARED = Rule("level_scales.shared", "{op_type} reads it too")
+
+# The largest level; what the largest scale is divided by, so that it stays within the levels where bfloat16 rounds the
+# step down by 2^-9 of itself; the axis of groups.
+_LEVELS, _STEPS, _GROUPS = 255, 254, 1
+
+
+class LevelScalesOptions(StepOptions):
+    """This step has no options."""
+
+    step: Literal["level_scales"] = "level_scales"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Levels(Several):
+    """Scales [tiles, groups, 16] as ``levels``, uint8 of that shape, times ``steps``, bfloat16 [tiles, 1, 16].
+
+    A step is the largest scale of a column over 254; a level is the nearest one from 1 to 255, so that no scale is 0.
+    bfloat16 has the range of float32, and levels are chosen for the step as it is stored.
+    """
+
+    of: Expression
+
+    @property
+    def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
+        """Levels and steps."""
+        tiles, _, columns = self.of.shape
+        return {"levels": (ir.DataType.UINT8, self.of.shape), "steps": (ir.DataType.BFLOAT16, (tiles, 1, columns))}
+
+    def evaluate(self) -> dict[str, Array]:
+        """Round the scales once."""
+        scales = self.of.numpy().astype(np.float64)
+        steps = (scales.max(_GROUPS, keepdims=True) / _STEPS).astype(ml_dtypes.bfloat16)
+        wide = np.where(steps > 0, steps, 1).astype(np.float64)
+        levels = np.clip(np.rint(scales / wide), 1, _LEVELS).astype(np.uint8)
+        return {"levels": levels, "steps": steps}
+
+
+class LevelScales(Pass[LevelScalesOptions]):
+    """Store a scale as a byte.
+
+    before::
+
+        y = MatMulTable(x, codes, scales, ...)                    scales: float16 [tiles, groups, 16]
+
+    after::
+
+        y = MatMulTable(x, codes, scales', ...)     scales' = Cast(Mul(Cast(levels), Cast(steps)); to float16)
+
+    with ``levels`` uint8 [tiles, groups, 16] and ``steps`` bfloat16 [tiles, 1, 16], one for each column. onnxruntime
+    folds what makes ``scales'`` when it loads the model, so the kernel and its memory stay what they are; the file is
+    smaller by nearly a byte for each group. Codes are not chosen again: a level is off by half of 1/254 of the largest
+    scale of its column at most (scales under a scale: llama.cpp's K-quants; QServe, Lin et al. 2024, section 4.1).
+
+    A lookup that shares the codes of a product reads the same scales. An artifact with such scales is not optimized
+    again: quantize anew.
+    """
+
+    name: ClassVar[str] = "level_scales"
+    effect: ClassVar[Effect] = "lossy"
+    options_type: ClassVar[type[StepOptions]] = LevelScalesOptions
+    after: ClassVar[tuple[str, ...]] = ("lower", "float16")
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Level the scales of every packed product; say why others stay."""
+        graph, ledger = model.graph, context.ledger
+        order = {node: place for place, node in enumerate(graph)}
+        products = [node for node in graph if (node.domain, node.op_type) == (DOMAIN, OPERATORS["MatMulTable"].name)]
+        for scales in dict.fromkeys(port(node, "scales") for node in products):
+            if scales is None or scales.const_value is None or scales.dtype is None:
+                continue
+            stored, name, uses = expression_of(scales.const_value), scales.name or "scales", [*scales.uses()]
+            other = next((use.node for use in uses if use.node.domain != DOMAIN), None)
+            groups, saved = stored.shape[_GROUPS], stored.nbytes - np.prod(stored.shape) * (1 + 2 / stored.shape[1])
+            if other is not None or saved <= 0:
+                ledger.skipped(scales, FEW(groups=groups) if other is None else SHARED(op_type=other.op_type))
+                continue
+            made = Levels(stored)
+            levels, steps = (
+                new_weight(graph, f"{name}.{part}", WeightTensor(Part(made, part))) for part in ("levels", "steps")
+            )
+            wide = ir.node("Cast", [levels], {"to": ir.DataType.FLOAT}, name=f"{name}.wide")
+            factors = ir.node("Cast", [steps], {"to": ir.DataType.FLOAT}, name=f"{name}.factors")
+            product = ir.node("Mul", [wide.outputs[0], factors.outputs[0]], name=f"{name}.leveled")
+            narrow = ir.node("Cast", [product.outputs[0]], {"to": scales.dtype}, name=f"{name}.narrow")
+            nodes = [wide, factors, product, narrow]
+            for node in nodes:
+                output = node.outputs[0]
+                output.name, output.dtype = f"{node.name}.output", ir.DataType.FLOAT
+                output.shape = steps.shape if node is factors else scales.shape
+            narrow.outputs[0].dtype = scales.dtype
+            graph.insert_before(min((use.node for use in uses), key=order.__getitem__), nodes)
+            for use in uses:
+                use.node.replace_input_with(use.idx, narrow.outputs[0])
+            del graph.initializers[name]
+            fact = LEVELED(scales=name, columns=stored.shape[0] * stored.shape[2], saved=int(saved))
+            for node in nodes:
+                ledger.changed(node, fact, [use.node for use in uses])

@@ -1,0 +1,82 @@
+"""Scales in two levels: what they mean, what runs, and which stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt.passes.codes.quantize_weights import LinearFormat
+from graphopt.passes.lower.level_scales import FEW, LEVELED, Levels
+from graphopt.pipeline import optimize
+from graphopt.recipe import load_recipe
+from graphopt.runtime import open_session
+from graphopt.weights import Inline
+from tests.graphs import logits, relative, residual_model, run_pass, save
+
+
+def packed(group: int = 16) -> ir.Model:
+    model = residual_model(width=96, inner=128)
+    linear = LinearFormat(format="nf4", group=group)
+    run_pass(model, "canonicalize")
+    run_pass(model, "quantize_weights", linear=linear, lm_head=linear, activations="float32")
+    run_pass(model, "lower", target="ort-cpu")
+    return model
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1e-6, 1.0, 1e3]), st.sampled_from([np.float16, np.float32]))
+def test_a_level_is_off_by_half_a_step_at_most(seed: int, size: float, kind: type) -> None:
+    scales = np.abs(np.random.default_rng(seed).standard_normal((2, 7, 16)) * size).astype(kind)
+    made = Levels(Inline.of(scales)).evaluate()
+    levels, steps = made["levels"].astype(np.float64), made["steps"].astype(np.float64)
+    largest = scales.astype(np.float64).max(1, keepdims=True)
+    assert steps == pytest.approx(largest / 254, rel=2**-8)  # bfloat16
+    assert levels.max() > 252
+    off = np.abs(levels * steps - scales)
+    # half a step; a whole one where a scale is nearer to 0
+    assert (off <= np.where(scales < steps / 2, steps, steps / 2) * (1 + 1e-6)).all()
+    assert (levels >= 1).all()
+
+
+def test_zero_scales_are_no_error() -> None:
+    made = Levels(Inline.of(np.zeros((1, 3, 16), np.float16))).evaluate()
+    assert not (made["levels"] * made["steps"]).any()
+
+
+def test_the_same_kernels_run_on_fewer_bytes(tmp_path: Path) -> None:
+    model = packed()
+    before = logits(model, tmp_path / "before")
+    report = run_pass(model, "level_scales")
+    assert {change.what.code for change in report.changes} == {LEVELED.code}
+    after = logits(model, tmp_path / "after")
+    # a scale is off by 1/510 of the largest of its column; the logits pass five products
+    assert 0 < relative(before, after) < 0.02
+    open_session(save(model, tmp_path), optimized_to=tmp_path / "optimized.onnx")
+    kinds = [node.op_type for node in ir.load(tmp_path / "optimized.onnx").graph]
+    assert "MatMulTable" in kinds
+    assert "Cast" not in kinds  # folded
+
+
+def test_few_scales_stay() -> None:
+    report = run_pass(packed(group=256), "level_scales")
+    assert {skip.reason.code for skip in report.skips} == {FEW.code}
+    assert not report.changes
+
+
+def test_a_recipe_has_them_in_its_file(llama_artifact: Path, tmp_path: Path) -> None:
+    chosen = load_recipe("nf4-rtn", options=["quantize_weights.linear={format: nf4, group: 16}"])
+    sizes = []
+    for name, recipe in (("half", chosen), ("levels", chosen.adding("level_scales"))):
+        made = optimize(llama_artifact, recipe, tmp_path / name, target="ort-cpu")
+        assert made.manifest.weights is not None
+        sizes.append(made.manifest.weights.bytes)
+        quality = next(check.figures for check in made.manifest.checks if check.name == "quality")
+        assert quality["kl_mean"] < 0.1  # seen 0.046 with scales in float16; random weights
+    assert sizes[1] < sizes[0]
+    files = [sum(file.stat().st_size for file in (tmp_path / name).glob("*.data")) for name in ("half", "levels")]
+    # the manifest counts levels and steps, but no room between tensors
+    assert sizes[0] - sizes[1] <= files[0] - files[1]
