@@ -216,6 +216,22 @@ def test_nothing_overlaps_and_nothing_is_cut_off(browser: Browser, make_page: Ca
     page.close()
 
 
+def test_labels_of_times_hide_before_they_are_cut(browser: Browser, make_page: Callable[[str], Path]) -> None:
+    page, _ = opened_page(browser, make_page("demo"))
+    cut = """() => {
+      const cells = [...document.querySelectorAll('.icicle .cell')].filter(each => each.firstElementChild.textContent);
+      const found = new Set();
+      for (let width = 200; width < 1400; width += 50) {
+        document.querySelectorAll('.icicle').forEach(each => { each.style.width = `${width}px`; });
+        for (const cell of cells) if (cell.scrollWidth > cell.clientWidth + 1) found.add(cell.textContent);
+      }
+      return [cells.length, ...found];
+    }"""
+    cells, *labels = page.evaluate(cut)
+    assert cells > 10
+    assert labels == []
+
+
 def test_a_link_is_copied(browser: Browser, make_page: Callable[[str], Path]) -> None:
     page, errors = opened_page(browser, make_page("demo"), "#q=op:MatMul%20role:down_proj%20layer:1-2")
     assert page.get_attribute("#count", "data-found") == "2"
