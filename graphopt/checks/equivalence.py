@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,11 @@ import onnx_ir as ir
 
 from graphopt.analysis.codes import ROUND_ACTIVATIONS, coded_nodes, dequantize_of
 from graphopt.analysis.contrib import contrib_nodes
+from graphopt.checks.room import fit_beside, no_room_for
 from graphopt.checks.snapshots import Snapshots
 from graphopt.editing import bypass
 from graphopt.errors import InputError, VerificationError
 from graphopt.facts import Check, Effect, Fact, Rule
-from graphopt.memory import available_memory
 from graphopt.passes.base import Pass
 from graphopt.passes.lower.lower import lowered
 from graphopt.running import Runner
@@ -55,9 +56,6 @@ TOGETHER = Rule(
 UNCHANGED = Rule("equivalence.unchanged", "every node, port and weight is the one that was run before the pass")
 NOT_ASKED = Rule("equivalence.not-asked", "the caller asked not to run the model")
 NOT_STARTED = Rule("equivalence.not-started", "the model was not run before the pass")
-NO_MEMORY = Rule(
-    "equivalence.no-memory", "running the model needs about {needed_gb:.1f} GB of memory, {free_gb:.1f} GB are free"
-)
 
 
 @dataclass(frozen=True)
@@ -121,7 +119,7 @@ class Verifier:
             VerificationError: it computes NaN or infinity to begin with.
         """
         task = self._task = task_of(model.graph)
-        self.why_not = _why_not(model) if self._may_run else NOT_ASKED()
+        self.why_not = no_room_for(model) if self._may_run else NOT_ASKED()
         if self.why_not is not None:
             return
         try:
@@ -157,7 +155,7 @@ class Verifier:
             )
         said, figures = self._said(model, after), self._figures(model, first, before, after)
         if exact and not figures["largest_change"] <= TOLERANCE and (said.model or self._last.model):
-            self._last, said = (self._with_floats(each) for each in (self._last, said))
+            self._last, said = self._both_with_floats(self._last, said)
             assert self._last.in_floats is not None
             assert said.in_floats is not None
             before = probe.aligned(self._last.in_floats, said.in_floats)
@@ -222,6 +220,15 @@ class Verifier:
         """Return what a model computes; with a copy of it where it was not yet run with inputs in floats."""
         return _Said(after, None, model.clone()) if self._rounds(model) else _Said(after, after)
 
+    def _both_with_floats(self, last: _Said, said: _Said) -> tuple[_Said, _Said]:
+        """Return what two models compute with inputs in floats too: beside one another where there is room."""
+        if last.model is None or said.model is None or not fit_beside(last.model, said.model):
+            return self._with_floats(last), self._with_floats(said)
+        with ThreadPoolExecutor(1) as thread:
+            other = thread.submit(self._with_floats, last)
+            here = self._with_floats(said)
+            return other.result(), here
+
     def _with_floats(self, said: _Said) -> _Said:
         """Return what a model computes, with inputs in floats too."""
         if said.model is None:
@@ -281,14 +288,6 @@ def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
     """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
     most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - LENGTH))
     return min(most, max((step.context_tokens for step in passes), default=0))
-
-
-def _why_not(model: ir.Model) -> Fact | None:
-    need = 2 * sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
-    free = available_memory()
-    if need > free:
-        return NO_MEMORY(needed_gb=need / 1e9, free_gb=free / 1e9)
-    return None
 
 
 def _relative(before: Floats, after: Floats) -> float:

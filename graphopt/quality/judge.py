@@ -13,12 +13,12 @@ from graphopt.embeddings import evaluate_embeddings, load_encoder
 from graphopt.errors import GraphoptError, VerificationError
 from graphopt.facts import Check, Fact, Rule
 from graphopt.memory import available_memory
+from graphopt.processors import processors
 from graphopt.progress import Progress, silent
 from graphopt.quality.compare import TOKENS, WINDOW, Said, compare, reference_says
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
 from graphopt.tasks import TaskName
-from graphopt.weights.evaluate import processors
 
 CHECK = "quality"
 """The name of the check."""

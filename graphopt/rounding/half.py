@@ -24,10 +24,13 @@ def fits_half(matrix: npt.NDArray[Any], table: TableFormat, group: int) -> bool:
         table: the format.
         group: rows that share a scale; the last group may have fewer.
     """
-    half, starts = np.finfo(np.float16), np.arange(0, matrix.shape[0], group)
+    half, whole = np.finfo(np.float16), matrix.shape[0] // group * group
     for begin in range(0, matrix.shape[1], _COLUMNS):
         block = matrix[:, begin : begin + _COLUMNS]
-        high, low = (extreme.reduceat(block, starts, axis=0) for extreme in (np.maximum, np.minimum))
+        parts = [block[:whole].reshape(-1, group, block.shape[1]), block[None, whole:]]
+        high, low = (
+            np.concatenate([extreme(part, axis=1) for part in parts if part.size]) for extreme in (np.max, np.min)
+        )
         if table.zero_point:
             scales = (np.maximum(high, 0.0) - np.minimum(low, 0.0)) / (len(table.values) - 1)
         else:

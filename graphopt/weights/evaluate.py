@@ -27,6 +27,7 @@ from typing import TypeVar
 import onnx_ir as ir
 
 from graphopt.errors import GraphoptError
+from graphopt.processors import processors
 from graphopt.weights.disk import require_space
 from graphopt.weights.expression import Expression, Node, Several, nodes_below
 from graphopt.weights.leaves import Inline, Stored
@@ -132,14 +133,6 @@ def _in_threads(
                 number = running.pop(future)
                 used -= sizes[number]
                 yield number, future.result()
-
-
-def processors() -> int:
-    """Return how many processors this process may use; OMP_NUM_THREADS says so of a worker, see :func:`workers`."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    if stated.isdecimal() and int(stated):
-        return int(stated)
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def grouped(expressions: Sequence[Expression]) -> list[list[int]]:

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.checks import equivalence
+from graphopt.checks import room
 from graphopt.checks.equivalence import Verifier
 from graphopt.errors import VerificationError
 from graphopt.runtime import ACCURACY_LEVEL
@@ -64,10 +64,12 @@ def test_a_lossy_pass_is_measured_step_by_step_and_from_the_start(tmp_path: Path
     [("int4", {ACCURACY_LEVEL: "4"}), ("fp6-e2m3", {})],
     ids=["onnxruntime rounds", "the graph rounds"],
 )
+@pytest.mark.parametrize("processors", [1, 2], ids=["one after the other", "beside one another"])
 def test_an_exact_pass_is_compared_without_the_rounding_of_inputs(
-    tmp_path: Path, weights: str, entries: dict[str, str]
+    tmp_path: Path, weights: str, entries: dict[str, str], processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rounding inputs to int8 makes a step of 1/127 of a difference in the last place, as sums in another order are."""
+    monkeypatch.setattr(room, "processors", lambda: processors)
     model = residual_model(width=64, inner=32, layers=4)
     verifier = Verifier(tmp_path, entries)
     verifier.start(model)
@@ -104,7 +106,7 @@ def test_a_model_that_is_broken_from_the_start_is_refused(tmp_path: Path) -> Non
 def test_a_model_that_does_not_fit_is_not_covered_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equivalence, "available_memory", lambda: 1000)
+    monkeypatch.setattr(room, "available_memory", lambda: 1000)
     model = residual_model()
     verifier = started(model, tmp_path)
     scale_weight(model, "head", 0.0)

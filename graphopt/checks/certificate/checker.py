@@ -71,22 +71,25 @@ def check(before: ir.Model, after: ir.Model, claims: Claims, *, vectors: int = 4
     started = time.perf_counter()
     findings: list[Finding] = []
     rotations = Rotations()
-    claimed, constants = Claimed(claims, rotations), Constants(findings, rotations, vectors, seed)
-    walk = Walk(before.graph, claimed, rotations, constants, findings)
-    changed = model_difference(before, after)
-    if changed is not None:
-        findings.append(Finding(node="model", tensor=None, status="failed", reason=changed))
-    if foreign_body(after):
-        findings.append(Finding(node="ai.graphopt::Hadamard", tensor=None, status="not covered", reason=FOREIGN_BODY()))
-    _follow_inputs(before.graph, after.graph, walk, constants)
-    for node in after.graph:
-        walk.follow(node)
-    _confirm_outputs(before.graph, after.graph, walk, constants)
-    for node in needed(before.graph):
-        if node not in walk.found and constant(node.outputs[0]) is None:
-            walk.fail(node, None, NODE_GONE())
-    for name in sorted(claimed.unseen):
-        findings.append(Finding(node="claims", tensor=name, status="failed", reason=CLAIM_OF_NOTHING()))
+    claimed = Claimed(claims, rotations)
+    with Constants(findings, rotations, vectors, seed) as constants:
+        walk = Walk(before.graph, claimed, rotations, constants, findings)
+        changed = model_difference(before, after)
+        if changed is not None:
+            findings.append(Finding(node="model", tensor=None, status="failed", reason=changed))
+        if foreign_body(after):
+            findings.append(
+                Finding(node="ai.graphopt::Hadamard", tensor=None, status="not covered", reason=FOREIGN_BODY())
+            )
+        _follow_inputs(before.graph, after.graph, walk, constants)
+        for node in after.graph:
+            walk.follow(node)
+        _confirm_outputs(before.graph, after.graph, walk, constants)
+        for node in needed(before.graph):
+            if node not in walk.found and constant(node.outputs[0]) is None:
+                walk.fail(node, None, NODE_GONE())
+        for name in sorted(claimed.unseen):
+            findings.append(Finding(node="claims", tensor=name, status="failed", reason=CLAIM_OF_NOTHING()))
     return Certificate(
         status=overall(findings),
         rotations=len(rotations),

@@ -19,7 +19,6 @@ Vectors are compared entry by entry.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -113,13 +112,8 @@ def compare_matrix(
     m, n = prod(before.shape.numpy()[:-1]), len(vectors)
     r = vectors * (np.sqrt(n) / np.linalg.norm(vectors, axis=0))
     mapped = r if columns is None else columns.apply(r, rotations, inverse=True)
-    # Both are read at once, each by a thread of its own, unless they are one tensor.
-    with ThreadPoolExecutor(1) as thread:
-        new = thread.submit(read, after, lambda w: _products(w, r))
-        if before is after:
-            new.result()
-        expected, lengths = read(before, lambda w: _products(w, mapped))[::2]
-        found, sums, new_lengths = new.result()
+    expected, lengths = read(before, lambda w: _products(w, mapped))[::2]
+    found, sums, new_lengths = read(after, lambda w: _products(w, r))
     if rows is not None:
         expected = rows.apply(expected, rotations)
         lengths = np.full(m, np.linalg.norm(lengths))

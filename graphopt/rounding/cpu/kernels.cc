@@ -86,6 +86,39 @@ void round_strip(const RoundWork& work, const double* halfway, const Strip& stri
   if (sums) std::copy_n(total, width, sums);
 }
 
+// The error of each column of a strip as round_strip<true> gives it, bit by bit, or false where that is not certain. It
+// multiplies by 1 / scale: the quotient may be another in the last places, and the code is the same unless the quotient
+// lies next to a tie. Of numbers so large that their last places are steps of the table, each is beyond its end.
+template <bool kShift>
+bool sum_errors(const RoundWork& work, const Strip& strip, double* sums) {
+  const size_t width = strip.width;
+  const double low = work.values[0], high = static_cast<double>(work.entries - 1), near = 0.5 - 1e-8;
+  double total[kColumns] = {}, inverse[kColumns], scale[kColumns], shift[kColumns];
+  for (size_t c = 0; c < width; ++c) {
+    scale[c] = strip.scales[c];
+    inverse[c] = 1.0 / scale[c];
+    shift[c] = kShift ? strip.shifts[c] : 0.0;
+  }
+  int64_t uncertain = 0;
+  for (size_t row = 0; row < work.size; ++row) {
+    const double* weights = work.weights + (strip.group * work.size + row) * work.columns + strip.begin;
+    const double counts = work.importance ? work.importance[strip.group * work.size + row] : 1.0;
+    for (size_t c = 0; c < width; ++c) {
+      double number = weights[c] * inverse[c];
+      if (kShift) number = number + shift[c];
+      number = number - low;
+      const double nearest = std::nearbyint(number);
+      uncertain |= std::fabs(number - nearest) < near ? int64_t{0} : int64_t{1};
+      double value = clamped(nearest, 0.0, high) + low;
+      if (kShift) value = value - shift[c];
+      const double off = value * scale[c] - weights[c];
+      total[c] += counts * (off * off);
+    }
+  }
+  if (!uncertain) std::copy_n(total, width, sums);
+  return !uncertain;
+}
+
 // Calls visit(halfway, group, begin, width) for each strip.
 template <typename Visit>
 void for_strips(const RoundWork& work, const Visit& visit) {
@@ -112,6 +145,7 @@ void round_groups(const RoundWork& work) {
 void search_groups(const SearchWork& search) {
   const RoundWork& work = search.round;
   const auto kernel = work.counting ? round_strip<true> : round_strip<false>;
+  const auto summed = !work.counting ? nullptr : work.shifts ? sum_errors<true> : sum_errors<false>;
   for_strips(work, [&](const double* halfway, size_t group, size_t begin, size_t width) {
     const size_t at = group * work.columns + begin, next = work.groups * work.columns;
     double least[kColumns], sums[kColumns], scales[kColumns], shifts[kColumns];
@@ -119,7 +153,8 @@ void search_groups(const SearchWork& search) {
     for (size_t trial = 0; trial < search.trials; ++trial) {
       const size_t here = trial * next + at;
       const Strip strip{group, begin, width, work.scales + here, work.shifts ? work.shifts + here : nullptr};
-      kernel(work, halfway, strip, trial ? sums : least, nullptr);
+      double* here_sums = trial ? sums : least;
+      if (!summed || !summed(work, strip, here_sums)) kernel(work, halfway, strip, here_sums, nullptr);
       for (size_t c = 0; c < width; ++c) {
         const bool better = !trial || sums[c] < least[c];
         if (trial && better) least[c] = sums[c];

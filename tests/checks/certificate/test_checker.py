@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.checks.certificate import constants
 from graphopt.checks.certificate.checker import check
 from graphopt.rotations.claims import Claims, RotationClaim, TensorClaim
 from graphopt.rotations.hadamard import hadamard
@@ -52,6 +53,19 @@ def test_any_rotation_of_a_residual_stream_is_proved(
     assert 0 < certificate.largest_error_ratio <= 1
     assert certificate.rotations == 1
     assert certificate.nodes == len(after.graph)
+
+
+def test_any_number_of_threads_says_the_same_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Findings of matrices come late where threads compare them."""
+    before, after, claims = rotated_residual(layers=3, biased=True)
+    edit(after, "down1.weight", lambda weight: weight * 1.01)
+    said = []
+    for threads in (1, 3):
+        monkeypatch.setattr(constants, "processors", lambda count=threads: count)
+        certificate = check(before, after, claims)
+        said.append([(each.tensor, each.status, each.figures) for each in certificate.findings])
+    assert said[0] == said[1]
+    assert {status for _, status, _ in said[0]} == {"proved", "failed"}
 
 
 @given(rotation=rotations, biased=st.booleans(), seed=st.integers(0, 1000), data=st.data())
