@@ -4,10 +4,15 @@
     graphopt optimize float32 -r keep.yaml --target ort-cpu -o kept       # as docs/real-models.md has it
     python tools/bench_speculation.py kept --gguf model.Q4_1.gguf --ggml build
 
-llama.cpp's drafts are those of n-grams, which need no second model: `llama-server --spec-type`. Each round starts one
-engine after the other, in an order drawn anew. Only what comes behind the prompt is timed: llama-server says it itself.
-Both write their own text, greedily, `completing` modules that were held out of training, and `own editing`: the prompt
-holds a file and the beginning of the same file with a name changed.
+llama.cpp's drafts are those of n-grams, which need no second model: `llama-server --spec-type`. With `--draft` and
+`--draft-gguf` a smaller model drafts too, the same for both:
+
+    python tools/make_gguf.py graphopt/models/stdlib_lm_draft draft.gguf
+    python tools/bench_speculation.py made --gguf model.gguf --draft made-draft --draft-gguf draft.gguf --ggml build
+
+Each round starts one engine after the other, in an order drawn anew. Only what comes behind the prompt is timed:
+llama-server says it itself. Both write their own text, greedily, `completing` modules that were held out of training,
+and `own editing`: the prompt holds a file and the beginning of the same file with a name changed.
 """
 
 from __future__ import annotations
@@ -59,8 +64,10 @@ def ours(folder: Path, drafter: str, of: list[Task], tokens: int, threads: int) 
     return _by_kind(of, timed)
 
 
-def theirs(file: Path, build: Path, drafter: str, of: list[Task], tokens: int, threads: int) -> Speeds:
-    """Return the speed of llama-server with ``--spec-type``.
+def theirs(
+    file: Path, build: Path, drafter: str, of: list[Task], tokens: int, threads: int, draft: Path | None = None
+) -> Speeds:
+    """Return the speed of llama-server with ``--spec-type``, and the model ``draft`` where that is of a model.
 
     Raises:
         UnavailableError: the server is not there or does not start.
@@ -71,6 +78,7 @@ def theirs(file: Path, build: Path, drafter: str, of: list[Task], tokens: int, t
     room = max(len(task.prompt) for task in of) + tokens + 64
     command = [str(server), "-m", str(file.resolve()), "--port", str(port), "--host", "127.0.0.1", "-np", "1"]
     command += ["-c", str(room), "--spec-type", drafter, *(["-t", str(threads)] if threads else [])]
+    command += ["--spec-draft-model", str(draft.resolve())] if draft else []
 
     def timed(task: Task) -> tuple[int, float]:
         body = {"prompt": task.prompt, "n_predict": tokens, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
@@ -102,6 +110,8 @@ def main(
     folder: Annotated[Path, typer.Argument(help="an artifact with a tokenizer")],
     gguf: Annotated[Path | None, typer.Option(help="the same model for llama.cpp")] = None,
     ggml: Annotated[Path | None, typer.Option(envvar="GRAPHOPT_BENCH_GGML", help="llama.cpp's build folder")] = None,
+    draft: Annotated[Path | None, typer.Option(help="a smaller artifact that drafts")] = None,
+    draft_gguf: Annotated[Path | None, typer.Option(help="the same model for llama.cpp")] = None,
     modules: Annotated[int, typer.Option(min=1)] = 3,
     window: Annotated[int, typer.Option(help="tokens of a file")] = 350,
     tokens: Annotated[int, typer.Option(min=2, help="tokens of each text")] = 200,
@@ -114,10 +124,15 @@ def main(
     engines: dict[tuple[str, str], Callable[[], Speeds]] = {
         ("graphopt", drafter or "none"): partial(ours, folder, drafter, of, tokens, threads) for drafter in OURS
     }
+    if draft is not None:
+        engines["graphopt", "a model"] = partial(ours, folder, str(draft), of, tokens, threads)
     if gguf is not None and ggml is not None:
         for drafter in THEIRS:
             run = partial(theirs, gguf, ggml, drafter, of, tokens, threads)
             engines["llama.cpp", drafter] = run
+        if draft_gguf is not None:
+            run = partial(theirs, gguf, ggml, "draft-simple", of, tokens, threads, draft_gguf)
+            engines["llama.cpp", "draft-simple"] = run
     found: dict[tuple[str, str], list[Speeds]] = {engine: [] for engine in engines}
     console, others = Console(), Others()
     for _ in range(rounds):
