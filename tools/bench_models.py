@@ -4,7 +4,9 @@
     python tools/bench_models.py --folder llama-250m --recipes int4,fp6,my-recipe.yaml --ggml build --json models.json
 
 The peers are built from the same checkpoint with the same shapes: onnxruntime-genai by its own model builder (int4,
-blocks of 128, accuracy level 4), llama.cpp by llama-quantize; `tools/bench_ops.py --help` says how to build it. What
+blocks of 128, accuracy level 4), llama.cpp by llama-quantize; `tools/bench_ops.py --help` says how to build it. That of
+OpenVINO GenAI is made by optimum-intel, which wants an older transformers: `--optimum` names the Python of its environment
+(`pip install optimum-intel nncf openvino`); openvino-genai itself is installed beside graphopt. What
 stands in the folder is not built again. Each round opens one engine after the other anew, so that no idle engine's
 threads spin beside the one that is timed.
 """
@@ -45,6 +47,9 @@ def main(
     hidden: int = 1024,
     inner: int = 2816,
     ggml: Ggml = None,
+    optimum: Annotated[
+        Path | None, typer.Option(envvar="GRAPHOPT_BENCH_OPTIMUM", help="a Python with optimum-intel and nncf")
+    ] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Build what is missing, time every engine in every round in an order drawn anew, print medians and ratios."""
@@ -56,7 +61,7 @@ def main(
         folder.mkdir(parents=True, exist_ok=True)
         make_llama(checkpoint, layers=layers, hidden=hidden, inner=inner)
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    work = Work(threads, context, decoded, prompt, vocabulary, ggml)
+    work = Work(threads, context, decoded, prompt, vocabulary, ggml, optimum)
     absent: dict[str, str] = {}
     ready = [model for model in models(recipes.split(","), work) if _built(model, checkpoint, absent)]
     console.print(f"{describe()}; {threads} threads, {rounds} rounds", highlight=False)

@@ -33,6 +33,7 @@ class Work:
         prompt: tokens to prefill.
         vocabulary: tokens are drawn from below this.
         llama_cpp: a build folder of llama.cpp, if there is one.
+        optimum: a Python with optimum-intel and nncf, if there is one.
     """
 
     threads: int
@@ -41,6 +42,7 @@ class Work:
     prompt: int
     vocabulary: int
     llama_cpp: Path | None
+    optimum: Path | None
 
     def tokens(self, count: int) -> list[int]:
         """Return the same random tokens for every engine."""
@@ -79,6 +81,7 @@ def models(recipes: list[str], work: Work) -> list[Model]:
         Model(f"genai-int4-g128{suffix}", partial(_build_genai, prune), _genai)
         for suffix, prune in (("", True), ("-all-logits", False))
     ]
+    found.append(Model("openvino-int4-g128", partial(_build_openvino, work.optimum), _openvino))
     return found + [
         Model(f"llama.cpp-{type_.lower()}", partial(_build_gguf, type_, work.llama_cpp), _llama_cpp)
         for type_ in ("Q4_0", "Q6_K")
@@ -149,6 +152,29 @@ def _genai(folder: Path, work: Work) -> Speeds:
         for _ in range(decoded):
             generator.generate_next_token()
         return middle - begin, time.perf_counter() - middle
+
+    return _speeds(first_and_rest, work)
+
+
+def _build_openvino(optimum: Path | None, checkpoint: Path, target: Path) -> None:
+    optional("openvino_genai", package="openvino-genai")
+    if optimum is None:
+        raise UnavailableError("no Python with optimum-intel is named: --optimum PYTHON, or GRAPHOPT_BENCH_OPTIMUM")
+    script = Path(__file__).parents[1] / "peers" / "openvino_llm.py"
+    _run([str(optimum), str(script), str(checkpoint), str(target)])
+
+
+def _openvino(folder: Path, work: Work) -> Speeds:
+    """Return what OpenVINO GenAI says of its own time: to the first token, and for each one behind it."""
+    genai, openvino = optional("openvino_genai", package="openvino-genai"), optional("openvino")
+    pipeline = genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=work.threads)
+
+    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
+        ids = np.array([work.tokens(prompt)])
+        config = genai.GenerationConfig(max_new_tokens=decoded + 1, ignore_eos=True, do_sample=False)
+        inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
+        told = pipeline.generate(inputs, config).perf_metrics
+        return told.get_ttft().mean / 1000, told.get_tpot().mean * decoded / 1000
 
     return _speeds(first_and_rest, work)
 
