@@ -5,10 +5,10 @@
 
 The peers are built from the same checkpoint with the same shapes: onnxruntime-genai by its own model builder (int4,
 blocks of 128, accuracy level 4), llama.cpp by llama-quantize; `tools/bench_ops.py --help` says how to build it. That of
-OpenVINO GenAI is made by optimum-intel, which wants an older transformers: `--optimum` names the Python of its environment
-(`pip install optimum-intel nncf openvino`); openvino-genai itself is installed beside graphopt. What
-stands in the folder is not built again. Each round opens one engine after the other anew, so that no idle engine's
-threads spin beside the one that is timed.
+OpenVINO GenAI is made by optimum-intel, which wants an older transformers: `--optimum` names the Python of its
+environment (`pip install optimum-intel nncf openvino`); openvino-genai itself is installed beside graphopt. What stands
+in the folder is not built again. Each round opens one engine after the other anew, so that no idle engine's threads
+spin beside the one that is timed.
 """
 
 from __future__ import annotations
