@@ -26,6 +26,10 @@ from tests.once import is_to_do, once
 from tests.runtime_ops.cuda import interface
 from tests.runtime_ops.cuda import interpreted as interpreter
 
+# Tests make graphs of many small objects, and torch is made of more. By default Python's collector goes through them
+# each time that 700 have come, which takes a tenth of an export.
+gc.set_threshold(200_000, 20, 100)
+
 # Set before any import. No test may use the network; each worker of pytest-xdist computes on one core.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")

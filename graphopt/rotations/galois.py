@@ -41,6 +41,8 @@ def characters(q: int) -> npt.NDArray[np.int8]:
     chi = np.zeros(q, np.int8)
     powers = np.array(_powers_of_x(prime, degree)) @ place
     chi[powers[0::2]], chi[powers[1::2]] = 1, -1
+    if degree == 1:  # a row is the one before it, moved on by one: chi(i - j) is found at q - i + j of this
+        return np.lib.stride_tricks.sliding_window_view(np.tile(np.roll(chi[::-1], 1), 2), q)[q:0:-1]
     digits = np.arange(q)[:, None] // place % prime
     # row by row: a table of all differences at once would take 8 k bytes an entry
     return np.stack([chi[(element - digits) % prime @ place] for element in digits])

@@ -47,6 +47,6 @@ def pair(factors: tuple[int, ...]) -> tuple[Signs, Signs]:
 
 
 def _product(factors: tuple[int, ...]) -> Signs:
-    matrix = reduce(np.kron, (hadamard(order) for order in factors), hadamard(1))
+    matrix = reduce(np.kron, (hadamard(order) for order in factors or (1,)))
     matrix.flags.writeable = False
     return matrix

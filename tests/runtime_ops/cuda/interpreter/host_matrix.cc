@@ -57,22 +57,29 @@ float cut_sum(const double* terms, int count) {
   for (int i = 0; i < count; ++i) units += static_cast<int64_t>(terms[i] * units_in_one);
   const double sum = static_cast<double>(units) * unit;
   const float nearest = static_cast<float>(sum);
-  return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? std::nextafterf(nearest, 0.0f) : nearest;
+  // A number one place nearer to 0 has bits that are one less.
+  const bool beyond = std::fabs(static_cast<double>(nearest)) > std::fabs(sum);
+  return beyond ? float_of_bits(bits_of_float(nearest) - 1) : nearest;
 }
 
 template <typename Number>
 void multiply_floats(void* const* lanes) {
   constexpr int kTogether = 8;
+  double a[16][16], b[8][16];  // of A [row][k] and B [column][k]
+  for (int k = 0; k < 16; ++k) {
+    for (int row = 0; row < 16; ++row) {
+      a[row][k] = to_float(Number{static_cast<uint16_t>(entry_of_a<2, float>(lanes, row, k))});
+    }
+    for (int column = 0; column < 8; ++column) {
+      b[column][k] = to_float(Number{static_cast<uint16_t>(entry_of_b<2, float>(lanes, k, column))});
+    }
+  }
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       float& d = entry_of_d<float>(lanes, row, column);
       for (int first = 0; first < 16; first += kTogether) {
         double terms[kTogether + 1] = {d};
-        for (int k = first; k < first + kTogether; ++k) {
-          const Number a{static_cast<uint16_t>(entry_of_a<2, float>(lanes, row, k))};
-          const Number b{static_cast<uint16_t>(entry_of_b<2, float>(lanes, k, column))};
-          terms[1 + k - first] = static_cast<double>(to_float(a)) * to_float(b);
-        }
+        for (int k = 0; k < kTogether; ++k) terms[1 + k] = a[row][first + k] * b[column][first + k];
         d = cut_sum(terms, kTogether + 1);
       }
     }
@@ -81,15 +88,18 @@ void multiply_floats(void* const* lanes) {
 
 template <typename A>
 void multiply_bytes(void* const* lanes) {
+  int a[16][32], b[8][32];
+  for (int k = 0; k < 32; ++k) {
+    for (int row = 0; row < 16; ++row) a[row][k] = static_cast<A>(entry_of_a<4, int32_t>(lanes, row, k));
+    for (int column = 0; column < 8; ++column) {
+      b[column][k] = static_cast<int8_t>(entry_of_b<4, int32_t>(lanes, k, column));
+    }
+  }
   for (int row = 0; row < 16; ++row) {
     for (int column = 0; column < 8; ++column) {
       int32_t& d = entry_of_d<int32_t>(lanes, row, column);
       uint32_t sum = static_cast<uint32_t>(d);
-      for (int k = 0; k < 32; ++k) {
-        const int a = static_cast<A>(entry_of_a<4, int32_t>(lanes, row, k));
-        const int b = static_cast<int8_t>(entry_of_b<4, int32_t>(lanes, k, column));
-        sum += static_cast<uint32_t>(a * b);
-      }
+      for (int k = 0; k < 32; ++k) sum += static_cast<uint32_t>(a[row][k] * b[column][k]);
       d = static_cast<int32_t>(sum);
     }
   }
