@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -18,13 +19,14 @@ from graphopt.errors import InputError
 from graphopt.progress import Progress, silent
 from graphopt.rounding.one_thread import one_thread
 from graphopt.running import Runner
-from graphopt.runtime import Array, run
+from graphopt.runtime import AS_IT_LIES, FEW_CALLS, Array, run
 from graphopt.statistics.kept import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.statistics.moments import Moments
 from graphopt.statistics.pieces import Piece, pieces_of
 from graphopt.tasks import task_of
 from graphopt.tasks.ports import IntArray
 from graphopt.weights import expression_of
+from graphopt.weights.data_file import save_model
 from graphopt.weights.disk import writing
 
 PIECE_BYTES = 1 << 30
@@ -111,7 +113,7 @@ class Calibration:
         for number, piece in enumerate(pieces):
             done = read_index(place / f"piece-{number}.json")
             if done is None or any(tap.name not in done.inputs for tap in piece.taps):
-                with self._runner.opened(piece.part(model)) as session:
+                with _opened(self._runner, piece.part(model), place / "part") as session:
                     made = self._run(session, piece, number, len(pieces), place, lambda ids: state(model.graph, ids))
                 inputs = {
                     tap.name or "": write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
@@ -159,6 +161,20 @@ class Calibration:
                 list(threads.map(Moments.add, sums, inputs))
                 _write(behind / str(row), piece.boundary, known)
         return moments
+
+
+@contextlib.contextmanager
+def _opened(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
+    """Open a part of a model on weights that stay where they lie; ``folder`` holds the rest until the block ends."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir()
+    try:
+        save_model(part, folder / "model.onnx", "model.data", in_place=True)
+        of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
+        entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
+        yield runner.open(folder / "model.onnx", in_place=True, entries=entries)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(folder: Path, values: Sequence[ir.Value], known: Mapping[str, Array]) -> None:

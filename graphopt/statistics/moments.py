@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +13,11 @@ import numpy.typing as npt
 # What :attr:`Moments.noise` means: numbers of a group, and codes.
 _GROUP, _CODES = 32, 16
 
-# Tokens whose squares are summed in float32 before they are added up in float64.
-_TOKENS = 1024
+# Tokens whose squares are summed in float32 before they are added up in float64; rows of a block of such squares.
+_TOKENS, _BLOCK = 1024, 512
+
+# Tokens that are looked at together, so that what is computed of them stays in a core's cache.
+_AT_ONCE = 16
 
 
 @dataclass
@@ -22,7 +27,7 @@ class Moments:
     Attributes:
         rows: numbers of a token.
         tokens: how many were added.
-        squares: the sum of x^T x, [rows, rows].
+        squares: the sum of x^T x, [rows, rows]: blocks of it on and above the diagonal, the others are 0.
         total: the sum of x, [rows].
         largest: the largest magnitude, [rows].
         fourth: the sum of x^4 over all of a token's numbers.
@@ -46,13 +51,31 @@ class Moments:
         tokens = inputs.reshape(-1, self.rows)
         for start in range(0, len(tokens), _TOKENS):
             x = np.ascontiguousarray(tokens[start : start + _TOKENS], np.float32)
-            # NumPy sees that both sides are one array and computes half of the product.
-            self.squares += x.T @ x
+            self._add_squares(x)
             self.total += x.sum(axis=0, dtype=np.float64)
-            np.maximum(self.largest, np.abs(x).max(axis=0), out=self.largest)
-            self.fourth += float(np.square(np.square(x, dtype=np.float64)).sum())
-            self.coarse += coarse_error(x)
+            for few in np.split(x, range(_AT_ONCE, len(x), _AT_ONCE)):
+                np.maximum(self.largest, np.abs(few).max(axis=0), out=self.largest)
+                square = np.square(few, dtype=np.float64).ravel()
+                self.fourth += float(square @ square)
+                self.coarse += coarse_error(few)
         self.tokens += len(tokens)
+
+    def _add_squares(self, x: npt.NDArray[np.float32]) -> None:
+        """Add x^T x: half of it, through one small buffer, as memory that is new costs more than the products."""
+        buffer = np.empty(_BLOCK**2, np.float32)
+        for rows, columns in _blocks(self.rows):
+            product = buffer[: (rows.stop - rows.start) * (columns.stop - columns.start)]
+            product = product.reshape(rows.stop - rows.start, -1)
+            np.matmul(x[:, rows].T, x[:, columns], out=product)
+            self.squares[rows, columns] += product
+
+    def hessian(self) -> npt.NDArray[np.float32]:
+        """Return x^T x over the number of tokens, all of it, float32 [rows, rows]."""
+        made = np.empty((self.rows, self.rows), np.float32)
+        for rows, columns in _blocks(self.rows):
+            made[rows, columns] = self.squares[rows, columns] / max(self.tokens, 1)
+            made[columns, rows] = made[rows, columns].T
+        return made
 
     @property
     def kurtosis(self) -> float:
@@ -67,16 +90,27 @@ class Moments:
         return self.coarse / second if second else 0.0
 
 
+def _blocks(rows: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the rows and columns of each block on or above the diagonal of a matrix [rows, rows]."""
+    starts = [slice(start, min(start + _BLOCK, rows)) for start in range(0, rows, _BLOCK)]
+    return itertools.combinations_with_replacement(starts, 2)
+
+
 def coarse_error(x: npt.NDArray[np.float32]) -> float:
     """Return the squared error of x [tokens, rows] as 16 codes in groups of 32, whose range holds 0."""
     tokens, rows = x.shape
-    groups = np.zeros((tokens, -(-rows // _GROUP), _GROUP), np.float32)
-    groups.reshape(tokens, -1)[:, :rows] = x
-    low, high = np.minimum(groups.min(-1, keepdims=True), 0), np.maximum(groups.max(-1, keepdims=True), 0)
+    padded = np.zeros((tokens, -(-rows // _GROUP) * _GROUP), np.float32)
+    padded[:, :rows] = x
+    # The numbers of a group one below the other: then every operation runs along all groups.
+    groups = np.ascontiguousarray(padded.reshape(-1, _GROUP).T)
+    low, high = np.minimum(groups.min(0), 0), np.maximum(groups.max(0), 0)
     step = (high - low) / np.float32(_CODES - 1)
     step[step == 0] = 1
     zero = np.rint(-low / step)
-    codes = np.clip(np.rint(groups / step), -zero, _CODES - 1 - zero)
+    codes = groups / step
+    np.rint(codes, out=codes)
+    np.clip(codes, -zero, _CODES - 1 - zero, out=codes)
     codes *= step
     codes -= groups
-    return float(np.square(codes, dtype=np.float64).sum())
+    error = codes.ravel().astype(np.float64)
+    return float(error @ error)

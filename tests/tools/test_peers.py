@@ -10,12 +10,14 @@ import pytest
 
 from graphopt import artifact
 from graphopt.gguf.file import open_gguf
+from graphopt.models.gguf.checkpoint import outline_gguf
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.pipeline import optimize
 from graphopt.quality.compare import compare
 from graphopt.recipe import Recipe
 from graphopt.tasks import task_of
 from tests import ggufs
+from tools.bench.gguf_file import write_gguf
 from tools.peers import gguf as llama_cpp
 from tools.peers import nbits
 from tools.real.dither import dithered
@@ -33,6 +35,17 @@ def test_floats_are_the_file_with_other_numbers(tmp_path: Path) -> None:
     assert llama_cpp.kinds(written) == "F32"
     assert llama_cpp.kinds(open_gguf(tmp_path / "codes.gguf")).split(", ")[0] == "F32"
     assert llama_cpp.weight_bytes(written) == sum(4 * np.prod(each.shape) for each in written.tensors.values())
+
+
+def test_a_checkpoint_is_written_as_the_model_that_it_is(tmp_path: Path) -> None:
+    model = ggufs.llama().half()
+    model.save_pretrained(tmp_path / "checkpoint")
+    write_gguf(tmp_path / "checkpoint", tmp_path / "written.gguf")
+    _, weights = outline_gguf(tmp_path / "written.gguf")
+    stored = model.state_dict()
+    assert weights.keys() >= {"model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"}
+    for name, weight in weights.items():
+        assert np.array_equal(weight.numpy(), stored[name].numpy().astype(np.float32))
 
 
 def test_an_importance_matrix_lies_as_llama_cpp_reads_it(tmp_path: Path) -> None:

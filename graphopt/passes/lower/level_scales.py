@@ -9,12 +9,26 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure import reads_packed
+from graphopt.editing import bypass
 from graphopt.facts import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.runtime_ops import OPERATORS, port
 from graphopt.runtime_ops.operator import DOMAIN
-from graphopt.weights import Array, Expression, Part, Several, Shape, WeightTensor, expression_of, new_weight
+from graphopt.weights import (
+    Array,
+    Expression,
+    Part,
+    Region,
+    Several,
+    Shape,
+    WeightTensor,
+    expression_of,
+    new_weight,
+    weight_of,
+)
+from graphopt.weights.expression import widened
 
 LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
 FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")
@@ -56,6 +70,53 @@ class Levels(Several):
         return {"levels": levels, "steps": steps}
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leveled(Expression):
+    """What a graph makes of :class:`Levels`: the product in float32, then the type that the operator reads."""
+
+    levels: Expression
+    steps: Expression
+    to: ir.DataType
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The type of the scales."""
+        return self.to
+
+    @property
+    def shape(self) -> Shape:
+        """Tiles, groups and columns of a tile."""
+        return self.levels.shape
+
+    def evaluate(self, region: Region) -> Array:
+        """Multiply what lies in the region."""
+        steps = self.steps.evaluate(widened(region, _GROUPS, 1)).astype(np.float32)
+        return (self.levels.evaluate(region).astype(np.float32) * steps).astype(self.to.numpy())
+
+
+def join_levels(graph: ir.Graph) -> None:
+    """Put one constant in the place of levels and steps, for steps that want the scales of packed products whole."""
+    for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
+        narrow = _made_by(scales, "Cast")
+        product = _made_by(narrow, "Mul")
+        if narrow is None or product is None:
+            continue
+        parts = [_made_by(value, "Cast") for value in product.inputs]
+        levels, steps = (None if part is None else weight_of(part, 0) for part in parts)
+        if levels is None or steps is None or levels.dtype != ir.DataType.UINT8:
+            continue
+        to = ir.DataType(narrow.attributes.get_int("to", ir.DataType.FLOAT16))
+        whole = Leveled(expression_of(levels.const_value), expression_of(steps.const_value), to)
+        bypass(narrow, new_weight(graph, (levels.name or "scales").removesuffix(".levels"), WeightTensor(whole)))
+
+
+def _made_by(of: ir.Value | ir.Node | None, op_type: str) -> ir.Node | None:
+    """Return the node of a type that makes a value, or the first input of a node."""
+    value = of.inputs[0] if isinstance(of, ir.Node) else of
+    node = None if value is None else value.producer()
+    return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
+
+
 class LevelScales(Pass[LevelScalesOptions]):
     """Store a scale as a byte.
 
@@ -72,8 +133,8 @@ class LevelScales(Pass[LevelScalesOptions]):
     smaller by nearly a byte for each group. Codes are not chosen again: a level is off by half of 1/254 of the largest
     scale of its column at most (scales under a scale: llama.cpp's K-quants; QServe, Lin et al. 2024, section 4.1).
 
-    A lookup that shares the codes of a product reads the same scales. An artifact with such scales is not optimized
-    again: quantize anew.
+    A lookup that shares the codes of a product reads the same scales. The step ``unpack`` makes one constant of them
+    again, of the same numbers, when an artifact is optimized once more.
     """
 
     name: ClassVar[str] = "level_scales"

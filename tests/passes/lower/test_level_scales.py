@@ -61,6 +61,19 @@ def test_the_same_kernels_run_on_fewer_bytes(tmp_path: Path) -> None:
     assert "Cast" not in kinds  # folded
 
 
+def test_they_are_one_constant_again_where_codes_are_unpacked(tmp_path: Path) -> None:
+    model = packed()
+    run_pass(model, "level_scales")
+    before = logits(model, tmp_path / "before")
+    report = run_pass(model, "unpack")
+    assert not report.skips
+    assert not [node for node in model.graph if node.op_type in ("Cast", "Mul") and "scales" in (node.name or "")]
+    assert not [name for name in model.graph.initializers if name.endswith((".levels", ".steps"))]
+    run_pass(model, "lower", target="ort-cpu")
+    # the same kernels on the same numbers
+    assert np.array_equal(logits(model, tmp_path / "after"), before)
+
+
 def test_few_scales_stay() -> None:
     report = run_pass(packed(group=256), "level_scales")
     assert {skip.reason.code for skip in report.skips} == {FEW.code}
