@@ -23,6 +23,7 @@ from graphopt.runtime import AS_IT_LIES, FEW_CALLS, Array, run
 from graphopt.statistics.kept import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.statistics.moments import Moments
 from graphopt.statistics.pieces import Piece, pieces_of
+from graphopt.statistics.squares import Doubles
 from graphopt.tasks import task_of
 from graphopt.tasks.ports import IntArray
 from graphopt.weights import expression_of
@@ -63,6 +64,7 @@ class Calibration:
     ) -> None:
         self.folder, self._texts, self._runner = folder.absolute(), texts, runner
         self._limit, self._on_stage = limit, on_stage
+        self._spare: list[Doubles] = []
         self.found: dict[str, InputStatistics] = {}
 
     @cached_property
@@ -119,10 +121,13 @@ class Calibration:
                     tap.name or "": write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
                     for tap in piece.taps
                 }
+                for each in made.values():
+                    each.squares.release()
                 done = Index(inputs=inputs)
                 write_index(done, place / f"piece-{number}.json")
             shutil.rmtree(_boundary(place, number - 1), ignore_errors=True)
             found |= done.inputs
+        self._spare.clear()
         index = Index(inputs=found)
         write_index(index, place / "index.json")
         for number in range(len(pieces)):
@@ -155,7 +160,7 @@ class Calibration:
                 known |= dict(zip(outputs, made, strict=True))
                 inputs = [known[tap.name or ""] for tap in piece.taps]
                 sums = [
-                    moments.setdefault(tap, Moments(array.shape[-1]))
+                    moments.setdefault(tap, Moments(array.shape[-1], spare=self._spare))
                     for tap, array in zip(piece.taps, inputs, strict=True)
                 ]
                 list(threads.map(Moments.add, sums, inputs))

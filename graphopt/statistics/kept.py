@@ -82,7 +82,7 @@ def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path,
     """
     tokens = max(moments.tokens, 1)
     with np.errstate(over="ignore"):
-        hessian = moments.hessian()
+        hessian = moments.squares.over(tokens)
         vectors = np.stack([moments.total / tokens, moments.largest]).astype(np.float32)
     if not np.isfinite(hessian).all() or not np.isfinite(vectors).all():
         bad = int(np.argmin(np.isfinite(np.diagonal(hessian))))

@@ -63,15 +63,15 @@ def quantized(model: Path, method: str, group: int, output: Path, hessians: Mapp
         folder.mkdir()
     _save(loaded, plain / "model.onnx")
     step = create_pass_from_dict(found, {"block_size": group, **options}, disable_search=True)
-    step.run(ONNXModelHandler(str(plain / "model.onnx")), str(made / "model.onnx"))
-    _save(onnx.load(made / "model.onnx"), output / "model.onnx")
+    done = step.run(ONNXModelHandler(str(plain / "model.onnx")), str(made))
+    _save(onnx.load(done.model_path), output / "model.onnx")
     for folder in (plain, made):
         shutil.rmtree(folder)
     return (output / "model.onnx.data").stat().st_size
 
 
 def _save(model: onnx.ModelProto, file: Path) -> None:
-    onnx.save_model(model, file, save_as_external_data=True, location="model.onnx.data", size_threshold=0)
+    onnx.save_model(model, file, save_as_external_data=True, location="model.onnx.data")
 
 
 def _gptq(model: onnx.ModelProto, group: int, hessians: Mapping[str, Array]) -> int:
