@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 
-from tools.peers.nbits import with_matrices
+from tools.peers.nbits import with_matrices, with_tables
 
 Array = npt.NDArray[np.float32]
 
@@ -64,10 +64,21 @@ def quantized(model: Path, method: str, group: int, output: Path, hessians: Mapp
     _save(loaded, plain / "model.onnx")
     step = create_pass_from_dict(found, {"block_size": group, **options}, disable_search=True)
     done = step.run(ONNXModelHandler(str(plain / "model.onnx")), str(made))
-    _save(onnx.load(done.model_path), output / "model.onnx")
+    names = [value.name for value in loaded.graph.output]
+    _save(with_tables(_named(onnx.load(done.model_path), names), group).model.model, output / "model.onnx")
     for folder in (plain, made):
         shutil.rmtree(folder)
     return (output / "model.onnx.data").stat().st_size
+
+
+def _named(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
+    """Give the outputs their names again: a pass calls that of a product that it changed otherwise."""
+    new = dict(zip([value.name for value in model.graph.output], names, strict=True))
+    for node in model.graph.node:
+        node.output[:] = [new.get(name, name) for name in node.output]
+    for value in model.graph.output:
+        value.name = new[value.name]
+    return model
 
 
 def _save(model: onnx.ModelProto, file: Path) -> None:

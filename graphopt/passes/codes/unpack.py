@@ -49,7 +49,7 @@ class Unpack(Pass[UnpackOptions]):
         e  = Gather(Transpose(Dequantize(...)), ids)
 
     Codes, scales and zero points are the same numbers in another layout; scales in two levels (``level_scales``) become
-    one constant, whose bytes come back if the recipe has that step. The step ``lower`` makes the same product
+    one constant. The step ``lower`` makes the same product
     of them again, to the last bit. graphopt adds this step itself where a packed model is optimized once more by a
     recipe that has work with codes.
     """
