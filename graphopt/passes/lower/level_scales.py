@@ -51,9 +51,9 @@ class LevelScalesOptions(StepOptions):
 class Levels(Several):
     """Scales [tiles, groups, 16] as ``levels``, uint8 of that shape, times ``steps``, bfloat16 [tiles, 1, 16].
 
-    A step is the largest scale of a column over 253, 254 or 255, whichever leaves the least error. A level is the nearest
-    one from 1 to 255, so that no scale is 0, for the step as it is stored: bfloat16 has the range of float32. Scales
-    that were levels times steps come out as they are.
+    A step is the largest scale of a column over 253, 254 or 255, whichever leaves the least error. A level is the
+    nearest one from 1 to 255, so that no scale is 0, for the step as it is stored: bfloat16 has the range of float32.
+    Scales that were levels times steps come out as they are.
     """
 
     of: Expression
