@@ -141,7 +141,8 @@ def part(name: str, model: Path, recipe: str, windows: int, window: int, output:
 
     begin = time.perf_counter()
     (collecting if name == "collecting" else prefill)()
-    print(json.dumps({"seconds": time.perf_counter() - begin, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+    seconds = time.perf_counter() - begin
+    print(json.dumps({"seconds": seconds, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
 
 
 if __name__ == "__main__":
