@@ -3,7 +3,7 @@
     python tools/bench_rounding.py gptq                  # a layer, beside its Cholesky factorization and products
     python tools/bench_rounding.py calibration FOLDER    # statistics of a model, beside a prefill of the same text
 
-Times of ``gptq`` are processor time on one core, those of ``calibration`` seconds on all cores, with nothing beside:
+Times of ``gptq`` are processor time on one core, those of ``calibration`` seconds on all cores, and of processors:
 onnxruntime's threads choose their cores themselves. Each part of it runs in a process of its own, whose peak of
 resident memory the system reports; it counts pages of mapped files too.
 """
@@ -111,14 +111,18 @@ def calibration(
     layers = max(1, sum(node.op_type == "Attention" for node in graph))
     weights, sums = sum(4 * a * b for a, b in shapes) / layers, sum(8 * rows**2 for rows in inputs.values()) / layers
     print(f"{windows} x {window} tokens; a layer: {weights / 1e6:.0f} MB of weights, {sums / 1e6:.0f} MB of sums")
-    print("| part | seconds | of the prefill | peak memory, MB |\n| --- | --- | --- | --- |", flush=True)
-    found: dict[str, float] = {}
+    print(
+        "| part | seconds | of the prefill | of processors | of the prefill | peak memory, MB |\n{'| --- ' * 6}|",
+        flush=True,
+    )
+    found: dict[str, tuple[float, float]] = {}
     for part in ("opening", "prefill", "collecting"):
         command = [sys.executable, __file__, "part", part, str(model), recipe, str(windows), str(window), str(output)]
         said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        found[part] = said["seconds"]
-        share = f"{found[part] / found['prefill']:.2f}" if part == "collecting" else ""
-        print(f"| {part} | {said['seconds']:.2f} | {share} | {said['peak'] / 1e6:.0f} |", flush=True)
+        found[part] = said["seconds"], said["worked"]
+        shares = [a / b if part == "collecting" else 0.0 for a, b in zip(found[part], found["prefill"], strict=True)]
+        times = " | ".join(f"{t:.1f} | {f'{share:.2f}' if share else ''}" for t, share in zip(found[part], shares))
+        print(f"| {part} | {times} | {said['peak'] / 1e6:.0f} |", flush=True)
 
 
 @app.command("part", hidden=True)
@@ -139,10 +143,14 @@ def part(name: str, model: Path, recipe: str, windows: int, window: int, output:
     def collecting() -> None:
         collect(source, load_recipe(recipe).model_copy(update={"calibration": options}), output)
 
-    begin = time.perf_counter()
+    begin, worked = time.perf_counter(), time.process_time()
     (collecting if name == "collecting" else prefill)()
-    seconds = time.perf_counter() - begin
-    print(json.dumps({"seconds": seconds, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+    seconds, worked = time.perf_counter() - begin, time.process_time() - worked
+    print(
+        json.dumps(
+            {"seconds": seconds, "worked": worked, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -117,13 +117,7 @@ class Calibration:
             if done is None or any(tap.name not in done.inputs for tap in piece.taps):
                 with _opened(self._runner, piece.part(model), place / "part") as session:
                     made = self._run(session, piece, number, len(pieces), place, lambda ids: state(model.graph, ids))
-                inputs = {
-                    tap.name or "": write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
-                    for tap in piece.taps
-                }
-                for each in made.values():
-                    each.squares.release()
-                done = Index(inputs=inputs)
+                done = Index(inputs=self._written(piece, made, place, numbers))
                 write_index(done, place / f"piece-{number}.json")
             shutil.rmtree(_boundary(place, number - 1), ignore_errors=True)
             found |= done.inputs
@@ -133,6 +127,19 @@ class Calibration:
         for number in range(len(pieces)):
             (place / f"piece-{number}.json").unlink()
         return index
+
+    def _written(
+        self, piece: Piece, made: Mapping[ir.Value, Moments], place: Path, numbers: Mapping[ir.Value, int]
+    ) -> dict[str, InputStatistics]:
+        """Write what a piece found, and take back the memory of its sums."""
+
+        def write(tap: ir.Value) -> InputStatistics:
+            written = write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
+            made[tap].squares.release()
+            return written
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return {tap.name or "": each for tap, each in zip(piece.taps, threads.map(write, piece.taps), strict=True)}
 
     def _run(
         self,

@@ -7,6 +7,7 @@ matrix rounds each matrix of the graph, on the Hessians that graphopt collected,
 from __future__ import annotations
 
 import importlib
+import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -62,6 +63,8 @@ def quantized(model: Path, method: str, group: int, output: Path, hessians: Mapp
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     _save(loaded, plain / "model.onnx")
+    for name in ("olive", "onnxruntime"):
+        logging.getLogger(name).setLevel(logging.WARNING)  # each writes a line for every node
     step = create_pass_from_dict(found, {"block_size": group, **options}, disable_search=True)
     done = step.run(ONNXModelHandler(str(plain / "model.onnx")), str(made))
     names = [value.name for value in loaded.graph.output]
