@@ -111,18 +111,18 @@ def calibration(
     layers = max(1, sum(node.op_type == "Attention" for node in graph))
     weights, sums = sum(4 * a * b for a, b in shapes) / layers, sum(8 * rows**2 for rows in inputs.values()) / layers
     print(f"{windows} x {window} tokens; a layer: {weights / 1e6:.0f} MB of weights, {sums / 1e6:.0f} MB of sums")
-    print(
-        "| part | seconds | of the prefill | of processors | of the prefill | peak memory, MB |\n{'| --- ' * 6}|",
-        flush=True,
-    )
-    found: dict[str, tuple[float, float]] = {}
+    print("| part | seconds | of the prefill | of processors | of the prefill | peak memory, MB |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    found: dict[str, dict[str, float]] = {}
     for part in ("opening", "prefill", "collecting"):
         command = [sys.executable, __file__, "part", part, str(model), recipe, str(windows), str(window), str(output)]
         said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        found[part] = said["seconds"], said["worked"]
-        shares = [a / b if part == "collecting" else 0.0 for a, b in zip(found[part], found["prefill"], strict=True)]
-        times = " | ".join(f"{t:.1f} | {f'{share:.2f}' if share else ''}" for t, share in zip(found[part], shares))
-        print(f"| {part} | {times} | {said['peak'] / 1e6:.0f} |", flush=True)
+        found[part] = said
+        cells = []
+        for kind in ("seconds", "worked"):
+            share = f"{said[kind] / found['prefill'][kind]:.2f}" if part == "collecting" else ""
+            cells += [f"{said[kind]:.2f}", share]
+        print(f"| {part} | {' | '.join(cells)} | {said['peak'] / 1e6:.0f} |", flush=True)
 
 
 @app.command("part", hidden=True)
