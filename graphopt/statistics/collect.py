@@ -179,7 +179,7 @@ class Calibration:
 def _opened(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
     """Open a part of a model on weights that stay where they lie; ``folder`` holds the rest until the block ends."""
     shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     try:
         save_model(part, folder / "model.onnx", "model.data", in_place=True)
         of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
