@@ -6,6 +6,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from graphopt import artifact
@@ -19,7 +20,7 @@ from graphopt.tasks import task_of
 from tests import ggufs
 from tools.bench.gguf_file import write_gguf
 from tools.peers import gguf as llama_cpp
-from tools.peers import nbits
+from tools.peers import nbits, olive
 from tools.real.dither import dithered
 
 
@@ -76,6 +77,19 @@ def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, t
     quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
     # 0.07 seen; nothing is lost where nothing was rounded, and broken codes lose more than 1
     assert 0 < quality.kl_mean < 0.2
+
+
+def test_outputs_get_their_names_again() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 23]>
+        agraph (float[2] x) => (float[2] logits_Q4, float[2] present) {
+            logits_Q4 = Neg(x)
+            present = Abs(logits_Q4)
+        }"""
+    )
+    named = olive.named(model, ["logits", "present"])
+    assert [value.name for value in named.graph.output] == ["logits", "present"]
+    assert [(*node.input, *node.output) for node in named.graph.node] == [("x", "logits"), ("logits", "present")]
 
 
 def test_onnxruntimes_gptq_calibrates_on_what_it_is_fed(llama_artifact: Path, tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Olive's quantizers of weights, on the graph that graphopt starts from.
 
-Its passes on ONNX graphs make codes that onnxruntime runs. Its GPTQ is a pass on PyTorch models: here its code for one
-matrix rounds each matrix of the graph, on the Hessians that graphopt collected, and what comes out runs as floats.
+It is ``olive-ai`` on PyPI. Its passes on ONNX graphs make codes that onnxruntime runs. Its GPTQ is a pass on PyTorch
+models: here its code for one matrix rounds each matrix of the graph, on the Hessians that graphopt collected, and what
+comes out runs as floats.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ def quantized(model: Path, method: str, group: int, output: Path, hessians: Mapp
     step = create_pass_from_dict(found, {"block_size": group, **options}, disable_search=True)
     done = step.run(ONNXModelHandler(str(plain / "model.onnx")), str(made))
     names = [value.name for value in loaded.graph.output]
-    _save(with_tables(_named(onnx.load(done.model_path), names), group).model.model, output / "model.onnx")
+    _save(with_tables(named(onnx.load(done.model_path), names), group).model.model, output / "model.onnx")
     for folder in (plain, made):
         shutil.rmtree(folder)
     return (output / "model.onnx.data").stat().st_size
 
 
-def _named(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
+def named(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
     """Give the outputs their names again: a pass calls that of a product that it changed otherwise."""
     new = dict(zip([value.name for value in model.graph.output], names, strict=True))
     for node in model.graph.node:
+        node.input[:] = [new.get(name, name) for name in node.input]
         node.output[:] = [new.get(name, name) for name in node.output]
     for value in model.graph.output:
         value.name = new[value.name]
