@@ -34,7 +34,7 @@ PIECE_BYTES = 1 << 30
 """Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""
 
 # What would make other numbers of the same model and text.
-_VERSION = 2
+_VERSION = 3
 
 Feeds = dict[str, Array]
 
