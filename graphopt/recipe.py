@@ -107,14 +107,15 @@ class Recipe(BaseModel):
     def fitting(self, graph: ir.Graph) -> Recipe:
         """Return the recipe with all steps that ``graph`` needs and it does not name.
 
-        These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes,
-        ``page_kv`` for ``ort-cpu`` if caches grow and no step is about caches, ``lower``, ``compact_scales`` if there
-        are codes, and ``tie_embedding`` if no step changes weights.
+        These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes
+        (and ``level_scales`` if they have such scales), ``page_kv`` for ``ort-cpu`` if caches grow and no step is about
+        caches, ``lower``, ``compact_scales`` if there are codes, and ``tie_embedding`` if no step changes weights.
         """
         phases = {PASSES[step.step].phase() for step in self.steps}
         recipe = self.importing(graph)
         if phases & {"codes", "lower"} and PASSES["unpack"].needed(graph):
             recipe = recipe.adding("unpack")
+            recipe = recipe.adding("level_scales") if PASSES["level_scales"].needed(graph) else recipe
         recipe = recipe.lowered()
         lower = next(step for step in recipe.steps if isinstance(step, LowerOptions))
         paged = (lower.target, lower.caches) == ("ort-cpu", "pages")

@@ -1,6 +1,6 @@
-"""Quality over bytes: presets of graphopt beside onnxruntime's quantizers and llama.cpp's, on one model and one text.
+"""Quality over bytes: presets of graphopt beside quantizers of onnxruntime, Olive and llama.cpp, on one model and text.
 
-    python tools/bench_quality.py smollm2.gguf -o work                                  # ours and onnxruntime's
+    python tools/bench_quality.py smollm2.gguf -o work                                  # ours, onnxruntime's, Olive's
     python tools/bench_quality.py smollm2.gguf -o work --llama-quantize llama.cpp/build/bin/llama-quantize
     python tools/bench_quality.py stdlib_lm -o work                                     # a model in floats
 
@@ -10,11 +10,12 @@ that float model on the text of the verdict (docs/quality.md): half English, hal
 calibrated on. MB are those of the weights, all of them.
 
 llama.cpp's files are decoded and run as floats, and so are its inputs; ours and onnxruntime's run as they do in an app.
-Its rows need a GGUF file to begin with.
+Its rows need a GGUF file to begin with, or a Llama's checkpoint, of which one is written.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from graphopt.calibrate.inputs import collect
 from graphopt.errors import GraphoptError
 from graphopt.gguf.blocks import Ggml
 from graphopt.gguf.file import GgufFile, open_gguf
+from graphopt.models.export import shipped_models
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.quality.compare import Quality, compare
@@ -42,8 +44,9 @@ from graphopt.statistics.options import CalibrationOptions
 from graphopt.tasks import task_of
 from graphopt.tokens import texts_of
 from graphopt.weights.expression import nodes_below
+from tools.bench.gguf_file import write_gguf
 from tools.peers import gguf as llama_cpp
-from tools.peers import nbits
+from tools.peers import nbits, olive
 from tools.real.dither import dither, dithered, put_weights
 
 RECIPES = ("int3", "int4-rtn", "int4", "nf4", "small", "medium", "fp6", "large")
@@ -82,13 +85,15 @@ class Bench:
     """The float model and where everything goes.
 
     Attributes:
-        file: the GGUF file; ``None`` for a model that came in floats.
+        file: a GGUF file of the model; ``None`` where there is none.
+        exported: the artifact that was made of it, with its weights.
         floats: the artifact that every row is compared with.
         folder: where artifacts go.
         tokens: of text that is scored.
     """
 
     file: Path | None
+    exported: Path
     floats: Path
     folder: Path
     tokens: int
@@ -109,11 +114,25 @@ class Bench:
 
     def onnxruntime(self, method: str, group: int) -> Row:
         """Return the row of one of onnxruntime's quantizers."""
-        plain, folder = self.folder / "canonical", self.folder / "nbits"
+        folder, feeds = self.folder / "nbits", self.feeds() if method == "GPTQ" else ()
+        size = nbits.quantized(self.canonical(), method, group, folder, feeds)
+        return self.row("onnxruntime", f"{method}, groups of {group}", folder, size)
+
+    def olive(self, method: str, group: int) -> Row:
+        """Return the row of one of Olive's quantizers."""
+        folder, hessians = self.folder / "olive", {}
+        if method == "GPTQ":
+            kept = collect(self.floats, "int4", self.folder / "statistics")
+            hessians = {each.value: each.hessian().numpy() for each in kept}
+        size = olive.quantized(self.canonical(), method, group, folder, hessians)
+        return self.row("Olive", f"{method}, groups of {group}", folder, size)
+
+    def canonical(self) -> Path:
+        """Return the folder of the model that other tools of onnxruntime's begin with."""
+        plain = self.folder / "canonical"
         if not plain.exists():
             graphopt.optimize(self.floats, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), plain)
-        size = nbits.quantized(plain, method, group, folder, self.feeds() if method == "GPTQ" else ())
-        return self.row("onnxruntime", f"{method}, groups of {group}", folder, size)
+        return plain
 
     def feeds(self) -> list[dict[str, np.ndarray]]:
         """Return what onnxruntime's GPTQ calibrates on: a few windows of the text that ours does."""
@@ -134,7 +153,7 @@ class Bench:
         for kind in kinds:
             made = llama_cpp.quantized(binary, floats, kind, importance, self.folder / "quantized.gguf")
             # The float model's weights are the file's with noise, so the artifact is made of what was exported.
-            put_weights(self.folder / "exported", file, made, f"{kind} of {self.file.name}", self.folder / "decoded")
+            put_weights(self.exported, file, made, f"{kind} of {self.file.name}", self.folder / "decoded")
             name = f"{kind} ({llama_cpp.kinds(made)})"
             yield self.row("llama.cpp", name, self.folder / "decoded", llama_cpp.weight_bytes(made))
 
@@ -159,13 +178,26 @@ def opened(model: str, output: Path, tokens: int) -> Bench:
     """Return a bench for a model: its float artifact is made in ``output`` unless it is there."""
     floats, exported = output / "floats", output / "exported"
     if (Path(model) / artifact.MODEL).is_file():
-        return Bench(None, Path(model), output, tokens)
+        return Bench(None, Path(model), Path(model), output, tokens)
     stepped = model.endswith(".gguf")
     if not (exported if stepped else floats).exists():
         graphopt.export(model, exported if stepped else floats)
+    if not stepped:
+        return Bench(written(shipped_models().get(model, Path(model)), output), floats, floats, output, tokens)
     if not floats.exists():
         dither(exported, Path(model), floats)
-    return Bench(Path(model) if stepped else None, floats, output, tokens)
+    return Bench(Path(model), exported, floats, output, tokens)
+
+
+def written(checkpoint: Path, output: Path) -> Path | None:
+    """Return a GGUF file of a checkpoint, written to ``output``; ``None`` unless it is a Llama in one file."""
+    config, file = checkpoint / "config.json", output / "checkpoint.gguf"
+    if not config.is_file() or not (checkpoint / "model.safetensors").is_file():
+        return None
+    if json.loads(config.read_text())["model_type"] != "llama":
+        return None
+    write_gguf(checkpoint, file, tokenizer=True)
+    return file
 
 
 def main(
@@ -173,15 +205,17 @@ def main(
     output: Annotated[Path, typer.Option("-o", "--output", help="where artifacts and statistics go")],
     recipe: Annotated[list[str] | None, typer.Option(help="presets or files, instead of the usual ones")] = None,
     tokens: Annotated[int, typer.Option(min=2, help="of held-out text to score")] = 2048,
-    group: Annotated[list[int] | None, typer.Option(help="groups of onnxruntime's quantizers")] = None,
-    method: Annotated[list[str] | None, typer.Option(help="methods of onnxruntime's, instead of all")] = None,
+    group: Annotated[list[int] | None, typer.Option(help="groups of onnxruntime's and Olive's quantizers")] = None,
+    method: Annotated[list[str] | None, typer.Option(help="methods of theirs, instead of all")] = None,
     llama_quantize: Annotated[Path | None, typer.Option(help="llama.cpp's program; without it its rows fail")] = None,
     kind: Annotated[list[str] | None, typer.Option(help="types of llama.cpp's, instead of the usual ones")] = None,
-    only: Annotated[list[str] | None, typer.Option(help="graphopt, onnxruntime, llama.cpp: some of them")] = None,
+    only: Annotated[
+        list[str] | None, typer.Option(help="graphopt, onnxruntime, Olive, llama.cpp: some of them")
+    ] = None,
 ) -> None:
     """Make every row, print it as it comes, and the rows that are best for their bytes at the end."""
     output.mkdir(parents=True, exist_ok=True)
-    bench, engines = opened(model, output, tokens), only or ["graphopt", "onnxruntime", "llama.cpp"]
+    bench, engines = opened(model, output, tokens), only or ["graphopt", "onnxruntime", "Olive", "llama.cpp"]
     print("| engine | way | MB | divergence, nats | 99% | same first choice | perplexity |")
     print("| --- | --- | --- | --- | --- | --- | --- |", flush=True)
     jobs: list[Callable[[], Row]] = []
@@ -190,6 +224,9 @@ def main(
     if "onnxruntime" in engines:
         ways = [(name, size) for name in method or nbits.METHODS for size in group or [32]]
         jobs += [lambda way=way: bench.onnxruntime(*way) for way in ways]  # type: ignore[misc]
+    if "Olive" in engines:
+        ways = [(name, size) for name in method or olive.METHODS for size in group or [32]]
+        jobs += [lambda way=way: bench.olive(*way) for way in ways]  # type: ignore[misc]
     rows: list[Row] = []
     for job in jobs:
         try:
@@ -198,7 +235,7 @@ def main(
         except (GraphoptError, ImportError, ValueError, RuntimeError) as error:
             print(f"| failed: {error} |", flush=True)
     if "llama.cpp" in engines and llama_quantize is not None and bench.file is None:
-        print("| failed: llama.cpp's rows need a GGUF file |", flush=True)
+        print("| failed: llama.cpp's rows need a GGUF file, or a Llama's checkpoint |", flush=True)
     elif "llama.cpp" in engines and llama_quantize is not None:
         for row in bench.llama_cpp(llama_quantize, kind or list(KINDS)):
             rows.append(row)

@@ -3,14 +3,14 @@
     python tools/bench_rounding.py gptq                  # a layer, beside its Cholesky factorization and products
     python tools/bench_rounding.py calibration FOLDER    # statistics of a model, beside a prefill of the same text
 
-Times are processor time on one core. Each part of ``calibration`` runs in a process of its own, whose peak of resident
-memory the system reports; it counts pages of mapped files too.
+Times of ``gptq`` are processor time on one core, those of ``calibration`` seconds on all cores, and of processors:
+onnxruntime's threads choose their cores themselves. Each part of it runs in a process of its own, whose peak of
+resident memory the system reports; it counts pages of mapped files too.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import resource
 import subprocess
 import sys
@@ -111,20 +111,23 @@ def calibration(
     layers = max(1, sum(node.op_type == "Attention" for node in graph))
     weights, sums = sum(4 * a * b for a, b in shapes) / layers, sum(8 * rows**2 for rows in inputs.values()) / layers
     print(f"{windows} x {window} tokens; a layer: {weights / 1e6:.0f} MB of weights, {sums / 1e6:.0f} MB of sums")
-    print("| part | seconds | of the prefill | peak memory, MB |\n| --- | --- | --- | --- |", flush=True)
-    found: dict[str, float] = {}
+    print("| part | seconds | of the prefill | of processors | of the prefill | peak memory, MB |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    found: dict[str, dict[str, float]] = {}
     for part in ("opening", "prefill", "collecting"):
         command = [sys.executable, __file__, "part", part, str(model), recipe, str(windows), str(window), str(output)]
         said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
-        found[part] = said["seconds"]
-        share = f"{found[part] / found['prefill']:.2f}" if part == "collecting" else ""
-        print(f"| {part} | {said['seconds']:.2f} | {share} | {said['peak'] / 1e6:.0f} |", flush=True)
+        found[part] = said
+        cells = []
+        for kind in ("seconds", "worked"):
+            share = f"{said[kind] / found['prefill'][kind]:.2f}" if part == "collecting" else ""
+            cells += [f"{said[kind]:.2f}", share]
+        print(f"| {part} | {' | '.join(cells)} | {said['peak'] / 1e6:.0f} |", flush=True)
 
 
 @app.command("part", hidden=True)
 def part(name: str, model: Path, recipe: str, windows: int, window: int, output: Path) -> None:
-    """Do one part of ``calibration`` on one core, and print its processor time and peak memory."""
-    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    """Do one part of ``calibration``, and print its seconds and peak memory."""
     options = CalibrationOptions(windows=windows, window=window)
     source = artifact.read(model)
     texts = texts_of(source.companions, options, source.manifest.model.max_positions)
@@ -140,8 +143,14 @@ def part(name: str, model: Path, recipe: str, windows: int, window: int, output:
     def collecting() -> None:
         collect(source, load_recipe(recipe).model_copy(update={"calibration": options}), output)
 
-    seconds = seconds_of(collecting if name == "collecting" else prefill)
-    print(json.dumps({"seconds": seconds, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}))
+    begin, worked = time.perf_counter(), time.process_time()
+    (collecting if name == "collecting" else prefill)()
+    seconds, worked = time.perf_counter() - begin, time.process_time() - worked
+    print(
+        json.dumps(
+            {"seconds": seconds, "worked": worked, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        )
+    )
 
 
 if __name__ == "__main__":

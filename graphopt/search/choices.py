@@ -14,7 +14,7 @@ Choice = LinearFormat
 CHOICES = tuple(LinearFormat(format=name, group=64) for name in ("nl3", "nl4", "nl5", "fp6-e2m3"))
 """What is chosen from by default: about 3.3, 4.3, 5.3 and 6.3 bits a weight, all of one kernel."""
 
-_SCALE = 2  # bytes, float16
+_SCALE, _STEP = 2, 2  # bytes: float16, and the bfloat16 of a column whose scales are bytes
 
 
 def choice_of(text: str) -> Choice:
@@ -35,8 +35,18 @@ def name_of(choice: Choice) -> str:
     return f"{choice.format}:{choice.group or 'column'}"
 
 
-def stored_bytes(choice: Choice, rows: int, columns: int) -> int:
-    """Return the bytes of a matrix [rows, columns]: packed codes, and scales and zero points in float16."""
+def stored_bytes(choice: Choice, rows: int, columns: int, *, leveled: bool = False) -> int:
+    """Return the bytes of a matrix [rows, columns]: packed codes, and scales and zero points in float16.
+
+    Args:
+        choice: its format and group.
+        rows: numbers of a column.
+        columns: how many.
+        leveled: whether the recipe has the step ``level_scales``: scales of codes of no ONNX type are bytes then.
+    """
     table = format_of(choice.format)
     groups = -(-rows // (choice.group or rows))
-    return -(-table.bits * rows * columns // 8) + (_SCALE + (_SCALE if table.zero_point else 0)) * groups * columns
+    scales = _SCALE * groups
+    if leveled and table.onnx_type is None:
+        scales = min(scales, groups + _STEP)
+    return -(-table.bits * rows * columns // 8) + (scales + (_SCALE * groups if table.zero_point else 0)) * columns

@@ -71,10 +71,12 @@ class Rounder:
     Attributes:
         method: the rounding method of the recipe.
         scale: how it chooses scales.
+        leveled: whether scales are stored as bytes.
     """
 
     method: RoundingMethod
     scale: Scale
+    leveled: bool = False
 
     def error(self, matrix: Matrix, hessian: Array, choice: Choice) -> tuple[Matrix, float]:
         """Return the rounded matrix, and its loss trace (W - Q)^T H (W - Q)."""
@@ -89,7 +91,8 @@ class Rounder:
 
     def row(self, name: str, matrix: Matrix, hessian: Array, choices: Sequence[Choice], model: Replaceable) -> Row:
         """Return what each choice for a matrix costs."""
-        ordered = sorted(choices, key=lambda choice: stored_bytes(choice, *matrix.shape))
+        sizes = {choice: stored_bytes(choice, *matrix.shape, leveled=self.leveled) for choice in choices}
+        ordered = sorted(choices, key=sizes.__getitem__)
         coarsest, _ = self.error(matrix, hessian, ordered[0])
         measured = model.divergence({name: coarsest})
         sample = np.ascontiguousarray(matrix[:, :: max(1, matrix.shape[1] // _COLUMNS)])
@@ -99,7 +102,7 @@ class Rounder:
             weight=name,
             rows=matrix.shape[0],
             columns=matrix.shape[1],
-            bytes={name_of(choice): stored_bytes(choice, *matrix.shape) for choice in ordered},
+            bytes={name_of(choice): sizes[choice] for choice in ordered},
             losses={name_of(c): measured * loss / first for c, loss in zip(ordered, losses, strict=True)},
         )
 

@@ -86,10 +86,12 @@ def search(
     calibration = calibration_of(source, recipe, folder, Runner(recipe.session_entries()), on_stage)
     graph = _before(source, recipe, calibration)
     matrices = _matrices(graph.graph)
-    key = hashlib.sha256(f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens}".encode())
+    leveled = any(step.step == "level_scales" for step in recipe.steps)
+    settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {leveled}"
+    key = hashlib.sha256(settings.encode())
     key.update(" ".join(map(name_of, choices)).encode())
     database = Database(Path(folder) / f"search-{key.hexdigest()[:16]}.jsonl")
-    rounder = Rounder(step.rounding, step.scale)
+    rounder = Rounder(step.rounding, step.scale, leveled)
     _measure(graph, matrices, database, choices, rounder, calibration, tokens, on_stage)
     rows = [database.rows[name] for name in matrices]
     rest = _other_bytes(graph.graph, step, set(matrices))

@@ -2,6 +2,7 @@
 
 pieces.py     a graph cut into parts that run one after the other
 moments.py    sums over tokens: Hessian, mean, largest, kurtosis
+squares.py    of these, X^T X in blocks
 kept.py       the folder where they lie, by content of model and text
 collect.py    the run: piece by piece, text by text, resumed where it was cut off
 """

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -18,20 +19,22 @@ from graphopt.errors import InputError
 from graphopt.progress import Progress, silent
 from graphopt.rounding.one_thread import one_thread
 from graphopt.running import Runner
-from graphopt.runtime import Array, run
+from graphopt.runtime import AS_IT_LIES, FEW_CALLS, Array, run
 from graphopt.statistics.kept import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.statistics.moments import Moments
 from graphopt.statistics.pieces import Piece, pieces_of
+from graphopt.statistics.squares import Doubles
 from graphopt.tasks import task_of
 from graphopt.tasks.ports import IntArray
 from graphopt.weights import expression_of
+from graphopt.weights.data_file import save_model
 from graphopt.weights.disk import writing
 
 PIECE_BYTES = 1 << 30
 """Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""
 
 # What would make other numbers of the same model and text.
-_VERSION = 2
+_VERSION = 3
 
 Feeds = dict[str, Array]
 
@@ -61,6 +64,7 @@ class Calibration:
     ) -> None:
         self.folder, self._texts, self._runner = folder.absolute(), texts, runner
         self._limit, self._on_stage = limit, on_stage
+        self._spare: list[Doubles] = []
         self.found: dict[str, InputStatistics] = {}
 
     @cached_property
@@ -111,21 +115,31 @@ class Calibration:
         for number, piece in enumerate(pieces):
             done = read_index(place / f"piece-{number}.json")
             if done is None or any(tap.name not in done.inputs for tap in piece.taps):
-                with self._runner.opened(piece.part(model)) as session:
+                with _opened(self._runner, piece.part(model), place / "part") as session:
                     made = self._run(session, piece, number, len(pieces), place, lambda ids: state(model.graph, ids))
-                inputs = {
-                    tap.name or "": write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
-                    for tap in piece.taps
-                }
-                done = Index(inputs=inputs)
+                done = Index(inputs=self._written(piece, made, place, numbers))
                 write_index(done, place / f"piece-{number}.json")
             shutil.rmtree(_boundary(place, number - 1), ignore_errors=True)
             found |= done.inputs
+        self._spare.clear()
         index = Index(inputs=found)
         write_index(index, place / "index.json")
         for number in range(len(pieces)):
             (place / f"piece-{number}.json").unlink()
         return index
+
+    def _written(
+        self, piece: Piece, made: Mapping[ir.Value, Moments], place: Path, numbers: Mapping[ir.Value, int]
+    ) -> dict[str, InputStatistics]:
+        """Write what a piece found, and take back the memory of its sums."""
+
+        def write(tap: ir.Value) -> InputStatistics:
+            written = write_statistics(tap, made[tap], self.text_digest, place, numbers[tap])
+            made[tap].squares.release()
+            return written
+
+        with ThreadPoolExecutor(os.cpu_count()) as threads:
+            return {tap.name or "": each for tap, each in zip(piece.taps, threads.map(write, piece.taps), strict=True)}
 
     def _run(
         self,
@@ -153,12 +167,26 @@ class Calibration:
                 known |= dict(zip(outputs, made, strict=True))
                 inputs = [known[tap.name or ""] for tap in piece.taps]
                 sums = [
-                    moments.setdefault(tap, Moments(array.shape[-1]))
+                    moments.setdefault(tap, Moments(array.shape[-1], spare=self._spare))
                     for tap, array in zip(piece.taps, inputs, strict=True)
                 ]
                 list(threads.map(Moments.add, sums, inputs))
                 _write(behind / str(row), piece.boundary, known)
         return moments
+
+
+@contextlib.contextmanager
+def _opened(runner: Runner, part: ir.Model, folder: Path) -> Iterator[Any]:
+    """Open a part of a model on weights that stay where they lie; ``folder`` holds the rest until the block ends."""
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was killed
+    folder.mkdir(exist_ok=True)
+    try:
+        save_model(part, folder / "model.onnx", "model.data", in_place=True)
+        of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in part.graph)
+        entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {})}
+        yield runner.open(folder / "model.onnx", in_place=True, entries=entries)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _write(folder: Path, values: Sequence[ir.Value], known: Mapping[str, Array]) -> None:

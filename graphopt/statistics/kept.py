@@ -82,8 +82,7 @@ def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path,
     """
     tokens = max(moments.tokens, 1)
     with np.errstate(over="ignore"):
-        hessian = np.empty(moments.squares.shape, np.float32)
-        np.divide(moments.squares, tokens, out=hessian, casting="same_kind")  # no copy in float64: it may be large
+        hessian = moments.squares.over(tokens)
         vectors = np.stack([moments.total / tokens, moments.largest]).astype(np.float32)
     if not np.isfinite(hessian).all() or not np.isfinite(vectors).all():
         bad = int(np.argmin(np.isfinite(np.diagonal(hessian))))

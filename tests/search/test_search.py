@@ -92,6 +92,10 @@ def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, 
 def test_bytes_are_those_of_packed_codes_and_scales() -> None:
     assert stored_bytes(choice_of("nl4:64"), 128, 10) == 128 * 10 // 2 + 2 * 2 * 10
     assert stored_bytes(choice_of("uint4:32"), 128, 10) == 128 * 10 // 2 + (2 + 2) * 4 * 10
+    # a byte for each scale and two for each column, where that is less, and codes are of no ONNX type
+    assert stored_bytes(choice_of("nl4:32"), 128, 10, leveled=True) == 128 * 10 // 2 + (4 + 2) * 10
+    assert stored_bytes(choice_of("nl4:128"), 128, 10, leveled=True) == stored_bytes(choice_of("nl4:128"), 128, 10)
+    assert stored_bytes(choice_of("uint4:32"), 128, 10, leveled=True) == stored_bytes(choice_of("uint4:32"), 128, 10)
     assert stored_bytes(choice_of("int3:column"), 128, 8) == 128 * 8 * 3 // 8 + 2 * 8
     assert name_of(choice_of("int3:column")) == "int3:column"
 

@@ -17,6 +17,7 @@ from graphopt.statistics import Calibration
 from graphopt.statistics.collect import PIECE_BYTES
 from graphopt.statistics.moments import Moments
 from graphopt.statistics.pieces import pieces_of
+from graphopt.statistics.squares import Squares
 from graphopt.weights import Inline, Scaled, rewrite
 from tests.families import POSITIONS, VOCABULARY
 from tests.graphs import canonical, residual_model
@@ -160,6 +161,27 @@ def test_online_rotations_run_in_pieces(llama_artifact: Path, tmp_path: Path) ->
         assert np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
 
 
+@pytest.mark.parametrize("rows", [1, 511, 512, 513, 1100])
+def test_blocks_make_the_whole_and_memory_of_another_sum_leaves_nothing(rows: int) -> None:
+    random, spare = np.random.default_rng(rows), []
+    for _ in range(2):
+        x = random.standard_normal((2, 40, rows), np.float32)
+        squares = Squares(rows, spare)
+        assert not squares.over(1).any()
+        for part in x:
+            squares.add(part)
+        exact = sum(part.T.astype(np.float64) @ part for part in x)
+        found = squares.over(1)
+        assert np.array_equal(found, found.T)
+        # 40 products in float32, each off by half of 2^-23 of it, and the sum rounded to it
+        bound = 42 * 2.0**-24 * sum(np.abs(part).T.astype(np.float64) @ np.abs(part) for part in x)
+        assert (np.abs(found - exact) <= bound).all()
+        assert np.allclose(squares.diagonal(), np.diagonal(exact), rtol=1e-5)
+        squares.release()
+        assert not squares.over(1).any()
+    assert len(spare) == {512: 1, 513: 1, 1100: 3}.get(rows, 0)
+
+
 def test_moments_add_up_in_any_portions() -> None:
     X = np.random.default_rng(0).standard_normal((2500, 6)).astype(np.float32)
     one, two = Moments(6), Moments(6)
@@ -168,7 +190,7 @@ def test_moments_add_up_in_any_portions() -> None:
         two.add(part)
     assert one.tokens == two.tokens == 2500
     # sums of 1024 products in float32
-    assert np.allclose(one.squares, X.T.astype(np.float64) @ X, atol=1e-3)
-    assert np.allclose(one.squares, two.squares, atol=1e-3)
+    assert np.allclose(one.squares.over(1), X.T.astype(np.float64) @ X, atol=1e-3)
+    assert np.allclose(one.squares.over(1), two.squares.over(1), atol=1e-3)
     assert one.kurtosis == pytest.approx(3, abs=0.3)
     assert Moments(4).kurtosis == 0

@@ -6,18 +6,21 @@ import struct
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 from graphopt import artifact
 from graphopt.gguf.file import open_gguf
+from graphopt.models.gguf.checkpoint import outline_gguf
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.pipeline import optimize
 from graphopt.quality.compare import compare
 from graphopt.recipe import Recipe
 from graphopt.tasks import task_of
 from tests import ggufs
+from tools.bench.gguf_file import write_gguf
 from tools.peers import gguf as llama_cpp
-from tools.peers import nbits
+from tools.peers import nbits, olive
 from tools.real.dither import dithered
 
 
@@ -33,6 +36,17 @@ def test_floats_are_the_file_with_other_numbers(tmp_path: Path) -> None:
     assert llama_cpp.kinds(written) == "F32"
     assert llama_cpp.kinds(open_gguf(tmp_path / "codes.gguf")).split(", ")[0] == "F32"
     assert llama_cpp.weight_bytes(written) == sum(4 * np.prod(each.shape) for each in written.tensors.values())
+
+
+def test_a_checkpoint_is_written_as_the_model_that_it_is(tmp_path: Path) -> None:
+    model = ggufs.llama().half()
+    model.save_pretrained(tmp_path / "checkpoint")
+    write_gguf(tmp_path / "checkpoint", tmp_path / "written.gguf")
+    _, weights = outline_gguf(tmp_path / "written.gguf")
+    stored = model.state_dict()
+    assert weights.keys() >= {"model.layers.1.self_attn.q_proj.weight", "model.layers.1.self_attn.k_proj.weight"}
+    for name, weight in weights.items():
+        assert np.array_equal(weight.numpy(), stored[name].numpy().astype(np.float32))
 
 
 def test_an_importance_matrix_lies_as_llama_cpp_reads_it(tmp_path: Path) -> None:
@@ -63,6 +77,19 @@ def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, t
     quality = compare(llama_artifact, tmp_path / "made", ["def add(a, b):\n    return a + b\n" * 9], tokens=40)
     # 0.07 seen; nothing is lost where nothing was rounded, and broken codes lose more than 1
     assert 0 < quality.kl_mean < 0.2
+
+
+def test_outputs_get_their_names_again() -> None:
+    model = onnx.parser.parse_model(
+        """<ir_version: 10, opset_import: ["" : 23]>
+        agraph (float[2] x) => (float[2] logits_Q4, float[2] present) {
+            logits_Q4 = Neg(x)
+            present = Abs(logits_Q4)
+        }"""
+    )
+    named = olive.named(model, ["logits", "present"])
+    assert [value.name for value in named.graph.output] == ["logits", "present"]
+    assert [(*node.input, *node.output) for node in named.graph.node] == [("x", "logits"), ("logits", "present")]
 
 
 def test_onnxruntimes_gptq_calibrates_on_what_it_is_fed(llama_artifact: Path, tmp_path: Path) -> None:

@@ -7,7 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from tools.bench.engine import optional
+
+Array = npt.NDArray[Any]
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -25,12 +30,20 @@ NAMES = {
 }
 """Parts of a Llama in transformers, and what llama.cpp calls them."""
 
+_ROTATED = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}
+
+
+def in_pairs(rows: Array, heads: int) -> Array:
+    """Return the rows of queries or keys, [heads x d, columns], such that i and i + d/2 of a head are neighbours."""
+    pairs = rows.reshape(heads, 2, len(rows) // heads // 2, -1).swapaxes(1, 2)
+    return np.ascontiguousarray(pairs).reshape(rows.shape)
+
 
 def write_gguf(checkpoint: Path, file: Path, *, tokenizer: bool = False) -> None:
     """Write ``checkpoint`` in float16, norms in float32.
 
-    The rows of queries and keys stay as they are, though llama.cpp pairs the coordinates of a rotary embedding
-    otherwise: of random weights that makes other random weights.
+    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head's queries and keys where transformers rotates
+    (i, i + d/2), so rows of both are written in its order.
 
     Args:
         checkpoint: the Hugging Face folder.
@@ -50,6 +63,8 @@ def write_gguf(checkpoint: Path, file: Path, *, tokenizer: bool = False) -> None
     else:
         writer.add_tokenizer_model("no_vocab")
     for name, array in safetensors.load_file(checkpoint / "model.safetensors").items():
+        heads = next((config[key] for part, key in _ROTATED.items() if part in name), None)
+        array = array if heads is None else in_pairs(array, heads)
         writer.add_tensor(_name(name), array if array.ndim > 1 else array.astype("float32"))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -59,13 +74,18 @@ def write_gguf(checkpoint: Path, file: Path, *, tokenizer: bool = False) -> None
 
 def _write_shape(writer: Any, config: dict[str, Any]) -> None:
     heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    rotary = config.get("rope_parameters") or config
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
-    writer.add_rope_dimension_count(config["hidden_size"] // heads)
+    writer.add_key_length(size)
+    writer.add_value_length(size)
+    writer.add_rope_dimension_count(size)
+    writer.add_rope_freq_base(rotary.get("rope_theta", 10000.0))
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_vocab_size(config["vocab_size"])
 

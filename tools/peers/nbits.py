@@ -75,6 +75,16 @@ def with_matrices(model: onnx.ModelProto) -> onnx.ModelProto:
     return model
 
 
+def with_tables(model: onnx.ModelProto, group: int) -> Any:
+    """Round the table of tokens to nearest, and return the quantizer that holds the model then."""
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    tables = {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("Gather",)}
+    quantizer = MatMulNBitsQuantizer(model, **tables)
+    quantizer.process()
+    return quantizer
+
+
 def quantized(model: Path, method: str, group: int, output: Path, feeds: Feeds = ()) -> int:
     """Quantize the model in the folder ``model`` into the folder ``output``; return the bytes of its weights.
 
@@ -90,9 +100,7 @@ def quantized(model: Path, method: str, group: int, output: Path, feeds: Feeds =
     loaded = with_matrices(onnx.load(model / "model.onnx"))
     quantizer = MatMulNBitsQuantizer(loaded, **METHODS[method](group, feeds))
     quantizer.process()
-    tables = {"block_size": group, "is_symmetric": False, "op_types_to_quantize": ("Gather",)}
-    quantizer = MatMulNBitsQuantizer(quantizer.model.model, **tables)
-    quantizer.process()
+    quantizer = with_tables(quantizer.model.model, group)
     output.mkdir(parents=True, exist_ok=True)
     (output / "model.onnx.data").unlink(missing_ok=True)  # the library appends to it
     quantizer.model.save_model_to_file(str(output / "model.onnx"), use_external_data_format=True)

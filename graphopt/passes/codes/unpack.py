@@ -15,6 +15,7 @@ from graphopt.passes.codes.inputs import round_input
 from graphopt.passes.codes.logical import columns_of, dequantize
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.layout import Unpacked, Untiled
+from graphopt.passes.lower.level_scales import join_levels
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
 from graphopt.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 
@@ -47,7 +48,8 @@ class Unpack(Pass[UnpackOptions]):
         y2 = MatMul(RoundActivations(Hadamard(x, left, right); bits per token, clip), Dequantize(...))
         e  = Gather(Transpose(Dequantize(...)), ids)
 
-    Codes, scales and zero points are the same numbers in another layout, and the step ``lower`` makes the same product
+    Codes, scales and zero points are the same numbers in another layout; scales in two levels (``level_scales``) become
+    one constant. The step ``lower`` makes the same product
     of them again, to the last bit. graphopt adds this step itself where a packed model is optimized once more by a
     recipe that has work with codes.
     """
@@ -64,6 +66,7 @@ class Unpack(Pass[UnpackOptions]):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Unpack every packed product; say why one stays."""
         graph, ledger = model.graph, context.ledger
+        join_levels(graph)
         for node in packed_nodes(graph):
             reason = _refusal(node)
             if reason is not None:

@@ -9,20 +9,36 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.analysis.structure import reads_packed
+from graphopt.editing import bypass
 from graphopt.facts import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.runtime_ops import OPERATORS, port
 from graphopt.runtime_ops.operator import DOMAIN
-from graphopt.weights import Array, Expression, Part, Several, Shape, WeightTensor, expression_of, new_weight
+from graphopt.weights import (
+    Array,
+    Expression,
+    Part,
+    Region,
+    Several,
+    Shape,
+    WeightTensor,
+    expression_of,
+    new_weight,
+    weight_of,
+)
+from graphopt.weights.expression import widened
 
 LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
 FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")
 SHARED = Rule("level_scales.shared", "{op_type} reads it too")
 
-# The largest level; what the largest scale is divided by, so that it stays within the levels where bfloat16 rounds the
-# step down by 2^-9 of itself; the axis of groups.
-_LEVELS, _STEPS, _GROUPS = 255, 254, 1
+# The largest level, and the axis of groups.
+_LEVELS, _GROUPS = 255, 1
+# What the largest scale of a column is divided by. bfloat16 rounds the step by up to 2^-8 of itself, so with the first
+# the largest scale has level 253, 254 or 255. The others are tried where it has that level itself.
+_TOPS = (254, 253, 255)
 
 
 class LevelScalesOptions(StepOptions):
@@ -35,8 +51,9 @@ class LevelScalesOptions(StepOptions):
 class Levels(Several):
     """Scales [tiles, groups, 16] as ``levels``, uint8 of that shape, times ``steps``, bfloat16 [tiles, 1, 16].
 
-    A step is the largest scale of a column over 254; a level is the nearest one from 1 to 255, so that no scale is 0.
-    bfloat16 has the range of float32, and levels are chosen for the step as it is stored.
+    A step is the largest scale of a column over 253, 254 or 255, whichever leaves the least error. A level is the
+    nearest one from 1 to 255, so that no scale is 0, for the step as it is stored: bfloat16 has the range of float32.
+    Scales that were levels times steps come out as they are.
     """
 
     of: Expression
@@ -49,11 +66,74 @@ class Levels(Several):
 
     def evaluate(self) -> dict[str, Array]:
         """Round the scales once."""
-        scales = self.of.numpy().astype(np.float64)
-        steps = (scales.max(_GROUPS, keepdims=True) / _STEPS).astype(ml_dtypes.bfloat16)
-        wide = np.where(steps > 0, steps, 1).astype(np.float64)
-        levels = np.clip(np.rint(scales / wide), 1, _LEVELS).astype(np.uint8)
+        scales, kind = self.of.numpy().astype(np.float64), self.of.dtype.numpy()
+        largest = scales.max(_GROUPS, keepdims=True)
+        steps, levels = np.zeros(largest.shape, ml_dtypes.bfloat16), np.zeros(scales.shape, np.uint8)
+        least = np.full(largest.shape, np.inf)
+        for top in _TOPS:
+            step = (largest / top).astype(ml_dtypes.bfloat16)
+            wide = np.where(step > 0, step, 1).astype(np.float64)
+            tried = np.clip(np.rint(scales / wide), 1, _LEVELS)
+            made = (tried * step.astype(np.float64)).astype(kind).astype(np.float64)  # as it is read
+            error = np.square(made - scales).sum(_GROUPS, keepdims=True)
+            better = (error < least) & ((top == _TOPS[0]) | (np.rint(largest / wide) == top))
+            least = np.where(better, error, least)
+            steps, levels = np.where(better, step, steps), np.where(better, tried, levels).astype(np.uint8)
         return {"levels": levels, "steps": steps}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Leveled(Expression):
+    """What a graph makes of :class:`Levels`: the product in float32, then the type that the operator reads."""
+
+    levels: Expression
+    steps: Expression
+    to: ir.DataType
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The type of the scales."""
+        return self.to
+
+    @property
+    def shape(self) -> Shape:
+        """Tiles, groups and columns of a tile."""
+        return self.levels.shape
+
+    def evaluate(self, region: Region) -> Array:
+        """Multiply what lies in the region."""
+        steps = self.steps.evaluate(widened(region, _GROUPS, 1)).astype(np.float32)
+        return (self.levels.evaluate(region).astype(np.float32) * steps).astype(self.to.numpy())
+
+
+def leveled_scales(graph: ir.Graph) -> dict[ir.Node, tuple[ir.Value, ir.Value]]:
+    """Return every ``Cast`` that makes scales of packed codes of levels and steps, with those."""
+    found: dict[ir.Node, tuple[ir.Value, ir.Value]] = {}
+    for scales in dict.fromkeys(port(node, "scales") for node in graph if reads_packed(node)):
+        narrow = _made_by(scales, "Cast")
+        product = _made_by(narrow, "Mul")
+        if narrow is None or product is None:
+            continue
+        parts = [_made_by(value, "Cast") for value in product.inputs]
+        levels, steps = (None if part is None else weight_of(part, 0) for part in parts)
+        if levels is not None and steps is not None and levels.dtype == ir.DataType.UINT8:
+            found[narrow] = levels, steps
+    return found
+
+
+def join_levels(graph: ir.Graph) -> None:
+    """Put one constant in the place of levels and steps, for steps that want the scales of packed products whole."""
+    for narrow, (levels, steps) in leveled_scales(graph).items():
+        to = ir.DataType(narrow.attributes.get_int("to", ir.DataType.FLOAT16))
+        whole = Leveled(expression_of(levels.const_value), expression_of(steps.const_value), to)
+        bypass(narrow, new_weight(graph, (levels.name or "scales").removesuffix(".levels"), WeightTensor(whole)))
+
+
+def _made_by(of: ir.Value | ir.Node | None, op_type: str) -> ir.Node | None:
+    """Return the node of a type that makes a value, or the first input of a node."""
+    value = of.inputs[0] if isinstance(of, ir.Node) else of
+    node = None if value is None else value.producer()
+    return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
 
 
 class LevelScales(Pass[LevelScalesOptions]):
@@ -72,14 +152,19 @@ class LevelScales(Pass[LevelScalesOptions]):
     smaller by nearly a byte for each group. Codes are not chosen again: a level is off by half of 1/254 of the largest
     scale of its column at most (scales under a scale: llama.cpp's K-quants; QServe, Lin et al. 2024, section 4.1).
 
-    A lookup that shares the codes of a product reads the same scales. An artifact with such scales is not optimized
-    again: quantize anew.
+    A lookup that shares the codes of a product reads the same scales. The step ``unpack`` makes one constant of them
+    again, of the same numbers, when an artifact is optimized once more; graphopt adds this step then.
     """
 
     name: ClassVar[str] = "level_scales"
     effect: ClassVar[Effect] = "lossy"
     options_type: ClassVar[type[StepOptions]] = LevelScalesOptions
     after: ClassVar[tuple[str, ...]] = ("lower", "float16")
+
+    @classmethod
+    def needed(cls, graph: ir.Graph) -> bool:
+        """Return whether scales have two levels already."""
+        return bool(leveled_scales(graph))
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Level the scales of every packed product; say why others stay."""

@@ -1,0 +1,77 @@
+"""The sum of x^T x over tokens: half of it, in blocks whose memory goes on to the next sum."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Doubles = npt.NDArray[np.float64]
+
+# Rows of a block.
+_BLOCK = 512
+
+
+class Squares:
+    """The sum of x^T x for x [tokens, rows], float64, as its blocks on and above the diagonal.
+
+    A product of 512 columns with 512 others stays in a core's cache until it is added. Nothing of the size of
+    [rows, rows] is made for it: pages of memory that is new take the system longer than the product takes.
+
+    Args:
+        rows: numbers of a token.
+        spare: blocks that another sum has released; they are taken from there.
+    """
+
+    def __init__(self, rows: int, spare: list[Doubles] | None = None) -> None:
+        self._rows, self._spare = rows, [] if spare is None else spare
+        self._blocks: dict[tuple[int, int], Doubles] = {}
+
+    def add(self, x: npt.NDArray[np.float32]) -> None:
+        """Add x^T x, computed in float32; call it in one thread of linear algebra for the same bits on any machine."""
+        buffer = np.empty(min(_BLOCK, self._rows) ** 2, np.float32)
+        for rows, columns in self._places():
+            shape = rows.stop - rows.start, columns.stop - columns.start
+            product = buffer[: shape[0] * shape[1]].reshape(shape)
+            # NumPy sees where both sides are one array, and computes half of the product.
+            np.matmul(x[:, rows].T, x[:, columns], out=product)
+            key = rows.start, columns.start
+            if key in self._blocks:
+                self._blocks[key] += product
+            else:
+                self._blocks[key] = self._taken(shape)
+                self._blocks[key][...] = product
+
+    def diagonal(self) -> Doubles:
+        """Return the sum of x^2 for each row."""
+        found = np.zeros(self._rows)
+        for (row, column), block in self._blocks.items():
+            if row == column:
+                found[row : row + len(block)] = np.diagonal(block)
+        return found
+
+    def over(self, tokens: int) -> npt.NDArray[np.float32]:
+        """Return all of the sum, divided by a number of tokens, float32 [rows, rows]."""
+        made = np.zeros((self._rows, self._rows), np.float32)
+        for (row, column), block in self._blocks.items():
+            rows, columns = (slice(start, start + size) for start, size in zip((row, column), block.shape, strict=True))
+            np.divide(block, tokens, out=made[rows, columns], casting="same_kind")
+            made[columns, rows] = made[rows, columns].T
+        return made
+
+    def release(self) -> None:
+        """Give the memory away; the sum is 0 then."""
+        self._spare += [block for block in self._blocks.values() if block.shape == (_BLOCK, _BLOCK)]
+        self._blocks.clear()
+
+    def _taken(self, shape: tuple[int, int]) -> Doubles:
+        return self._spare.pop() if shape == (_BLOCK, _BLOCK) and self._spare else np.empty(shape)
+
+    def _places(self) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows and columns of each block."""
+        starts = range(0, self._rows, _BLOCK)
+        slices = [slice(start, min(start + _BLOCK, self._rows)) for start in starts]
+        return itertools.combinations_with_replacement(slices, 2)
