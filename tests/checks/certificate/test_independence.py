@@ -8,8 +8,8 @@ from pathlib import Path
 import graphopt
 
 FILES = sorted((Path(graphopt.__file__).parent / "checks" / "certificate").glob("*.py"))
-# Data that the checker confirms, compares with, or says: matrices, signs, claims, the operator's own body, facts. And how
-# many threads may run.
+# Data that the checker confirms, compares with, or says: matrices, signs, claims, the operator's own body, facts. And
+# how many threads may run.
 DATA = {
     "graphopt.errors",
     "graphopt.facts",
