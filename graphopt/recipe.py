@@ -92,10 +92,9 @@ class Recipe(BaseModel):
 
     def on_this_machine(self) -> Recipe:
         """Return the recipe with the instruction set of this machine where ``lower``, for ``ort-cpu``, names none."""
-        lower = next((step for step in self.steps if isinstance(step, LowerOptions)), LowerOptions())
-        if lower.target == "ort-cpu" and lower.instructions is None:
-            return self.setting("lower", instructions=instructions_here())
-        return self
+        named = any(step.instructions for step in self.steps if isinstance(step, LowerOptions))
+        here = self.target == "ort-cpu" and not named
+        return self.setting("lower", instructions=instructions_here()) if here else self
 
     def importing(self, graph: ir.Graph) -> Recipe:
         """Return the recipe with the steps of the phase ``importing`` that ``graph`` needs."""

@@ -15,7 +15,7 @@ import pytest
 
 from graphopt import artifact
 from graphopt.artifact import DATA, MODEL, verify_files
-from graphopt.checks import equivalence
+from graphopt.checks import room
 from graphopt.checks.equivalence import TOLERANCE
 from graphopt.cli.run import run
 from graphopt.errors import InputError, VerificationError
@@ -344,7 +344,7 @@ def test_an_output_that_is_there_is_refused_before_any_work(llama_artifact: Path
 def test_a_model_that_does_not_fit_is_optimized_and_what_was_not_checked_is_said(
     llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equivalence, "available_memory", lambda: 1000)
+    monkeypatch.setattr(room, "available_memory", lambda: 1000)
     manifest = optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "out").manifest
     mine = [check for check in manifest.checks if check.name in ("logits", "kernels")]
     assert {check.status for check in mine} == {"not covered"}

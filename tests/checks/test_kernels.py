@@ -5,7 +5,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 
-from graphopt.checks import equivalence, kernels
+from graphopt.checks import kernels, room
 from graphopt.checks.equivalence import Verifier
 from graphopt.checks.kernels import check_kernels, quantized_products
 from graphopt.checks.snapshots import Snapshots
@@ -46,7 +46,7 @@ def test_a_layout_that_onnxruntime_does_not_fuse_is_refused(quantized: ir.Model,
 def test_a_model_that_does_not_fit_is_not_covered(
     quantized: ir.Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equivalence, "available_memory", lambda: 10)
+    monkeypatch.setattr(room, "available_memory", lambda: 10)
     verifier = Verifier(tmp_path, {})
     verifier.start(quantized)
     report = check_kernels(quantized, verifier.snapshots, {}, verifier.why_not)
@@ -114,7 +114,7 @@ def test_a_product_that_is_folded_to_floats_beside_the_library_is_refused(
 def test_what_does_not_fit_is_not_covered_but_states_what_the_graph_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equivalence, "available_memory", lambda: 10)
+    monkeypatch.setattr(room, "available_memory", lambda: 10)
     model = packed()
     verifier = Verifier(tmp_path, {})
     verifier.start(model)
