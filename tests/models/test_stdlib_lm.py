@@ -43,14 +43,14 @@ def test_the_sibling_is_a_fifth_of_it_and_chooses_as_it_does() -> None:
     assert sum(sizes.values()) <= 3e6
     assert sizes["model.safetensors"] < 0.25 * (FOLDER / "model.safetensors").stat().st_size
     assert (SIBLING / "tokenizer.json").read_bytes() == (FOLDER / "tokenizer.json").read_bytes()
-    ids = torch.tensor([Tokenizer.from_file(str(FOLDER / "tokenizer.json")).encode(held_out_text()[:3000]).ids])
+    ids = torch.tensor([Tokenizer.from_file(str(FOLDER / "tokenizer.json")).encode(held_out_text()[:3000]).ids[:1000]])
     first = []
     for folder in (FOLDER, SIBLING):
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         with torch.no_grad():
             first.append(model(ids).logits.argmax(-1))
-    # what a draft is worth: a model that has learnt nothing is right once in 4096; seen SEEN of about 900 tokens
-    assert (first[0] == first[1]).float().mean() > 0.5
+    # what a draft is worth: a model that has learnt nothing is right once in 4096; seen 0.51 of 1000 tokens
+    assert (first[0] == first[1]).float().mean() > 0.4
 
 
 def test_it_has_learned_more_than_xz_finds(shipped_artifact: Path) -> None:
