@@ -5,8 +5,8 @@ run). The learning-rate schedule follows the processor's time, not the step coun
 to on any machine, and may be stopped for a while.
 
     python tools/train_stdlib_lm.py --minutes 75 -o graphopt/models/stdlib_lm
-    python tools/train_stdlib_lm.py --minutes 40 -o graphopt/models/stdlib_lm_draft --dtype float32 \
-        --sibling-of graphopt/models/stdlib_lm
+    python tools/train_stdlib_lm.py --minutes 17 -o graphopt/models/stdlib_lm_draft --dtype float32 \
+        --batch-tokens 4096 --sibling-of graphopt/models/stdlib_lm
 
 The sibling drafts for the other: it has its tokenizer, a fifth of its parameters, and learns its chances of the next
 token, which says more about a token than the token itself (Hinton et al., arXiv 1503.02531).

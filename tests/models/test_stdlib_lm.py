@@ -40,7 +40,7 @@ def test_the_sibling_is_a_fifth_of_it_and_chooses_as_it_does() -> None:
     from transformers import AutoModelForCausalLM
 
     sizes = {file.name: file.stat().st_size for file in SIBLING.iterdir()}
-    assert sum(sizes.values()) <= 3e6
+    assert sum(sizes.values()) <= 3e6  # what a draft model may add to the package; 2.3e6 today
     assert sizes["model.safetensors"] < 0.25 * (FOLDER / "model.safetensors").stat().st_size
     assert (SIBLING / "tokenizer.json").read_bytes() == (FOLDER / "tokenizer.json").read_bytes()
     ids = torch.tensor([Tokenizer.from_file(str(FOLDER / "tokenizer.json")).encode(held_out_text()[:3000]).ids[:1000]])
