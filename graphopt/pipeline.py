@@ -240,13 +240,13 @@ def _compile(
             on_stage(name, 2 + len(reports), total)
 
         reports: list[PassReport] = []
-        checking = Checks(verifier, stage)
-        for ran in run_passes(graph, passes, shared, earlier=source.manifest.passes, on_pass=begin):
-            if ran.report.claims is not None:
-                settle()
-            checking.behind(ran, ran.report.claims)
-            reports.append(ran.report)
-        checks = checking.finish(graph)
+        with Checks(verifier, stage) as checking:
+            for ran in run_passes(graph, passes, shared, earlier=source.manifest.passes, on_pass=begin):
+                if ran.report.claims is not None:
+                    settle()
+                checking.behind(ran, ran.report.claims)
+                reports.append(ran.report)
+            checks = checking.finish(graph)
 
         NameFixPass()(graph)
         kernels: KernelReport | None = None

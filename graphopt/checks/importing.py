@@ -32,15 +32,15 @@ def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:
         verifier = Verifier(Path(folder), {})
         verifier.start(model)
         shared = Surroundings(task_of(model.graph), runner=verifier.runner)
-        checks = Checks(verifier, on_stage)
+        with Checks(verifier, on_stage) as checks:
 
-        def begin(step: Pass[Any]) -> None:
-            checks.before(step, model)
-            on_stage(step.name)
+            def begin(step: Pass[Any]) -> None:
+                checks.before(step, model)
+                on_stage(step.name)
 
-        for ran in run_passes(model, passes, shared, earlier=manifest.passes, on_pass=begin):
-            checks.behind(ran, ran.report.claims)
-            reports.append(ran.report)
-        found = checks.finish(model)
+            for ran in run_passes(model, passes, shared, earlier=manifest.passes, on_pass=begin):
+                checks.behind(ran, ran.report.claims)
+                reports.append(ran.report)
+            found = checks.finish(model)
     passed = {"passes": [*manifest.passes, *reports], "checks": [*manifest.checks, *found]}
     return Artifact(model, manifest.model_copy(update=passed), source.companions)

@@ -113,7 +113,6 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
     reports: list[PassReport] = []
     unread = Verifier(after, recipe.session_entries(), run=False)
     unread.start(graph)
-    made_of = Checks(unread, lambda stage: on_stage(stage, len(reports), total))
     calibration = calibration_of(first, recipe, statistics, unread.runner if run else None, on_stage)
     positions = first.manifest.model.max_positions
     shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner, Statistics(calibration), positions)
@@ -121,17 +120,19 @@ def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage:
     def begin(step: Pass[Any]) -> None:
         on_stage(f"running {step.name} again", len(reports), total)
 
-    for ran in run_passes(graph, passes, shared, earlier=first.manifest.passes, on_pass=begin):
-        report = recorded.get((ran.step.name, ran.report.run))
-        if report is None:
-            # An older graphopt did not record steps that this one adds by itself.
-            continue
-        _confirm_statistics(ran.report, report, after)
-        reports.append(ran.report)
-        # The names of an older version, which lead from node to node, may be others than this one gives.
-        final = report is changed[-1] if changed and not older else False
-        made_of.behind(ran, report.claims, last.model if final else None)
-    made_checks = made_of.finish(graph)
+    with Checks(unread, lambda stage: on_stage(stage, len(reports), total)) as made_of:
+        for ran in run_passes(graph, passes, shared, earlier=first.manifest.passes, on_pass=begin):
+            report = recorded.get((ran.step.name, ran.report.run))
+            if report is None:
+                # An older graphopt did not record steps that this one adds by itself.
+                made_of.skip(ran)
+                continue
+            _confirm_statistics(ran.report, report, after)
+            reports.append(ran.report)
+            # The names of an older version, which lead from node to node, may be others than this one gives.
+            final = report is changed[-1] if changed and not older else False
+            made_of.behind(ran, report.claims, last.model if final else None)
+        made_checks = made_of.finish(graph)
     checks = [check for check in made_checks if check.name == "certificate"]
     NameFixPass()(graph)
     on_stage("comparing all that is in the files", total - 1, total)

@@ -29,5 +29,11 @@ def fit_beside(one: ir.Model, other: ir.Model) -> bool:
     return processors() > 1 and _BESIDE * (_bytes_of(one) + _bytes_of(other)) < available_memory()
 
 
+def fit_as_floats(model: ir.Model) -> bool:
+    """Return whether two models of this size can be run beside one another with all their codes decoded to float32."""
+    tensors = [value.const_value for value in model.graph.initializers.values() if value.const_value is not None]
+    return 2 * _BESIDE * 4 * sum(tensor.size for tensor in tensors) < available_memory()
+
+
 def _bytes_of(model: ir.Model) -> int:
     return sum(value.const_value.nbytes for value in model.graph.initializers.values() if value.const_value is not None)

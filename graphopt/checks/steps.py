@@ -9,17 +9,20 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import onnx_ir as ir
 
-from graphopt.checks.certificate.proof import prove
 from graphopt.checks.equivalence import Verifier
+from graphopt.checks.proofs import Claimed, Proofs
 from graphopt.facts import Check, PassReport
 from graphopt.passes.base import Pass
 from graphopt.passes.context import Surroundings
 from graphopt.passes.phases import breaches, confirm
 from graphopt.rotations.claims import Claims
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ def by_run(reports: Iterable[PassReport]) -> dict[tuple[str, int], PassReport]:
 class Checks:
     """Proves what passes claim and runs the model behind them; exact passes that follow one another are run together.
 
+    Use as a context manager, which ends the thread of the proofs.
+
     Args:
         verifier: has run the model in front of the first pass.
         on_stage: called when a stage begins.
@@ -94,6 +99,17 @@ class Checks:
         self._found: list[list[Check]] = []
         # Exact passes that were not run yet, with the place of what is found of each.
         self._waiting: list[tuple[Ran, list[Check]]] = []
+        self._proofs = Proofs(on_stage)
+
+    def __enter__(self) -> Checks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._proofs.__exit__(*error)
+
+    def skip(self, ran: Ran) -> None:
+        """Leave a pass that has just run unchecked."""
+        self._proofs.begin(ran.before)
 
     def before(self, step: Pass[Any], model: ir.Model) -> None:
         """Run the exact passes so far where ``step`` may be lossy; ``model`` is the one in front of it.
@@ -105,7 +121,7 @@ class Checks:
             self._run(model)
 
     def behind(self, ran: Ran, claims: Claims | None, against: ir.Model | None = None) -> None:
-        """Prove what a pass that has just run claims, and run the model behind it unless the pass is exact.
+        """Take what a pass that has just run claims, to be proved, and run the model behind it unless it is exact.
 
         Args:
             ran: the pass.
@@ -115,18 +131,21 @@ class Checks:
         Raises:
             VerificationError: a check failed.
         """
+        # Passes work in place: the model behind one stays what it is in the copy that was made in front of the next.
+        self._proofs.begin(ran.before)
         found: list[Check] = []
         self._found.append(found)
         name, effect = ran.step.name, ran.report.effect
         if claims is not None:
-            self._on_stage(f"proving {name}")
-            self._add(found, ran, prove(ran.before, against or ran.after, claims, name))
+            # A proof stands in front of the run of the same pass.
+            take = partial(self._add, found, ran, place=0)
+            self._proofs.add(Claimed(name, claims, ran.before, against, take))
         if effect == "exact":
             self._waiting.append((ran, found))
         else:
             self._run(ran.before)
             self._on_stage(f"checking {name}")
-            self._add(found, ran, self._verifier.check(ran.after, name, effect))
+            self._add(found, ran, self._or_disproved(ran.after, lambda: self._verifier.check(ran.after, name, effect)))
 
     def finish(self, model: ir.Model) -> list[Check]:
         """Run the exact passes that are left, behind which is ``model``, and return all checks pass by pass.
@@ -135,7 +154,16 @@ class Checks:
             VerificationError: a check failed.
         """
         self._run(model)
+        self._proofs.confirm(model)
         return [check for found in self._found for check in found]
+
+    def _or_disproved(self, behind: ir.Model, run: Callable[[], Result]) -> Result:
+        """Return what ``run`` returns; where it fails, a proof that fails says more, and is raised instead."""
+        try:
+            return run()
+        except Exception:
+            self._proofs.confirm(behind)
+            raise
 
     def _run(self, model: ir.Model) -> None:
         waiting, self._waiting = self._waiting, []
@@ -149,12 +177,13 @@ class Checks:
             self._on_stage(f"checking {', '.join(names)}")
             # Passes work in place: the model behind one is what was copied in front of the next.
             behind = [*(ran.before for ran in passes[1:]), model]
-            checks = self._verifier.check_together(list(zip(names, behind, strict=True)))
+            pairs = list(zip(names, behind, strict=True))
+            checks = self._or_disproved(model, lambda: self._verifier.check_together(pairs))
         for (ran, found), check in zip(waiting, checks, strict=True):
             self._add(found, ran, check)
 
-    def _add(self, found: list[Check], ran: Ran, check: Check) -> None:
-        found.append(check.model_copy(update={"run": ran.report.run}))
+    def _add(self, found: list[Check], ran: Ran, check: Check, place: int | None = None) -> None:
+        found.insert(len(found) if place is None else place, check.model_copy(update={"run": ran.report.run}))
 
 
 def is_same_graph(before: ir.Model, after: ir.Model) -> bool:

@@ -5,6 +5,8 @@ Results go to standard output, progress and errors to standard error; see :data:
 
 from __future__ import annotations
 
+import gc
+
 import typer
 
 from graphopt.cli.commands import found_commands
@@ -20,6 +22,10 @@ EXIT_CODES = {
 }
 """What the exit code of every command means."""
 
+_NEW_OBJECTS = 100_000
+"""Objects that may be made before Python's collector looks for cycles: graphs are tens of thousands of small objects
+that stay, and looking at them each time that 700 have come takes long."""
+
 app = typer.Typer(
     name="graphopt",
     help="Make a language model small and fast in onnxruntime.",
@@ -33,6 +39,7 @@ for _name, _command in found_commands().items():
 
 def main() -> None:
     """Run the command; an error of graphopt's own kind becomes a line on standard error and an exit code."""
+    gc.set_threshold(_NEW_OBJECTS, 20, 50)
     try:
         app()
     except GraphoptError as error:

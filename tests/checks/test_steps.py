@@ -78,11 +78,11 @@ class Runs:
         self.verifier.start(self.model)
 
     def check(self, passes: Sequence[Pass[Any]]) -> list[Check]:
-        checks = Checks(self.verifier, lambda stage: None)
         shared = Surroundings(task_of(self.model.graph))
-        for ran in run_passes(self.model, passes, shared, on_pass=lambda step: checks.before(step, self.model)):
-            checks.behind(ran, ran.report.claims)
-        return checks.finish(self.model)
+        with Checks(self.verifier, lambda stage: None) as checks:
+            for ran in run_passes(self.model, passes, shared, on_pass=lambda step: checks.before(step, self.model)):
+                checks.behind(ran, ran.report.claims)
+            return checks.finish(self.model)
 
 
 @pytest.fixture
