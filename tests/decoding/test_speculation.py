@@ -66,19 +66,21 @@ class Nonsense:
         texts: the tokens that plain decoding makes, by row.
         honest: how often a guess is what comes.
         seed: of lengths and guesses.
+        long: whether drafts are as long as they may be.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]], honest: float, seed: int = 0) -> None:
-        self.texts, self.honest, self.random = texts, honest, np.random.default_rng(seed)
+    def __init__(self, texts: Sequence[Sequence[int]], honest: float, seed: int = 0, *, long: bool = False) -> None:
+        self.texts, self.honest, self.long, self.random = texts, honest, long, np.random.default_rng(seed)
 
     def begin(self, rows: Sequence[Continuation]) -> None:
         self.rows = rows
 
     def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         drafts = []
-        for row, text, limit in zip(self.rows, self.texts, limits, strict=True):
-            length = int(self.random.integers(0, limit + 1))
-            coming = text[len(row.tokens) : len(row.tokens) + length]
+        for row, text, first, limit in zip(self.rows, self.texts, begun, limits, strict=True):
+            length = limit if self.long else int(self.random.integers(0, limit + 1))
+            place = len(row.tokens) + len(first)
+            coming = text[place : place + length]
             coming = [*coming, *[0] * (length - len(coming))]
             wrong = self.random.random(length) >= self.honest
             tokens = np.where(wrong, self.random.integers(0, VOCABULARY, length), np.array(coming, int))
@@ -294,6 +296,42 @@ def test_the_same_model_is_always_right(make_session: Any) -> None:
         speculation = Speculation(ModelDrafter(session, least=0.0), 7)
         generate(session, PROMPTS[:4], max_new_tokens=30, sampling=sampling, drafter=speculation)
         assert set(speculation.stats.acceptance()["model"]) == {1.0}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), DRAWN])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_drafter_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
+    make_session: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, batch: int
+) -> None:
+    """What the model in between guesses is its own: counts of right guesses stay, its steps become fewer."""
+    session, smaller = (make_session(each, "float32", "dense") for each in ("fp6-rtn", "int4-rtn"))
+    settings = Settings(60, sampling)
+    plain = [each.tokens for each in complete(session, PROMPTS[:batch], settings)]
+    feed, runs = ModelDrafter._feed, []
+    monkeypatch.setattr(ModelDrafter, "_feed", lambda self, tokens: runs.append(1) or feed(self, tokens))
+    found = {}
+    for middle in (smaller, session):
+        for honest in (None, 0.0, 0.9):
+            inner = None if honest is None else Nonsense(plain, honest, long=True)
+            runs.clear()
+            speculation = Speculation(ModelDrafter(middle, least=0.0, drafter=inner), 7)
+            drafted = complete(session, PROMPTS[:batch], settings, speculation)
+            assert [each.tokens for each in drafted] == plain
+            found[honest] = (len(runs), speculation.stats.acceptance())
+        assert found[0.0][1] == found[0.9][1] == found[None][1]
+    # The last one in the middle says what comes, as nine in ten of three guesses do: 3 steps for 7 guesses, or 4.
+    assert found[0.9][0] < 0.7 * found[None][0]
+    assert found[0.0][0] > 0.9 * found[None][0]
+
+
+def test_drafters_of_drafters_have_names(make_session: Any, paged: Callable[[str], Path]) -> None:
+    session, settings = make_session("fp6-rtn", "float32", "dense"), Settings(40)
+    plain = complete(session, PROMPTS[:1], settings)[0].tokens
+    for name in ("verified:lookup,self:layers=1", f"verified:self:layers=1,{paged('int4-rtn')}"):
+        assert complete(session, PROMPTS[:1], settings, speculation_named(session, name, "3"))[0].tokens == plain
+    for name in ("verified:lookup", "verified:lookup,lookup", "verified:lookup,verified:lookup,self:layers=1"):
+        with pytest.raises(InputError, match="there is no drafter"):
+            speculation_named(session, name)
 
 
 @pytest.mark.parametrize("kind", ["streams", "layers", "layers=9", "layers=0", "streaming=x"])

@@ -2,6 +2,9 @@
 
 It keeps a cache of its own, which holds the text and its last draft. What it drafts is its most likely token; where the
 target draws, it draws with the very numbers that the target will use, so that both choose alike where they think alike.
+
+It may itself be drafted for, and check several tokens in a step: so three models of rising size write one text
+(TriForce, Sun et al., 2024, section 4.2; Staged Speculative Decoding, Spector and Re, 2023).
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ import numpy.typing as npt
 
 from graphopt.decoding.continuation import Continuation
 from graphopt.decoding.decoder import Decoder, Logits
-from graphopt.decoding.drafts.drafter import Guess
+from graphopt.decoding.drafts.drafter import Drafter, Guess
 from graphopt.decoding.verify import Columns
 from graphopt.errors import InputError
 from graphopt.session import Session
 
 _LEAST = 0.2
 """Chance below which a draft ends: what follows is hardly ever right."""
+
+_AHEAD = 3
+"""Guesses that the drafting model checks in a step, where it is drafted for: 4 tokens are a width that kernels like."""
 
 
 class ModelDrafter:
@@ -31,10 +37,13 @@ class ModelDrafter:
         session: the model that drafts.
         source: what its guesses are counted as.
         least: a draft ends with the first token that the model thinks less likely than this.
+        drafter: what drafts for the model that drafts, if anything does; it never changes what that guesses.
     """
 
-    def __init__(self, session: Session, *, source: str = "model", least: float = _LEAST) -> None:
-        self._session, self._source, self._least = session, source, least
+    def __init__(
+        self, session: Session, *, source: str = "model", least: float = _LEAST, drafter: Drafter | None = None
+    ) -> None:
+        self._session, self._source, self._least, self._drafter = session, source, least, drafter
         self._rows: Sequence[Continuation] = []
         self._held: list[list[int]] = []  # tokens of each row that the cache holds
         self._agreed: list[int] = []  # how many of them are known to be those of the text
@@ -56,9 +65,13 @@ class ModelDrafter:
             )
         self._rows, self._decoder = rows, None
         self._held, self._agreed = [[] for _ in rows], [0] * len(rows)
+        if self._drafter is not None:
+            self._drafter.begin(rows)
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """See :class:`Drafter`; the texts are read when the next draft is asked for."""
+        if self._drafter is not None:
+            self._drafter.commit(row, tokens)
 
     def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """See :class:`Drafter`."""
@@ -75,18 +88,62 @@ class ModelDrafter:
             for _ in first:
                 _skip(self._rows[row], drawn[row])
         logits = self._catch_up(texts, left)
+        ahead: list[list[int]] = [[] for _ in left]  # guesses of its own drafter among what was fed last
         while True:
             going = []
             for row, limit in enumerate(left):
-                if len(drafts[row]) >= limit or (drafts[row] and drafts[row][-1].chance < self._least):
-                    continue
-                guess = self._guess(self._rows[row], logits[row, -1], drawn[row])
-                drafts[row].append(guess)
-                if len(drafts[row]) < limit and guess.chance >= self._least:
+                draft, first = drafts[row], logits.shape[1] - 1 - len(ahead[row])
+                for place, checked in enumerate([*ahead[row], None]):
+                    if not self._goes_on(draft, limit):
+                        break
+                    draft.append(self._guess(self._rows[row], logits[row, first + place], drawn[row]))
+                    if draft[-1].token != checked:
+                        break
+                if self._goes_on(draft, limit):
                     going.append(row)
-            if not going:
+            if not going or not self._dropped([len(texts[row]) + len(drafts[row]) - 1 for row in going], going):
                 return drafts
-            logits = self._feed([[drafts[row][-1].token] if row in going else [] for row in range(len(left))])
+            ahead = self._ahead(begun, drafts, left, going)
+            new = [[drafts[row][-1].token, *ahead[row]] if row in going else [] for row in range(len(left))]
+            logits = self._feed(new)
+
+    def _goes_on(self, draft: Sequence[Guess], limit: int) -> bool:
+        return len(draft) < limit and not (draft and draft[-1].chance < self._least)
+
+    def _ahead(
+        self,
+        begun: Sequence[Sequence[int]],
+        drafts: Sequence[Sequence[Guess]],
+        left: Sequence[int],
+        going: Sequence[int],
+    ) -> list[list[int]]:
+        """Return what its own drafter guesses behind the drafts of the rows ``going``."""
+        if self._drafter is None:
+            return [[] for _ in left]
+        so_far = [[*first, *(guess.token for guess in draft)] for first, draft in zip(begun, drafts, strict=True)]
+        limits = [min(_AHEAD, limit - len(drafts[row]) - 1) if row in going else 0 for row, limit in enumerate(left)]
+        guesses = self._drafter.propose(so_far, limits) if any(limits) else [[] for _ in left]
+        return [[guess.token for guess in each[:limit]] for each, limit in zip(guesses, limits, strict=True)]
+
+    def _dropped(self, counts: Sequence[int], going: Sequence[int]) -> bool:
+        """Take wrong guesses of its own drafter out of the cache; return whether that was possible.
+
+        Args:
+            counts: how many tokens each of the rows ``going`` keeps.
+            going: the rows.
+        """
+        assert self._decoder is not None
+        kept = [len(held) for held in self._held]
+        for row, count in zip(going, counts, strict=True):
+            kept[row] = min(kept[row], count)
+        if kept == [len(held) for held in self._held]:
+            return True
+        try:
+            self._decoder.rewind(np.array(kept, np.int64))
+        except InputError:  # pages that it would read again are overwritten
+            return False
+        self._held = [held[:count] for held, count in zip(self._held, kept, strict=True)]
+        return True
 
     def _text(self, row: int, begun: Sequence[int]) -> list[int]:
         each = self._rows[row]

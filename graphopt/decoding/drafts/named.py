@@ -15,7 +15,7 @@ from graphopt.errors import InputError
 from graphopt.session import Session, load
 
 AUTO = "auto"
-_OWN = "self:"
+_OWN, _VERIFIED = "self:", "verified:"
 
 
 def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Speculation:
@@ -23,8 +23,8 @@ def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Specul
 
     Args:
         session: the model whose texts it drafts.
-        name: ``lookup``; the folder of a smaller model; ``self:streaming`` or ``self:layers=N``; or ``auto``: lookup,
-            only where texts stay the same to the bit.
+        name: ``lookup``; the folder of a smaller model; ``self:streaming`` or ``self:layers=N``; ``verified:A,B``: B
+            drafts, and A drafts for B; or ``auto``: lookup, only where texts stay the same to the bit.
         tokens: how long drafts are: a number, or ``auto``.
 
     Raises:
@@ -33,19 +33,33 @@ def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Specul
     if tokens != AUTO and not tokens.isdigit():
         raise InputError(f"a draft cannot have {tokens!r} tokens", remedy="give a number from 0 to 11, or auto")
     length = None if tokens == AUTO else int(tokens)
-    drafter: Drafter
+    return Speculation(Chain(Forced(), _drafter(session, name)), length, strict=name == AUTO)
+
+
+def _drafter(session: Session, name: str) -> Drafter:
     if name in ("lookup", AUTO):
-        drafter = Lookup()
-    elif name.startswith(_OWN):
-        drafter = own_drafter(session, name.removeprefix(_OWN))
-    else:
-        if not Path(name).exists():
+        return Lookup()
+    if name.startswith(_VERIFIED):
+        first, comma, second = name.removeprefix(_VERIFIED).partition(",")
+        if not comma or second in ("lookup", AUTO) or second.startswith(_VERIFIED):
             raise InputError(
-                f"there is no drafter {name!r}, and no such folder",
-                remedy="known are lookup, auto, self:streaming, self:layers=N, and folders of smaller models",
+                f"there is no drafter {name!r}",
+                remedy="give verified:A,B: A is any drafter, and B the folder of a smaller model or self:...",
             )
-        threads = session.inference.get_session_options().intra_op_num_threads
-        smaller = load(name, threads=threads, native=session.native, device=session.device)
-        check_same_tokens(session, smaller)
-        drafter = ModelDrafter(smaller)
-    return Speculation(Chain(Forced(), drafter), length, strict=name == AUTO)
+        return _model(session, second, _drafter(session, first))
+    return _model(session, name)
+
+
+def _model(session: Session, name: str, drafter: Drafter | None = None) -> ModelDrafter:
+    """Return the model that a name stands for as a drafter, for which ``drafter`` drafts."""
+    if name.startswith(_OWN):
+        return own_drafter(session, name.removeprefix(_OWN), drafter)
+    if not Path(name).exists():
+        raise InputError(
+            f"there is no drafter {name!r}, and no such folder",
+            remedy="known are lookup, auto, self:streaming, self:layers=N, verified:A,B, and folders of smaller models",
+        )
+    threads = session.inference.get_session_options().intra_op_num_threads
+    smaller = load(name, threads=threads, native=session.native, device=session.device)
+    check_same_tokens(session, smaller)
+    return ModelDrafter(smaller, drafter=drafter)

@@ -17,6 +17,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.analysis.folding import fold
 from graphopt.analysis.paged import describe, kv_nodes, layer_of
 from graphopt.analysis.ports import past_port
+from graphopt.decoding.drafts.drafter import Drafter
 from graphopt.decoding.drafts.model import ModelDrafter
 from graphopt.errors import InputError
 from graphopt.runtime import open_session
@@ -28,12 +29,13 @@ RECENT = 256
 """Newest tokens that a draft by streaming reads, by default."""
 
 
-def own_drafter(session: Session, kind: str) -> ModelDrafter:
+def own_drafter(session: Session, kind: str, drafter: Drafter | None = None) -> ModelDrafter:
     """Return a drafter made of the model itself.
 
     Args:
         session: the model.
         kind: ``streaming``, ``streaming=N`` with the newest N tokens, or ``layers=N``.
+        drafter: what drafts for it, if anything does.
 
     Raises:
         InputError: there is no such kind; or the graph has no caches in pages to stream, or not so many layers.
@@ -56,7 +58,7 @@ def own_drafter(session: Session, kind: str) -> ModelDrafter:
         changed=ir.to_proto(model).SerializeToString(),
     )
     made = dataclasses.replace(session, inference=inference, interface=Interface.of_session(inference))
-    return ModelDrafter(made, source=f"self:{kind}")
+    return ModelDrafter(made, source=f"self:{kind}", drafter=drafter)
 
 
 def stream(model: ir.Model, recent: int) -> None:
