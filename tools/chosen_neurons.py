@@ -56,14 +56,20 @@ def down_products(model: ir.Model) -> list[ir.Node]:
     return found
 
 
+def weight_of(product: ir.Node) -> ir.TensorProtocol:
+    """Return the matrix of a product that :func:`down_products` found."""
+    value = product.inputs[1]
+    assert value is not None
+    assert value.const_value is not None
+    return value.const_value
+
+
 def masked(model: ir.Model, products: list[ir.Node]) -> None:
     """Multiply what each product reads by an input ``mask.N`` [length, neurons]; what it reads is ``neurons.N``."""
     for number, node in enumerate(products):
-        state, weight = node.inputs
+        state = node.inputs[0]
         assert state is not None
-        assert weight is not None
-        assert weight.const_value is not None
-        shape = ir.Shape(["length", int(weight.const_value.shape[0])])
+        shape = ir.Shape(["length", weight_of(node).shape.numpy()[0]])
         mask = ir.Value(name=f"mask.{number}", type=ir.TensorType(ir.DataType.FLOAT), shape=shape)
         model.graph.inputs.append(mask)
         product = ir.node("Mul", [state, mask], name=f"masked.{number}")
@@ -93,11 +99,12 @@ def main(
     file = folder / "model.onnx"
     model = ir.load(file)
     task, products = task_of(model.graph), down_products(model)
-    widths = [int(node.inputs[1].const_value.shape[0]) for node in products]  # type: ignore[union-attr]
+    weights = [weight_of(node) for node in products]
+    widths = [weight.shape.numpy()[0] for weight in weights]
     every = sum(value.const_value.size for value in model.graph.initializers.values() if value.const_value is not None)
     # All products of a feed-forward layer are as large as the one that ends it, and shrink alike.
-    products_of_layer = 3 if products[0].inputs[0].producer().op_type == "Mul" else 2  # type: ignore[union-attr]
-    inner = products_of_layer * sum(node.inputs[1].const_value.size for node in products)  # type: ignore[union-attr]
+    gated = any(node.op_type == "Mul" for node in (products[0].predecessors()))
+    inner = (3 if gated else 2) * sum(weight.size for weight in weights)
     length = prompt + text
     rows = []
     fed: list[tuple[str, dict[str, npt.NDArray[np.generic]]]] = []

@@ -127,6 +127,10 @@ class HostBuffer(Buffer):
         self.array = array
         self._value = ort_value(array)
 
+    def row(self, row: int) -> HostBuffer:
+        """Return one row as a buffer of its own, in the same memory."""
+        return HostBuffer(self.array[row : row + 1])
+
     def whole(self, places: int) -> Array:
         """See :meth:`Buffer.whole`."""
         return self.array[:, :, :places]

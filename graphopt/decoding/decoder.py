@@ -13,21 +13,21 @@ Rows (:mod:`graphopt.decoding.rows`) know tokens, masks and positions; a cache k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.paged import to_json
-from graphopt.decoding.buffer import HostMemory, Memory
+from graphopt.decoding.apart import feed_apart, pay_apart
 from graphopt.decoding.cache import Cache, GrowingCache
 from graphopt.decoding.cache_file import CacheFile
-from graphopt.decoding.device import DeviceMemory
+from graphopt.decoding.device import memory_of
 from graphopt.decoding.exact import Mark, mark, rewinds_exactly, room_for_drafts
 from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
-from graphopt.runtime_ops import library_path
 from graphopt.session import Session
 from graphopt.tasks.ports import IntArray
 
@@ -76,7 +76,7 @@ class Decoder:
             in_place=session.in_place,
             max_tokens=session.max_positions,
             expected=expected,
-            memory=_memory_of(session),
+            memory=memory_of(session),
         )
 
     @property
@@ -91,13 +91,31 @@ class Decoder:
             input_ids: the new tokens, [batch, length].
             mask: as for :meth:`step`.
 
+        Where most of several first prompts would be padding, they are fed one after the other into a cache in pages.
+
         Yields:
-            Where in ``input_ids`` the piece begins, and its logits as from :meth:`step`: the last is always there.
+            Where in ``input_ids`` the piece begins, and its logits as from :meth:`step`: the last is always there, and
+            is the only one where prompts are fed one after the other.
 
         Raises:
             InputError: as :meth:`step`.
         """
         batch, length = input_ids.shape
+        cache = self._cache
+        if (
+            mask is not None
+            and self.length == 0
+            and isinstance(cache, PagedCache)
+            and cache.divides
+            and pay_apart(mask)
+        ):
+            self._session.check_length(int(mask.sum(axis=1).max()))
+            cache.reserve(self.tokens, mask.sum(axis=1), min(_PIECE, length))
+            for stored, newest in feed_apart(partial(self._of_row, cache), input_ids, mask):
+                # Whenever the caller stops, rows hold what they were fed.
+                self._rows = CountedRows(self._session.interface, stored, length)
+                yield length - 1, newest
+            return
         piece = length  # without a cache there is no second piece
         if self._session.interface.past:
             width = self._session.interface.vocabulary or 1 << 17
@@ -106,6 +124,9 @@ class Decoder:
         for begin in range(0, length, piece):
             part = slice(begin, begin + piece)
             yield begin, self.step(input_ids[:, part], None if mask is None else mask[:, part])
+
+    def _of_row(self, cache: PagedCache, row: int) -> Decoder:
+        return Decoder(self._session, 1, cache=cache.row(row))
 
     def step(self, input_ids: IntArray, mask: IntArray | None = None) -> Logits:
         """Feed new tokens and return their logits.
@@ -263,11 +284,3 @@ class Decoder:
                 remedy="add the step page_kv to the recipe",
             )
         return self._cache, self._rows
-
-
-def _memory_of(session: Session) -> Memory:
-    """Return the memory that a session's kernels compute in; for bodies onnxruntime copies from any memory."""
-    library = library_path(session.device)
-    if session.device == "cpu" or library is None or not session.in_place:
-        return HostMemory()
-    return DeviceMemory(library)

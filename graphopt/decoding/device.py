@@ -15,12 +15,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.decoding.buffer import Buffer
+from graphopt.decoding.buffer import Buffer, HostMemory, Memory
 from graphopt.errors import InputError
+from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from graphopt.session import Session
 
 Array = npt.NDArray[Any]
 
@@ -124,3 +127,11 @@ class DeviceBuffer(Buffer):
         if not (0 <= row < self.shape[0] and first >= 0 and first + places <= self.shape[2]):
             raise IndexError(f"places {first} to {first + places} of row {row} of a state {list(self.shape)}")
         return self._pointer + row * self.shape[1] * self._head + first * self._place
+
+
+def memory_of(session: Session) -> Memory:
+    """Return the memory that a session's kernels compute in; for bodies onnxruntime copies from any memory."""
+    library = library_path(session.device)
+    if session.device == "cpu" or library is None or not session.in_place:
+        return HostMemory()
+    return DeviceMemory(library)

@@ -10,6 +10,7 @@ turn.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.paged import PagedLayer
-from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
+from graphopt.decoding.buffer import Buffer, HostBuffer, HostMemory, Memory, Row
 from graphopt.decoding.rewind import check_length, rewind_row
 from graphopt.decoding.state import State, move_pages
 from graphopt.errors import InputError
@@ -177,6 +178,19 @@ class PagedCache:
             for row, (tokens, length) in lengths:
                 rewind_row(layer, {name: Row(state.buffers[0], row) for name, state in states.items()}, tokens, length)
 
+    @property
+    def divides(self) -> bool:
+        """Whether :meth:`row` gives the cache of one row: its states lie by themselves in memory of the host."""
+        return self._sets == 1 and all(isinstance(buffer, HostBuffer) for buffer in self._buffers())
+
+    def row(self, row: int) -> PagedCache:
+        """Return the cache of one row, in the same memory, which has room for all that is to come and may not grow."""
+        made = copy.copy(self)
+        made.batch, made._bound, made._pages = 1, None, list(self._pages)
+        made.oldest = [oldest[row : row + 1] for oldest in self.oldest]
+        made.states = [{name: state.row(row) for name, state in layer.items()} for layer in self.states]
+        return made
+
     def picked(self, rows: Sequence[int]) -> PagedCache:
         """Return a cache that begins as a copy of these rows, each of which may be named any number of times.
 
@@ -194,9 +208,9 @@ class PagedCache:
         made._take_pages(self._pages, f"{len(rows)} rows")
         for ours, theirs in zip(self.states, made.states, strict=True):
             for name, state in ours.items():
-                source, copy = state.buffers[0], theirs[name].buffers[0]
+                source, target = state.buffers[0], theirs[name].buffers[0]
                 for row, source_row in enumerate(rows):
-                    copy.copy(row, 0, source, source_row, 0, source.places)
+                    target.copy(row, 0, source, source_row, 0, source.places)
         made.oldest = [oldest[list(rows)] for oldest in self.oldest]
         return made
 

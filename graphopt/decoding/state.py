@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from graphopt.analysis.paged import PagedLayer
-from graphopt.decoding.buffer import Buffer
+from graphopt.decoding.buffer import Buffer, HostBuffer
 from graphopt.tasks.ports import IntArray
 
 
@@ -26,6 +26,11 @@ class State:
     present: str
     paged: bool
     buffers: list[Buffer] = field(default_factory=list)
+
+    def row(self, row: int) -> State:
+        """Return the state of one row, in the same memory, which must be that of the host."""
+        rows: list[Buffer] = [buffer.row(row) for buffer in self.buffers if isinstance(buffer, HostBuffer)]
+        return State(self.past, self.present, self.paged, rows)
 
 
 def move_pages(layer: PagedLayer, old: Buffer, new: Buffer, stored: IntArray, oldest: IntArray) -> None:

@@ -1,0 +1,66 @@
+"""When prompts of different length are fed one after the other, and not side by side with padding.
+
+    side by side    8 prompts of 100 to 1000 tokens: 8 x 1000 columns, of which half are padding
+    apart           the tokens that there are
+
+Prepacking (Zhao et al., 2024, arXiv:2404.09529) packs prompts into one row for that. Where each row of a cache in pages
+lies by itself, a step of one row writes there as well, and no mask is needed between prompts. Kernels are as fast for
+the rows of one prompt as for those of several once there are some tens of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from graphopt.decoding.decoder import Decoder
+
+_LEAST = 32
+"""Tokens below which a prompt by itself costs hardly less: kernels do their best with some tens of rows."""
+
+_SHARE = 0.8
+"""Of the columns with padding, that tokens may be for prompts to go apart."""
+
+
+def pay_apart(mask: IntArray) -> bool:
+    """Return whether prompts are fed faster one after the other.
+
+    Args:
+        mask: 1 for a token, 0 for padding, [batch, length].
+    """
+    batch, length = mask.shape
+    return batch > 1 and sum(max(count, _LEAST) for count in mask.sum(axis=1).tolist()) < _SHARE * batch * length
+
+
+def feed_apart(
+    decoder_of: Callable[[int], Decoder], input_ids: IntArray, mask: IntArray
+) -> Iterator[tuple[IntArray, npt.NDArray[np.floating]]]:
+    """Feed prompts one after the other, each piece by piece.
+
+    Args:
+        decoder_of: makes the decoder of a row, whose cache is a part of the batch's.
+        input_ids: the tokens, [batch, length], each prompt at the right end of its row.
+        mask: 1 for a token, 0 for padding, [batch, length].
+
+    Yields:
+        Behind each piece the tokens that each row has, int64 [batch], and the logits of the newest token of each row,
+        [batch, 1, vocabulary]: 0 while there is none.
+    """
+    batch, length = input_ids.shape
+    stored, newest = np.zeros(batch, np.int64), np.zeros((batch, 1, 0), np.float32)
+    for row, count in enumerate(mask.sum(axis=1).tolist()):
+        if not count:
+            continue
+        decoder = decoder_of(row)
+        for _, logits in decoder.feed(input_ids[row : row + 1, length - count :]):
+            if not newest.size:
+                newest = np.zeros((batch, 1, logits.shape[-1]), logits.dtype)
+            newest[row, 0] = logits[0, -1]
+            stored[row] = decoder.tokens[0]
+            yield stored.copy(), newest
