@@ -49,6 +49,9 @@ class Heads:
         heads: the heads, by default those of ``heads.onnx`` beside the model.
         least: a draft ends with the first token that its head thinks less likely than this.
 
+    Attributes:
+        count: how many heads there are.
+
     Raises:
         InputError: the graph gives no hidden states or shares its lm_head with something else, there are no heads, or
             they are for another width, another vocabulary or another model.
@@ -67,7 +70,7 @@ class Heads:
         _check_fits(session, heads)
         self._session, self._least = session, least
         heads = heads.turned(lm_head_matrix(session), file) if len(heads.tokens) else heads
-        self._count = heads.count
+        self.count = heads.count
         self._inference = _opened(session, _behind_hidden(session, heads))
         self._rows: Sequence[Continuation] = []
 
@@ -92,7 +95,7 @@ class Heads:
         """See :class:`Drafter`. Guesses of another drafter take the places of the first heads."""
         drafts: list[list[Guess]] = [[] for _ in limits]
         places = [
-            range(len(first), min(self._count, len(first) + limit)) for first, limit in zip(begun, limits, strict=True)
+            range(len(first), min(self.count, len(first) + limit)) for first, limit in zip(begun, limits, strict=True)
         ]
         states, asked = [], []
         for number, row in enumerate(self._rows):
@@ -101,14 +104,18 @@ class Heads:
                 asked.append(number)
         if not asked:
             return drafts
-        feeds = {HIDDEN: np.stack(states)[:, None].astype(np.float32, copy=False)}
-        for number, logits in zip(asked, run(self._inference, [LOGITS], feeds)[0], strict=True):
+        for number, logits in zip(asked, self.logits(np.stack(states)), strict=True):
             for place in places[number]:
                 guess = _guess(logits[place])
                 drafts[number].append(guess)
                 if guess.chance < self._least:
                     break
         return drafts
+
+    def logits(self, states: np.ndarray) -> np.ndarray:
+        """Return what each head says of hidden states [number, width]: logits [number, heads, vocabulary]."""
+        made: np.ndarray = run(self._inference, [LOGITS], {HIDDEN: states[:, None].astype(np.float32, copy=False)})[0]
+        return made
 
 
 def _guess(logits: np.ndarray) -> Guess:

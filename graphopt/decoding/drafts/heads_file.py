@@ -99,7 +99,7 @@ class HeadsFile:
         """Write the file, with numbers as float16."""
         h = ir.val(HIDDEN, ir.DataType.FLOAT, ["batch", 1, self.width])
         graph = ir.Graph([h], [], nodes=[], opset_imports={"": 23}, name="heads")
-        states = self.blocks(graph, h, np.dtype(np.float16))
+        states = self.blocks(graph, h, np.float16)
         states.name = STATES
         graph.outputs.append(states)
         for name, array in (("tokens", self.tokens), ("columns", self.columns.astype(np.float16))):
@@ -107,7 +107,7 @@ class HeadsFile:
         about = {"heads": self.count, "width": self.width, "vocabulary": self.vocabulary}
         ir.save(ir.Model(graph, ir_version=10, metadata_props={_ABOUT: json.dumps(about)}), file)
 
-    def blocks(self, graph: ir.Graph, h: ir.Value, stored: np.dtype = np.dtype(np.float32)) -> ir.Value:
+    def blocks(self, graph: ir.Graph, h: ir.Value, stored: type[np.floating] = np.float32) -> ir.Value:
         """Append the heads to a graph.
 
         Args:

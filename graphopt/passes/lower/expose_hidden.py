@@ -42,10 +42,10 @@ class ExposeHidden(Pass[ExposeHiddenOptions]):
         logits = MatMul(last_hidden_state, W)
 
     Nothing is computed that was not computed before. The tensor is found by the graph: it is what the one product reads
-    that makes the logits, whatever format its weight has; a bias, a scale, a soft-cap may stand behind the product, and
+    that makes the logits, whatever format its weight has. A bias, a scale, a soft-cap may stand behind the product;
     where ``last_logits`` cuts positions in front of it, the state is of those positions. It is in the basis that the
-    product reads: behind ``rotate`` that of the rotation, behind ``fold_norms`` without the gain of the last norm. Heads
-    (Medusa, Cai et al., 2024, arXiv:2401.10774) are turned into that basis when they are loaded.
+    product reads: behind ``rotate`` that of the rotation, behind ``fold_norms`` without the gain of the last norm.
+    Heads (Medusa, Cai et al., 2024, arXiv:2401.10774) are turned into that basis when they are loaded.
     """
 
     name: ClassVar[str] = "expose_hidden"

@@ -15,8 +15,8 @@ from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 
-# What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own.
 BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
+"""What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own."""
 
 
 LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
@@ -127,6 +127,7 @@ def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
 
 
 def same_for_all_positions(value: ir.Value) -> bool:
+    """Return whether a value is a constant that positions share, such as a bias."""
     producer, shape = value.producer(), value.shape
     constant = value.is_initializer() or (producer is not None and producer.op_type == "Constant")
     return constant and shape is not None and (len(shape) < 2 or shape[-2] == 1)
