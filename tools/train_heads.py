@@ -53,17 +53,37 @@ _ROWS = 32
 
 
 class Blocks(torch.nn.Module):
-    """What :class:`HeadsFile` describes; at first each head says what the model says of the next token."""
+    """What :class:`HeadsFile` describes; at first each head says again what the model says of the newest token."""
 
-    def __init__(self, width: int, heads: int, inner: int) -> None:
+    def __init__(self, width: int, heads: int, inner: int, vocabulary: int, size: int) -> None:
         super().__init__()
         self.into = torch.nn.Parameter(torch.randn(width, heads, inner) / width**0.5)
+        self.embedding = torch.nn.Parameter(torch.randn(vocabulary, size))
+        self.mixed = torch.nn.Parameter(torch.randn(size, heads, inner) / size**0.5)
         self.out = torch.nn.Parameter(torch.zeros(heads, inner, width))
 
-    def forward(self, h: torch.Tensor) -> torch.Tensor:
-        """Return the states [positions, heads, width] of hidden states [positions, width]."""
-        x = torch.nn.functional.silu(torch.einsum("nd,dki->nki", h, self.into))
-        return h[:, None] + torch.einsum("nki,kid->nkd", x, self.out)
+    def forward(self, h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the states [positions, heads, width] of hidden states [positions, width] and tokens [positions]."""
+        x = torch.einsum("nd,dki->nki", h, self.into) + torch.einsum("ne,eki->nki", self.embedding[tokens], self.mixed)
+        return h[:, None] + torch.einsum("nki,kid->nkd", torch.nn.functional.silu(x), self.out)
+
+
+@dataclasses.dataclass(frozen=True)
+class Texts:
+    """Texts of one length, and what the model has made of them.
+
+    Attributes:
+        tokens: int64 [texts, length].
+        states: hidden states, float16 [texts, length, width].
+    """
+
+    tokens: torch.Tensor
+    states: torch.Tensor
+
+    def some(self, number: int) -> Texts:
+        """Return a random choice of texts."""
+        chosen = torch.randint(len(self.tokens), (number,))
+        return Texts(self.tokens[chosen], self.states[chosen])
 
 
 def opened(folder: Path, threads: int) -> Session:
@@ -96,21 +116,21 @@ def own_texts(session: Session, beginnings: IntArray, length: int, sampling: Sam
     return np.array([text for text in made if len(text) == length], np.int64).reshape(-1, length)
 
 
-def states_of(session: Session, windows: IntArray) -> torch.Tensor:
-    """Return the hidden states of windows [number, length], float16 [number, length, width]."""
+def texts_of(session: Session, windows: IntArray) -> Texts:
+    """Run windows of tokens [number, length], each by itself."""
     found = []
     for window in windows:
         past = session.interface.empty_past(1, len(window))
         feeds = session.interface.feeds(window[None], np.ones_like(window[None]), past)
         found.append(session.inference.run([HIDDEN], feeds)[0][0].astype(np.float16))
-    return torch.from_numpy(np.stack(found))
+    return Texts(torch.from_numpy(windows), torch.from_numpy(np.stack(found)))
 
 
-def loss_of(blocks: Blocks, lm_head: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
-    """Return the mean cross entropy of the heads against the model's chances, for states [texts, length, width]."""
-    heads = blocks.into.shape[1]
-    read = states[:, : -heads or None]
-    said = blocks(read.flatten(0, 1)).unflatten(0, read.shape[:2])
+def loss_of(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> torch.Tensor:
+    """Return the mean cross entropy of the heads against the model's chances."""
+    heads, states = blocks.into.shape[1], texts.states.float()
+    read, newest = states[:, :-heads], texts.tokens[:, 1 : states.shape[1] - heads + 1]
+    said = blocks(read.flatten(0, 1), newest.flatten()).unflatten(0, read.shape[:2])
     with torch.no_grad():
         chances = (states[:, 1:].to(lm_head.dtype) @ lm_head).float().softmax(-1)
     loss = torch.zeros(())
@@ -121,22 +141,22 @@ def loss_of(blocks: Blocks, lm_head: torch.Tensor, states: torch.Tensor) -> torc
     return loss / heads
 
 
-def right(blocks: Blocks, lm_head: torch.Tensor, states: torch.Tensor) -> list[float]:
+def right(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> list[float]:
     """Return how often each head's first choice is the model's, in these texts."""
     heads = blocks.into.shape[1]
     found = np.zeros(heads)
     with torch.no_grad():
-        for text in states.float():
-            said = (blocks(text[:-heads]) @ lm_head).argmax(-1)
-            model = (text @ lm_head).argmax(-1)
+        for tokens, states in zip(texts.tokens, texts.states.float(), strict=True):
+            said = (blocks(states[:-heads], tokens[1 : len(tokens) - heads + 1]) @ lm_head).argmax(-1)
+            model = (states @ lm_head).argmax(-1)
             for head in range(heads):
                 found[head] += (said[:, head] == model[1 + head : 1 + head + len(said)]).float().mean().item()
-    return [round(float(share) / len(states), 3) for share in found]
+    return [round(float(share) / len(texts.tokens), 3) for share in found]
 
 
-def told_of(blocks: Blocks, lm_head: torch.Tensor, held_out: list[torch.Tensor]) -> str:
+def told_of(blocks: Blocks, lm_head: torch.Tensor, held_out: list[Texts]) -> str:
     """Return in words how often heads are right on given text, and on the model's own."""
-    given, own = (right(blocks, lm_head, states) for states in held_out)
+    given, own = (right(blocks, lm_head, texts) for texts in held_out)
     return f"right on held-out text {given}, on what the model makes of its beginnings {own}"
 
 
@@ -146,6 +166,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="how long to train")] = 20.0,
     heads: Annotated[int, typer.Option(min=1, max=11)] = 3,
     inner: Annotated[int | None, typer.Option(help="inner width of a head; by default that of the model")] = None,
+    size: Annotated[int, typer.Option(help="of the heads' embedding of the newest token")] = 64,
     tokens: Annotated[int, typer.Option(help="tokens to train on")] = 1_000_000,
     own: Annotated[float, typer.Option(min=0, max=1, help="share of them that the model writes itself")] = 0.5,
     window: Annotated[int, typer.Option(help="tokens of a window")] = 256,
@@ -179,22 +200,22 @@ def main(
     for share, sampling in enumerate((GREEDY, Sampling(0.8, top_p=0.95, seed=seed))):
         beginnings = windows_of(ids, _BEGINNING, round(number * own / 2), seed + 1 + share)
         collected.append(own_texts(session, beginnings, window, sampling))
-    states = states_of(session, np.concatenate(collected))
+    trained_on = texts_of(session, np.concatenate(collected))
     judged_by = [windows_of(held_out_ids, window, _JUDGED, seed)]
     judged_by.append(own_texts(session, judged_by[0][:, :_BEGINNING], window, GREEDY))
-    held_out = [states_of(session, windows) for windows in judged_by]
+    held_out = [texts_of(session, windows) for windows in judged_by]
     matrix = lm_head_matrix(session)
-    print(f"{states.shape[0] * states.shape[1]:,} states in {time.perf_counter() - began:.0f} s", flush=True)
+    print(f"{trained_on.tokens.numel():,} states in {time.perf_counter() - began:.0f} s", flush=True)
 
     lm_head = torch.from_numpy(matrix)
     cast = lm_head.bfloat16() if bfloat16 else lm_head
-    blocks = Blocks(matrix.shape[0], heads, inner or matrix.shape[0])
+    blocks = Blocks(matrix.shape[0], heads, inner or matrix.shape[0], matrix.shape[1], size)
     optimizer = torch.optim.AdamW(blocks.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.0)
     print(f"untrained: {told_of(blocks, lm_head, held_out)}", flush=True)
     started, told, steps, loss = time.process_time(), 0.0, 0, torch.zeros(())
     while (progress := (time.process_time() - started) / threads / (60 * minutes)) < 1:
         optimizer.param_groups[0]["lr"] = rate * min(progress / 0.02, 1.0, (1.0 - progress) / 0.7)
-        loss = loss_of(blocks, cast, states[torch.randint(len(states), (batch,))].float())
+        loss = loss_of(blocks, cast, trained_on.some(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -205,8 +226,8 @@ def main(
     print(f"{steps} steps, {steps * batch * window:,} positions: {told_of(blocks, lm_head, held_out)}")
 
     known = np.sort(np.random.default_rng(seed).permutation(matrix.shape[1])[: 0 if only_here else 2 * matrix.shape[0]])
-    into, out = (each.detach().numpy() for each in (blocks.into, blocks.out))
-    made = HeadsFile(into, out, matrix.shape[1], known, matrix[:, known])
+    learnt = (each.detach().numpy() for each in (blocks.into, blocks.out, blocks.embedding, blocks.mixed))
+    made = HeadsFile(*learnt, known, matrix[:, known])
     write(made, output)
 
 

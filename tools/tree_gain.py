@@ -40,7 +40,7 @@ def of_heads(session: Session, heads: Heads, prompt: Sequence[int], text: Sequen
     hidden = session.inference.run([HIDDEN], feeds)[0][0]
     # the state of the last token of the prompt tells the first of the text, and head 1 the second
     places = range(len(prompt) - 1, ids.shape[1] - 1 - heads.count)
-    logits = heads.logits(hidden[list(places)])
+    logits = heads.logits(hidden[list(places)], [int(ids[0, place + 1]) for place in places])
     return np.stack(
         [ranks_of(logits[:, head], [int(ids[0, place + 2 + head]) for place in places]) for head in range(heads.count)],
         axis=1,
@@ -60,7 +60,7 @@ def seconds_of(heads: Heads, width: int, rounds: int = 200) -> float:
     state, found = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32), []
     for _ in range(rounds):
         began = time.perf_counter()
-        heads.logits(state)[0].argmax(-1)
+        heads.logits(state, [0])[0].argmax(-1)
         found.append(time.perf_counter() - began)
     return statistics.median(found)
 

@@ -1,11 +1,11 @@
 """Drafts of heads that read the model's own last hidden state (Medusa, Cai et al., 2024, arXiv:2401.10774).
 
-    h -> lm_head          -> t1          the model's own choice: the newest token of the text
-    h -> head 1 -> lm_head -> g1         one token later
-    h -> head 2 -> lm_head -> g2         two tokens later, and so on
+    h             -> lm_head -> t        the model's own choice: the newest token of the text
+    h, t -> head 1 -> lm_head -> g1      one token later
+    h, t -> head 2 -> lm_head -> g2      two tokens later, and so on
 
-All guesses of a draft come of one state, so that they cost one product with the lm_head for a few rows. A guess does
-not know those before it, nor which token was drawn; that is what it pays for being cheap. It is the most likely token;
+All guesses of a draft come of one state and one token, so that they cost one product with the lm_head for a few rows. A
+guess does not know those before it; that is what it pays for being cheap. It is the most likely token;
 of a row that draws too, where drawing with the row's own numbers agrees less often.
 """
 
@@ -22,7 +22,7 @@ from graphopt.analysis.ports import HIDDEN, LOGITS
 from graphopt.artifact import HEADS
 from graphopt.decoding.continuation import Continuation
 from graphopt.decoding.drafts.drafter import Guess
-from graphopt.decoding.drafts.heads_file import Floats, HeadsFile
+from graphopt.decoding.drafts.heads_file import TOKEN, Floats, HeadsFile, ports
 from graphopt.errors import InputError
 from graphopt.facts import Fact
 from graphopt.passes.lower.expose_hidden import lm_head_of
@@ -97,14 +97,15 @@ class Heads:
         places = [
             range(len(first), min(self.count, len(first) + limit)) for first, limit in zip(begun, limits, strict=True)
         ]
-        states, asked = [], []
+        states, tokens, asked = [], [], []
         for number, row in enumerate(self._rows):
-            if row.hidden is not None and places[number]:
+            if row.hidden is not None and row.tokens and places[number]:
                 states.append(row.hidden)
+                tokens.append(row.tokens[-1])
                 asked.append(number)
         if not asked:
             return drafts
-        for number, logits in zip(asked, self.logits(np.stack(states)), strict=True):
+        for number, logits in zip(asked, self.logits(np.stack(states), tokens), strict=True):
             for place in places[number]:
                 guess = _guess(logits[place])
                 drafts[number].append(guess)
@@ -112,9 +113,14 @@ class Heads:
                     break
         return drafts
 
-    def logits(self, states: np.ndarray) -> np.ndarray:
-        """Return what each head says of hidden states [number, width]: logits [number, heads, vocabulary]."""
-        made: np.ndarray = run(self._inference, [LOGITS], {HIDDEN: states[:, None].astype(np.float32, copy=False)})[0]
+    def logits(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
+        """Return what heads say of hidden states [number, width] and the tokens that were chosen by them.
+
+        Returns:
+            Logits [number, heads, vocabulary].
+        """
+        feeds = {HIDDEN: states[:, None].astype(np.float32, copy=False), TOKEN: np.array(tokens, np.int64)[:, None]}
+        made: np.ndarray = run(self._inference, [LOGITS], feeds)[0]
         return made
 
 
@@ -146,7 +152,7 @@ def lm_head_matrix(session: Session) -> Floats:
 def _behind_hidden(session: Session, heads: HeadsFile | None) -> ir.Model:
     """Return what of the model lies behind the hidden state: with heads in front up to the logits, without the product.
 
-    Its input is the hidden state, float32 [batch, positions, width]; with heads there is one position.
+    Its input is the hidden state, float32 [batch, positions, width]; with heads one position, and its token.
     """
     model = ir.load(session.file)
     graph = model.graph
@@ -156,8 +162,10 @@ def _behind_hidden(session: Session, heads: HeadsFile | None) -> ir.Model:
     old = lm_head.inputs[0]
     assert old is not None and old.dtype is not None
     old.name = f"{HIDDEN}.of_text"
-    given = ir.val(HIDDEN, ir.DataType.FLOAT, ["batch", "positions" if heads is None else 1, _width(session)])
-    states = given if heads is None else heads.blocks(graph, given)
+    given, token = ports(_width(session))
+    if heads is None:
+        given.shape = ir.Shape(["batch", "positions", _width(session)])
+    states = given if heads is None else heads.blocks(graph, given, token)
     if old.dtype != ir.DataType.FLOAT:
         narrow = ir.node("Cast", [states], {"to": old.dtype.value}, name="heads.narrow")
         graph.append(narrow)
@@ -165,9 +173,10 @@ def _behind_hidden(session: Session, heads: HeadsFile | None) -> ir.Model:
         states.name, states.dtype, states.shape = "heads.narrow", old.dtype, None
     lm_head.replace_input_with(0, states)
     result = lm_head.outputs[0] if heads is None else next(each for each in graph.outputs if each.name == LOGITS)
-    for ports, port in ((graph.inputs, given), (graph.outputs, result)):
-        ports.clear()
-        ports.append(port)
+    graph.inputs.clear()
+    graph.inputs.extend([given] if heads is None else [given, token])
+    graph.outputs.clear()
+    graph.outputs.append(result)
     RemoveUnusedNodesPass()(model)
     graph.sort()
     for node in graph:  # positions were those of a text

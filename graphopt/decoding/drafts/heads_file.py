@@ -1,10 +1,16 @@
 """``heads.onnx``: trained heads beside a model, which turn its last hidden state into states of later positions.
 
-    states[k] = h + SiLU(h A[k]) B[k]        h [width], A[k] [width, inner], B[k] [inner, width]
+    states[k] = h + SiLU(h A[k] + e(token) C[k]) B[k]
 
-This is Medusa's residual block (Cai et al., 2024, arXiv:2401.10774, section 2.1.1), with a second matrix. What a state
-says of tokens the model's own lm_head tells, so that heads are small and have no vocabulary of their own. The file runs
-in any onnxruntime: ``last_hidden_state`` [batch, 1, width] in, ``states`` [batch, heads, width] out.
+    h [width]                       the state that the newest token was chosen by
+    e(token) [size]                 an embedding of the newest token, of the heads' own
+    A[k] [width, inner]  C[k] [size, inner]  B[k] [inner, width]
+
+This is Medusa's residual block (Cai et al., 2024, arXiv:2401.10774, section 2.1.1) with a second matrix, and with the
+newest token, which is known when a draft is made and says more of what follows than the state before it (as in Hydra,
+Ankner et al., 2024, arXiv:2402.05109). What a state says of tokens the model's own lm_head tells, so that heads are
+small. The file runs in any onnxruntime: ``last_hidden_state`` [batch, 1, width] and ``token`` [batch, 1] in, ``states``
+[batch, heads, width] out.
 
 The second matrix lets heads follow a model into another basis. A recipe turns the hidden state, h = h' T, and the
 lm_head with it, W' = T W. Heads carry some columns of the W that they were trained with, as float16; T and its inverse
@@ -15,7 +21,6 @@ basis. Where these columns do not fit, the heads are another model's.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
@@ -26,8 +31,8 @@ from graphopt.analysis.ports import HIDDEN
 from graphopt.artifact import HEADS
 from graphopt.errors import InputError
 
-STATES = "states"
-_ABOUT = "ai.graphopt.heads"
+TOKEN, STATES = "token", "states"
+_ARRAYS = ("into", "out", "embedding", "mixed", "tokens", "columns")
 _UNLIKE = 0.5
 """Share of a lm_head's columns that no turn of the hidden state explains, from which on it is another model's. Of
 unrelated matrices 0.7 is left (two columns for each row), of the same one in the format nf3 0.2."""
@@ -42,7 +47,8 @@ class HeadsFile:
     Attributes:
         into: A, float32 [width, heads, inner].
         out: B, float32 [heads, inner, width].
-        vocabulary: tokens of the model.
+        embedding: e, float32 [vocabulary, size].
+        mixed: C, float32 [size, heads, inner].
         tokens: int64 [columns], which columns of its lm_head are known; none where the heads were trained on just the
             model that they lie beside.
         columns: those columns, float32 [width, columns].
@@ -50,7 +56,8 @@ class HeadsFile:
 
     into: Floats
     out: Floats
-    vocabulary: int
+    embedding: Floats
+    mixed: Floats
     tokens: npt.NDArray[np.int64]
     columns: Floats
 
@@ -58,6 +65,11 @@ class HeadsFile:
     def width(self) -> int:
         """Of the hidden state."""
         return self.into.shape[0]
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens of the model."""
+        return self.embedding.shape[0]
 
     @property
     def count(self) -> int:
@@ -78,18 +90,17 @@ class HeadsFile:
                 remedy="tools/train_heads.py trains some; or draft with --speculate lookup",
             )
         try:
-            model = ir.load(file)
-            about = json.loads(model.metadata_props[_ABOUT])
-            arrays = {name: value.const_value for name, value in model.graph.initializers.items()}
-            into, out, tokens, columns = (arrays[f"heads.{name}"] for name in ("into", "out", "tokens", "columns"))
-            assert into is not None and out is not None and tokens is not None and columns is not None
-            heads, inner, width = out.shape.numpy()
+            values = ir.load(file).graph.initializers.values()
+            arrays = {value.name: value.const_value.numpy() for value in values if value.const_value is not None}
+            into, out, embedding, mixed, tokens, columns = (arrays[f"heads.{name}"] for name in _ARRAYS)
+            heads, inner, width = out.shape
             return cls(
-                into.numpy().astype(np.float32).reshape(width, heads, inner),
-                out.numpy().astype(np.float32),
-                int(about["vocabulary"]),
-                tokens.numpy().astype(np.int64),
-                columns.numpy().astype(np.float32).reshape(width, -1),
+                into.astype(np.float32).reshape(width, heads, inner),
+                out.astype(np.float32),
+                embedding.astype(np.float32),
+                mixed.astype(np.float32).reshape(-1, heads, inner),
+                tokens.astype(np.int64),
+                columns.astype(np.float32).reshape(width, len(tokens)),
             )
         except Exception as error:
             remedy = "train them again with tools/train_heads.py"
@@ -97,22 +108,22 @@ class HeadsFile:
 
     def write(self, file: Path) -> None:
         """Write the file, with numbers as float16."""
-        h = ir.val(HIDDEN, ir.DataType.FLOAT, ["batch", 1, self.width])
-        graph = ir.Graph([h], [], nodes=[], opset_imports={"": 23}, name="heads")
-        states = self.blocks(graph, h, np.float16)
+        h, token = ports(self.width)
+        graph = ir.Graph([h, token], [], nodes=[], opset_imports={"": 23}, name="heads")
+        states = self.blocks(graph, h, token, np.float16)
         states.name = STATES
         graph.outputs.append(states)
         for name, array in (("tokens", self.tokens), ("columns", self.columns.astype(np.float16))):
             _register(graph, name, array)
-        about = {"heads": self.count, "width": self.width, "vocabulary": self.vocabulary}
-        ir.save(ir.Model(graph, ir_version=10, metadata_props={_ABOUT: json.dumps(about)}), file)
+        ir.save(ir.Model(graph, ir_version=10), file)
 
-    def blocks(self, graph: ir.Graph, h: ir.Value, stored: type[np.floating] = np.float32) -> ir.Value:
+    def blocks(self, graph: ir.Graph, h: ir.Value, token: ir.Value, stored: type[np.floating] = np.float32) -> ir.Value:
         """Append the heads to a graph.
 
         Args:
             graph: where to.
             h: the hidden state, float32 [batch, 1, width].
+            token: the newest token, int64 [batch, 1].
             stored: the type of the matrices.
 
         Returns:
@@ -132,9 +143,13 @@ class HeadsFile:
             floats = ir.DataType.FLOAT.value
             return value if stored == np.float32 else op("Cast", [value], f"wide_{name}", [*array.shape], to=floats)
 
-        x = op("MatMul", [h, matrix(self.into.reshape(width, -1), "into")], "inner", ["batch", 1, heads * inner])
-        gate = op("Sigmoid", [x], "gate", ["batch", 1, heads * inner])
-        x = op("Mul", [x, gate], "silu", ["batch", 1, heads * inner])
+        both, size = ["batch", 1, heads * inner], self.embedding.shape[1]
+        x = op("MatMul", [h, matrix(self.into.reshape(width, -1), "into")], "inner", both)
+        e = op("Gather", [matrix(self.embedding, "embedding"), token], "embedded", ["batch", 1, size])
+        e = op("MatMul", [e, matrix(self.mixed.reshape(size, -1), "mixed")], "of_token", both)
+        x = op("Add", [x, e], "sum", both)
+        gate = op("Sigmoid", [x], "gate", both)
+        x = op("Mul", [x, gate], "silu", both)
         x = op(
             "Reshape",
             [x, _register(graph, "apart", np.array([-1, heads, 1, inner]))],
@@ -174,6 +189,11 @@ class HeadsFile:
         into = np.einsum("de,ehi->dhi", turn, self.into.astype(np.float64)).astype(np.float32)
         out = (self.out.astype(np.float64) @ back).astype(np.float32)
         return dataclasses.replace(self, into=into, out=out, columns=there)
+
+
+def ports(width: int) -> tuple[ir.Value, ir.Value]:
+    """Return what heads are fed with: the hidden state float32 [batch, 1, width], and the newest token [batch, 1]."""
+    return ir.val(HIDDEN, ir.DataType.FLOAT, ["batch", 1, width]), ir.val(TOKEN, ir.DataType.INT64, ["batch", 1])
 
 
 def _register(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:

@@ -44,10 +44,9 @@ PROMPTS = [[*range(60, 100), 5, 6, 7], [41], [3, 200, 17, 3, 200], *([number] fo
 def nonsense(seed: int = 0, heads: int = 3, inner: int = 8, width: int = WIDTH) -> HeadsFile:
     """Return heads that have learned nothing."""
     random = np.random.default_rng(seed)
-    into, out = (
-        random.standard_normal(shape).astype(np.float32) for shape in ((width, heads, inner), (heads, inner, width))
-    )
-    return HeadsFile(into, out, VOCABULARY, np.empty(0, np.int64), np.empty((width, 0), np.float32))
+    shapes = (width, heads, inner), (heads, inner, width), (VOCABULARY, 4), (4, heads, inner)
+    arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return HeadsFile(*arrays, np.empty(0, np.int64), np.empty((width, 0), np.float32))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,8 +83,10 @@ def test_a_file_is_read_as_it_was_written_and_runs_alone(tmp_path: Path) -> None
     assert np.allclose(read.into, made.into, rtol=2**-11)
     assert np.allclose(read.out, made.out, rtol=2**-11)
     h = np.random.default_rng(1).standard_normal((2, 1, WIDTH)).astype(np.float32)
-    states = onnxruntime.InferenceSession(tmp_path / HEADS).run(["states"], {HIDDEN: h})[0]
-    x = np.einsum("bpd,dki->bki", h, read.into)
+    states = onnxruntime.InferenceSession(tmp_path / HEADS).run(
+        ["states"], {HIDDEN: h, "token": np.array([[3], [250]])}
+    )[0]
+    x = np.einsum("bpd,dki->bki", h, read.into) + np.einsum("be,eki->bki", read.embedding[[3, 250]], read.mixed)
     expected = h + np.einsum("bki,kid->bkd", x / (1 + np.exp(-x)), read.out)
     # sums of 64 and of 8 float32 numbers
     assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
@@ -159,7 +160,7 @@ def test_heads_are_turned_into_the_basis_of_the_artifact(
     matrix, known = lm_head_matrix(trained), np.arange(0, VOCABULARY, 2)
     random = nonsense(1)
     heads = dataclasses.replace(
-        random, into=random.into / 8, out=random.out / 8, tokens=known, columns=matrix[:, known]
+        random, into=random.into / 8, out=random.out / 8, mixed=random.mixed / 8, tokens=known, columns=matrix[:, known]
     )
     optimize(llama_artifact, load_recipe("rotate", add=["expose_hidden"]), tmp_path / "rotated", quality_tokens=0)
     ids = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -167,7 +168,7 @@ def test_heads_are_turned_into_the_basis_of_the_artifact(
     for each in (trained, load(tmp_path / "rotated", threads=1), session):
         feeds = each.interface.feeds(ids, np.ones_like(ids), each.interface.empty_past(1, ids.shape[1]))
         hidden = each.inference.run([HIDDEN], feeds)[0]
-        said.append(Heads(each, heads).logits(hidden[0]))
+        said.append(Heads(each, heads).logits(hidden[0], ids[0].tolist()))
     before, rotated, rounded = said
     print(
         "SEEN",
@@ -189,7 +190,7 @@ def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, 
     with pytest.raises(InputError, match="a hidden state of 32, and this model has one of 64"):
         Heads(session, nonsense(width=32))
     with pytest.raises(InputError, match=f"a vocabulary of 7, and this model has one of {VOCABULARY}"):
-        Heads(session, dataclasses.replace(nonsense(), vocabulary=7))
+        Heads(session, dataclasses.replace(nonsense(), embedding=np.zeros((7, 4), np.float32)))
     random = np.random.default_rng(0).standard_normal((WIDTH, 2 * WIDTH)).astype(np.float32)
     other = dataclasses.replace(nonsense(), tokens=np.arange(2 * WIDTH), columns=random)
     with pytest.raises(InputError, match="trained for another model: .*% of this one's lm_head"):
