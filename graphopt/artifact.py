@@ -249,17 +249,11 @@ def verify_files(folder: Path) -> None:
             )
     more = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
     if more:
-        raise InputError(
-            "its manifest does not list this file", file=folder / more[0], remedy="move it out of the artifact"
-        )
+        raise InputError("its manifest does not list this file", file=folder / more[0], remedy="move it out of there")
 
 
 def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
-    """Write what lies beside the model: tokenizer, configuration, and ``genai_config.json`` where it can be.
-
-    Returns:
-        The manifest's notes, with the reason if onnxruntime-genai cannot run the graph.
-    """
+    """Write what lies beside the model, with ``genai_config.json`` where it can be, and return the manifest's notes."""
     used = artifact.manifest.recipe is None or any(value.name == HIDDEN for value in artifact.model.graph.outputs)
     for name, source in artifact.companions.items():
         if name != HEADS or used:

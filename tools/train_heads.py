@@ -226,9 +226,8 @@ def main(
     print(f"{steps} steps, {steps * batch * window:,} positions: {told_of(blocks, lm_head, held_out)}")
 
     known = np.sort(np.random.default_rng(seed).permutation(matrix.shape[1])[: 0 if only_here else 2 * matrix.shape[0]])
-    learnt = (each.detach().numpy() for each in (blocks.into, blocks.out, blocks.embedding, blocks.mixed))
-    made = HeadsFile(*learnt, known, matrix[:, known])
-    write(made, output)
+    learnt = {name: value.detach().numpy() for name, value in blocks.named_parameters()}
+    write(HeadsFile(**learnt, tokens=known, columns=matrix[:, known]), output)
 
 
 def write(heads: HeadsFile, output: Path) -> None:

@@ -118,7 +118,7 @@ def main(
                 table.add_row(name, by, step, *cells, f"{found[1].ratio / found[0].ratio:.3f}")
     console.print(choices)
     console.print(table)
-    costs = {"steps": seconds, "heads": drafting["heads"].once if heads is not None else None}
+    costs: dict[str, Any] = {"steps": seconds, "heads": drafting["heads"].once if heads is not None else None}
     costs["drafts"] = {name: each.steps for name, each in drafting.items() if each.steps is not None}
     console.print(json.dumps(costs))
     if json_file is not None:

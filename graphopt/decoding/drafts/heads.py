@@ -28,6 +28,7 @@ from graphopt.facts import Fact
 from graphopt.passes.lower.expose_hidden import lm_head_of
 from graphopt.runtime import open_session, run
 from graphopt.session import Session
+from graphopt.tasks.ports import Array
 
 if TYPE_CHECKING:
     import onnxruntime
@@ -119,7 +120,8 @@ class Heads:
         Returns:
             Logits [number, heads, vocabulary].
         """
-        feeds = {HIDDEN: states[:, None].astype(np.float32, copy=False), TOKEN: np.array(tokens, np.int64)[:, None]}
+        newest = np.array(tokens, np.int64)[:, None]
+        feeds: dict[str, Array] = {HIDDEN: states[:, None].astype(np.float32, copy=False), TOKEN: newest}
         made: np.ndarray = run(self._inference, [LOGITS], feeds)[0]
         return made
 
@@ -141,10 +143,9 @@ def lm_head_matrix(session: Session) -> Floats:
     """
     model = _behind_hidden(session, None)
     inference, width = _opened(session, model), _width(session)
-    unit = np.eye(width, dtype=np.float32)
+    unit, product = np.eye(width, dtype=np.float32), str(model.graph.outputs[0].name)
     pieces = [
-        run(inference, [model.graph.outputs[0].name], {HIDDEN: unit[None, begin : begin + _ROWS]})[0][0]
-        for begin in range(0, width, _ROWS)
+        run(inference, [product], {HIDDEN: unit[None, begin : begin + _ROWS]})[0][0] for begin in range(0, width, _ROWS)
     ]
     return np.concatenate(pieces).astype(np.float32)
 

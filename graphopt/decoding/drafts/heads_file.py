@@ -64,17 +64,17 @@ class HeadsFile:
     @property
     def width(self) -> int:
         """Of the hidden state."""
-        return self.into.shape[0]
+        return int(self.into.shape[0])
 
     @property
     def vocabulary(self) -> int:
         """Tokens of the model."""
-        return self.embedding.shape[0]
+        return int(self.embedding.shape[0])
 
     @property
     def count(self) -> int:
         """How many heads there are."""
-        return self.into.shape[1]
+        return int(self.into.shape[1])
 
     @classmethod
     def read(cls, file: Path) -> HeadsFile:
