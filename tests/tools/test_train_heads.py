@@ -38,7 +38,7 @@ def test_heads_learn_what_follows() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert loss.item() < 0.7 * before  # seen 0.3
+    assert loss.item() < 0.7 * before  # seen 0.36
     assert right(blocks, lm_head, texts) == [1.0, 1.0]
 
 
