@@ -1,20 +1,23 @@
 """Measure what trees of guesses would gain over chains: by the choices of heads and of a draft model, and by costs.
 
     python tools/tree_gain.py made --draft draft --modules 6
+    python tools/tree_gain.py made --draft draft --steps-of larger
 
 The model writes its completions of held-out modules, greedily and by temperature. Then each drafter says what it would
 have guessed at each place of these texts: whether its first, second or third choice came, at each depth. From that and
 the measured times of steps of 1, 2, 4, 8 and 12 tokens and of the drafter follow the best chain and the best tree
-(tools/bench/trees.py), each chosen by every second place of the texts and judged by the others. Nothing here drafts
-trees: their step is taken to cost what a chain of as many tokens costs, which is the least that it could.
+(tools/bench/trees.py), each chosen by every second place of the texts and judged by the others. With the steps of a
+larger model in place of this one's, and drafts for free, that is the most that it could gain of as good a drafter.
+Nothing here drafts trees: their step is taken to cost what a chain of as many tokens costs, the least that it could.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -26,11 +29,12 @@ from rich.table import Table
 import graphopt
 from graphopt.analysis.ports import HIDDEN
 from graphopt.decoding.costs import WIDTHS
+from graphopt.decoding.decoder import Decoder
 from graphopt.decoding.drafts import Heads
 from graphopt.decoding.sampling import GREEDY, Sampling
 from graphopt.session import Session
 from tools.bench.drafting import step_medians, tasks, written
-from tools.bench.trees import Best, Drafting, Ranks, best, ranks_of
+from tools.bench.trees import Best, Costs, Ranks, best, ranks_of
 
 
 def of_heads(session: Session, heads: Heads, prompt: Sequence[int], text: Sequence[int]) -> Ranks:
@@ -55,14 +59,58 @@ def of_model(smaller: Session, depth: int, prompt: Sequence[int], text: Sequence
     return np.lib.stride_tricks.sliding_window_view(ranks[len(prompt) :], depth)
 
 
-def seconds_of(heads: Heads, width: int, rounds: int = 200) -> float:
-    """Return the seconds in which heads guess for one row, the median."""
-    state, found = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32), []
+def in_turns(
+    session: Session, draft: Callable[[int], object], context: int, rounds: int = 25
+) -> list[dict[int, float]]:
+    """Return the seconds of the model's steps by their tokens, and of the drafter's, as they take turns: medians.
+
+    Each throws the other's weights out of the caches nearest to the processor, as it does while a text is written.
+
+    Args:
+        session: the model.
+        draft: makes a draft step of so many tokens.
+        context: tokens before the steps.
+        rounds: of all widths.
+    """
+    ids = np.random.default_rng(0).integers(0, session.interface.vocabulary or 2, (1, context + max(WIDTHS)))
+    decoder = Decoder(session, 1, expected=ids.shape[1])
+    for _ in decoder.feed(ids[:, :context]):
+        pass
+    found: list[dict[int, list[float]]] = [{width: [] for width in WIDTHS} for _ in "ab"]
     for _ in range(rounds):
-        began = time.perf_counter()
-        heads.logits(state, [0])[0].argmax(-1)
-        found.append(time.perf_counter() - began)
-    return statistics.median(found)
+        for width in WIDTHS:
+            decoder.rewind(context)
+            times = [time.perf_counter()]
+            draft(width)
+            times.append(time.perf_counter())
+            decoder.step(ids[:, context : context + width])
+            times.append(time.perf_counter())
+            found[0][width].append(times[2] - times[1])
+            found[1][width].append(times[1] - times[0])
+    return [{width: statistics.median(each) for width, each in seconds.items()} for seconds in found]
+
+
+def costs_of_model(session: Session, smaller: Session, alone: float, context: int) -> Costs:
+    """Return what a draft model's trees cost."""
+    ids = np.random.default_rng(1).integers(0, smaller.interface.vocabulary or 2, (1, context + max(WIDTHS)))
+    decoder = Decoder(smaller, 1, expected=ids.shape[1])
+    for _ in decoder.feed(ids[:, :context]):
+        pass
+
+    def draft(width: int) -> None:
+        decoder.rewind(context)
+        decoder.step(ids[:, context : context + width])
+
+    steps, drafts = in_turns(session, draft, context)
+    return Costs(alone, steps, drafts)
+
+
+def costs_of_heads(session: Session, heads: Heads, alone: float, context: int) -> Costs:
+    """Return what trees of heads cost."""
+    width = session.interface.outputs[HIDDEN].shape[-1] or 1
+    state = np.random.default_rng(0).standard_normal((1, width)).astype(np.float32)
+    steps, drafts = in_turns(session, lambda _: heads.logits(state, [0])[0].argmax(-1), context)
+    return Costs(alone, steps, statistics.median(drafts.values()))
 
 
 def row_of(name: str, sampling: str, width: int | None, chained: Best, branched: Best) -> dict[str, Any]:
@@ -79,6 +127,9 @@ def row_of(name: str, sampling: str, width: int | None, chained: Best, branched:
 def main(
     folder: Annotated[Path, typer.Argument(help="an artifact with a tokenizer")],
     draft: Annotated[list[Path] | None, typer.Option(help="a smaller model; several give several rows")] = None,
+    steps_of: Annotated[
+        Path | None, typer.Option(help="a larger model: take the costs of its steps, and drafts for free")
+    ] = None,
     depth: Annotated[int, typer.Option(help="guesses of a draft model, at most")] = 7,
     temperature: float = 0.8,
     modules: int = 6,
@@ -89,19 +140,24 @@ def main(
 ) -> None:
     """Print how often choices came, and the best chain and tree, for each width and for the best one."""
     session = graphopt.load(folder, threads=threads)
-    seconds = dict(zip(WIDTHS, step_medians(session, WIDTHS), strict=True))
+    context = window + tokens // 2
+    (alone,) = step_medians(session, (1,), context)
     smaller = {str(path): graphopt.load(path, threads=threads) for path in draft or ()}
     heads = Heads(session) if session.interface.gives_hidden else None
     console, rows, choices = Console(), [], Table("drafter", "sampling", "depth", "1st", "2nd", "3rd")
     table = Table("drafter", "sampling", "step", "chain", "tokens", "speed", "tree", "tokens", "speed", "gain")
-    drafting = {name: Drafting(steps=_steps_of(each)) for name, each in smaller.items()}
+    larger = None
+    if steps_of is not None:
+        times = step_medians(graphopt.load(steps_of, threads=threads), WIDTHS, context)
+        larger = Costs(times[0], dict(zip(WIDTHS, times, strict=True)), 0.0)
+    costs = {name: larger or costs_of_model(session, each, alone, context) for name, each in smaller.items()}
     if heads is not None:
-        drafting["heads"] = Drafting(seconds_of(heads, session.interface.outputs[HIDDEN].shape[-1] or 1))
+        costs["heads"] = larger or costs_of_heads(session, heads, alone, context)
     completing = [task for task in tasks(session, window, modules) if task.kind == "completing"]
     for sampling in (GREEDY, Sampling(temperature, top_p=0.95, seed=1)):
         by = "greedy" if sampling == GREEDY else f"temperature {temperature}"
         texts = [(task.prompt, written(session, task, tokens, sampling)[0]) for task in completing]
-        for name, cost in drafting.items():
+        for name, cost in costs.items():
             if name in smaller:
                 parts = [of_model(smaller[name], depth, *text) for text in texts]
             else:
@@ -111,22 +167,17 @@ def main(
             for place, shares in enumerate(_choices(ranks), start=1):
                 choices.add_row(name, by, str(place), *(f"{share:.2f}" for share in shares))
             for width in (*WIDTHS[1:], None):
-                found = [best(ranks, seconds, cost, trees=trees, width=width) for trees in (False, True)]
+                found = [best(ranks, cost, trees=trees, width=width) for trees in (False, True)]
                 rows.append({**row_of(name, by, width, *found), "choices": _choices(ranks)})
                 cells = [cell for each in found for cell in _cells(each)]
                 step = "best" if width is None else str(width)
                 table.add_row(name, by, step, *cells, f"{found[1].ratio / found[0].ratio:.3f}")
     console.print(choices)
     console.print(table)
-    costs: dict[str, Any] = {"steps": seconds, "heads": drafting["heads"].once if heads is not None else None}
-    costs["drafts"] = {name: each.steps for name, each in drafting.items() if each.steps is not None}
-    console.print(json.dumps(costs))
+    told = {name: dataclasses.asdict(each) for name, each in costs.items()}
+    console.print(json.dumps(told))
     if json_file is not None:
-        json_file.write_text(json.dumps({**costs, "rows": rows}, indent=2) + "\n", encoding="utf-8")
-
-
-def _steps_of(smaller: Session) -> dict[int, float]:
-    return dict(zip(WIDTHS, step_medians(smaller, WIDTHS), strict=True))
+        json_file.write_text(json.dumps({"costs": told, "rows": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def _choices(ranks: Ranks) -> list[list[float]]:

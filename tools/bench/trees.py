@@ -61,23 +61,29 @@ def tokens_a_step(ranks: Ranks, tree: Collection[Path]) -> float:
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """What it costs to make a draft.
+class Costs:
+    """What a step and a draft cost.
 
     Attributes:
-        once: seconds for any draft, as of heads.
-        steps: seconds of a step of a draft model by its tokens, for each level of a tree; none for heads.
+        alone: seconds of a step of one token without a drafter.
+        steps: seconds of the model's steps by their tokens, in turns with the drafter's.
+        drafter: seconds of a draft model's steps by their tokens; those of heads for any draft.
     """
 
-    once: float = 0.0
-    steps: Mapping[int, float] | None = None
+    alone: float
+    steps: Mapping[int, float]
+    drafter: Mapping[int, float] | float
 
-    def seconds(self, tree: Collection[Path]) -> float:
-        """Return what this tree costs: a draft model runs once for each level, with the nodes of the one before it."""
-        if self.steps is None:
-            return self.once
-        widths = Counter(map(len, tree))
-        return sum(at_width(self.steps, widths[level - 1] if level > 1 else 1) for level in sorted(widths))
+    def of(self, tree: Collection[Path]) -> float:
+        """Return the seconds of a step with this tree, and of making it.
+
+        A draft model runs once for each level, with the nodes of the one before it.
+        """
+        step = at_width(self.steps, 1 + len(tree))
+        if isinstance(self.drafter, float):
+            return step + self.drafter
+        nodes = Counter(map(len, tree))
+        return step + sum(at_width(self.drafter, nodes[level - 1] if level > 1 else 1) for level in sorted(nodes))
 
 
 def at_width(seconds: Mapping[int, float], tokens: int) -> float:
@@ -100,26 +106,26 @@ class Best:
     ratio: float
 
 
-def best(
-    ranks: Ranks, seconds: Mapping[int, float], drafting: Drafting, *, trees: bool, width: int | None = None
-) -> Best:
+def best(ranks: Ranks, costs: Costs, *, trees: bool, width: int | None = None) -> Best:
     """Return the fastest tree, or chain, for measured costs; chosen by every second place, judged by the others.
 
     Args:
         ranks: which choices came.
-        seconds: of the model's steps, by their tokens.
-        drafting: of the drafter.
+        costs: of steps and drafts.
         trees: whether it may have second and third choices.
-        width: tokens of the step; any that was measured by default.
+        width: tokens of the step, as far as there are choices; any width that was measured by default.
     """
     chosen_by, judged_by = ranks[::2], ranks[1::2]
     chances, deepest = chances_of(chosen_by), ranks.shape[1]
     found = []
-    for nodes in [each - 1 for each in seconds if each > 1] if width is None else [width - 1]:
-        for depth in range(1, min(deepest, nodes) + 1):
-            tree = best_tree(chances, nodes, depth) if trees else chain(depth)
-            took = at_width(seconds, 1 + len(tree)) + drafting.seconds(tree)
-            found.append((tokens_a_step(chosen_by, tree) / took, tree, took))
-    _, tree, took = max(found, key=lambda each: each[0])
+    for nodes in [each - 1 for each in costs.steps if each > 1] if width is None else [width - 1]:
+        made = [
+            best_tree(chances, nodes, depth) if trees else chain(depth) for depth in range(1, min(deepest, nodes) + 1)
+        ]
+        if width is not None:  # as many nodes as the step has room for
+            made = [tree for tree in made if len(tree) == max(map(len, made))]
+        for tree in made:
+            found.append((tokens_a_step(chosen_by, tree) / costs.of(tree), tree))
+    _, tree = max(found, key=lambda each: each[0])
     tokens = tokens_a_step(judged_by, tree)
-    return Best(tree, tokens, tokens * seconds[1] / took)
+    return Best(tree, tokens, tokens * costs.alone / costs.of(tree))
