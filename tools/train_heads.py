@@ -1,7 +1,7 @@
 r"""Train heads that draft for an exported model: they read its last hidden state and guess the tokens behind the next.
 
     graphopt export stdlib_lm -o float32
-    python tools/train_heads.py float32 --minutes 20 -o graphopt/models/stdlib_lm/heads.onnx
+    python tools/train_heads.py float32 -o graphopt/models/stdlib_lm/heads.onnx
 
 Texts are windows of the training text, and what the model makes of their beginnings: drafts are for what a model says,
 which is not what people write. Each window is run once; of its hidden states follow both what heads read and what they
@@ -163,12 +163,12 @@ def told_of(blocks: Blocks, lm_head: torch.Tensor, held_out: list[Texts]) -> str
 def main(
     folder: Annotated[Path, typer.Argument(help="an exported model")],
     output: Annotated[Path, typer.Option("-o", "--output", help="the file, or the folder of an artifact")],
-    minutes: Annotated[float, typer.Option(help="how long to train")] = 20.0,
+    minutes: Annotated[float, typer.Option(help="how long to train")] = 14.0,
     heads: Annotated[int, typer.Option(min=1, max=11)] = 3,
     inner: Annotated[int | None, typer.Option(help="inner width of a head; by default that of the model")] = None,
     size: Annotated[int, typer.Option(help="of the heads' embedding of the newest token")] = 64,
-    tokens: Annotated[int, typer.Option(help="tokens to train on")] = 1_000_000,
-    own: Annotated[float, typer.Option(min=0, max=1, help="share of them that the model writes itself")] = 0.5,
+    tokens: Annotated[int, typer.Option(help="tokens to train on")] = 600_000,
+    own: Annotated[float, typer.Option(min=0, max=1, help="share of them that the model writes itself")] = 0.4,
     window: Annotated[int, typer.Option(help="tokens of a window")] = 256,
     text: Annotated[Path | None, typer.Option(help="a text to train on; by default Python's standard library")] = None,
     batch: Annotated[int, typer.Option(help="windows of a step")] = 6,

@@ -5,8 +5,9 @@
     h, t -> head 2 -> lm_head -> g2      two tokens later, and so on
 
 All guesses of a draft come of one state and one token, so that they cost one product with the lm_head for a few rows. A
-guess does not know those before it; that is what it pays for being cheap. It is the most likely token;
-of a row that draws too, where drawing with the row's own numbers agrees less often.
+guess does not know those before it; that is what it pays for being cheap. It is the most likely token, of a row that
+draws too: of the shipped heads 0.30 of those are right at temperature 0.8, and 0.26 of tokens drawn with the row's own
+numbers.
 """
 
 from __future__ import annotations
