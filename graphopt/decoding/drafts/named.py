@@ -25,8 +25,8 @@ def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Specul
     Args:
         session: the model whose texts it drafts.
         name: ``lookup``; the folder of a smaller model; ``heads`` beside the model; ``self:streaming`` or
-            ``self:layers=N``; ``verified:A,B``: B drafts, and A drafts for B; or ``auto``: lookup, only where texts stay
-            the same to the bit.
+            ``self:layers=N``; ``verified:A,B``: B drafts, and A drafts for B; or ``auto``: lookup, only where texts
+            stay the same to the bit.
         tokens: how long drafts are: a number, or ``auto``.
 
     Raises:

@@ -187,6 +187,8 @@ def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, 
         speculation_named(load(llama_artifact, threads=1), "heads")
     with pytest.raises(InputError, match="there is no heads.onnx here.*train_heads"):
         speculation_named(session, "heads")
+    with pytest.raises(InputError, match="no drafter 'verified:lookup,heads'"):
+        speculation_named(session, "verified:lookup,heads")
     with pytest.raises(InputError, match="a hidden state of 32, and this model has one of 64"):
         Heads(session, nonsense(width=32))
     with pytest.raises(InputError, match=f"a vocabulary of 7, and this model has one of {VOCABULARY}"):
