@@ -22,7 +22,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.contrib import state_caches
 from graphopt.analysis.heads import ORIGIN
-from graphopt.analysis.ports import POOL
+from graphopt.analysis.ports import HIDDEN, POOL
 from graphopt.errors import InputError
 from graphopt.facts import Check, Fact, Rule
 from graphopt.genai import GENAI_CONFIG, genai_config
@@ -37,6 +37,7 @@ from graphopt.weights.disk import writing
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
+HEADS = "heads.onnx"
 COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,8 +45,10 @@ COMPANIONS = (
     "chat_template.jinja",
     "config.json",
     "generation_config.json",
+    HEADS,
 )
-"""Files of a Hugging Face folder that an artifact carries along unchanged, where they exist."""
+"""Files of a Hugging Face folder that an artifact carries along unchanged, where they exist; a recipe leaves heads that
+draft behind, unless it has the step ``expose_hidden``."""
 
 NO_GENAI_CONFIG = Rule("artifact.no-genai-config", f"no {GENAI_CONFIG}: {{why}}")
 REFUSED = Rule("artifact.interface-refused", "{error}")
@@ -246,19 +249,15 @@ def verify_files(folder: Path) -> None:
             )
     more = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
     if more:
-        raise InputError(
-            "its manifest does not list this file", file=folder / more[0], remedy="move it out of the artifact"
-        )
+        raise InputError("its manifest does not list this file", file=folder / more[0], remedy="move it out of there")
 
 
 def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
-    """Write what lies beside the model: tokenizer, configuration, and ``genai_config.json`` where it can be.
-
-    Returns:
-        The manifest's notes, with the reason if onnxruntime-genai cannot run the graph.
-    """
+    """Write what lies beside the model, with ``genai_config.json`` where it can be, and return the manifest's notes."""
+    used = artifact.manifest.recipe is None or any(value.name == HIDDEN for value in artifact.model.graph.outputs)
     for name, source in artifact.companions.items():
-        shutil.copyfile(source, folder / name)
+        if name != HEADS or used:
+            shutil.copyfile(source, folder / name)
     facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai
     try:
         config = why_not or genai_config(

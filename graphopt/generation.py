@@ -194,7 +194,7 @@ def run(
             if interrupted:
                 yield _step(rows, [row.interrupt() for row in rows])
             else:
-                for taken in verdict.check(rows, columns.drafts, newest):
+                for taken in verdict.check(rows, columns.drafts, newest, decoder.hidden):
                     yield _step(rows, taken)
         finally:
             if drafts is not None and not prompt:

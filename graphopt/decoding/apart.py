@@ -11,6 +11,7 @@ the rows of one prompt as for those of several once there are some tens of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ from graphopt.tasks.ports import IntArray
 
 if TYPE_CHECKING:
     from graphopt.decoding.decoder import Decoder
+
+Floats = npt.NDArray[np.floating]
 
 _LEAST = 32
 """Tokens below which a prompt by itself costs hardly less: kernels do their best with some tens of rows."""
@@ -38,29 +41,45 @@ def pay_apart(mask: IntArray) -> bool:
     return batch > 1 and sum(max(count, _LEAST) for count in mask.sum(axis=1).tolist()) < _SHARE * batch * length
 
 
-def feed_apart(
-    decoder_of: Callable[[int], Decoder], input_ids: IntArray, mask: IntArray
-) -> Iterator[tuple[IntArray, npt.NDArray[np.floating]]]:
-    """Feed prompts one after the other, each piece by piece.
+@dataclass(frozen=True)
+class Fed:
+    """What rows were fed so far; numbers are 0 where a row was not.
+
+    Attributes:
+        tokens: of each row, int64 [batch].
+        logits: of the newest token of each row, [batch, 1, vocabulary].
+        hidden: its last hidden state [batch, 1, width], where the model gives it.
+    """
+
+    tokens: IntArray
+    logits: Floats
+    hidden: Floats | None
+
+
+def feed_apart(decoder_of: Callable[[int], Decoder], input_ids: IntArray, mask: IntArray) -> Iterator[Fed]:
+    """Feed prompts one after the other, each piece by piece, and yield behind each piece.
 
     Args:
         decoder_of: makes the decoder of a row, whose cache is a part of the batch's.
         input_ids: the tokens, [batch, length], each prompt at the right end of its row.
         mask: 1 for a token, 0 for padding, [batch, length].
-
-    Yields:
-        Behind each piece the tokens that each row has, int64 [batch], and the logits of the newest token of each row,
-        [batch, 1, vocabulary]: 0 while there is none.
     """
     batch, length = input_ids.shape
-    stored, newest = np.zeros(batch, np.int64), np.zeros((batch, 1, 0), np.float32)
+    tokens, newest, states = np.zeros(batch, np.int64), None, None
     for row, count in enumerate(mask.sum(axis=1).tolist()):
         if not count:
             continue
         decoder = decoder_of(row)
         for _, logits in decoder.feed(input_ids[row : row + 1, length - count :]):
-            if not newest.size:
-                newest = np.zeros((batch, 1, logits.shape[-1]), logits.dtype)
-            newest[row, 0] = logits[0, -1]
-            stored[row] = decoder.tokens[0]
-            yield stored.copy(), newest
+            newest = _with(newest, logits, batch, row)
+            states = None if decoder.hidden is None else _with(states, decoder.hidden, batch, row)
+            tokens[row] = decoder.tokens[0]
+            yield Fed(tokens.copy(), newest, states)
+
+
+def _with(every: Floats | None, numbers: Floats, batch: int, row: int) -> Floats:
+    """Write the last position of ``numbers`` [1, positions, width] to a row of ``every`` [batch, 1, width]."""
+    if every is None:
+        every = np.zeros((batch, 1, numbers.shape[-1]), numbers.dtype)
+    every[row, 0] = numbers[0, -1]
+    return every

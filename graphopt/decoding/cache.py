@@ -70,7 +70,8 @@ class GrowingCache:
 
     def advance(self, binding: onnxruntime.IOBinding) -> None:
         """See :class:`Cache`."""
-        _, *caches = binding.get_outputs()
+        outputs = binding.get_outputs()
+        caches = outputs[len(outputs) - len(self._present) :]  # logits stand before them, and the hidden state if any
         self._values = dict(zip(self._present, caches, strict=True))
 
     def rewind(self, columns: int) -> None:

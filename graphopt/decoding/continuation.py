@@ -87,6 +87,7 @@ class Continuation:
         text: the text of the new tokens; empty without a tokenizer.
         logprobs: of the new tokens, where that was asked for.
         stopped: why it has ended, or ``None`` while it continues.
+        hidden: the hidden state [width] that the newest token was chosen by, where the model gives it.
     """
 
     session: Session
@@ -99,6 +100,7 @@ class Continuation:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     stopped: Stopped | None = None
+    hidden: npt.NDArray[np.floating] | None = None
 
     def __post_init__(self) -> None:
         self.eos = frozenset((*self.session.manifest.model.eos_token_ids, *self.settings.eos))

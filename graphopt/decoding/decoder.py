@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.analysis.paged import to_json
+from graphopt.analysis.ports import HIDDEN, LOGITS
 from graphopt.decoding.apart import feed_apart, pay_apart
 from graphopt.decoding.cache import Cache, GrowingCache
 from graphopt.decoding.cache_file import CacheFile
@@ -32,6 +33,7 @@ from graphopt.session import Session
 from graphopt.tasks.ports import IntArray
 
 Logits = npt.NDArray[np.floating]
+Hidden = npt.NDArray[np.floating]
 
 _PIECE = 256
 """Tokens per row that are fed at once. On the shipped model pieces of 128 to 512 took 0.8 times as long as a whole
@@ -52,6 +54,10 @@ class Decoder:
         expected: tokens that a row will probably have: a :class:`PagedCache` reserves room for them at once, as far as
             memory allows, and grows later if there are more.
 
+    Attributes:
+        hidden: the hidden states [batch, positions, width] of the last step, of the positions that have logits, in the
+            memory of onnxruntime; ``None`` before the first, or where the graph does not give them.
+
     Raises:
         InputError: the graph does not state the number of KV heads or the head size, or there is no memory for a cache.
     """
@@ -65,6 +71,7 @@ class Decoder:
             self._rows = MaskedRows(interface, batch)
         self._cache: Cache = self._new_cache(batch, expected) if cache is None else cache
         self._binding = session.inference.io_binding()
+        self.hidden: Hidden | None = None
 
     def _new_cache(self, batch: int, expected: int) -> Cache:
         session = self._session
@@ -111,10 +118,10 @@ class Decoder:
         ):
             self._session.check_length(int(mask.sum(axis=1).max()))
             cache.reserve(self.tokens, mask.sum(axis=1), min(_PIECE, length))
-            for stored, newest in feed_apart(partial(self._of_row, cache), input_ids, mask):
+            for fed in feed_apart(partial(self._of_row, cache), input_ids, mask):
                 # Whenever the caller stops, rows hold what they were fed.
-                self._rows = CountedRows(self._session.interface, stored, length)
-                yield length - 1, newest
+                self._rows, self.hidden = CountedRows(self._session.interface, fed.tokens, length), fed.hidden
+                yield length - 1, fed.logits
             return
         piece = length  # without a cache there is no second piece
         if self._session.interface.past:
@@ -159,7 +166,10 @@ class Decoder:
         for name, array in step.feeds.items():
             binding.bind_cpu_input(name, array)
         # Binding a name again replaces the earlier binding: the logits stay the first output.
-        binding.bind_output("logits", "cpu")
+        binding.bind_output(LOGITS, "cpu")
+        gives_hidden = session.interface.gives_hidden
+        if gives_hidden:
+            binding.bind_output(HIDDEN, "cpu")
         self._cache.bind(binding, input_ids.shape[1])
         try:
             session.inference.run_with_iobinding(binding)
@@ -168,7 +178,9 @@ class Decoder:
         self._cache.advance(binding)
         self._rows.finish()
         # Not get_outputs(): that would create an unused object for each state of the cache.
-        logits: Logits = binding.get_outputs_as_ortvaluevector()[0].numpy()
+        made = binding.get_outputs_as_ortvaluevector()
+        self.hidden = made[1].numpy() if gives_hidden else None
+        logits: Logits = made[0].numpy()
         return logits
 
     @property

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from graphopt.decoding.continuation import Continuation, Taken
-from graphopt.decoding.decoder import Logits
+from graphopt.decoding.decoder import Hidden, Logits
 from graphopt.tasks.ports import IntArray
 
 
@@ -75,7 +75,11 @@ class Verdict:
         return cls([0] * len(rows), [0] * len(rows), [False] * len(rows))
 
     def check(
-        self, rows: Sequence[Continuation], drafts: Sequence[Sequence[int]], logits: Logits
+        self,
+        rows: Sequence[Continuation],
+        drafts: Sequence[Sequence[int]],
+        logits: Logits,
+        hidden: Hidden | None = None,
     ) -> Iterator[list[Taken]]:
         """Sample position by position, and yield by row what each position adds: nothing behind a wrong guess.
 
@@ -85,6 +89,8 @@ class Verdict:
             rows: the texts.
             drafts: guesses of each row.
             logits: of the last positions, [batch, positions, vocabulary].
+            hidden: hidden states of the last positions [batch, positions, width], which rows then keep, where the
+                model gives them.
         """
         number = len(rows)
         going = [row.stopped is None for row in rows]
@@ -95,8 +101,10 @@ class Verdict:
                 if not going[index]:
                     continue
                 draft = drafts[index]
-                position = logits.shape[1] - 1 - len(draft) + place
-                taken[index] = each = row.step(logits[index, position])
+                behind = len(draft) + 1 - place  # positions from this one to the end
+                if hidden is not None:
+                    row.hidden = hidden[index, -behind]
+                taken[index] = each = row.step(logits[index, -behind])
                 self.sampled[index] += 1
                 if place < len(draft) and each.token is not None:
                     self.right[index] += each.token == draft[place]

@@ -87,6 +87,23 @@ def test_the_cache_and_the_logits_are_those_of_padding_to_the_bit(
         assert np.array_equal(side.step(step), alone.step(step))
 
 
+def test_hidden_states_are_those_of_padding_too(
+    llama_artifact: Path, tmp_path: Path, apart: Callable[[bool], None]
+) -> None:
+    recipe = load_recipe("fp6-rtn", add=["expose_hidden"]).lowered("ort-cpu:avx512")
+    optimize(llama_artifact, recipe, tmp_path / "made", quality_tokens=0)
+    session, (ids, mask), found = load(tmp_path / "made", threads=1), padded([70, 3, 41]), []
+    for yes in (False, True):
+        apart(yes)
+        decoder = Decoder(session, 3)
+        for _ in decoder.feed(ids, mask):
+            pass
+        assert decoder.hidden is not None
+        found.append(decoder.hidden[:, -1:].copy())
+    assert found[1].shape[:2] == (3, 1)
+    assert np.array_equal(*found)
+
+
 @settings(max_examples=15)
 @given(counts=st.lists(st.integers(1, 60), min_size=2, max_size=5), name=st.sampled_from(sorted(STATES)))
 def test_texts_are_the_same(sessions: dict[str, Session], counts: list[int], name: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from graphopt.decoding.drafts.chain import Chain
 from graphopt.decoding.drafts.drafter import Drafter
 from graphopt.decoding.drafts.forced import Forced
+from graphopt.decoding.drafts.heads import Heads
 from graphopt.decoding.drafts.lookup import Lookup
 from graphopt.decoding.drafts.model import ModelDrafter, check_same_tokens
 from graphopt.decoding.drafts.own import own_drafter
@@ -15,7 +16,7 @@ from graphopt.errors import InputError
 from graphopt.session import Session, load
 
 AUTO = "auto"
-_OWN, _VERIFIED = "self:", "verified:"
+_HEADS, _OWN, _VERIFIED = "heads", "self:", "verified:"
 
 
 def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Speculation:
@@ -23,8 +24,9 @@ def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Specul
 
     Args:
         session: the model whose texts it drafts.
-        name: ``lookup``; the folder of a smaller model; ``self:streaming`` or ``self:layers=N``; ``verified:A,B``: B
-            drafts, and A drafts for B; or ``auto``: lookup, only where texts stay the same to the bit.
+        name: ``lookup``; the folder of a smaller model; ``heads`` beside the model; ``self:streaming`` or
+            ``self:layers=N``; ``verified:A,B``: B drafts, and A drafts for B; or ``auto``: lookup, only where texts
+            stay the same to the bit.
         tokens: how long drafts are: a number, or ``auto``.
 
     Raises:
@@ -39,9 +41,11 @@ def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Specul
 def _drafter(session: Session, name: str) -> Drafter:
     if name in ("lookup", AUTO):
         return Lookup()
+    if name == _HEADS:
+        return Heads(session)
     if name.startswith(_VERIFIED):
         first, comma, second = name.removeprefix(_VERIFIED).partition(",")
-        if not comma or second in ("lookup", AUTO) or second.startswith(_VERIFIED):
+        if not comma or second in ("lookup", AUTO, _HEADS) or second.startswith(_VERIFIED):
             raise InputError(
                 f"there is no drafter {name!r}",
                 remedy="give verified:A,B: A is any drafter, and B the folder of a smaller model or self:...",
@@ -57,7 +61,8 @@ def _model(session: Session, name: str, drafter: Drafter | None = None) -> Model
     if not Path(name).exists():
         raise InputError(
             f"there is no drafter {name!r}, and no such folder",
-            remedy="known are lookup, auto, self:streaming, self:layers=N, verified:A,B, and folders of smaller models",
+            remedy="known are lookup, auto, heads, self:streaming, self:layers=N, verified:A,B, and folders of smaller "
+            "models",
         )
     threads = session.inference.get_session_options().intra_op_num_threads
     smaller = load(name, threads=threads, native=session.native, device=session.device)

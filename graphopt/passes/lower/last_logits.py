@@ -15,8 +15,8 @@ from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 
-# What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own.
-_BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
+BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
+"""What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own."""
 
 
 LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
@@ -116,8 +116,8 @@ def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
         path.append(node)
         if node in lm_heads:
             break
-        varying = [each for each in node.inputs if each is not None and not _same_for_all_positions(each)]
-        if node.op_type not in _BY_POSITION or node.domain or len(varying) != 1:
+        varying = [each for each in node.inputs if each is not None and not same_for_all_positions(each)]
+        if node.op_type not in BY_POSITION or node.domain or len(varying) != 1:
             return BEHIND_PRODUCT(op=node.op_type, node=node.name)
         value = varying[0]
     x = path[-1].inputs[0]
@@ -126,7 +126,8 @@ def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     return path
 
 
-def _same_for_all_positions(value: ir.Value) -> bool:
+def same_for_all_positions(value: ir.Value) -> bool:
+    """Return whether a value is a constant that positions share, such as a bias."""
     producer, shape = value.producer(), value.shape
     constant = value.is_initializer() or (producer is not None and producer.op_type == "Constant")
     return constant and shape is not None and (len(shape) < 2 or shape[-2] == 1)

@@ -4,7 +4,8 @@ Inputs: ``input_ids`` int64 [batch, length], optional ``attention_mask`` int64 [
 ``position_ids`` int64 [batch, length], and per layer N ``past_key_values.N.key`` and ``.value`` [batch, KV heads,
 past, head size]. Outputs: ``logits`` [batch, length, vocabulary], ``present.N.key`` and ``.value`` [batch, KV heads,
 past + length, head size]. An empty past makes the same graph a prefill. A graph whose logits are [batch, 1, vocabulary]
-makes those of the last position only, and one with [batch, last_K, vocabulary] those of the last K.
+makes those of the last position only, and one with [batch, last_K, vocabulary] those of the last K. An output
+``last_hidden_state`` [batch, length, width], if there is one, is what the product reads that makes the logits.
 
 A graph of ``ai.graphopt::KVAttention`` owns its caches in pages. Instead of ``attention_mask`` it has ``past_length``
 and ``new_length`` int64 [batch]: how many tokens a row has stored, and how many columns of this call, the last ones,
@@ -33,6 +34,7 @@ from graphopt.analysis.paged import PagedLayer, described, layers_of
 from graphopt.analysis.ports import (
     ATTENTION_MASK,
     BLOCK_TABLE,
+    HIDDEN,
     INPUT_IDS,
     LOGITS,
     NEW_LENGTH,
@@ -161,6 +163,11 @@ class Interface:
         """Of how many of the last positions of a call the graph makes logits, at most; ``None`` for all."""
         logits = self.outputs[LOGITS]
         return 1 if self.shared else last_positions(logits.shape, logits.symbols)
+
+    @property
+    def gives_hidden(self) -> bool:
+        """Whether the graph gives the last hidden state of each position that has logits."""
+        return HIDDEN in self.outputs and not self.shared
 
     @property
     def reach(self) -> int | None:

@@ -1,0 +1,131 @@
+"""What a tree of guesses would bring, from how often the first, second, third choice of a drafter is what comes.
+
+A chain guesses one token for each place. A tree also checks second and third choices, in the same step: its nodes are
+paths of choices, (1, 2) is the second choice behind the first. A step gives one token more than the path in it is long
+that comes true. Of all trees of N nodes the best one has the N likeliest paths (Cai et al., 2024, arXiv:2401.10774,
+section 2.3.3; Chen et al., 2024, arXiv:2402.12374): a path is never likelier than its beginning.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Ranks = npt.NDArray[np.int64]
+"""[texts' places, depth]: at each depth, whether the drafter's 1st, 2nd, ... choice came, once all before it came."""
+
+Path = tuple[int, ...]
+
+
+def ranks_of(logits: npt.NDArray[np.floating], tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    """Return which choice each token is, 1 for the likeliest, by its logits [number, vocabulary]."""
+    own = logits[np.arange(len(tokens)), list(tokens)]
+    ranks: npt.NDArray[np.int64] = 1 + (logits > own[:, None]).sum(axis=1)
+    return ranks
+
+
+def chances_of(ranks: Ranks, most: int = 3) -> dict[Path, float]:
+    """Return how likely each path of the first ``most`` choices is to come true."""
+    found: Counter[Path] = Counter()
+    for row in ranks.tolist():
+        path: Path = ()
+        for rank in row:
+            if rank > most:
+                break
+            path = (*path, rank)
+            found[path] += 1
+    return {path: count / len(ranks) for path, count in found.items()}
+
+
+def best_tree(chances: Mapping[Path, float], nodes: int, depth: int) -> list[Path]:
+    """Return the likeliest paths of at most ``depth`` choices, which make a tree; shorter ones first where alike."""
+    paths = sorted((path for path in chances if len(path) <= depth), key=lambda path: (-chances[path], len(path), path))
+    return paths[:nodes]
+
+
+def chain(length: int) -> list[Path]:
+    """Return the paths of a chain of first choices."""
+    return [(1,) * place for place in range(1, length + 1)]
+
+
+def tokens_a_step(ranks: Ranks, tree: Collection[Path]) -> float:
+    """Return how many tokens a step gives on average that checks this tree."""
+    nodes = set(tree)
+    return 1 + sum(
+        sum(tuple(row[:length]) in nodes for length in range(1, len(row) + 1)) for row in ranks.tolist()
+    ) / len(ranks)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a step and a draft cost.
+
+    Attributes:
+        alone: seconds of a step of one token without a drafter.
+        steps: seconds of the model's steps by their tokens, in turns with the drafter's.
+        drafter: seconds of a draft model's steps by their tokens; those of heads for any draft.
+    """
+
+    alone: float
+    steps: Mapping[int, float]
+    drafter: Mapping[int, float] | float
+
+    def of(self, tree: Collection[Path]) -> float:
+        """Return the seconds of a step with this tree, and of making it.
+
+        A draft model runs once for each level, with the nodes of the one before it.
+        """
+        step = at_width(self.steps, 1 + len(tree))
+        if isinstance(self.drafter, float):
+            return step + self.drafter
+        nodes = Counter(map(len, tree))
+        return step + sum(at_width(self.drafter, nodes[level - 1] if level > 1 else 1) for level in sorted(nodes))
+
+
+def at_width(seconds: Mapping[int, float], tokens: int) -> float:
+    """Return the seconds of a step of so many tokens, by those of the next width that was measured."""
+    return seconds[min(width for width in seconds if width >= tokens)]
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best tree, or chain.
+
+    Attributes:
+        tree: its nodes.
+        tokens: that a step with it gives, on other places of the texts than it was chosen by.
+        ratio: its speed against single tokens.
+    """
+
+    tree: list[Path]
+    tokens: float
+    ratio: float
+
+
+def best(ranks: Ranks, costs: Costs, *, trees: bool, width: int | None = None) -> Best:
+    """Return the fastest tree, or chain, for measured costs; chosen by every second place, judged by the others.
+
+    Args:
+        ranks: which choices came.
+        costs: of steps and drafts.
+        trees: whether it may have second and third choices.
+        width: tokens of the step, as far as there are choices; any width that was measured by default.
+    """
+    chosen_by, judged_by = ranks[::2], ranks[1::2]
+    chances, deepest = chances_of(chosen_by), ranks.shape[1]
+    found = []
+    for nodes in [each - 1 for each in costs.steps if each > 1] if width is None else [width - 1]:
+        made = [
+            best_tree(chances, nodes, depth) if trees else chain(depth) for depth in range(1, min(deepest, nodes) + 1)
+        ]
+        if width is not None:  # as many nodes as the step has room for
+            made = [tree for tree in made if len(tree) == max(map(len, made))]
+        for tree in made:
+            found.append((tokens_a_step(chosen_by, tree) / costs.of(tree), tree))
+    _, tree = max(found, key=lambda each: each[0])
+    tokens = tokens_a_step(judged_by, tree)
+    return Best(tree, tokens, tokens * costs.alone / costs.of(tree))
