@@ -46,7 +46,8 @@ def down_products(model: ir.Model) -> list[ir.Node]:
     found = []
     for node in model.graph:
         weight = node.inputs[1].const_value if node.op_type == "MatMul" and node.inputs[1] is not None else None
-        if weight is None or len(weight.shape) != 2 or weight.shape[0] <= weight.shape[1]:
+        shape = () if weight is None else weight.shape.numpy()
+        if len(shape) != 2 or shape[0] <= shape[1]:
             continue
         made = node.inputs[0].producer() if node.inputs[0] is not None else None
         if made is not None and made.op_type in ("Mul", "Gelu", "Relu", "FastGelu"):

@@ -38,7 +38,8 @@ def pay_apart(mask: IntArray) -> bool:
         mask: 1 for a token, 0 for padding, [batch, length].
     """
     batch, length = mask.shape
-    return batch > 1 and sum(max(count, _LEAST) for count in mask.sum(axis=1).tolist()) < _SHARE * batch * length
+    counts: list[int] = mask.sum(axis=1).tolist()
+    return batch > 1 and sum(max(count, _LEAST) for count in counts) < _SHARE * batch * length
 
 
 @dataclass(frozen=True)
