@@ -37,9 +37,10 @@ def pay_apart(mask: IntArray) -> bool:
     Args:
         mask: 1 for a token, 0 for padding, [batch, length].
     """
-    batch, length = mask.shape
+    batch = len(mask)
     counts: list[int] = mask.sum(axis=1).tolist()
-    return batch > 1 and sum(max(count, _LEAST) for count in counts) < _SHARE * batch * length
+    apart = sum(max(count, _LEAST) for count in counts)
+    return batch > 1 and apart < _SHARE * mask.size
 
 
 @dataclass(frozen=True)
