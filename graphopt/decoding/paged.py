@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import Buffer, HostMemory, Memory, Row
-from graphopt.decoding.rewind import check_length, rewind_row
+from graphopt.decoding.rewind import check_length, moves, rewind_row
 from graphopt.decoding.state import State, move_pages
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
@@ -77,6 +77,7 @@ class PagedCache:
         ]
         # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
         self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
+        self._alike = _alike(self.layers)
         self._bound: onnxruntime.IOBinding | None = None
         self._roomy = 0  # tokens for which no layer has to reuse pages
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
@@ -169,13 +170,18 @@ class PagedCache:
             InputError: a row has fewer tokens, or pages that it would read are overwritten; nothing has changed.
         """
         lengths = list(enumerate(zip(stored.tolist(), kept.tolist(), strict=True)))
-        for layer, oldest in zip(self.layers, self.oldest, strict=True):
+        for first, *_ in self._alike:
             for row, (tokens, length) in lengths:
-                check_length(layer, int(oldest[row]), tokens, length, row)
-        for layer, states, oldest in zip(self.layers, self.states, self.oldest, strict=True):
-            oldest[kept == 0] = 0
+                check_length(self.layers[first], int(self.oldest[first][row]), tokens, length, row)
+        for alike in self._alike:
+            if self.layers[alike[0]].wraps:
+                self.oldest[alike[0]][kept == 0] = 0
             for row, (tokens, length) in lengths:
-                rewind_row(layer, {name: Row(state.buffers[0], row) for name, state in states.items()}, tokens, length)
+                if not moves(self.layers[alike[0]], tokens, length):
+                    continue
+                for number in alike:
+                    state = {name: Row(state.buffers[0], row) for name, state in self.states[number].items()}
+                    rewind_row(self.layers[number], state, tokens, length)
 
     def picked(self, rows: Sequence[int]) -> PagedCache:
         """Return a cache that begins as a copy of these rows, each of which may be named any number of times.
@@ -282,3 +288,12 @@ class PagedCache:
                 move_pages(layer, state.buffers[0], buffers[0], stored, self.oldest[index])
             state.buffers = buffers
         self._pages[index] = pages
+
+
+def _alike(layers: Sequence[PagedLayer]) -> list[list[int]]:
+    """Return the places of layers by what rewinding does to them; those whose pages go round each by itself."""
+    found: dict[object, list[int]] = {}
+    for place, layer in enumerate(layers):
+        kind = place if layer.wraps else (layer.attributes, layer.head_size)
+        found.setdefault(kind, []).append(place)
+    return list(found.values())
