@@ -158,8 +158,10 @@ class Lengths:
             tokens: that the step gave beside those of a single step, by row; all of them if it checked a draft.
             costs: of steps.
         """
-        self.lost = max(self.lost + seconds - tokens * costs.of(1), -_CREDIT * costs.of(1))
-        self._plain += max(1.0, tokens) * costs.of(1)
+        single = costs.of(1)
+        self._plain += max(1.0, tokens) * single
+        if seconds or tokens:
+            self.lost = max(self.lost + seconds - tokens * single, -_CREDIT * single)
 
 
 def _key(guess: Guess, place: int) -> tuple[str, int, int]:

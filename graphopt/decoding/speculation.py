@@ -23,6 +23,9 @@ from graphopt.session import Session
 _STALL = 2.0
 """Times its usual time that a step is charged for, at most: what comes on top was another program's."""
 
+_SEEN = 4
+"""Every so many steps without a draft the time of one is looked at: that takes a hundredth of a short step itself."""
+
 _REPLAYED = 4
 """Tokens that are fed once more, at most, before a step without a draft takes them in for good."""
 
@@ -109,6 +112,7 @@ class Drafting:
         by.drafter.begin(rows)
         self._drafting = time.perf_counter() - began  # seconds since the last step
         self._settling = 0.0
+        self._single = 0  # steps of one column
 
     def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
         """Return what to feed next.
@@ -131,8 +135,9 @@ class Drafting:
             return Columns.of(self._texts, self._no_guesses)
         began = time.perf_counter()
         self._drafts = self._drafted(decoder, asked)
+        columns = Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
         self._drafting += time.perf_counter() - began
-        return Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
+        return columns
 
     def catch_up(self) -> None:
         """Tell the drafter the tokens that it does not know yet: while it is not asked, it need not follow."""
@@ -172,19 +177,27 @@ class Drafting:
             seconds: that the model took.
         """
         by, costs, drafting = self._by, self._costs, self._drafting
-        seconds += self._settling
         live, sampled = sum(map(bool, verdict.sampled)), sum(verdict.sampled)
-        given, usual = sampled / max(1, live), costs.of(columns)
+        given = sampled / max(1, live)
+        self._drafting = 0.0
+        if columns == 1:
+            by.stats.count(1, sampled, seconds, drafting, given * costs.of(1))
+            self._single += 1
+            if self._single % _SEEN == 0:
+                costs.observe(1, seconds)
+            by.lengths.spent(drafting, 0.0, costs)
+            return
+        # For guesses, or for tokens that are fed once more because of them.
+        began = time.perf_counter()
+        seconds += self._settling
+        usual = costs.of(columns)
         costs.observe(columns, seconds)
         by.stats.count(columns, sampled, seconds, drafting, given * costs.of(1))
-        self._drafting = self._settling = 0.0
-        if columns > 1:  # for guesses, or for tokens that are fed once more because of them
-            for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
-                by.stats.judged(draft, right, wrong)
-                by.lengths.chances.learn(draft, right, wrong)
-            by.lengths.spent(drafting + min(seconds, _STALL * usual), given, costs)
-        else:
-            by.lengths.spent(drafting, 0.0, costs)
+        for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
+            by.stats.judged(draft, right, wrong)
+            by.lengths.chances.learn(draft, right, wrong)
+        by.lengths.spent(drafting + min(seconds, _STALL * usual), given, costs)
+        self._settling, self._drafting = 0.0, time.perf_counter() - began
 
     def _drafted(self, decoder: Decoder, asked: int) -> list[list[Guess]]:
         by = self._by
