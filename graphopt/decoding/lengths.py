@@ -144,9 +144,11 @@ class Lengths:
         self._unseen = 0
         return 1
 
-    def drafted(self, seconds: float, guesses: int) -> None:
-        """Take in the time of the drafter, for so many guesses."""
+    def drafted(self, seconds: float | None, guesses: int) -> None:
+        """Take in the time of the drafter, for so many guesses; ``None`` where it says nothing about others."""
         self._since = 0
+        if seconds is None:
+            return
         each = seconds / max(1, guesses)
         self._guess = each if self._guess == 0 else 0.8 * self._guess + 0.2 * each
 

@@ -113,6 +113,7 @@ class Drafting:
         self._drafting = time.perf_counter() - began  # seconds since the last step
         self._settling = 0.0
         self._single = 0  # steps of one column
+        self._new = True  # the first draft takes longer: the prompt is read
 
     def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
         """Return what to feed next.
@@ -213,7 +214,8 @@ class Drafting:
         self.catch_up()
         began = time.perf_counter()
         drafts = by.drafter.propose([[] for _ in limits], limits)
-        by.lengths.drafted(time.perf_counter() - began, sum(map(len, drafts)))
+        by.lengths.drafted(None if self._new else time.perf_counter() - began, sum(map(len, drafts)))
+        self._new = False
         for row in live:
             draft = drafts[row][: limits[row]]
             drafts[row] = draft[: self._rows[row].allowed([guess.token for guess in draft])]

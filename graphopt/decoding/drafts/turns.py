@@ -72,6 +72,7 @@ class _Turn:
     """Steps of the smaller model, token by token, and one of the other that checks them."""
 
     def __init__(self, target: Session, smaller: Session) -> None:
+        self.smaller = smaller
         vocabulary = min(session.interface.vocabulary or 2 for session in (target, smaller))
         self._ids = np.random.default_rng(0).integers(0, vocabulary, (1, _BEGINNING + _DRAFT + 1))
         self._decoders = [Decoder(session, 1, expected=self._ids.shape[1]) for session in (target, smaller)]
