@@ -97,7 +97,7 @@ class Sampling:
                 remedy="the weights or the precision are at fault: compare with the model it was made from",
             )
         if self.temperature == 0:
-            return values.argmax(keepdims=True), np.ones(1)
+            return np.array([values.argmax()]), np.ones(1)
         with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf, as it should
             weights = np.exp((values - peak) / self.temperature)
         least = 0.0

@@ -46,7 +46,8 @@ def lookups_of(graph: ir.Graph, stored: StoredCodes) -> list[Lookup]:
             continue
         read = columns.inputs[2] if fused else columns.inputs[1]
         if not fused:
-            read = None if read is None or read.producer() is None else read.producer().inputs[0]
+            gathered = None if read is None else read.producer()
+            read = None if gathered is None else gathered.inputs[0]
         if read is scales:
             found.append((turned, node.inputs[1]))
     return [(node, ids) for node, ids in found if ids is not None]
@@ -135,6 +136,6 @@ def _beside(graph: ir.Graph, value: ir.Value) -> ir.Value | None:
 
 def _only_reader(node: ir.Node, operator: str) -> ir.Node | None:
     """Return what alone reads what ``node`` makes, where that is such an operator of ONNX."""
-    uses = node.outputs[0].uses()
-    reader = uses[0].node if len(uses) == 1 else None
-    return reader if reader is not None and (reader.domain, reader.op_type) == ("", operator) else None
+    readers = [use.node for use in node.outputs[0].uses()]
+    alone = len(readers) == 1 and (readers[0].domain, readers[0].op_type) == ("", operator)
+    return readers[0] if alone else None
