@@ -103,7 +103,7 @@ class Sampling:
         least = 0.0
         if self.top_k is not None and self.top_k < len(weights):
             likely = np.zeros(weights.shape, np.bool_)
-            likely[np.argpartition(weights, -self.top_k)[-self.top_k :]] = True
+            likely[np.argpartition(values, -self.top_k)[-self.top_k :]] = True
             weights[~likely] = 0
         if self.top_p < 1:
             # All tokens up to this weight together weigh half of what top_p leaves out: only the others are sorted.
@@ -111,7 +111,7 @@ class Sampling:
         places = np.flatnonzero(weights > least)
         total, weights = weights.sum(), weights[places]
         if self.top_p < 1:
-            ranks = np.argsort(-weights)
+            ranks = np.argsort(-values[places])  # of logits, which still differ where weights no longer do
             mass = np.cumsum(weights[ranks])
             # The fewest tokens that reach top_p: a token is dropped when those before it already reach it.
             count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * total))
