@@ -25,7 +25,7 @@ from graphopt.decoding.apart import feed_apart, pay_apart
 from graphopt.decoding.cache import Cache, GrowingCache
 from graphopt.decoding.cache_file import CacheFile
 from graphopt.decoding.device import memory_of
-from graphopt.decoding.exact import Mark, mark, rewinds_exactly, room_for_drafts
+from graphopt.decoding.exact import Mark, mark, pages_that_mind, rewinds_exactly, room_for_drafts
 from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
@@ -72,6 +72,8 @@ class Decoder:
         self._cache: Cache = self._new_cache(batch, expected) if cache is None else cache
         self._binding = session.inference.io_binding()
         self.hidden: Hidden | None = None
+        self._minding = pages_that_mind(interface.layers)
+        self._exact = all(map(rewinds_exactly, interface.layers))
 
     def _new_cache(self, batch: int, expected: int) -> Cache:
         session = self._session
@@ -218,12 +220,12 @@ class Decoder:
 
     def room_for_drafts(self) -> IntArray:
         """Return how many tokens behind the next one of each row leave no trace when they are taken back."""
-        return room_for_drafts(self._session.interface.layers, self._rows.tokens)
+        return room_for_drafts(self._minding, self._rows.tokens)
 
     def mark(self) -> Mark:
         """Return what :meth:`take_back` needs, before a step of which some tokens may be taken back."""
         tokens = self.tokens
-        return mark(self._cache, tokens) if isinstance(self._cache, PagedCache) else Mark(tokens)
+        return mark(self._cache, tokens) if isinstance(self._cache, PagedCache) and not self._exact else Mark(tokens)
 
     def take_back(self, before: Mark, kept: IntArray) -> None:
         """Take tokens of the last step back, as if they had never been fed; see :mod:`graphopt.decoding.exact`.
@@ -234,7 +236,7 @@ class Decoder:
                 cannot keep just so many to the bit goes back to where it was ``before``; see :attr:`tokens`.
         """
         cache, rows = self._cache, self._rows
-        if not isinstance(cache, PagedCache) or all(map(rewinds_exactly, cache.layers)):
+        if not isinstance(cache, PagedCache) or self._exact:
             return self.rewind(kept)
         back = kept < rows.tokens
         for row in np.flatnonzero(back).tolist():

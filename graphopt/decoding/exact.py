@@ -62,15 +62,20 @@ def check_drafts(layers: Sequence[PagedLayer]) -> None:
             )
 
 
-def room_for_drafts(layers: Sequence[PagedLayer], tokens: IntArray) -> IntArray:
+def pages_that_mind(layers: Sequence[PagedLayer]) -> list[int]:
+    """Return the sizes of pages of which none may begin with a guess: it would change others, or has a summary."""
+    return sorted({each.attributes.page for each in layers if _minds(each)})
+
+
+def room_for_drafts(pages: Sequence[int], tokens: IntArray) -> IntArray:
     """Return how many tokens may be taken back behind the next one of each row, int64 [batch].
 
     Args:
-        layers: of the caches.
+        pages: from :func:`pages_that_mind`.
         tokens: that each row has, int64 [batch].
     """
     room = np.full(len(tokens), _ANY, np.int64)
-    for page in {each.attributes.page for each in layers if _minds(each)}:
+    for page in pages:
         np.minimum(room, page - 1 - tokens % page, out=room)
     return room
 

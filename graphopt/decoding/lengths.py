@@ -144,9 +144,11 @@ class Lengths:
         self._unseen = 0
         return 1
 
-    def drafted(self, seconds: float, guesses: int) -> None:
-        """Take in the time of the drafter, for so many guesses."""
+    def drafted(self, seconds: float | None, guesses: int) -> None:
+        """Take in the time of the drafter, for so many guesses; ``None`` where it says nothing about others."""
         self._since = 0
+        if seconds is None:
+            return
         each = seconds / max(1, guesses)
         self._guess = each if self._guess == 0 else 0.8 * self._guess + 0.2 * each
 
@@ -158,8 +160,10 @@ class Lengths:
             tokens: that the step gave beside those of a single step, by row; all of them if it checked a draft.
             costs: of steps.
         """
-        self.lost = max(self.lost + seconds - tokens * costs.of(1), -_CREDIT * costs.of(1))
-        self._plain += max(1.0, tokens) * costs.of(1)
+        single = costs.of(1)
+        self._plain += max(1.0, tokens) * single
+        if seconds or tokens:
+            self.lost = max(self.lost + seconds - tokens * single, -_CREDIT * single)
 
 
 def _key(guess: Guess, place: int) -> tuple[str, int, int]:

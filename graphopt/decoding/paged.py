@@ -19,10 +19,9 @@ import numpy.typing as npt
 
 from graphopt.analysis.paged import PagedLayer
 from graphopt.decoding.buffer import Buffer, HostBuffer, HostMemory, Memory, Row
-from graphopt.decoding.rewind import check_length, rewind_row
+from graphopt.decoding.rewind import alike, check_length, moves, rewind_row
 from graphopt.decoding.state import State, move_pages
 from graphopt.errors import InputError
-from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
 
@@ -78,6 +77,7 @@ class PagedCache:
         ]
         # By layer: of each row, the oldest page behind those of the sinks that no newer one has overwritten.
         self.oldest: list[IntArray] = [np.zeros(batch, np.int64) for _ in self.layers]
+        self._alike = alike(self.layers)
         self._bound: onnxruntime.IOBinding | None = None
         self._roomy = 0  # tokens for which no layer has to reuse pages
         self.reserve(np.zeros(batch, np.int64), np.ones(batch, np.int64), 1)
@@ -127,8 +127,9 @@ class PagedCache:
                 np.maximum(oldest, whole - (pages - layer.attributes.first_pages), out=oldest)
 
     def _note_room(self) -> None:
-        rooms = (pages * layer.attributes.page for layer, pages in zip(self.layers, self._pages, strict=True))
-        self._roomy = min(rooms, default=0)
+        self._roomy = min(
+            (n * each.attributes.page for each, n in zip(self.layers, self._pages, strict=True)), default=0
+        )
 
     def _grow(self, needed: list[int], stored: IntArray, longest: int, new_tokens: int) -> None:
         most = max(longest, self._max_tokens or 1 << 62)
@@ -170,13 +171,18 @@ class PagedCache:
             InputError: a row has fewer tokens, or pages that it would read are overwritten; nothing has changed.
         """
         lengths = list(enumerate(zip(stored.tolist(), kept.tolist(), strict=True)))
-        for layer, oldest in zip(self.layers, self.oldest, strict=True):
+        for first, *_ in self._alike:
             for row, (tokens, length) in lengths:
-                check_length(layer, int(oldest[row]), tokens, length, row)
-        for layer, states, oldest in zip(self.layers, self.states, self.oldest, strict=True):
-            oldest[kept == 0] = 0
+                check_length(self.layers[first], int(self.oldest[first][row]), tokens, length, row)
+        for numbers in self._alike:
+            if self.layers[numbers[0]].wraps:
+                self.oldest[numbers[0]][kept == 0] = 0
             for row, (tokens, length) in lengths:
-                rewind_row(layer, {name: Row(state.buffers[0], row) for name, state in states.items()}, tokens, length)
+                if not moves(self.layers[numbers[0]], tokens, length):
+                    continue
+                for number in numbers:
+                    state = {name: Row(state.buffers[0], row) for name, state in self.states[number].items()}
+                    rewind_row(self.layers[number], state, tokens, length)
 
     @property
     def divides(self) -> bool:
@@ -259,11 +265,8 @@ class PagedCache:
         self._bound, self._pages = None, list(pages)
         for layer, states, count in zip(self.layers, self.states, pages, strict=True):
             for name, tensor in layer.states(self.batch, count).items():
-                states[name].buffers = self._zeros(tensor)
+                states[name].buffers = [self._memory.zeros(tensor) for _ in range(self._sets)]
         self._note_room()
-
-    def _zeros(self, tensor: StateTensor) -> list[Buffer]:
-        return [self._memory.zeros(tensor) for _ in range(self._sets)]
 
     def _demand(self, pages: list[int], what: str) -> None:
         """Refuse caches of these pages where there is not enough memory."""
@@ -291,7 +294,7 @@ class PagedCache:
             state = self.states[index][name]
             if state.buffers and not state.paged:
                 continue
-            buffers = self._zeros(tensor)
+            buffers = [self._memory.zeros(tensor) for _ in range(self._sets)]
             if state.buffers:
                 move_pages(layer, state.buffers[0], buffers[0], stored, self.oldest[index])
             state.buffers = buffers

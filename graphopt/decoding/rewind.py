@@ -12,7 +12,7 @@ What was rounded stays rounded: for integers, a page that had left the window of
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,16 +55,22 @@ def check_length(layer: PagedLayer, oldest: int, tokens: int, kept: int, row: in
         )
 
 
+def moves(layer: PagedLayer, tokens: int, kept: int) -> bool:
+    """Return whether :func:`rewind_row` has anything to write."""
+    kv = layer.attributes
+    if kept == 0 or kept == tokens:
+        return False
+    return bool(kv.summarizes and kept % kv.page) or next(_floats_again(layer, tokens, kept), None) is not None
+
+
 def rewind_row(layer: PagedLayer, state: Mapping[str, Row], tokens: int, kept: int) -> None:
     """Bring the states of a row, by their names, from ``tokens`` tokens back to ``kept``, where they lie."""
     kv = layer.attributes
     if kept == 0 or kept == tokens:
         return
-    newest, was = (kept - 1) // kv.page, (tokens - 1) // kv.page
-    if kv.levels is not None:
-        for page in range(max(kv.sink_pages, newest - kv.recent_pages), newest + 1):
-            if page + kv.recent_pages + 1 <= was:
-                state["recent"].write(int(kv.slot(page)), _decoded(layer, state, page))
+    newest = (kept - 1) // kv.page
+    for page in _floats_again(layer, tokens, kept):
+        state["recent"].write(int(kv.slot(page)), _decoded(layer, state, page))
     if kv.retrieves and kept % kv.page:
         physical = int(kv.physical_page(newest, state["keys"].places))
         keys, _ = _floats(layer, state, newest, kept % kv.page)
@@ -77,6 +83,15 @@ def rewind_row(layer: PagedLayer, state: Mapping[str, Row], tokens: int, kept: i
         state["summaries"].write(physical, summaries)
     if kv.compensate and kept % kv.page and kept > kv.sinks:
         _follow(layer, state, kept)
+
+
+def _floats_again(layer: PagedLayer, tokens: int, kept: int) -> Iterator[int]:
+    """Yield the pages of integers that become floats again, because another page took their slots."""
+    kv = layer.attributes
+    if kv.levels is None:
+        return
+    newest, was = (kept - 1) // kv.page, (tokens - 1) // kv.page
+    yield from range(max(kv.sink_pages, newest - kv.recent_pages), min(newest, was - kv.recent_pages - 1) + 1)
 
 
 def _decoded(layer: PagedLayer, state: Mapping[str, Row], page: int) -> Array:
@@ -126,3 +141,12 @@ def _floats(layer: PagedLayer, state: Mapping[str, Row], page: int, tokens: int)
     keys = unpack_keys(state["keys"].read(physical), kv.page, size, kv.storage)
     values = unpack_values(state["values"].read(physical), kv.page, size, kv.storage)
     return keys[:, :tokens].astype(np.float32), values[:, :tokens].astype(np.float32)
+
+
+def alike(layers: Sequence[PagedLayer]) -> list[list[int]]:
+    """Return the places of layers by what rewinding does to them; those whose pages go round each by itself."""
+    found: dict[object, list[int]] = {}
+    for place, layer in enumerate(layers):
+        kind = place if layer.wraps else (layer.attributes, layer.head_size)
+        found.setdefault(kind, []).append(place)
+    return list(found.values())

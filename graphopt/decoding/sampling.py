@@ -82,6 +82,13 @@ class Sampling:
         Raises:
             GraphoptError: the logits are NaN.
         """
+        places, weights = self._likely(logits)
+        found = np.zeros(logits.shape)
+        found[places] = weights / weights.sum()
+        return found
+
+    def _likely(self, logits: npt.NDArray[np.floating]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+        """Return the tokens that may be drawn, in the order of the vocabulary, and their weights, above 0."""
         values = logits.astype(np.float64)
         peak = values.max()
         if not np.isfinite(peak):
@@ -89,24 +96,28 @@ class Sampling:
                 f"the model's largest logit is {peak}, so no token can be chosen",
                 remedy="the weights or the precision are at fault: compare with the model it was made from",
             )
-        weights = np.zeros_like(values)
         if self.temperature == 0:
-            weights[values.argmax()] = 1
-            return weights
+            return np.array([values.argmax()]), np.ones(1)
         with np.errstate(over="ignore"):  # a tiny temperature overflows to -inf, as it should
-            np.exp((values - peak) / self.temperature, out=weights)
-        if self.top_k is not None or self.top_p < 1:
-            k = min(self.top_k or len(weights), len(weights))
-            likely = np.argpartition(-values, k - 1)[:k]
-            ranks = likely[np.argsort(-values[likely])]
+            weights = np.exp((values - peak) / self.temperature)
+        least = 0.0
+        if self.top_k is not None and self.top_k < len(weights):
+            likely = np.zeros(weights.shape, np.bool_)
+            likely[np.argpartition(values, -self.top_k)[-self.top_k :]] = True
+            weights[~likely] = 0
+        if self.top_p < 1:
+            # All tokens up to this weight together weigh half of what top_p leaves out: only the others are sorted.
+            least = 0.5 * (1 - self.top_p) * weights.sum() / len(weights)
+        places = np.flatnonzero(weights > least)
+        total, weights = weights.sum(), weights[places]
+        if self.top_p < 1:
+            ranks = np.argsort(-values[places])  # of logits, which still differ where weights no longer do
             mass = np.cumsum(weights[ranks])
             # The fewest tokens that reach top_p: a token is dropped when those before it already reach it.
-            count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * mass[-1]))
-            dropped = np.ones(weights.shape, np.bool_)
-            dropped[ranks[:count]] = False
-            weights[dropped] = 0
-        weights /= weights.sum()
-        return weights
+            count = 1 + int(np.count_nonzero(mass[:-1] < self.top_p * total))
+            kept = np.sort(ranks[:count])
+            places, weights = places[kept], weights[kept]
+        return places, weights
 
     def choose(self, logits: npt.NDArray[np.floating], random: np.random.Generator) -> int:
         """Draw a token; it takes one number from ``random``, or none at temperature 0.
@@ -123,12 +134,11 @@ class Sampling:
             # argmax takes NaN for the largest.
             if np.isfinite(logits[best]):
                 return best
-        probabilities = self.probabilities(logits)
+        places, weights = self._likely(logits)
         # In the order of the vocabulary, not of likelihood: logits that differ in the last bit then rarely change it.
-        candidates = np.flatnonzero(probabilities)
-        reach = np.cumsum(probabilities[candidates])
+        reach = np.cumsum(weights)
         drawn = int(np.searchsorted(reach, random.random() * reach[-1], side="right"))
-        return int(candidates[min(drawn, len(candidates) - 1)])
+        return int(places[min(drawn, len(places) - 1)])
 
 
 GREEDY = Sampling()

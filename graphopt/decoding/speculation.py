@@ -23,6 +23,9 @@ from graphopt.session import Session
 _STALL = 2.0
 """Times its usual time that a step is charged for, at most: what comes on top was another program's."""
 
+_SEEN = 4
+"""Every so many steps without a draft the time of one is looked at: that takes a hundredth of a short step itself."""
+
 _REPLAYED = 4
 """Tokens that are fed once more, at most, before a step without a draft takes them in for good."""
 
@@ -101,12 +104,16 @@ class Drafting:
             self._longest = min(self._longest, session.interface.last_logits - 1)
         self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that go before its draft
         self._again: list[list[int]] = [[] for _ in rows]  # those of them that were fed before
-        self._drafts: list[list[Guess]] = [[] for _ in rows]
+        self._none: list[list[Guess]] = [[] for _ in rows]
+        self._no_guesses: list[list[int]] = [[] for _ in rows]
+        self._drafts = self._none
         self._unseen: list[list[int]] = [[] for _ in rows]  # tokens of each row that the drafter does not know yet
         began = time.perf_counter()
         by.drafter.begin(rows)
         self._drafting = time.perf_counter() - began  # seconds since the last step
         self._settling = 0.0
+        self._single = 0  # steps of one column
+        self._new = True  # the first draft takes longer: the prompt is read
 
     def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
         """Return what to feed next.
@@ -115,14 +122,23 @@ class Drafting:
             tokens: the new tokens of each row: the last of them is its anchor.
             decoder: of the batch.
         """
-        began = time.perf_counter()
         for row, new in enumerate(tokens):
-            self._texts[row] = [*self._again[row], *new[-1:]] if self._rows[row].stopped is None else []
-            self._again[row] = []
+            again = self._again[row]
+            self._texts[row] = [*again, *new[-1:]] if self._rows[row].stopped is None else []
+            if again:
+                self._again[row] = []
             self._unseen[row] += new
-        self._drafts = self._drafted(decoder) if self._longest else [[] for _ in self._rows]
+        asked = self._longest
+        if asked and self._by.tokens is None:
+            asked = self._by.lengths.to_ask(self._costs, sum(map(bool, self._texts)))
+        if not asked:  # most steps of a text that drafts do not suit: they should cost what plain decoding costs
+            self._drafts = self._none
+            return Columns.of(self._texts, self._no_guesses)
+        began = time.perf_counter()
+        self._drafts = self._drafted(decoder, asked)
+        columns = Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
         self._drafting += time.perf_counter() - began
-        return Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
+        return columns
 
     def catch_up(self) -> None:
         """Tell the drafter the tokens that it does not know yet: while it is not asked, it need not follow."""
@@ -161,40 +177,45 @@ class Drafting:
             columns: of the step.
             seconds: that the model took.
         """
-        by, stats, costs = self._by, self._by.stats, self._costs
-        seconds += self._settling
+        by, costs, drafting = self._by, self._costs, self._drafting
         live, sampled = sum(map(bool, verdict.sampled)), sum(verdict.sampled)
-        wide = columns > 1  # for guesses, or for tokens that are fed once more because of them
-        if wide:
-            for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
-                stats.judged(draft, right, wrong)
-                by.lengths.chances.learn(draft, right, wrong)
-        costs.observe(columns, seconds)
         given = sampled / max(1, live)
-        charged = min(seconds, _STALL * costs.of(columns)) * wide
-        by.lengths.spent(self._drafting + charged, given * wide, costs)
-        stats.count(columns, sampled, seconds, self._drafting, given * costs.of(1))
-        self._drafting = self._settling = 0.0
+        self._drafting = 0.0
+        if columns == 1:
+            by.stats.count(1, sampled, seconds, drafting, given * costs.of(1))
+            self._single += 1
+            if self._single % _SEEN == 0:
+                costs.observe(1, seconds)
+            by.lengths.spent(drafting, 0.0, costs)
+            return
+        # For guesses, or for tokens that are fed once more because of them.
+        began = time.perf_counter()
+        seconds += self._settling
+        usual = costs.of(columns)
+        costs.observe(columns, seconds)
+        by.stats.count(columns, sampled, seconds, drafting, given * costs.of(1))
+        for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
+            by.stats.judged(draft, right, wrong)
+            by.lengths.chances.learn(draft, right, wrong)
+        by.lengths.spent(drafting + min(seconds, _STALL * usual), given, costs)
+        self._settling, self._drafting = 0.0, time.perf_counter() - began
 
-    def _drafted(self, decoder: Decoder) -> list[list[Guess]]:
+    def _drafted(self, decoder: Decoder, asked: int) -> list[list[Guess]]:
         by = self._by
-        none: list[list[Guess]] = [[] for _ in self._rows]
         live = [row for row, text in enumerate(self._texts) if text]
-        asked = self._longest if by.tokens is not None else by.lengths.to_ask(self._costs, len(live))
-        if not asked:
-            return none
-        room, limits = decoder.room_for_drafts().tolist(), [0] * len(none)
+        room, limits = decoder.room_for_drafts().tolist(), [0] * len(self._rows)
         for row in live:
             text, each = self._texts[row], self._rows[row]
             if len(text) <= _REPLAYED:
                 left = min(LONGEST, room[row]) + 1 - len(text), each.limit - len(each.tokens) - 1
                 limits[row] = max(0, min(asked, self._longest, *left))
         if not any(limits):
-            return none
+            return self._none
         self.catch_up()
         began = time.perf_counter()
         drafts = by.drafter.propose([[] for _ in limits], limits)
-        by.lengths.drafted(time.perf_counter() - began, sum(map(len, drafts)))
+        by.lengths.drafted(None if self._new else time.perf_counter() - began, sum(map(len, drafts)))
+        self._new = False
         for row in live:
             draft = drafts[row][: limits[row]]
             drafts[row] = draft[: self._rows[row].allowed([guess.token for guess in draft])]

@@ -234,6 +234,22 @@ def test_a_drafter_that_is_not_asked_is_told_later(tmp_path: Path, monkeypatch: 
     assert drafter.told[1] == drafter.told[0][: len(drafter.told[1])]
 
 
+def test_steps_without_drafts_cost_the_drafter_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else what the policy takes would overdraw the account of a fast model, and nothing would be drafted again."""
+    counting_model(tmp_path)
+    session, speculation = load(tmp_path, threads=1), Speculation(Lookup())
+    monkeypatch.setattr(Lengths, "to_ask", lambda *_: 0)
+    generate(session, [[1]], max_new_tokens=20, drafter=speculation)
+    drafting = speculation._newest
+    assert drafting is not None
+    began = drafting._drafting  # the beginning is charged with the first step
+    assert (began, speculation.stats.widths) == (0.0, {1: 19})
+    lost = speculation.lengths.lost
+    for _ in range(5):
+        drafting.learn(Verdict([1], [0], [False]), 1, 1.0)
+    assert speculation.lengths.lost == lost
+
+
 def test_a_stalled_step_is_charged_for_twice_its_time_at_most(tmp_path: Path) -> None:
     counting_model(tmp_path)
     session, speculation = load(tmp_path, threads=1), Speculation(Lookup(), 3)

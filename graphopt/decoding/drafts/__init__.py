@@ -5,6 +5,6 @@ from graphopt.decoding.drafts.drafter import Drafter, Guess
 from graphopt.decoding.drafts.forced import Forced
 from graphopt.decoding.drafts.heads import Heads
 from graphopt.decoding.drafts.lookup import Lookup
-from graphopt.decoding.drafts.model import ModelDrafter
+from graphopt.decoding.drafts.model import ModelDrafter, model_beside
 
-__all__ = ["Chain", "Drafter", "Forced", "Guess", "Heads", "Lookup", "ModelDrafter"]
+__all__ = ["Chain", "Drafter", "Forced", "Guess", "Heads", "Lookup", "ModelDrafter", "model_beside"]

@@ -39,21 +39,31 @@ class Lookup:
         self._share, self._shared = share, SuffixAutomaton()
         self._texts: list[SuffixAutomaton] = []
         self._ends: list[int] = []
+        self._unread: list[list[int]] = []  # tokens of each row since a draft was last asked for
 
     def begin(self, rows: Sequence[Continuation]) -> None:
-        """See :class:`Drafter`."""
+        """See :class:`Drafter`; texts are read when a draft is asked for, as that takes microseconds a token."""
+        if self._share:
+            for row in range(len(self._unread)):
+                self._read(row)
         self._texts = [self._shared if self._share else SuffixAutomaton() for _ in rows]
         self._ends = [ROOT] * len(rows)
-        for number, row in enumerate(rows):
-            self.commit(number, [*row.prompt, *row.tokens])
+        self._unread = [[*row.prompt, *row.tokens] for row in rows]
 
     def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """See :class:`Drafter`."""
+        for row, limit in enumerate(limits):
+            if limit > 0 or self._share:
+                self._read(row)
         return [self._draft(row, begun[row], limit) if limit > 0 else [] for row, limit in enumerate(limits)]
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         """See :class:`Drafter`."""
-        self._ends[row] = self._texts[row].extend_all(self._ends[row], tokens)
+        self._unread[row] += tokens
+
+    def _read(self, row: int) -> None:
+        self._ends[row] = self._texts[row].extend_all(self._ends[row], self._unread[row])
+        self._unread[row] = []
 
     def _draft(self, row: int, begun: Sequence[int], limit: int) -> list[Guess]:
         texts, end = self._texts[row], self._ends[row]

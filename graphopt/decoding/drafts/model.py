@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +20,11 @@ import numpy.typing as npt
 from graphopt.decoding.continuation import Continuation
 from graphopt.decoding.decoder import Decoder, Logits
 from graphopt.decoding.drafts.drafter import Drafter, Guess
+from graphopt.decoding.drafts.turns import in_turns
 from graphopt.decoding.verify import Columns
 from graphopt.errors import InputError
-from graphopt.session import Session
+from graphopt.runtime import Entries
+from graphopt.session import Session, open_folder, session_from
 
 _LEAST = 0.2
 """Chance below which a draft ends: what follows is hardly ever right."""
@@ -188,6 +191,23 @@ class ModelDrafter:
         values = logits.astype(np.float32, copy=False)
         chance = float(1 / np.exp(values - values[token]).sum())
         return Guess(token, chance, self._source)
+
+
+def model_beside(target: Session, folder: Path) -> Session:
+    """Open a smaller model that drafts for another one, with the threads that suit both; see :func:`in_turns`.
+
+    Raises:
+        InputError: it cannot be opened, or its tokens are not the target's.
+    """
+
+    def opened(threads: int, entries: Entries) -> Session:
+        native, device = target.native, target.device
+        model = open_folder(folder, threads=threads, native=native, device=device, entries=entries)
+        smaller = session_from(model, native, device)
+        check_same_tokens(target, smaller)
+        return smaller
+
+    return in_turns(target, opened)
 
 
 def check_same_tokens(target: Session, drafter: Session) -> None:

@@ -9,11 +9,11 @@ from graphopt.decoding.drafts.drafter import Drafter
 from graphopt.decoding.drafts.forced import Forced
 from graphopt.decoding.drafts.heads import Heads
 from graphopt.decoding.drafts.lookup import Lookup
-from graphopt.decoding.drafts.model import ModelDrafter, check_same_tokens
+from graphopt.decoding.drafts.model import ModelDrafter, model_beside
 from graphopt.decoding.drafts.own import own_drafter
 from graphopt.decoding.speculation import Speculation
 from graphopt.errors import InputError
-from graphopt.session import Session, load
+from graphopt.session import Session
 
 AUTO = "auto"
 _HEADS, _OWN, _VERIFIED = "heads", "self:", "verified:"
@@ -64,7 +64,4 @@ def _model(session: Session, name: str, drafter: Drafter | None = None) -> Model
             remedy="known are lookup, auto, heads, self:streaming, self:layers=N, verified:A,B, and folders of smaller "
             "models",
         )
-    threads = session.inference.get_session_options().intra_op_num_threads
-    smaller = load(name, threads=threads, native=session.native, device=session.device)
-    check_same_tokens(session, smaller)
-    return ModelDrafter(smaller, drafter=drafter)
+    return ModelDrafter(model_beside(session, Path(name)), drafter=drafter)

@@ -19,8 +19,9 @@ from graphopt.analysis.paged import describe, kv_nodes, layer_of
 from graphopt.analysis.ports import past_port
 from graphopt.decoding.drafts.drafter import Drafter
 from graphopt.decoding.drafts.model import ModelDrafter
+from graphopt.decoding.drafts.turns import in_turns
 from graphopt.errors import InputError
-from graphopt.runtime import open_session
+from graphopt.runtime import Entries, open_session
 from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING
 from graphopt.session import Session
 from graphopt.tasks.causal_lm.interface import Interface
@@ -48,17 +49,20 @@ def own_drafter(session: Session, kind: str, drafter: Drafter | None = None) -> 
         stream(model, int(value or RECENT))
     else:
         leave_early(model, int(value))
-    options = session.inference.get_session_options()
-    inference = open_session(
-        session.file,
-        entries=session.manifest.session,
-        threads=options.intra_op_num_threads,
-        native=session.native,
-        device=session.device,
-        changed=ir.to_proto(model).SerializeToString(),
-    )
-    made = dataclasses.replace(session, inference=inference, interface=Interface.of_session(inference))
-    return ModelDrafter(made, source=f"self:{kind}", drafter=drafter)
+    changed = ir.to_proto(model).SerializeToString()
+
+    def opened(threads: int, entries: Entries) -> Session:
+        inference = open_session(
+            session.file,
+            entries={**session.manifest.session, **entries},
+            threads=threads,
+            native=session.native,
+            device=session.device,
+            changed=changed,
+        )
+        return dataclasses.replace(session, inference=inference, interface=Interface.of_session(inference))
+
+    return ModelDrafter(in_turns(session, opened), source=f"self:{kind}", drafter=drafter)
 
 
 def stream(model: ir.Model, recent: int) -> None:

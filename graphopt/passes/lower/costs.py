@@ -19,6 +19,7 @@ MEASURED = Rule(
     "lower.measured",
     "{ours_us:g} us against {theirs_us:g} us of MatMulNBits at its least advantage ({rows_of_x} row(s) of x, "
     "{rows} x {columns}, group {group}, {instructions})",
+    tie="; about as fast, and the same bits for any number of rows",
     also=("bits",),
 )
 ESTIMATED = Rule(
@@ -28,6 +29,12 @@ ESTIMATED = Rule(
 )
 
 _NEAREST = {"avxvnni": "avx2"}
+
+TIE = 0.05
+"""How much slower graphopt's kernel may be and still be chosen: less than two runs of one benchmark differ by.
+
+It has the same bits for any number of rows of x, which ``MatMulNBits`` has not, so that drafts never change a text: a
+step of several tokens gives each the logits that it has alone."""
 
 NOMINAL_BANDWIDTH = 3.35e12
 """Bytes per second of an H100's memory by its data sheet: what estimates of a product on a GPU are made with."""
@@ -83,9 +90,10 @@ class Costs(BaseModel):
     costs: tuple[Cost, ...]
 
     def compare(self, bits: int, instructions: str) -> Choice:
-        """Return whether graphopt's kernel was faster for codes of ``bits`` bits, whatever the group and rows of x.
+        """Return whether graphopt's kernel was as fast for codes of ``bits`` bits, whatever the group and rows of x.
 
-        A kernel that wins a decode step and loses a prefill is not chosen: it must be faster in every row measured.
+        A kernel that wins a decode step and loses a prefill is not chosen: in no row measured may it be slower than
+        :data:`TIE` allows.
         ``avxvnni`` is AVX2 with one more instruction: without costs of its own it goes by those of ``avx2``.
         """
         rows = [cost for cost in self.costs if (cost.bits, cost.instructions) == (bits, instructions)]
@@ -103,8 +111,9 @@ class Costs(BaseModel):
             columns=worst.shape[1],
             group=worst.group,
             instructions=instructions,
+            tie=1 <= worst.matmultable_us / worst.matmulnbits_us <= 1 + TIE or None,
         )
-        return Choice(worst.matmultable_us < worst.matmulnbits_us, reason)
+        return Choice(worst.matmultable_us <= (1 + TIE) * worst.matmulnbits_us, reason)
 
 
 def estimate(rows: int, columns: int, bits: int) -> Choice:

@@ -28,7 +28,7 @@ UNKNOWN = Rule(
 def elsewhere(
     reports: Sequence[PassReport], made_for: str, here: InstructionSet, costs: Costs | None = None
 ) -> Fact | None:
-    """Return what it costs that another kernel would have been chosen here; ``None`` where no other one would.
+    """Return what it costs that another kernel would have been chosen here; ``None`` where no other is faster.
 
     Args:
         reports: of the passes that made the model; the last one of ``lower`` counts.
@@ -53,7 +53,8 @@ def elsewhere(
         names = ("graphopt", "onnxruntime") if ours else ("onnxruntime", "graphopt")
         # The figures are of the row in which graphopt's kernel has the least advantage.
         bound, ratio = ("up to", ours_us / theirs_us) if ours else ("at least", theirs_us / ours_us)
-        found.append(SLOWER(count=count, bits=bits, kernel=names[0], other=names[1], bound=bound, ratio=ratio))
+        if ratio > 1:  # else a tie, which goes to graphopt's kernel
+            found.append(SLOWER(count=count, bits=bits, kernel=names[0], other=names[1], bound=bound, ratio=ratio))
     return ELSEWHERE(made_for=made_for, here=here, costs=found) if found else None
 
 

@@ -13,7 +13,7 @@ from graphopt.facts import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.packing import PackedMatrix
 from graphopt.runtime_ops import OPERATORS
-from graphopt.weights import new_weight
+from graphopt.weights import new_weight, source_of
 
 GATHERED = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
 BESIDE = Rule(
@@ -21,11 +21,39 @@ BESIDE = Rule(
     "{operator} of the codes of {product}, under a second name, as onnxruntime fuses no product that shares its codes",
 )
 
+_BESIDE = ".looked_up"  # behind the name of what a product reads: what lookups read of it
+
 # The types of codes that ONNX's own Gather takes in onnxruntime.
 _BYTES = (ir.DataType.INT8, ir.DataType.UINT8)
 
 
-def gather_packed(graph: ir.Graph, lookups: Sequence[ir.Node], matrix: PackedMatrix, ledger: Ledger, name: str) -> None:
+Lookup = tuple[ir.Node, ir.Value]
+"""A node that makes the rows of a table that ids name, [..., K], and these ids."""
+
+
+def lookups_of(graph: ir.Graph, stored: StoredCodes) -> list[Lookup]:
+    """Return what looks up columns: of the matrix itself, or of codes as :func:`gather_standard` left them.
+
+    The latter is in a model that was lowered before; codes and scales must be those of the product, to the byte.
+    """
+    found = [(node, node.inputs[1]) for node in column_lookups(stored.reader)]
+    codes, scales = _beside(graph, stored.codes), _beside(graph, stored.scales)
+    for node in (use.node for use in (codes.uses() if codes and scales else ())):
+        fused = (node.domain, node.op_type) == (MICROSOFT, "GatherBlockQuantized")
+        columns = node if fused else _only_reader(node, "DequantizeLinear")
+        turned = None if columns is None else _only_reader(columns, "Transpose")
+        if columns is None or turned is None:
+            continue
+        read = columns.inputs[2] if fused else columns.inputs[1]
+        if not fused:
+            gathered = None if read is None else read.producer()
+            read = None if gathered is None else gathered.inputs[0]
+        if read is scales:
+            found.append((turned, node.inputs[1]))
+    return [(node, ids) for node, ids in found if ids is not None]
+
+
+def gather_packed(graph: ir.Graph, lookups: Sequence[Lookup], matrix: PackedMatrix, ledger: Ledger, name: str) -> None:
     """Let each of ``lookups`` read columns of the packed ``matrix``, which the product called ``name`` multiplies by.
 
     ::
@@ -33,9 +61,8 @@ def gather_packed(graph: ir.Graph, lookups: Sequence[ir.Node], matrix: PackedMat
         e = Gather(Transpose(Dequantize(codes, ...)), ids)   ->   e = GatherTable(ids, packed codes, scales, table, ...)
     """
     operator = OPERATORS["GatherTable"]
-    for node in lookups:
-        insert, ids = Inserter(graph, node, node.name or "lookup"), node.inputs[1]
-        assert ids is not None
+    for node, ids in lookups:
+        insert = Inserter(graph, node, node.name or "lookup")
         if ids.dtype != ir.DataType.INT64:
             ids = insert.op("Cast", [ids], ids.shape, ir.DataType.INT64, "ids", to=ir.DataType.INT64)
         inputs = {"ids": ids, **matrix.named}
@@ -61,7 +88,7 @@ def gather_standard(graph: ir.Graph, stored: StoredCodes, ledger: Ledger, name: 
     lookups = column_lookups(stored.reader)
     parts = {"codes": stored.codes, "scales": stored.scales, "zero_points": stored.zero_points}
     made = {
-        part: new_weight(graph, f"{value.name}.looked_up", value.const_value)
+        part: new_weight(graph, f"{value.name}{_BESIDE}", value.const_value)
         for part, value in parts.items()
         if lookups and value is not None
     }
@@ -97,3 +124,18 @@ def _rows(value: ir.Value) -> int:
     assert value.const_value is not None
     rows: int = value.const_value.shape.numpy()[0]
     return rows
+
+
+def _beside(graph: ir.Graph, value: ir.Value) -> ir.Value | None:
+    """Return the same tensor under the name that lookups read it by."""
+    found = graph.initializers.get(f"{value.name}{_BESIDE}")
+    if found is None or found.const_value is None or value.const_value is None:
+        return None
+    return found if source_of(found.const_value) == source_of(value.const_value) else None
+
+
+def _only_reader(node: ir.Node, operator: str) -> ir.Node | None:
+    """Return what alone reads what ``node`` makes, where that is such an operator of ONNX."""
+    readers = [use.node for use in node.outputs[0].uses()]
+    alone = len(readers) == 1 and (readers[0].domain, readers[0].op_type) == ("", operator)
+    return readers[0] if alone else None

@@ -23,7 +23,7 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
-from graphopt.passes.lower.lookups import gather_packed, gather_standard
+from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
 from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.instructions import instructions_here
@@ -231,7 +231,7 @@ def _replace(
 def _packed(graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> PackedMatrix:
     """Return the matrix of ``node`` in our layout; lookups of its columns read it too."""
     matrix = packed(graph, stored)
-    gather_packed(graph, column_lookups(stored.reader), matrix, ledger, node.name or "?")
+    gather_packed(graph, lookups_of(graph, stored), matrix, ledger, node.name or "?")
     return matrix
 
 

@@ -120,6 +120,18 @@ def test_files_keep_shared_bytes_shared(tmp_path: Path) -> None:
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
 
 
+@pytest.mark.parametrize("name", ["int8", "uint8", "int4", "uint4"])
+def test_a_lookup_of_a_model_that_was_portable_reads_what_the_product_reads(name: str) -> None:
+    model, _ = quantized(name)
+    direct = model.clone()
+    run_pass(direct, "lower", target="ort-cpu", instructions="avx2")
+    run_pass(model, "lower")
+    assert kinds(model)[: len(FORMS[name])] != ["GatherTable"]
+    run_pass(model, "lower", target="ort-cpu", instructions="avx2")
+    assert kinds(model) == kinds(direct)
+    assert contents(model) == contents(direct)
+
+
 @pytest.mark.parametrize("name", ["uint5", "nf4"])
 def test_a_packed_lookup_gets_its_logical_form_back(name: str) -> None:
     model, _ = quantized(name)

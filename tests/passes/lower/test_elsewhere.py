@@ -68,6 +68,9 @@ def test_what_costs_nothing_is_not_told() -> None:
     assert elsewhere(made("avx2"), "avx2", "avxvnni", COSTS) is None
     assert elsewhere(made("avx512", four=0, eight=0), "avx512", "avx2", COSTS) is None
     assert elsewhere([], "avx512", "avx2", COSTS) is None
+    tie = COSTS.model_copy(update={"costs": (*COSTS.costs[:3], cost(8, "avx2", 200, 206))})
+    assert tie.compare(8, "avx2").ours
+    assert elsewhere(made("avx512", four=0), "avx512", "avx2", tie) is None
 
 
 def test_a_report_read_from_a_manifest_tells_the_same() -> None:

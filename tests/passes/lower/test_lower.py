@@ -70,8 +70,16 @@ def test_the_faster_kernel_is_chosen_and_the_figures_are_in_the_report() -> None
 
 def test_a_kernel_that_loses_anywhere_is_not_chosen() -> None:
     assert COSTS.compare(4, "avx512").ours
-    slower = Costs(source="", machine="", costs=(*COSTS.costs, cost(4, 900, 901, rows=256)))
+    slower = Costs(source="", machine="", costs=(*COSTS.costs, cost(4, 900, 950, rows=256)))
     assert not slower.compare(4, "avx512").ours
+
+
+def test_a_tie_goes_to_the_kernel_whose_bits_do_not_depend_on_the_rows() -> None:
+    tie = Costs(source="", machine="", costs=(cost(8, 100, 105), cost(8, 400, 200, rows=8)))
+    assert tie.compare(8, "avx512").ours
+    assert str(tie.compare(8, "avx512").reason).endswith("; about as fast, and the same bits for any number of rows")
+    assert "tie" not in COSTS.compare(4, "avx512").reason.figures
+    assert not Costs(source="", machine="", costs=(cost(8, 100, 105.1),)).compare(8, "avx512").ours
 
 
 def test_what_was_not_measured_stays() -> None:
@@ -81,7 +89,9 @@ def test_what_was_not_measured_stays() -> None:
     assert kinds(model)["MatMulTable"] == 0
 
 
-@pytest.mark.parametrize(("instructions", "of_head"), [("avx512", "MatMul"), ("avx2", "MatMulTable")])
+@pytest.mark.parametrize(
+    ("instructions", "of_head"), [("scalar", "MatMul"), ("avx2", "MatMulTable"), ("avx512", "MatMulTable")]
+)
 def test_the_default_is_the_instruction_set_of_this_machine(
     instructions: str, of_head: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
