@@ -178,9 +178,7 @@ class PagedCache:
             if self.layers[numbers[0]].wraps:
                 self.oldest[numbers[0]][kept == 0] = 0
             for row, (tokens, length) in lengths:
-                if not moves(self.layers[numbers[0]], tokens, length):
-                    continue
-                for number in numbers:
+                for number in numbers if moves(self.layers[numbers[0]], tokens, length) else ():
                     state = {name: Row(state.buffers[0], row) for name, state in self.states[number].items()}
                     rewind_row(self.layers[number], state, tokens, length)
 
@@ -285,8 +283,8 @@ class PagedCache:
         """Return by how many bytes caches of these pages are too large; while a tensor is copied, both take memory."""
         if self._limit is not None:
             return self._bytes(pages) - self._limit
-        held = max((buffer.nbytes for buffer in self._buffers()), default=0)
-        return self._bytes(pages) - self.bytes + held + _SPARE - self._memory.available()
+        held = max((buffer.nbytes for buffer in self._buffers()), default=0) + _SPARE
+        return self._bytes(pages) - self.bytes + held - self._memory.available()
 
     def _resize(self, index: int, layer: PagedLayer, pages: int, stored: IntArray) -> None:
         self._bound = None
