@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -66,3 +68,12 @@ def test_no_file_is_long() -> None:
     assert {file.suffix for file in sources} >= {".py", ".h", ".cc", ".cu"}
     lengths = {file: file.read_text(encoding="utf-8").count("\n") for file in sources}
     assert {str(file.relative_to(PACKAGE)): length for file, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_text_is_made_without_the_passes() -> None:
+    """They import half a second of libraries, which a session would wait for."""
+    code = (
+        "import sys, graphopt.generation; print([name for name in sys.modules if name.startswith('graphopt.passes')])"
+    )
+    made = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "[]"

@@ -19,6 +19,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
+from graphopt.analysis.lm_head import lm_head_of
 from graphopt.analysis.ports import HIDDEN, LOGITS
 from graphopt.artifact import HEADS
 from graphopt.decoding.continuation import Continuation
@@ -26,7 +27,6 @@ from graphopt.decoding.drafts.drafter import Guess
 from graphopt.decoding.drafts.heads_file import TOKEN, Floats, HeadsFile, ports
 from graphopt.errors import InputError
 from graphopt.facts import Fact
-from graphopt.passes.lower.expose_hidden import lm_head_of
 from graphopt.runtime import open_session, run
 from graphopt.session import Session
 from graphopt.tasks.ports import Array

@@ -9,15 +9,12 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
+from graphopt.analysis.lm_head import BY_POSITION, same_for_all_positions
 from graphopt.analysis.structure import LAST_POSITIONS, lm_head_nodes, makes_last_logits
 from graphopt.editing import shared
 from graphopt.facts import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
-
-BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
-"""What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own."""
-
 
 LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
 LAST_SOME = Rule("last_logits.last-positions", "only the last {count} positions of {tensor} reach {lm_head}")
@@ -124,13 +121,6 @@ def path_to_lm_head(graph: ir.Graph, logits: ir.Value) -> list[ir.Node] | Fact:
     if x is None or x.shape is None or len(x.shape) != 3 or x.is_initializer():
         return INPUT_NOT_BY_POSITION(lm_head=path[-1].name)
     return path
-
-
-def same_for_all_positions(value: ir.Value) -> bool:
-    """Return whether a value is a constant that positions share, such as a bias."""
-    producer, shape = value.producer(), value.shape
-    constant = value.is_initializer() or (producer is not None and producer.op_type == "Constant")
-    return constant and shape is not None and (len(shape) < 2 or shape[-2] == 1)
 
 
 def _cut(shape: ir.Shape, positions: int) -> ir.Shape:
