@@ -180,8 +180,8 @@ def test_the_manifest_tells_storage_and_compute_apart(
 def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
     made = optimize(llama_artifact, "int4-rtn", tmp_path / "out", target="ort-cpu:avx512")
     assert made.manifest.precision is not None
-    # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers
-    assert made.manifest.precision.count("MatMulTable", "int8") == 8
+    # queries, keys and values are one product, and so are gate and up: 4 instead of 7 in each of 2 layers; the lm_head
+    assert made.manifest.precision.count("MatMulTable", "int8") == 9
     assert made.manifest.precision.storage["int4"] == 8
     assert [report.name for report in made.manifest.passes][-4:] == [
         "merge_products",
@@ -196,7 +196,8 @@ def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
     assert portable.manifest.weights is not None
     assert made.manifest.weights is not None
     ratio = made.manifest.weights.bits_per_weight / portable.manifest.weights.bits_per_weight
-    assert 1 <= ratio < 1.01
+    # the last tile of the lm_head is one fiftieth of this small model
+    assert 1 <= ratio < 1.03
 
 
 @needs_library
@@ -207,8 +208,8 @@ def test_kernels_are_chosen_for_this_machine_and_another_one_says_what_that_cost
     monkeypatch.setenv(ISA_VARIABLE, "avx2")
     how: dict[str, Any] = {"run": False, "quality_tokens": 0}
     here = optimize(llama_artifact, "int4-rtn", tmp_path / "here", target="ort-cpu", **how).manifest
-    there = optimize(llama_artifact, "int4-rtn", tmp_path / "there", target="ort-cpu:avx512", **how).manifest
-    for manifest, instructions, ours in ((here, "avx2", 9), (there, "avx512", 8)):
+    there = optimize(llama_artifact, "int4-rtn", tmp_path / "there", target="ort-cpu:scalar", **how).manifest
+    for manifest, instructions, ours in ((here, "avx2", 9), (there, "scalar", 0)):
         assert manifest.recipe is not None
         (lower,) = (step for step in manifest.recipe["steps"] if step["step"] == "lower")
         assert (lower["target"], lower["instructions"]) == ("ort-cpu", instructions)
@@ -216,7 +217,7 @@ def test_kernels_are_chosen_for_this_machine_and_another_one_says_what_that_cost
         assert manifest.precision.count("MatMulTable") == ours
     assert load(tmp_path / "here").notes == ()
     (note,) = load(tmp_path / "there").notes
-    assert str(note).startswith("kernels were chosen for avx512 and this machine has avx2: 1 product(s) of 8 bits run")
+    assert str(note).startswith("kernels were chosen for scalar and this machine has avx2: 8 product(s) of 4 bits run")
     assert load(tmp_path / "there", native=False).notes == ()
     run(tmp_path / "there", ["a"], max_new_tokens=1)
     assert f"note: {note}" in capsys.readouterr().err

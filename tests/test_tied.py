@@ -29,7 +29,7 @@ def kinds(folder: Path) -> Counter[str]:
         ("int4-rtn", {}, "Gather"),
         ("int4-rtn", {"target": "ort-cuda"}, "GatherTable"),
         ("fp6-rtn", {}, "GatherTable"),
-        ("w4a8-rtn", {"target": "ort-cpu:avx512"}, "Gather"),
+        ("w4a8-rtn", {"target": "ort-cpu:avx512"}, "GatherTable"),
     ],
 )
 def test_one_set_of_codes_saves_the_embedding_and_verifies(

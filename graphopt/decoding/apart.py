@@ -10,7 +10,7 @@ the rows of one prompt as for those of several once there are some tens of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -58,21 +58,18 @@ class Fed:
     hidden: Floats | None
 
 
-def feed_apart(decoder_of: Callable[[int], Decoder], input_ids: IntArray, mask: IntArray) -> Iterator[Fed]:
+def feed_apart(decoders: Iterable[Decoder], input_ids: IntArray, mask: IntArray) -> Iterator[Fed]:
     """Feed prompts one after the other, each piece by piece, and yield behind each piece.
 
     Args:
-        decoder_of: makes the decoder of a row, whose cache is a part of the batch's.
+        decoders: of each row, with a cache that is a part of the batch's.
         input_ids: the tokens, [batch, length], each prompt at the right end of its row.
         mask: 1 for a token, 0 for padding, [batch, length].
     """
     batch, length = input_ids.shape
     tokens, newest, states = np.zeros(batch, np.int64), None, None
-    for row, count in enumerate(mask.sum(axis=1).tolist()):
-        if not count:
-            continue
-        decoder = decoder_of(row)
-        for _, logits in decoder.feed(input_ids[row : row + 1, length - count :]):
+    for row, (count, decoder) in enumerate(zip(mask.sum(axis=1).tolist(), decoders, strict=True)):
+        for _, logits in decoder.feed(input_ids[row : row + 1, length - count :]) if count else ():
             newest = _with(newest, logits, batch, row)
             states = None if decoder.hidden is None else _with(states, decoder.hidden, batch, row)
             tokens[row] = decoder.tokens[0]

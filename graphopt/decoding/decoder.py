@@ -13,7 +13,6 @@ Rows (:mod:`graphopt.decoding.rows`) know tokens, masks and positions; a cache k
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +25,7 @@ from graphopt.decoding.cache import Cache, GrowingCache
 from graphopt.decoding.cache_file import CacheFile
 from graphopt.decoding.device import memory_of
 from graphopt.decoding.exact import Mark, mark, pages_that_mind, rewinds_exactly, room_for_drafts
+from graphopt.decoding.feeds import Feeds
 from graphopt.decoding.paged import PagedCache
 from graphopt.decoding.rows import CountedRows, MaskedRows, Rows
 from graphopt.errors import InputError
@@ -71,6 +71,7 @@ class Decoder:
             self._rows = MaskedRows(interface, batch)
         self._cache: Cache = self._new_cache(batch, expected) if cache is None else cache
         self._binding = session.inference.io_binding()
+        self._feeds = Feeds(self._binding, in_place=session.device == "cpu")
         self.hidden: Hidden | None = None
         self._minding = pages_that_mind(interface.layers)
         self._exact = all(map(rewinds_exactly, interface.layers))
@@ -120,7 +121,8 @@ class Decoder:
         ):
             self._session.check_length(int(mask.sum(axis=1).max()))
             cache.reserve(self.tokens, mask.sum(axis=1), min(_PIECE, length))
-            for fed in feed_apart(partial(self._of_row, cache), input_ids, mask):
+            rows = (Decoder(self._session, 1, cache=cache.row(row)) for row in range(batch))
+            for fed in feed_apart(rows, input_ids, mask):
                 # Whenever the caller stops, rows hold what they were fed.
                 self._rows, self.hidden = CountedRows(self._session.interface, fed.tokens, length), fed.hidden
                 yield length - 1, fed.logits
@@ -133,9 +135,6 @@ class Decoder:
         for begin in range(0, length, piece):
             part = slice(begin, begin + piece)
             yield begin, self.step(input_ids[:, part], None if mask is None else mask[:, part])
-
-    def _of_row(self, cache: PagedCache, row: int) -> Decoder:
-        return Decoder(self._session, 1, cache=cache.row(row))
 
     def step(self, input_ids: IntArray, mask: IntArray | None = None) -> Logits:
         """Feed new tokens and return their logits.
@@ -165,8 +164,7 @@ class Decoder:
         session.check_length(int(step.tokens.max()))
         self._cache.reserve(step.stored, step.tokens, input_ids.shape[1])
         binding = self._binding
-        for name, array in step.feeds.items():
-            binding.bind_cpu_input(name, array)
+        self._feeds.bind(step.feeds)
         # Binding a name again replaces the earlier binding: the logits stay the first output.
         binding.bind_output(LOGITS, "cpu")
         gives_hidden = session.interface.gives_hidden

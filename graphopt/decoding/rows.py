@@ -142,8 +142,7 @@ class CountedRows:
         if self._has_positions:
             places = (self._next - length)[:, None] + np.arange(length)
             feeds["position_ids"] = np.maximum(places, 0)
-        contiguous = {name: np.ascontiguousarray(value) for name, value in feeds.items()}
-        return Step(contiguous, self.tokens, self._next)
+        return Step(feeds, self.tokens, self._next)
 
     def finish(self) -> None:
         """See :class:`Rows`."""
