@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from graphopt.artifact import HEADS
 from graphopt.decoding.sampling import Sampling
 from graphopt.evaluation import evaluate
 from graphopt.facts import Fact
@@ -35,7 +36,7 @@ class Stage(BaseModel):
     Attributes:
         name: the recipe, or the export.
         folder: the artifact that was written.
-        bytes: size of all its files.
+        bytes: size of all its files, without heads that draft.
         bits_per_weight: bits of one weight, scales included.
         bits_per_byte: the model's loss per byte of the held-out text.
         largest_logit_change: against the exported model, relative to the largest logit.
@@ -117,7 +118,7 @@ def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: floa
     return Stage(
         name=name,
         folder=str(folder),
-        bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        bytes=sum(file.stat().st_size for file in folder.iterdir() if file.name != HEADS),
         bits_per_weight=manifest.weights.bits_per_weight if manifest.weights else 0.0,
         bits_per_byte=evaluate(session, text).bits_per_byte,
         largest_logit_change=moved[-1] if moved else 0.0,
