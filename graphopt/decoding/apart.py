@@ -12,15 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.tasks.ports import IntArray
-
-if TYPE_CHECKING:
-    from graphopt.decoding.decoder import Decoder
 
 Floats = npt.NDArray[np.floating]
 
@@ -43,6 +40,19 @@ def pay_apart(mask: IntArray) -> bool:
     return batch > 1 and apart < _SHARE * mask.size
 
 
+class OneRow(Protocol):
+    """A decoder of one row, see :class:`graphopt.decoding.decoder.Decoder`."""
+
+    hidden: Floats | None
+
+    @property
+    def tokens(self) -> IntArray:
+        """Tokens that the row has stored, int64 [1]."""
+
+    def feed(self, input_ids: IntArray) -> Iterator[tuple[int, Floats]]:
+        """Feed new tokens [1, length] piece by piece, and yield the logits of each."""
+
+
 @dataclass(frozen=True)
 class Fed:
     """What rows were fed so far; numbers are 0 where a row was not.
@@ -58,7 +68,7 @@ class Fed:
     hidden: Floats | None
 
 
-def feed_apart(decoders: Iterable[Decoder], input_ids: IntArray, mask: IntArray) -> Iterator[Fed]:
+def feed_apart(decoders: Iterable[OneRow], input_ids: IntArray, mask: IntArray) -> Iterator[Fed]:
     """Feed prompts one after the other, each piece by piece, and yield behind each piece.
 
     Args:
