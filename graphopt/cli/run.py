@@ -65,7 +65,7 @@ def run(
         typer.Option(
             "--speculate",
             help="check guesses, several tokens a step; the text stays the same: auto, lookup, the folder of a smaller "
-            "model, heads, self:streaming, self:layers=N, verified:A,B",
+            "model, heads, self:streaming, self:retrieval, self:layers=N, verified:A,B",
         ),
     ] = None,
     draft_tokens: Annotated[

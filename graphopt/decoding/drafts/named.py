@@ -24,9 +24,9 @@ def speculation_named(session: Session, name: str, tokens: str = AUTO) -> Specul
 
     Args:
         session: the model whose texts it drafts.
-        name: ``lookup``; the folder of a smaller model; ``heads`` beside the model; ``self:streaming`` or
-            ``self:layers=N``; ``verified:A,B``: B drafts, and A drafts for B; or ``auto``: lookup, only where texts
-            stay the same to the bit.
+        name: ``lookup``; the folder of a smaller model; ``heads`` beside the model; ``self:streaming``,
+            ``self:retrieval`` or ``self:layers=N``; ``verified:A,B``: B drafts, and A drafts for B; or ``auto``:
+            lookup, only where texts stay the same to the bit.
         tokens: how long drafts are: a number, or ``auto``.
 
     Raises:
@@ -61,7 +61,7 @@ def _model(session: Session, name: str, drafter: Drafter | None = None) -> Model
     if not Path(name).exists():
         raise InputError(
             f"there is no drafter {name!r}, and no such folder",
-            remedy="known are lookup, auto, heads, self:streaming, self:layers=N, verified:A,B, and folders of smaller "
-            "models",
+            remedy="known are lookup, auto, heads, self:streaming, self:retrieval, self:layers=N, verified:A,B, and "
+            "folders of smaller models",
         )
     return ModelDrafter(model_beside(session, Path(name)), drafter=drafter)

@@ -1,6 +1,7 @@
 """Drafts of the model itself, read with less: caches that hold few tokens, or its first layers only.
 
     self:streaming    every head reads the first tokens and the newest (TriForce's first level, Sun et al., 2024)
+    self:retrieval    every head reads those and the pages that look worth it (TriForce's second level)
     self:layers=3     the state behind the third layer goes to the last norm and the lm_head (LayerSkip, Elhoushi et
                       al., 2024; a model that was not trained for it drafts worse)
 
@@ -27,7 +28,7 @@ from graphopt.session import Session
 from graphopt.tasks.causal_lm.interface import Interface
 
 RECENT = 256
-"""Newest tokens that a draft by streaming reads, by default."""
+"""Tokens that a draft by streaming or retrieval reads besides the first page, by default."""
 
 
 def own_drafter(session: Session, kind: str, drafter: Drafter | None = None) -> ModelDrafter:
@@ -35,18 +36,27 @@ def own_drafter(session: Session, kind: str, drafter: Drafter | None = None) -> 
 
     Args:
         session: the model.
-        kind: ``streaming``, ``streaming=N`` with the newest N tokens, or ``layers=N``.
+        kind: ``streaming``, ``streaming=N`` with the newest N tokens, ``retrieval=N`` with pages of N tokens, or
+            ``layers=N``.
         drafter: what drafts for it, if anything does.
 
     Raises:
         InputError: there is no such kind; or the graph has no caches in pages to stream, or not so many layers.
     """
     name, _, value = kind.partition("=")
-    if name not in ("streaming", "layers") or (value and not value.isdigit()) or (name == "layers" and not value):
-        raise InputError(f"there is no draft self:{kind}", remedy="known are self:streaming and self:layers=N")
+    if (
+        name not in ("streaming", "retrieval", "layers")
+        or (value and not value.isdigit())
+        or (name == "layers" and not value)
+    ):
+        raise InputError(
+            f"there is no draft self:{kind}", remedy="known are self:streaming, self:retrieval and self:layers=N"
+        )
     model = ir.load(session.file)
     if name == "streaming":
         stream(model, int(value or RECENT))
+    elif name == "retrieval":
+        retrieve(model, int(value or RECENT))
     else:
         leave_early(model, int(value))
     changed = ir.to_proto(model).SerializeToString()
@@ -71,18 +81,42 @@ def stream(model: ir.Model, recent: int) -> None:
     Raises:
         InputError: there is no such head in pages without summaries.
     """
-    found = [node for node in kv_nodes(model.graph) if not layer_of(node).attributes.summarizes]
-    if not found:
-        raise InputError(
-            "no layer keeps its cache in pages that could stream",
-            remedy="add the step page_kv to the recipe; layers of retrieval or with means stay as they are",
-        )
-    for node in found:
+    for node in _dense(model):
         page = layer_of(node).attributes.page
         node.attributes["policies"] = ir.AttrInt64s("policies", [STREAMING])
         node.attributes["sinks"] = ir.AttrInt64("sinks", page)
         node.attributes["recent"] = ir.AttrInt64("recent", max(1, recent))
     describe(model)
+
+
+def retrieve(model: ir.Model, tokens: int) -> None:
+    """Let every head that reads everything read so many tokens in pages that each query chooses.
+
+    The first page and as many of the newest tokens are read besides.
+
+    Raises:
+        InputError: there is no such head in pages without summaries.
+    """
+    from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions  # passes take long to import
+
+    page = max(layer_of(node).attributes.page for node in _dense(model))
+    budget = -(-max(1, tokens) // page)
+    SparseKV(SparseKVOptions(policy="retrieval", sinks=page, recent=page, budget=budget))(model)
+
+
+def _dense(model: ir.Model) -> list[ir.Node]:
+    """Return the caches in pages whose heads read everything, or what their windows allow.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = [node for node in kv_nodes(model.graph) if not layer_of(node).attributes.summarizes]
+    if not found:
+        raise InputError(
+            "no layer keeps its cache in pages of which a draft could read fewer",
+            remedy="add the step page_kv to the recipe; layers of retrieval or with means stay as they are",
+        )
+    return found
 
 
 def leave_early(model: ir.Model, layers: int) -> None:
