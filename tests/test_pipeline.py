@@ -196,8 +196,8 @@ def test_a_target_chooses_kernels(llama_artifact: Path, tmp_path: Path) -> None:
     assert portable.manifest.weights is not None
     assert made.manifest.weights is not None
     ratio = made.manifest.weights.bits_per_weight / portable.manifest.weights.bits_per_weight
-    # the last tile of the lm_head is one fiftieth of this small model
-    assert 1 <= ratio < 1.03
+    # zeros in the last tile: 300 columns of the lm_head take 304, as bytes, and so do others of this small model
+    assert 1 <= ratio < 1.03  # 1.020 today; weights are never fewer, so 1 is the least
 
 
 @needs_library

@@ -48,8 +48,8 @@ LONGEST_CONTEXT = 4096
 """Tokens of context at most: a pass that shows only later is measured as far as that."""
 _LEVEL, _FLOAT32 = "accuracy_level", 1
 _IN_FLOATS = {ACCURACY_LEVEL: "0"}
-# onnxruntime decodes codes once, when it opens the model. Its product of codes with inputs in floats takes three times
-# as long for the tokens of a probe.
+# onnxruntime decodes codes once, when it opens the model. Its product of codes with inputs in floats takes twice as
+# long for the tokens of a probe.
 _DECODED = {"session.disable_quant_qdq": "1", **AS_IT_LIES}
 
 RAN = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")

@@ -101,7 +101,8 @@ class Decoder:
             input_ids: the new tokens, [batch, length].
             mask: as for :meth:`step`.
 
-        Where most of several first prompts would be padding, they are fed one after the other into a cache in pages.
+        First prompts that would have much padding are fed one after the other into a cache in pages, see
+        :func:`graphopt.decoding.apart.pay_apart`.
 
         Yields:
             Where in ``input_ids`` the piece begins, and its logits as from :meth:`step`: the last is always there, and

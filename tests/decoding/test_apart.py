@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx_ir as ir
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,13 +15,12 @@ from graphopt.decoding import decoder as decoding
 from graphopt.decoding.apart import pay_apart
 from graphopt.decoding.decoder import Decoder
 from graphopt.generation import generate
-from graphopt.passes.cache.quantize_kv import QuantizeKV, QuantizeKVOptions
-from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions
 from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe
+from graphopt.recipe import load_recipe
 from graphopt.session import Session, load
 from tests.families import VOCABULARY
 from tests.native import needs_library
+from tests.paged import paged, with_caches
 
 pytestmark = needs_library
 
@@ -37,22 +35,8 @@ STATES: dict[str, tuple[str, dict[str, Any] | None]] = {
 @pytest.fixture(scope="module")
 def sessions(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Session]:
     """Return a small Llama with products of ours and each kind of cache."""
-    folder = tmp_path_factory.mktemp("apart")
-    steps = [{"step": "canonicalize"}, {"step": "page_kv", "page": 16}]
-    pages = Recipe.model_validate({"name": "pages", "steps": steps})
-    optimize(llama_artifact, pages, folder / "float", quality_tokens=0)
-    optimize(folder / "float", load_recipe("fp6-rtn").lowered("ort-cpu:avx512"), folder / "fp6", quality_tokens=0)
-    made = {}
-    for name, (storage, policy) in STATES.items():
-        model = ir.load(folder / "fp6" / "model.onnx")
-        if storage != "float32":
-            QuantizeKV(QuantizeKVOptions(storage=storage))(model)
-        if policy is not None:
-            SparseKV(SparseKVOptions.model_validate(policy))(model)
-        file = folder / "fp6" / f"{name}.onnx"
-        ir.save(model, file)
-        made[name] = load(file, threads=1)
-    return made
+    folder = paged(llama_artifact, tmp_path_factory.mktemp("apart"), "fp6-rtn")
+    return {name: with_caches(folder, *states) for name, states in STATES.items()}
 
 
 @pytest.fixture

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.decoding import costs
 from graphopt.decoding.continuation import Continuation, Settings, start
 from graphopt.decoding.costs import costs_of
 from graphopt.decoding.decoder import Decoder
@@ -26,18 +26,16 @@ from graphopt.decoding.speculation import Speculation
 from graphopt.decoding.verify import Verdict
 from graphopt.errors import InputError
 from graphopt.generation import complete, generate, run
-from graphopt.passes.cache.quantize_kv import QuantizeKV, QuantizeKVOptions
 from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES
 from graphopt.session import Session, load
 from tests.families import VOCABULARY
 from tests.native import needs_library
+from tests.paged import paged, with_caches
 from tests.pairwise import pairwise
 from tests.toys import byte_tokenizer, counting_model
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
 
 # A page is 16 tokens: rings go round, pages are rounded and means follow within 60 tokens.
 POLICIES: dict[str, dict[str, Any] | None] = {
@@ -91,48 +89,19 @@ class Nonsense:
         pass
 
 
-@pytest.fixture(scope="module", autouse=True)
-def costs_are_measured_briefly() -> Iterator[None]:
-    """Run each width of a step once: the first round finds those that give other bits, and no test looks at times."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(costs, "_ROUNDS", (1, 1))
-        yield
-
-
 @pytest.fixture(scope="module")
-def paged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def make_paged(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Return a function that gives the small Llama with caches in pages and products of ours; each is made once."""
-    folder = tmp_path_factory.mktemp("paged")
-    steps = [{"step": "canonicalize"}, {"step": "page_kv", "page": 16}]
-    pages = Recipe.model_validate({"name": "pages", "steps": steps})
-    optimize(llama_artifact, pages, folder / "float", quality_tokens=0)
-
-    def make(recipe: str) -> Path:
-        if not (folder / recipe).exists():
-            optimize(folder / "float", load_recipe(recipe).lowered("ort-cpu:avx512"), folder / recipe, quality_tokens=0)
-        return folder / recipe
-
-    return make
+    return partial(paged, llama_artifact, tmp_path_factory.mktemp("paged"))
 
 
 @pytest.fixture(scope="module")
-def make_session(paged: Callable[[str], Path]) -> Callable[[str, str, str], Session]:
-    """Return a function that opens a model with a storage and a policy, which are changed in its graph."""
-    made: dict[tuple[str, str, str], Session] = {}
+def make_session(make_paged: Callable[[str], Path]) -> Callable[[str, str, str], Session]:
+    """Return a function that opens a model with a storage and a policy, each once."""
 
+    @cache
     def make(products: str, storage: str, policy: str) -> Session:
-        key = (products, storage, policy)
-        if key not in made:
-            folder, chosen = paged(products), POLICIES[policy]
-            model = ir.load(folder / "model.onnx")
-            if storage != "float32":
-                QuantizeKV(QuantizeKVOptions(storage=storage))(model)
-            if chosen is not None:
-                SparseKV(SparseKVOptions.model_validate(chosen))(model)
-            file = folder / f"{storage}-{policy}.onnx"
-            ir.save(model, file)
-            made[key] = load(file, threads=1)
-        return made[key]
+        return with_caches(make_paged(products), storage, POLICIES[policy])
 
     return make
 
@@ -349,10 +318,10 @@ def test_a_drafter_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
     assert found[0.0][0] > 0.9 * found[None][0]
 
 
-def test_drafters_of_drafters_have_names(make_session: Any, paged: Callable[[str], Path]) -> None:
+def test_drafters_of_drafters_have_names(make_session: Any, make_paged: Callable[[str], Path]) -> None:
     session, settings = make_session("fp6-rtn", "float32", "dense"), Settings(40)
     plain = complete(session, PROMPTS[:1], settings)[0].tokens
-    for name in ("verified:lookup,self:layers=1", f"verified:self:layers=1,{paged('int4-rtn')}"):
+    for name in ("verified:lookup,self:layers=1", f"verified:self:layers=1,{make_paged('int4-rtn')}"):
         assert complete(session, PROMPTS[:1], settings, speculation_named(session, name, "3"))[0].tokens == plain
     for name in ("verified:lookup", "verified:lookup,lookup", "verified:lookup,verified:lookup,self:layers=1"):
         with pytest.raises(InputError, match="there is no drafter"):

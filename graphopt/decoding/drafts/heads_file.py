@@ -172,8 +172,6 @@ class HeadsFile:
         Raises:
             InputError: the columns are not those of the same matrix in another basis.
         """
-        if not len(self.tokens):
-            return self
         there = lm_head[:, self.tokens]
         turn = _fit(self.columns, there)
         left = float(np.linalg.norm(there - turn @ self.columns) / np.linalg.norm(there))

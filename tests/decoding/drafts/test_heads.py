@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from typer.testing import CliRunner
 from graphopt.analysis.ports import HIDDEN
 from graphopt.artifact import HEADS, verify_files
 from graphopt.cli import app
-from graphopt.decoding import costs
 from graphopt.decoding.drafts import Chain, Guess, Heads
 from graphopt.decoding.drafts.heads import lm_head_matrix
 from graphopt.decoding.drafts.heads_file import HeadsFile
@@ -35,7 +33,7 @@ from tests.families import VOCABULARY
 from tests.native import needs_library
 from tools.train_heads import opened
 
-pytestmark = needs_library
+pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
 
 DRAWN = Sampling(0.8, top_p=0.9, seed=7)
 PROMPTS = [[*range(60, 100), 5, 6, 7], [41], [3, 200, 17, 3, 200], *([number] for number in range(5))]
@@ -47,14 +45,6 @@ def nonsense(seed: int = 0, heads: int = 3, inner: int = 8, width: int = WIDTH) 
     shapes = (width, heads, inner), (heads, inner, width), (VOCABULARY, 4), (4, heads, inner)
     arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
     return HeadsFile(*arrays, np.empty(0, np.int64), np.empty((width, 0), np.float32))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def costs_are_measured_briefly() -> Iterator[None]:
-    """Run each width of a step once: no test looks at times."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(costs, "_ROUNDS", (1, 1))
-        yield
 
 
 @pytest.fixture(scope="module")
