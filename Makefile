@@ -110,7 +110,7 @@ test-emulated: $(EMULATED_READY)
 	GRAPHOPT_EMULATOR="$(EMULATOR) -cpu max -L /usr/aarch64-linux-gnu $(CURDIR)/$(EMULATED)/guest \
 		$(CURDIR)/$(EMULATED)/graphopt/runtime_ops/libgraphopt_ops.so" \
 	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(EMULATED)/bridge.so HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 \
-	$(BIN)/pytest -n $(JOBS) --capture=sys $(addprefix --ignore=,$(NOT_EMULATED)) tests/runtime_ops tests/rounding/test_native.py
+	$(BIN)/pytest -n $(JOBS) --capture=sys $(addprefix --ignore=,$(NOT_EMULATED)) tests/runtime_ops tests/quantization/rounding/test_native.py
 
 emulated: $(EMULATED_READY)
 
@@ -119,8 +119,8 @@ $(EMULATED_READY): $(READY) $(NATIVE) $(wildcard $(EMULATION)/*.cc $(EMULATION)/
 	@$(PIP) install --no-deps --upgrade --target $(EMULATED) --config-settings=build-dir=$(EMULATED)/cmake \
 		--config-settings=cmake.define.CMAKE_TOOLCHAIN_FILE=$(CURDIR)/$(EMULATION)/aarch64.cmake \
 		--config-settings=cmake.define.GRAPHOPT_CUDA=OFF .
-	@$(CROSS) $(WARNINGS) -Igraphopt/runtime_ops -Igraphopt/rounding $(EMULATION)/guest.cc -o $(EMULATED)/guest -ldl
-	@$(CXX) $(WARNINGS) -fPIC -shared -Wl,-z,nodelete -fvisibility=hidden -Igraphopt/runtime_ops -Igraphopt/rounding $(EMULATION)/bridge.cc \
+	@$(CROSS) $(WARNINGS) -Igraphopt/runtime_ops -Igraphopt/quantization/rounding $(EMULATION)/guest.cc -o $(EMULATED)/guest -ldl
+	@$(CXX) $(WARNINGS) -fPIC -shared -Wl,-z,nodelete -fvisibility=hidden -Igraphopt/runtime_ops -Igraphopt/quantization/rounding $(EMULATION)/bridge.cc \
 		-o $(EMULATED)/bridge.so
 	@touch $@
 

@@ -16,67 +16,67 @@ from typing import TYPE_CHECKING, Any
 from graphopt.version import VERSION
 
 if TYPE_CHECKING:
-    from graphopt.artifact import Artifact as Artifact
-    from graphopt.artifact import read as read
-    from graphopt.conversation.conversation import Conversation as Conversation
-    from graphopt.conversation.conversation import chat as chat
-    from graphopt.decoding.continuation import Settings as Settings
-    from graphopt.decoding.grammar import Grammar as Grammar
-    from graphopt.decoding.sampling import Sampling as Sampling
-    from graphopt.embeddings import EmbeddingEvaluation as EmbeddingEvaluation
-    from graphopt.embeddings import EncoderSession as EncoderSession
-    from graphopt.embeddings import evaluate_embeddings as evaluate_embeddings
-    from graphopt.embeddings import load_encoder as load_encoder
+    from graphopt.artifact.artifact import Artifact as Artifact
+    from graphopt.artifact.artifact import read as read
+    from graphopt.artifact.manifest import Manifest as Manifest
+    from graphopt.compile.pipeline import optimize as optimize
     from graphopt.errors import GraphoptError as GraphoptError
     from graphopt.errors import InputError as InputError
     from graphopt.errors import MissingDependencyError as MissingDependencyError
     from graphopt.errors import VerificationError as VerificationError
-    from graphopt.evaluation import Evaluation as Evaluation
-    from graphopt.evaluation import evaluate as evaluate
-    from graphopt.generation import Completion as Completion
-    from graphopt.generation import generate as generate
-    from graphopt.generation import stream as stream
-    from graphopt.manifest import Manifest as Manifest
+    from graphopt.inference.conversation.conversation import Conversation as Conversation
+    from graphopt.inference.conversation.conversation import chat as chat
+    from graphopt.inference.decoding.continuation import Settings as Settings
+    from graphopt.inference.decoding.grammar import Grammar as Grammar
+    from graphopt.inference.decoding.sampling import Sampling as Sampling
+    from graphopt.inference.embeddings import EmbeddingEvaluation as EmbeddingEvaluation
+    from graphopt.inference.embeddings import EncoderSession as EncoderSession
+    from graphopt.inference.embeddings import evaluate_embeddings as evaluate_embeddings
+    from graphopt.inference.embeddings import load_encoder as load_encoder
+    from graphopt.inference.generation import Completion as Completion
+    from graphopt.inference.generation import generate as generate
+    from graphopt.inference.generation import stream as stream
+    from graphopt.inference.session import Session as Session
+    from graphopt.inference.session import load as load
     from graphopt.models.export import export as export
-    from graphopt.pipeline import optimize as optimize
-    from graphopt.recipe import Recipe as Recipe
-    from graphopt.recipe import load_recipe as load_recipe
-    from graphopt.recipe import presets as presets
-    from graphopt.session import Session as Session
-    from graphopt.session import load as load
+    from graphopt.passes.recipe import Recipe as Recipe
+    from graphopt.passes.recipe import load_recipe as load_recipe
+    from graphopt.passes.recipe import presets as presets
+    from graphopt.quality.evaluation import Evaluation as Evaluation
+    from graphopt.quality.evaluation import evaluate as evaluate
 
 __version__ = VERSION
 
 # Where each name is: it is imported when it is first used, so that `graphopt --help` starts at once.
 _HOMES = {
-    "Artifact": "graphopt.artifact",
-    "Completion": "graphopt.generation",
-    "Conversation": "graphopt.conversation.conversation",
-    "EmbeddingEvaluation": "graphopt.embeddings",
-    "EncoderSession": "graphopt.embeddings",
-    "Evaluation": "graphopt.evaluation",
+    "Artifact": "graphopt.artifact.artifact",
+    "Completion": "graphopt.inference.generation",
+    "Conversation": "graphopt.inference.conversation.conversation",
+    "EmbeddingEvaluation": "graphopt.inference.embeddings",
+    "EncoderSession": "graphopt.inference.embeddings",
+    "Evaluation": "graphopt.quality.evaluation",
     "GraphoptError": "graphopt.errors",
-    "Grammar": "graphopt.decoding.grammar",
+    "Grammar": "graphopt.inference.decoding.grammar",
     "InputError": "graphopt.errors",
-    "Manifest": "graphopt.manifest",
+    "Manifest": "graphopt.artifact.manifest",
     "MissingDependencyError": "graphopt.errors",
-    "Recipe": "graphopt.recipe",
-    "Sampling": "graphopt.decoding.sampling",
-    "Session": "graphopt.session",
-    "Settings": "graphopt.decoding.continuation",
+    "Recipe": "graphopt.passes.recipe",
+    "Sampling": "graphopt.inference.decoding.sampling",
+    "Session": "graphopt.inference.session",
+    "Settings": "graphopt.inference.decoding.continuation",
     "VerificationError": "graphopt.errors",
-    "chat": "graphopt.conversation.conversation",
-    "evaluate": "graphopt.evaluation",
-    "evaluate_embeddings": "graphopt.embeddings",
+    "chat": "graphopt.inference.conversation.conversation",
+    "evaluate": "graphopt.quality.evaluation",
+    "evaluate_embeddings": "graphopt.inference.embeddings",
     "export": "graphopt.models.export",
-    "generate": "graphopt.generation",
-    "load": "graphopt.session",
-    "load_encoder": "graphopt.embeddings",
-    "load_recipe": "graphopt.recipe",
-    "optimize": "graphopt.pipeline",
-    "presets": "graphopt.recipe",
-    "read": "graphopt.artifact",
-    "stream": "graphopt.generation",
+    "generate": "graphopt.inference.generation",
+    "load": "graphopt.inference.session",
+    "load_encoder": "graphopt.inference.embeddings",
+    "load_recipe": "graphopt.passes.recipe",
+    "optimize": "graphopt.compile.pipeline",
+    "presets": "graphopt.passes.recipe",
+    "read": "graphopt.artifact.artifact",
+    "stream": "graphopt.inference.generation",
 }
 
 __all__ = sorted(_HOMES)
@@ -94,4 +94,4 @@ def __dir__() -> list[str]:
 
 
 if "IPython" in sys.modules:
-    importlib.import_module("graphopt.view.notebook").register()
+    importlib.import_module("graphopt.report.notebook").register()

@@ -6,17 +6,17 @@ import functools
 from pathlib import Path
 from typing import Any
 
-from graphopt.stdlib_text import held_out_text
+from graphopt.util.stdlib_text import held_out_text
 from tests.families import POSITIONS, VOCABULARY, make_model
 
 END_OF_TEXT = "<|endoftext|>"
 # What a checkpoint of the tests, and an export of it, is made by.
-FOLDERS = ("tests/families.py", "tests/checkpoints.py", "graphopt/stdlib_text.py")
+FOLDERS = ("tests/families.py", "tests/checkpoints.py", "graphopt/util/stdlib_text.py")
 EXPORTS = (
     *FOLDERS,
     *(
         f"graphopt/{name}.py"
-        for name in ("artifact", "facts", "genai", "manifest", "models/*", "models/unrolling/*", "tasks/*")
+        for name in ("artifact/*", "graph/diagnostics", "models/*", "models/unrolling/*", "tasks/*")
     ),
 )
 

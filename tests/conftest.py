@@ -88,7 +88,7 @@ def commands_are_built_once() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def default_text_is_read_once() -> Iterator[None]:
     """Keep the modules of Python that statistics are collected on by default: all files of a folder of thousands."""
-    from graphopt import tokens
+    from graphopt.artifact import tokens
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(tokens, "training_texts", functools.cache(tokens.training_texts))
@@ -121,7 +121,7 @@ def sessions_compute_on_one_core() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def verdicts_read_few_tokens() -> Iterator[None]:
     """Judge what :func:`graphopt.optimize` makes on 64 tokens by default: 1022 take as long as a small compile."""
-    from graphopt.pipeline import optimize
+    from graphopt.compile.pipeline import optimize
 
     assert optimize.__kwdefaults__ is not None
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -289,8 +289,8 @@ def interpreted(interpreted_library: Path) -> ctypes.CDLL:
 @pytest.fixture
 def interpreted_gpu(interpreted_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions on the device ``cuda`` work without a GPU: kernels and memory are those of the host interpreter."""
-    from graphopt.decoding.device import DeviceMemory
-    from graphopt.runtime import PROVIDERS
+    from graphopt.inference.decoding.device import DeviceMemory
+    from graphopt.ort.session import PROVIDERS
     from graphopt.runtime_ops.library import CUDA_PATH_VARIABLE
 
     monkeypatch.setitem(PROVIDERS, "cuda", PROVIDERS["cpu"])

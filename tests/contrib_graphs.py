@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.runtime import session_of
+from graphopt.ort.session import session_of
 from graphopt.tasks.causal_lm.interface import Interface
 
 VOCABULARY, POSITIONS = 24, 64

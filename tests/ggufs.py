@@ -121,7 +121,9 @@ def exported(tokenizer: Path) -> Path:
         write_llama(llama(1), folder / "llama.gguf", MIXED, tokenizer=tokenizer)
         export(folder / "llama.gguf", folder / "artifact")
 
-    return once("gguf", (*EXPORTS, "tests/ggufs.py", "graphopt/gguf/*.py", "graphopt/models/gguf/*.py"), make)
+    return once(
+        "gguf", (*EXPORTS, "tests/ggufs.py", "graphopt/quantization/gguf/*.py", "graphopt/models/gguf/*.py"), make
+    )
 
 
 def encoded(array: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:

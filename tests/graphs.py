@@ -11,19 +11,19 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime
 
-from graphopt import artifact
-from graphopt.checks.steps import run_passes
-from graphopt.facts import PassReport
+from graphopt.artifact import artifact
+from graphopt.graph.diagnostics import PassReport
+from graphopt.graph.weights.evaluator import Evaluator
+from graphopt.graph.weights.store import Store
+from graphopt.ort.runner import Runner
+from graphopt.ort.session import open_session
 from graphopt.passes import PASSES
 from graphopt.passes.base import Pass
 from graphopt.passes.context import Surroundings
-from graphopt.recipe import Recipe
-from graphopt.running import Runner
-from graphopt.runtime import open_session
+from graphopt.passes.recipe import Recipe
 from graphopt.tasks import TASKS
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.weights.evaluate import Evaluator
-from graphopt.weights.store import Store
+from graphopt.verification.steps import run_passes
 
 VOCABULARY = 24
 

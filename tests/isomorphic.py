@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.checks.up_to_names import without_names
-from graphopt.weights import expression_of
+from graphopt.graph.weights import expression_of
+from graphopt.verification.up_to_names import without_names
 
 
 def description(program: ir.Model) -> tuple[bytes, list[str | None], set[str]]:

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.runtime import session_of
+from graphopt.ort.session import session_of
 from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.instructions import ISA_VARIABLE

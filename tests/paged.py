@@ -8,11 +8,11 @@ from typing import Any
 
 import onnx_ir as ir
 
+from graphopt.compile.pipeline import optimize
+from graphopt.inference.session import Session, load
 from graphopt.passes.cache.quantize_kv import QuantizeKV, QuantizeKVOptions
 from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe
-from graphopt.session import Session, load
+from graphopt.passes.recipe import Recipe, load_recipe
 
 
 def paged(artifact: Path, folder: Path, recipe: str) -> Path:

@@ -7,7 +7,7 @@ from typing import Any
 
 from graphopt.passes.base import StepOptions
 from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
-from graphopt.recipe import Recipe, load_recipe, presets
+from graphopt.passes.recipe import Recipe, load_recipe, presets
 
 STANDARD = ("int4", "uint4", "int8", "uint8")
 
@@ -23,8 +23,8 @@ def nearest(recipe: Recipe) -> Recipe:
 def distinct() -> dict[str, Recipe]:
     """Return the presets with codes rounded to nearest; of those that make the same nodes then, one.
 
-    How codes are chosen changes neither a node nor its record, which a test of `tests/view/test_presets.py` holds. Nor
-    does a format, but that some are onnxruntime's own.
+    How codes are chosen changes neither a node nor its record, which a test of `tests/report/test_presets.py` holds.
+    Nor does a format, but that some are onnxruntime's own.
     """
     found: dict[str, Recipe] = {}
     seen = []

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from graphopt.cli import app
-from graphopt.recipe import Recipe, load_recipe
+from graphopt.passes.recipe import Recipe, load_recipe
 from tools.reference import PAGES
 
 ROOT = Path(__file__).parents[1]

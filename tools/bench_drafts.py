@@ -21,12 +21,12 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.decoding.costs import costs_of
-from graphopt.decoding.drafts import Lookup
-from graphopt.decoding.drafts.named import speculation_named
-from graphopt.decoding.sampling import GREEDY, Sampling
-from graphopt.decoding.speculation import Speculation
-from graphopt.session import Session
+from graphopt.inference.decoding.drafts import Lookup
+from graphopt.inference.decoding.drafts.names import speculation_named
+from graphopt.inference.decoding.sampling import GREEDY, Sampling
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.decoding.step_costs import costs_of
+from graphopt.inference.session import Session
 from tools.bench.drafting import Known, Task, step_medians, tasks, tokens_of, written
 
 KNOWN = "known:"

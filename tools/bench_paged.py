@@ -29,8 +29,8 @@ import typer
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.decoding.large_pages import aligned_zeros
-from graphopt.runtime import open_session, ort_value
+from graphopt.inference.decoding.large_pages import aligned_zeros
+from graphopt.ort.session import open_session, ort_value
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.layout import pack_keys, pack_values

@@ -4,7 +4,7 @@
     python tools/bench_prompts.py made --lengths 100,200,300,400 --rounds 7
 
 An artifact with caches in pages is needed, whose session runs graphopt's kernels. Both ways leave the same cache; see
-graphopt/decoding/apart.py. Rounds are interleaved, figures are medians.
+graphopt/inference/decoding/unpadded_prefill.py. Rounds are interleaved, figures are medians.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.decoding import decoder as decoding
-from graphopt.decoding.apart import pay_apart
 from graphopt.errors import InputError
+from graphopt.inference.decoding import decoder as decoding
+from graphopt.inference.decoding.unpadded_prefill import pay_apart
+from graphopt.inference.session import load
 from graphopt.quality.texts import held_out_texts
-from graphopt.session import load
 
 _LENGTHS = ["100,200,300,400,500,600,700,800", "64,64,64,900", "8,16,24,200", "500,500,500,500"]
 

@@ -28,22 +28,22 @@ import typer
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import graphopt
-from graphopt import artifact
-from graphopt.analysis.structure import linear_nodes
-from graphopt.calibrate.inputs import collect
+from graphopt.analysis.structure.products import linear_nodes
+from graphopt.artifact import artifact
+from graphopt.artifact.tokens import texts_of
+from graphopt.compile.calibration.inputs import collect
 from graphopt.errors import GraphoptError
-from graphopt.gguf.blocks import Ggml
-from graphopt.gguf.file import GgufFile, open_gguf
+from graphopt.graph.weights.expression import nodes_below
 from graphopt.models.export import shipped_models
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.compare import Quality, compare
 from graphopt.quality.texts import held_out_texts
-from graphopt.recipe import Recipe
-from graphopt.statistics.options import CalibrationOptions
+from graphopt.quantization.gguf.blocks import Ggml
+from graphopt.quantization.gguf.file import GgufFile, open_gguf
+from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.tasks import task_of
-from graphopt.tokens import texts_of
-from graphopt.weights.expression import nodes_below
 from tools.bench.gguf_file import write_gguf
 from tools.peers import gguf as llama_cpp
 from tools.peers import nbits, olive

@@ -25,18 +25,18 @@ import typer
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt import artifact
-from graphopt.analysis.structure import linear_nodes, lm_head_nodes
-from graphopt.calibrate.inputs import collect
-from graphopt.formats import format_of
-from graphopt.recipe import load_recipe
-from graphopt.rounding.methods.gptq import GPTQ
-from graphopt.rounding.one_thread import one_thread
-from graphopt.runtime import open_session, run
-from graphopt.statistics.options import CalibrationOptions
+from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes
+from graphopt.artifact import artifact
+from graphopt.artifact.tokens import texts_of
+from graphopt.compile.calibration.inputs import collect
+from graphopt.graph.weights import weight_of
+from graphopt.numerics.formats import format_of
+from graphopt.ort.session import open_session, run
+from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.rounding.methods.gptq import GPTQ
+from graphopt.quantization.rounding.single_thread import one_thread
+from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.tasks import task_of
-from graphopt.tokens import texts_of
-from graphopt.weights import weight_of
 
 # Rows that GPTQ corrects by one product.
 _BLOCK = 128

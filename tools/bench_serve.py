@@ -186,9 +186,9 @@ def _graphopt(work: Work) -> Iterator[Server]:
 
 
 def _optimize(work: Work, target: Path) -> None:
+    from graphopt.compile.pipeline import chosen_recipe, optimize
     from graphopt.models.export import export
-    from graphopt.pipeline import chosen_recipe, optimize
-    from graphopt.recipe import load_recipe
+    from graphopt.passes.recipe import load_recipe
 
     exported = work.folder / "float32"
     if not exported.exists():

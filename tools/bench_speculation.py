@@ -33,8 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.decoding.drafts.named import speculation_named
-from graphopt.session import Session
+from graphopt.inference.decoding.drafts.names import speculation_named
+from graphopt.inference.session import Session
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -27,10 +27,10 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from graphopt.errors import InputError
+from graphopt.inference.session import load
+from graphopt.ort.session import open_session
 from graphopt.quality.figures import log_probabilities
 from graphopt.quality.texts import held_out_texts
-from graphopt.runtime import open_session
-from graphopt.session import load
 from graphopt.tasks import task_of
 from tools.bench.options import JsonFile
 

@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.demo import MODULES
 from graphopt.passes.algebra.fold_norms import FoldNormsOptions
 from graphopt.passes.algebra.rotate import RotateOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeightsOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.recipe import Recipe
-from graphopt.stdlib_text import held_out_text
+from graphopt.passes.recipe import Recipe
+from graphopt.report.demo import MODULES
+from graphopt.util.stdlib_text import held_out_text
 
 GROUPS = (32, 64, 128)
 

@@ -21,24 +21,24 @@ from rich.progress import track
 from rich.table import Table
 
 import graphopt
-from graphopt import artifact
-from graphopt.analysis.axes import Axis, Basis
-from graphopt.analysis.bases import find_bases
-from graphopt.checks.certificate.checker import check
-from graphopt.checks.equivalence import Verifier
+from graphopt.analysis.bases.axes import Axis, Basis
+from graphopt.analysis.bases.search import find_bases
+from graphopt.artifact import artifact
 from graphopt.errors import GraphoptError
-from graphopt.facts import PassReport
+from graphopt.graph.diagnostics import PassReport
 from graphopt.models.checkpoint import quiet
 from graphopt.models.loading import Loaded, weights_of
 from graphopt.models.trace import sample_of, trace
 from graphopt.models.unrolling import trace_loaded
 from graphopt.models.unrolling.kinds import plan
-from graphopt.models.unrolling.understood import NotUnderstoodError
+from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from graphopt.passes.algebra.rotate.work import FUSED
+from graphopt.passes.algebra.rotate.rewrite import FUSED
 from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
-from graphopt.view.sentences import sentence
+from graphopt.report.sentences import sentence
+from graphopt.verification.certificate.checker import check
+from graphopt.verification.equivalence import Verifier
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -67,7 +67,7 @@ values, "falcon_new" the newer layout with groups.
   values are refused, that of attention's output projection too.
 - "falcon_new" keeps queries, keys and values of a group on one axis, in slices that the analysis treats as one
   basis: the rotary embedding of queries and keys therefore pins values too.
-- **certificate**: what the independent checker of `graphopt.checks.certificate` says about the rotated graph.
+- **certificate**: what the independent checker of `graphopt.verification.certificate` says about the rotated graph.
 - **change of logits**: the largest, relative to the largest logit, from the export to the rotated graph in onnxruntime:
   a prefill with padding, then a second call on its cache.
 

@@ -21,12 +21,12 @@ from rich.progress import track
 from rich.table import Table
 
 import graphopt
-from graphopt import artifact
-from graphopt.analysis.folding import Folding, fold
+from graphopt.analysis.structure.folding import Folding, fold
+from graphopt.artifact import artifact
 from graphopt.errors import GraphoptError
 from graphopt.models.checkpoint import quiet
-from graphopt.recipe import Recipe, load_recipe, presets
-from graphopt.view.tracing import trace_of
+from graphopt.passes.recipe import Recipe, load_recipe, presets
+from graphopt.report.trace_builder import trace_of
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))

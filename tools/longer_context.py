@@ -33,12 +33,12 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from graphopt.inference.session import Session
 from graphopt.passes.cache.page_kv import PageKVOptions
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.passes.lift.rescale_rope.methods import METHODS, RescaleRopeOptions
-from graphopt.recipe import Step, load_recipe
-from graphopt.session import Session
+from graphopt.passes.recipe import Step, load_recipe
 from graphopt.tasks.ports import IntArray
 from tools.bench.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
 from tools.bench.options import JsonFile

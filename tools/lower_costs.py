@@ -19,9 +19,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from graphopt.manifest import installed_versions
-from graphopt.passes.lower import costs
-from graphopt.passes.lower.costs import Cost, Costs
+from graphopt.artifact.manifest import installed_versions
+from graphopt.runtime_ops import costs
+from graphopt.runtime_ops.costs import Cost, Costs
 
 _THEIRS = re.compile(r"onnxruntime-matmulnbits-(\d)-g(\d+)")
 

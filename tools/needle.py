@@ -38,7 +38,7 @@ from rich.table import Column, Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt.runtime import open_session
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.selection import page_scores

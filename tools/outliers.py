@@ -26,23 +26,23 @@ from rich.progress import track
 from rich.table import Table
 
 import graphopt
-from graphopt import artifact as artifacts
-from graphopt.analysis.bases import find_bases
-from graphopt.analysis.structure import token_lookups
-from graphopt.artifact import Artifact
-from graphopt.demo import MODULES
+from graphopt.analysis.bases.search import find_bases
+from graphopt.analysis.structure.products import token_lookups
+from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
 from graphopt.errors import GraphoptError
+from graphopt.graph.weights import Inline, Scaled, own, rewrite
+from graphopt.ort.session import session_of
 from graphopt.passes.algebra.fold_norms import FoldNormsOptions
 from graphopt.passes.algebra.rotate import RotateOptions
 from graphopt.passes.cache.quantize_kv import QuantizeKVOptions
 from graphopt.passes.codes.emulate_quantization import EmulateQuantizationOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeightsOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.recipe import Recipe, Step
-from graphopt.runtime import session_of
-from graphopt.stdlib_text import held_out_text, training_texts
+from graphopt.passes.recipe import Recipe, Step
+from graphopt.report.demo import MODULES
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.weights import Inline, Scaled, own, rewrite
+from graphopt.util.stdlib_text import held_out_text, training_texts
 
 Array = npt.NDArray[Any]
 

@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[1]
 
 CORE = (
     "tests/test_imports.py",
-    "tests/test_recipe.py",
-    "tests/test_artifact.py",
+    "tests/passes/test_recipe.py",
+    "tests/artifact/test_artifact.py",
     "tests/passes/test_base.py",
     "tests/passes/algebra/test_fold_norms.py",
     "tests/passes/codes/test_quantize_weights.py",
-    "tests/checks/test_equivalence.py",
+    "tests/verification/test_equivalence.py",
 )
 
 

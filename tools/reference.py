@@ -23,7 +23,7 @@ from graphopt.cli import EXIT_CODES, app
 from graphopt.passes import PASSES
 from graphopt.passes.base import Pass
 from graphopt.passes.phases import PHASES
-from graphopt.recipe import presets
+from graphopt.passes.recipe import presets
 
 DOCS = Path(__file__).parents[1] / "docs"
 

@@ -20,15 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.analysis.heads import HeadScores, Rank
-from graphopt.analysis.paged import PagedLayer
-from graphopt.calibrate import calibrate
-from graphopt.evaluation import evaluate
+from graphopt.analysis.structure.heads import HeadScores, Rank
+from graphopt.analysis.structure.paged_caches import PagedLayer
+from graphopt.compile.calibration.heads import calibrate
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.recipe import Recipe
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.evaluation import evaluate
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STREAMING
-from graphopt.stdlib_text import held_out_text, training_texts
+from graphopt.util.stdlib_text import held_out_text, training_texts
 
 READ: dict[str, Any] = {"sinks": 16, "recent": 64, "budget": 11, "page": 16}
 CALIBRATED_ON = "argparse.py"

@@ -43,8 +43,8 @@ export(folder, sys.argv[1] + "/float32")
 OPTIMIZE = """
 import sys, hashlib, os, resource, json, time
 from graphopt import artifact
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
+from graphopt.compile.pipeline import optimize
+from graphopt.passes.recipe import load_recipe
 begin = time.perf_counter()
 if sys.argv[3] == "copy":
     artifact.write(artifact.read(sys.argv[1]), sys.argv[2])

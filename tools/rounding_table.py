@@ -17,9 +17,9 @@ from typing import Annotated
 import typer
 import yaml
 
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe
-from graphopt.statistics.options import CalibrationOptions
+from graphopt.compile.pipeline import optimize
+from graphopt.passes.recipe import Recipe, load_recipe
+from graphopt.quantization.statistics.options import CalibrationOptions
 
 _INT3 = "quantize_weights.linear.format=int3"
 RECIPES = (

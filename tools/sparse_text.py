@@ -26,14 +26,14 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from graphopt import artifact
-from graphopt.analysis.paged import kv_nodes
+from graphopt.analysis.structure.paged_caches import kv_nodes
+from graphopt.artifact import artifact
+from graphopt.inference.session import Session
+from graphopt.ort.session import open_session
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.runtime import open_session
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL
 from graphopt.runtime_ops.kv_attention.spec.selection import candidate_pages, chosen_pages, page_scores
-from graphopt.session import Session
 from graphopt.tasks.ports import IntArray
 from tools.bench.held_out import nats_in_windows, optimized, shipped, windows
 from tools.bench.options import JsonFile

@@ -26,21 +26,21 @@ import torch
 import typer
 
 import graphopt
-from graphopt.analysis.ports import HIDDEN
-from graphopt.artifact import HEADS
-from graphopt.decoding.drafts.heads import lm_head_matrix
-from graphopt.decoding.drafts.heads_file import HeadsFile
-from graphopt.decoding.sampling import GREEDY, Sampling
+from graphopt.analysis.structure.ports import HIDDEN
+from graphopt.artifact.artifact import HEADS
+from graphopt.artifact.manifest import MANIFEST, FileRecord, read_manifest
 from graphopt.errors import InputError
-from graphopt.facts import Fact
-from graphopt.generation import generate
-from graphopt.manifest import MANIFEST, FileRecord, read_manifest
+from graphopt.graph.diagnostics import Fact
+from graphopt.inference.decoding.drafts.heads import lm_head_matrix
+from graphopt.inference.decoding.drafts.heads_file import HeadsFile
+from graphopt.inference.decoding.sampling import GREEDY, Sampling
+from graphopt.inference.generation import generate
+from graphopt.inference.session import Session
+from graphopt.ort.session import open_session
 from graphopt.passes.lower.expose_hidden import expose
-from graphopt.runtime import open_session
-from graphopt.session import Session
-from graphopt.stdlib_text import held_out_text, training_texts
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import IntArray
+from graphopt.util.stdlib_text import held_out_text, training_texts
 
 _BEGINNING = 64
 """Tokens of the training text before what the model itself says."""

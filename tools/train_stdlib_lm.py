@@ -29,7 +29,7 @@ import typer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from graphopt.stdlib_text import HELD_OUT, held_out_text, training_texts
+from graphopt.util.stdlib_text import HELD_OUT, held_out_text, training_texts
 
 END_OF_TEXT = "<|endoftext|>"
 VOCABULARY = 4096

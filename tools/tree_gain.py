@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.analysis.ports import HIDDEN
-from graphopt.decoding.costs import WIDTHS
-from graphopt.decoding.decoder import Decoder
-from graphopt.decoding.drafts import Heads
-from graphopt.decoding.sampling import GREEDY, Sampling
-from graphopt.session import Session
+from graphopt.analysis.structure.ports import HIDDEN
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.drafts import Heads
+from graphopt.inference.decoding.sampling import GREEDY, Sampling
+from graphopt.inference.decoding.step_costs import WIDTHS
+from graphopt.inference.session import Session
 from tools.bench.drafting import step_medians, tasks, written
 from tools.bench.trees import Best, Costs, Ranks, best, ranks_of
 

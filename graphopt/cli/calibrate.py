@@ -27,8 +27,8 @@ def calibrate(
 
     Recipes that are alike up to the step quantize_weights share it. What was cut off goes on where it was.
     """
-    from graphopt.calibrate.inputs import collect
-    from graphopt.recipe import load_recipe
+    from graphopt.compile.calibration.inputs import collect
+    from graphopt.passes.recipe import load_recipe
 
     with progress() as say:
         found = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)

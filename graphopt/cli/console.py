@@ -16,11 +16,11 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 
 from graphopt.errors import GraphoptError, InputError
-from graphopt.progress import Progress
-from graphopt.targets import Device
+from graphopt.util.progress import Progress
+from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
-    from graphopt.facts import Fact
+    from graphopt.graph.diagnostics import Fact
 
 out, err = Console(), Console(stderr=True)
 
@@ -101,7 +101,7 @@ def chosen_text(text: Path | None, held_out: bool, usage: str) -> str:
     Raises:
         InputError: neither or both are given, or the file cannot be read.
     """
-    from graphopt.stdlib_text import held_out_text
+    from graphopt.util.stdlib_text import held_out_text
 
     if (text is None) == (not held_out):
         raise InputError("give either a text or --held-out", remedy=usage)

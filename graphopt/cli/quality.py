@@ -36,11 +36,11 @@ def quality(
     as_json: Json = False,
 ) -> None:
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
-    from graphopt.manifest import read_manifest
+    from graphopt.artifact.manifest import read_manifest
     from graphopt.quality.judge import measured
     from graphopt.quality.losses import losses
-    from graphopt.view.losses import errors_table, groups_table, spread_table, told
-    from graphopt.view.tables import quality_table
+    from graphopt.report.losses import errors_table, groups_table, spread_table, told
+    from graphopt.report.tables import quality_table
 
     if recipe is not None and not where:
         raise InputError("--recipe needs to know where quality was lost", remedy="add --where")
@@ -85,11 +85,11 @@ def table(
     as_json: Json = False,
 ) -> None:
     """Make a model by several recipes, and print bytes, bits, quality and the time of reading the text for each."""
-    from graphopt.manifest import read_manifest
-    from graphopt.pipeline import optimize
+    from graphopt.artifact.manifest import read_manifest
+    from graphopt.compile.pipeline import optimize
+    from graphopt.passes.recipe import load_recipe
     from graphopt.quality.judge import measured
-    from graphopt.recipe import load_recipe
-    from graphopt.view.tables import quality_table, sized
+    from graphopt.report.tables import quality_table, sized
 
     texts = None if text is None else [read_text(text)]
     rows, sizes = [], []

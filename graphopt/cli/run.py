@@ -11,14 +11,14 @@ import typer
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, OnDevice, Threads, err, out, print_json, progress, read_text, show_notes
-from graphopt.cli.encoders import print_embeddings
+from graphopt.cli.embeddings import print_embeddings
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
-    from graphopt.decoding.continuation import Settings
-    from graphopt.decoding.grammar import Grammar
-    from graphopt.decoding.speculation import Speculation
-    from graphopt.session import Session
+    from graphopt.inference.decoding.continuation import Settings
+    from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.decoding.speculation import Speculation
+    from graphopt.inference.session import Session
 
 _MAKES = (
     "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, --speculate"
@@ -81,9 +81,9 @@ def run(
     In a chat Ctrl-C ends a reply, Ctrl-D the chat, and /help lists what else there is. Where standard input is no
     terminal, each line of it is a turn. The options of generating are refused with an encoder.
     """
-    from graphopt.decoding.continuation import Settings
-    from graphopt.decoding.sampling import Sampling
-    from graphopt.session import open_folder, session_from
+    from graphopt.inference.decoding.continuation import Settings
+    from graphopt.inference.decoding.sampling import Sampling
+    from graphopt.inference.session import open_folder, session_from
 
     if not chat and not prompt:
         raise InputError("there is no prompt", remedy="give --prompt TEXT, or --chat")
@@ -114,11 +114,11 @@ def run(
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     speculation = None
     if speculate is not None:
-        from graphopt.decoding.drafts.named import speculation_named
+        from graphopt.inference.decoding.drafts.names import speculation_named
 
         speculation = speculation_named(session, speculate, draft_tokens)
     if chat:
-        from graphopt.conversation.terminal import converse
+        from graphopt.inference.conversation.terminal import converse
 
         made: Sequence[dict[str, Any]] = converse(
             session, system=system, said=prompt or [], settings=settings, streams=not as_json, drafter=speculation
@@ -140,7 +140,7 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
     Raises:
         InputError: there are two, or the schema cannot be read.
     """
-    from graphopt.decoding.grammar import Grammar
+    from graphopt.inference.decoding.grammar import Grammar
 
     if json_schema is not None and regex is not None:
         raise InputError("a text cannot have two forms", remedy="give either --json-schema or --regex")
@@ -155,7 +155,7 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
 def _complete(
     session: Session, prompts: Sequence[str], settings: Settings, as_json: bool, drafter: Speculation | None
 ) -> list[dict[str, Any]]:
-    from graphopt.generation import complete, steps
+    from graphopt.inference.generation import complete, steps
 
     if as_json:
         completions = complete(session, prompts, settings, drafter)

@@ -33,9 +33,9 @@ def search(
     Each matrix is rounded alone and the model run with it. What is measured is kept: a search that was cut off goes on
     where it was, and one for another number of bytes takes seconds.
     """
-    from graphopt.search import CHOICES
-    from graphopt.search import search as find
-    from graphopt.search.choices import choice_of, name_of
+    from graphopt.compile.search import CHOICES
+    from graphopt.compile.search import search as find
+    from graphopt.compile.search.choices import choice_of, name_of
 
     room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
     assert room is not None
@@ -78,8 +78,8 @@ def search_rope(
     LongRoPE's evolutionary search: what each frequency is divided by, and how many first tokens are left as they were.
     What is measured is kept: a search that was cut off goes on where it was.
     """
-    from graphopt.search import Evolution
-    from graphopt.search import search_rope as find
+    from graphopt.compile.search import Evolution
+    from graphopt.compile.search import search_rope as find
 
     folder = work or output.parent / f".{output.name}-search"
     parents = max(2, population // 2)

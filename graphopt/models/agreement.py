@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.checks.equivalence import TOLERANCE
 from graphopt.errors import GraphoptError, MissingDependencyError, VerificationError
-from graphopt.facts import Check, Fact, Rule, Status
-from graphopt.memory import available_memory
+from graphopt.graph.diagnostics import Check, Fact, Rule, Status
+from graphopt.graph.weights.data_file import save_model
 from graphopt.models.checkpoint import import_export_packages, quiet
-from graphopt.running import Runner
-from graphopt.runtime import import_onnxruntime
+from graphopt.ort.runner import Runner
+from graphopt.ort.session import import_onnxruntime
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import Floats
-from graphopt.weights.data_file import save_model
+from graphopt.util.memory import available_memory
+from graphopt.verification.equivalence import TOLERANCE
 
 AGREES = Rule("agreement.ran", "{tokens} in onnxruntime, in one call without a cache in torch")
 NO_MEMORY = Rule("agreement.no-memory", "no memory to run a model of {size_gb:.1f} GB beside torch's copy")
@@ -40,7 +40,7 @@ def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
         The largest difference of what its task compares, relative to the largest number, or why there is none.
 
     Raises:
-        VerificationError: they differ by more than :data:`graphopt.checks.equivalence.TOLERANCE`.
+        VerificationError: they differ by more than :data:`graphopt.verification.equivalence.TOLERANCE`.
     """
     try:
         import_onnxruntime()

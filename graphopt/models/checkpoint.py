@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from graphopt.artifact.hf_config import POOLING, SENTENCES
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.facts import Fact, Rule
-from graphopt.model_facts import POOLING, SENTENCES
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.weights import Expression
 from graphopt.models.lazy_tensors import lazy_tensors
 from graphopt.tasks.base import TaskName
-from graphopt.weights import Expression
 
 NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")
 NOT_BESIDE = Rule("export.no-tokenizer-beside", "there is no tokenizer.json beside the model")

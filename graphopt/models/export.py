@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from graphopt import artifact
-from graphopt.analysis.cost import weight_totals
-from graphopt.analysis.ports import past_port
-from graphopt.artifact import COMPANIONS, MODEL, Artifact
-from graphopt.checks.importing import imported
+from graphopt.analysis.structure.cost import weight_totals
+from graphopt.analysis.structure.ports import past_port
+from graphopt.artifact import artifact
+from graphopt.artifact.artifact import COMPANIONS, MODEL, Artifact
+from graphopt.artifact.hf_config import facts_of
+from graphopt.artifact.manifest import Manifest, Source, installed_versions
+from graphopt.compile.importing import imported
 from graphopt.errors import InputError
-from graphopt.facts import Fact
-from graphopt.manifest import Manifest, Source, installed_versions
-from graphopt.model_facts import facts_of
+from graphopt.graph.diagnostics import Fact
 from graphopt.models.agreement import SKIPPED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
-from graphopt.progress import Progress, silent
 from graphopt.tasks import task_of
+from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
     from graphopt.models.loading import Loaded
@@ -154,10 +154,10 @@ def _from_transformers(source: str, name: str, temporary: Path, options: _Option
 
 
 def _from_gguf(source: str, temporary: Path, options: _Options) -> Artifact:
-    from graphopt.gguf.file import read_once
     from graphopt.models.checkpoint import save_companions
     from graphopt.models.gguf.checkpoint import fill, find_gguf, outline_gguf
     from graphopt.models.loading import Loaded, weights_of
+    from graphopt.quantization.gguf.file import read_once
 
     path = find_gguf(source)
     assert path is not None

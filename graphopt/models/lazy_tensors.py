@@ -17,7 +17,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.weights import Cast, Expression, Joined, Reshaped, Sliced, Transposed, stacked
+from graphopt.graph.weights import Cast, Expression, Joined, Reshaped, Sliced, Transposed, stacked
 
 _DTYPES = {
     "float64": ir.DataType.DOUBLE,

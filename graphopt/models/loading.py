@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import InputError
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.weights import Expression, Inline
 from graphopt.models.checkpoint import class_of, import_export_packages, load_config, load_model, quiet, reason_of
+from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of, expression_of_tensor
 from graphopt.models.safetensors_files import INDEX, SINGLE, tensors_of_files, tensors_of_folder
-from graphopt.models.stored import Parameter, stored_tensors
-from graphopt.weights import Expression, Inline
 
 IN_MEMORY = Rule("export.in-memory", "the whole model was loaded into memory: {why}")
 OTHER_FILES = Rule("export.other-files", "its weights are not in safetensors files alone")

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 
 import onnx_ir as ir
 
+from graphopt.graph.provenance import SCOPE
+from graphopt.graph.weights import WeightTensor
 from graphopt.models.ports import values_of
-from graphopt.provenance import SCOPE
-from graphopt.weights import WeightTensor
 
 
 def name_parts(model: ir.Model, parameters: Mapping[str, tuple[int, ...]]) -> None:

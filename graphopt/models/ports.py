@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import (
+from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     INPUT_IDS,
     POSITION_IDS,

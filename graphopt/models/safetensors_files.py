@@ -11,7 +11,7 @@ from typing import Any
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.weights import Expression, Stored
+from graphopt.graph.weights import Expression, Stored
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from graphopt.analysis.ports import exported_name
+from graphopt.analysis.structure.ports import exported_name
 from graphopt.errors import InputError
 
 _PLAIN = (bool, int, float, str)

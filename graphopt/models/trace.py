@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, present_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, present_port
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts

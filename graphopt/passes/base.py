@@ -13,7 +13,7 @@ import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphopt.errors import InputError
-from graphopt.facts import Effect, PassReport
+from graphopt.graph.diagnostics import Effect, PassReport
 from graphopt.passes.context import Context, Ledger, Nodes, Statistics, Surroundings
 from graphopt.passes.phases import CANONICAL_OPSETS, PHASES, Phase
 from graphopt.runtime_ops import declare

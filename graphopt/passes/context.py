@@ -8,14 +8,14 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from graphopt import provenance
-from graphopt.analysis.heads import HeadScores, read_scores
+from graphopt.analysis.structure.heads import HeadScores, read_scores
 from graphopt.errors import InputError
-from graphopt.facts import Change, Fact, PassReport, Removal, Skip
-from graphopt.running import Runner
-from graphopt.statistics import Calibration, InputStatistics
-from graphopt.targets import Target
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import Change, Fact, PassReport, Removal, Skip
+from graphopt.ort.runner import Runner
+from graphopt.quantization.statistics import Calibration, InputStatistics
 from graphopt.tasks import Task
+from graphopt.util.targets import Target
 
 
 class Ledger:

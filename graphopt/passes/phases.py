@@ -13,10 +13,10 @@ from typing import Literal, get_args
 import onnx
 import onnx_ir as ir
 
-from graphopt.analysis.codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of, feeds_lookups
-from graphopt.analysis.structure import reads_packed
+from graphopt.analysis.structure.product_codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of, feeds_lookups
+from graphopt.analysis.structure.products import reads_packed
 from graphopt.errors import VerificationError
-from graphopt.runtime import NEWEST_OPSET
+from graphopt.graph.onnx_file import NEWEST_OPSET
 from graphopt.runtime_ops import DOMAIN, calls_of
 
 Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.groups import SHARE, Group
-from graphopt.recipe import Recipe
 
 if TYPE_CHECKING:
     from graphopt.quality.losses import Losses, ProductLoss

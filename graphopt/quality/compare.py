@@ -18,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.decoding.decoder import Decoder
 from graphopt.errors import InputError
-from graphopt.progress import Progress, silent
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import Session, open_folder, session_from
+from graphopt.ort.session import FEW_CALLS
 from graphopt.quality.figures import Comparison, blocks, log_probabilities, standard_error
-from graphopt.runtime import FEW_CALLS
-from graphopt.session import Session, open_folder, session_from
 from graphopt.tasks.ports import IntArray
+from graphopt.util.progress import Progress, silent
 
 WINDOW, TOKENS = 512, 1024
 """Tokens that are seen at once, and tokens that are scored, by default."""

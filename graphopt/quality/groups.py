@@ -15,15 +15,15 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.progress import Progress
+from graphopt.graph.weights import weight_of
+from graphopt.ort.session import ACCURACY_LEVEL, run
+from graphopt.quality.correspondence import Product
 from graphopt.quality.figures import Comparison, Floats, log_probabilities
-from graphopt.quality.partners import Product
-from graphopt.quality.parts import Open
+from graphopt.quality.product_sessions import Open
 from graphopt.quality.products import Pair
-from graphopt.quality.swapped import degradable, restorable, switch_of
-from graphopt.runtime import ACCURACY_LEVEL, run
+from graphopt.quality.substitution import degradable, restorable, switch_of
 from graphopt.tasks.ports import IntArray
-from graphopt.weights import weight_of
+from graphopt.util.progress import Progress
 
 SHARE = 0.1
 """Of the divergence, what makes a group worth a closer look."""

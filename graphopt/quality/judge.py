@@ -9,16 +9,16 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from graphopt.embeddings import evaluate_embeddings, load_encoder
 from graphopt.errors import GraphoptError, VerificationError
-from graphopt.facts import Check, Fact, Rule
-from graphopt.memory import available_memory
-from graphopt.processors import processors
-from graphopt.progress import Progress, silent
+from graphopt.graph.diagnostics import Check, Fact, Rule
+from graphopt.inference.embeddings import evaluate_embeddings, load_encoder
 from graphopt.quality.compare import TOKENS, WINDOW, Said, compare, reference_says
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
 from graphopt.tasks import TaskName
+from graphopt.util.memory import available_memory
+from graphopt.util.processors import processors
+from graphopt.util.progress import Progress, silent
 
 CHECK = "quality"
 """The name of the check."""
@@ -137,7 +137,7 @@ def measured(
         ask: see there.
 
     Raises:
-        InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.embeddings.evaluate_embeddings`.
+        InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.inference.embeddings.evaluate_embeddings`.
         FileNotFoundError: this Python was installed without the texts.
     """
     if task == "encoder":

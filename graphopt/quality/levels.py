@@ -9,10 +9,10 @@ import numpy.typing as npt
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.analysis.codes import dequantize_of
-from graphopt.formats import format_stored_as
-from graphopt.quality.partners import Product, matrix_in_floats
-from graphopt.runtime import Array
+from graphopt.analysis.structure.product_codes import dequantize_of
+from graphopt.numerics.formats import format_stored_as
+from graphopt.ort.session import Array
+from graphopt.quality.correspondence import Product, matrix_in_floats
 from graphopt.runtime_ops import DOMAIN, Role, signature_of
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
 

@@ -12,19 +12,19 @@ from pathlib import Path
 import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.artifact.tokens import tokenizer_among, windows_of_text
 from graphopt.errors import InputError
-from graphopt.facts import Fact
-from graphopt.progress import Progress, silent
+from graphopt.graph.diagnostics import Fact
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.advice import advice, quantizes, sparing, worth
 from graphopt.quality.groups import Group, Measuring, Remainder, remainder_of
 from graphopt.quality.levels import Histogram, histogram
-from graphopt.quality.parts import sessions
+from graphopt.quality.product_sessions import sessions
 from graphopt.quality.products import Pair
 from graphopt.quality.spread import Spread
 from graphopt.quality.texts import held_out_texts
-from graphopt.recipe import Recipe
 from graphopt.tasks.ports import IntArray
-from graphopt.tokens import tokenizer_among, windows_of_text
+from graphopt.util.progress import Progress, silent
 
 TOKENS, WINDOW = 1024, 256
 """Tokens that errors are taken on, and tokens that are seen at once, by default."""

@@ -18,19 +18,19 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import artifact as artifacts
-from graphopt.artifact import Artifact
-from graphopt.checks.steps import run_passes
+from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
 from graphopt.errors import InputError
+from graphopt.ort.runner import Runner
+from graphopt.ort.session import Array, run
 from graphopt.passes.context import Surroundings
-from graphopt.quality.partners import Product, products_of
-from graphopt.quality.parts import cut_out, names_of, sessions, tapped
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.correspondence import Product, products_of
+from graphopt.quality.product_sessions import cut_out, names_of, sessions, tapped
 from graphopt.quality.spread import Moments
-from graphopt.recipe import Recipe
-from graphopt.running import Runner
-from graphopt.runtime import Array, run
 from graphopt.tasks import TASKS
 from graphopt.tasks.ports import IntArray
+from graphopt.verification.steps import run_passes
 
 LIMIT = 1 << 30
 """Bytes of inputs and outputs of products that are held at once."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.runtime import Array
+from graphopt.ort.session import Array
 
 
 class Spread(BaseModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 
-from graphopt.stdlib_text import held_out_text
+from graphopt.util.stdlib_text import held_out_text
 
 
 def documentation() -> str:

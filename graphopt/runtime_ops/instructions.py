@@ -11,7 +11,7 @@ from typing import Any, cast, get_args
 
 from graphopt.errors import InputError
 from graphopt.runtime_ops.library import library_path
-from graphopt.targets import InstructionSet
+from graphopt.util.targets import InstructionSet
 
 ISA_VARIABLE = "GRAPHOPT_OPS_ISA"
 """Environment variable that names the set that kernels are held to."""

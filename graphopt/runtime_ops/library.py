@@ -11,7 +11,7 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from graphopt.targets import Device
+from graphopt.util.targets import Device
 
 NAMES: dict[Device, str] = {"cpu": "libgraphopt_ops.so", "cuda": "libgraphopt_ops_cuda.so"}
 

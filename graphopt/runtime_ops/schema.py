@@ -42,7 +42,7 @@ DECODING = frozenset({Role.SCALES, Role.ZERO_POINTS, Role.TABLE, Role.GROUPS})
 
 
 class Coordinates(Enum):
-    """What an operator does to the coordinates of its data, as :mod:`graphopt.analysis.rules` treats it."""
+    """What an operator does to the coordinates of its data, as :mod:`graphopt.analysis.bases.rules` treats it."""
 
     OBSERVES = "looks at single coordinates: their basis has to stay"
     ROTATES = "turns the last axis by an orthogonal map"

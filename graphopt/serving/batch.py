@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.genai import GENAI_CONFIG
-from graphopt.model_facts import json_object
+from graphopt.artifact.genai import GENAI_CONFIG
+from graphopt.artifact.hf_config import json_object
 from graphopt.serving.stream import Event, Stream, Turn
 
 _EVENTS = 64

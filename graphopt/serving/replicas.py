@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO
 
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.serving.asked import Limits
+from graphopt.serving.request import Limits
 
 _LOOK = 0.1  # seconds between two looks at the processes
 _LONG = 30.0  # seconds after which a process counts as one that worked, and between two starts at most

@@ -16,12 +16,12 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from graphopt.conversation.template import ChatTemplate
 from graphopt.errors import InputError
-from graphopt.serving.asked import Limits, tokens_of, turn_of
+from graphopt.inference.conversation.template import ChatTemplate
 from graphopt.serving.batch import Batch
 from graphopt.serving.journal import Journal
 from graphopt.serving.process import NAMESPACE, end_with_parent
+from graphopt.serving.request import Limits, tokens_of, turn_of
 from graphopt.serving.stream import Event, Stream
 
 _MOVING = 60.0  # seconds that a request which moves to another worker may take

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.facts import Fact
+from graphopt.graph.diagnostics import Fact
 from graphopt.tasks.ports import Array, IntArray
 
 if TYPE_CHECKING:

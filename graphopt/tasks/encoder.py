@@ -14,11 +14,18 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.ports import ATTENTION_MASK, HIDDEN, INPUT_IDS, POSITION_IDS, TOKEN_TYPE_IDS, past_port
-from graphopt.analysis.structure import token_lookups
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    HIDDEN,
+    INPUT_IDS,
+    POSITION_IDS,
+    TOKEN_TYPE_IDS,
+    past_port,
+)
+from graphopt.analysis.structure.products import token_lookups
 from graphopt.errors import InputError
-from graphopt.facts import Fact, Rule
-from graphopt.runtime import run
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.ort.session import run
 from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Task, TaskName, random_padding
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from graphopt import cli
-from graphopt.artifact import MODEL
-from graphopt.manifest import MANIFEST
-from graphopt.recipe import Recipe, presets
+from graphopt.artifact.artifact import MODEL
+from graphopt.artifact.manifest import MANIFEST
+from graphopt.passes.recipe import Recipe, presets
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
 
 @pytest.fixture(scope="module")
 def optimized(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from graphopt.pipeline import optimize
+    from graphopt.compile.pipeline import optimize
 
     optimize(llama_artifact, "int4-rtn", folder := tmp_path_factory.mktemp("cli") / "int4")
     return folder

@@ -8,10 +8,10 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from graphopt.cli import app
-from graphopt.view.trace import Diff
+from graphopt.report.trace import Diff
 from tests.decoders import decoder
 from tests.graphs import save
-from tests.view.differing.test_diff import plant
+from tests.report.difference.test_diff import plant
 
 
 def test_exit_codes_and_json(tmp_path: Path) -> None:

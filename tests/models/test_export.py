@@ -14,14 +14,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
-from graphopt.artifact import DATA, MODEL
+from graphopt.artifact import artifact
+from graphopt.artifact.artifact import DATA, MODEL
+from graphopt.artifact.hf_config import facts_of
+from graphopt.artifact.manifest import read_manifest
 from graphopt.errors import InputError, MissingDependencyError, VerificationError
-from graphopt.manifest import read_manifest
-from graphopt.model_facts import facts_of
 from graphopt.models import export as export_module
 from graphopt.models.export import export, shipped_models
-from graphopt.runtime import open_session
+from graphopt.ort.session import open_session
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.checkpoints import HUB
 from tests.conftest import FAMILIES

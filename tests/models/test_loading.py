@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 
 from graphopt.errors import InputError
+from graphopt.graph.onnx_file import load as load_onnx
+from graphopt.graph.weights import Cast, Inline, WeightTensor
+from graphopt.graph.weights.data_file import save_model
+from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.export import export
 from graphopt.models.loading import Loaded, load, outline
-from graphopt.models.stored import Parameter
-from graphopt.onnx_file import load as load_onnx
-from graphopt.weights import Cast, Inline, WeightTensor
-from graphopt.weights.data_file import save_model
 
 
 def notes_of(loaded: Loaded) -> str:

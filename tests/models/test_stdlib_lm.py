@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from graphopt.artifact import DATA, MODEL
-from graphopt.evaluation import evaluate
-from graphopt.generation import generate
+from graphopt.artifact.artifact import DATA, MODEL
+from graphopt.compile.pipeline import optimize
+from graphopt.inference.generation import generate
+from graphopt.inference.session import load
 from graphopt.models.export import shipped_models
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.runtime import open_session
-from graphopt.session import load
-from graphopt.stdlib_text import held_out_text
-from graphopt.targets import Device
+from graphopt.ort.session import open_session
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.evaluation import evaluate
 from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.util.stdlib_text import held_out_text
+from graphopt.util.targets import Device
 
 FOLDER, SIBLING = (shipped_models()[name] for name in ("stdlib_lm", "stdlib_lm_draft"))
 

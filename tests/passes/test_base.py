@@ -6,10 +6,10 @@ from typing import ClassVar
 import onnx_ir as ir
 import pytest
 
-from graphopt import provenance
-from graphopt.analysis.heads import Calibration
+from graphopt.analysis.structure.heads import Calibration
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Rule
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes import PASSES
 from graphopt.passes.base import Options, Pass, StepOptions
 from graphopt.passes.context import Context, Statistics, Surroundings

@@ -10,15 +10,15 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.checks.steps import run_passes
 from graphopt.errors import VerificationError
-from graphopt.facts import Effect
+from graphopt.graph.diagnostics import Effect
 from graphopt.passes.base import Pass, PassResult, StepOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat
 from graphopt.passes.context import Context, Surroundings
 from graphopt.passes.phases import INVARIANTS, PHASES, Phase, breaches
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.tasks import task_of
+from graphopt.verification.steps import run_passes
 from tests.graphs import canonical, residual_model, run_pass
 
 Change = Callable[[ir.Model], object]

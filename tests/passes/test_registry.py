@@ -10,13 +10,13 @@ import pytest
 import graphopt.passes.algebra
 from graphopt.passes import PASSES, passes_of
 from graphopt.passes.phases import PHASES
-from graphopt.recipe import load_recipe
+from graphopt.passes.recipe import load_recipe
 
 FILE = '''
 """Names end with an exclamation mark."""
 from typing import ClassVar, Literal
 import onnx_ir as ir
-from graphopt.facts import Effect
+from graphopt.graph.diagnostics import Effect
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 
@@ -42,7 +42,9 @@ def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(
 ) -> None:
     (tmp_path / "shout.py").write_text(FILE)
     monkeypatch.setattr(graphopt.passes.algebra, "__path__", [*graphopt.passes.algebra.__path__, str(tmp_path)])
-    monkeypatch.setattr("graphopt.recipe.PASSES", {each.name: each for phase in PHASES for each in passes_of(phase)})
+    monkeypatch.setattr(
+        "graphopt.passes.recipe.PASSES", {each.name: each for phase in PHASES for each in passes_of(phase)}
+    )
     try:
         recipe = load_recipe("rotate-int4-rtn", add=["shout"], options=["shout.loudly=false"])
     finally:

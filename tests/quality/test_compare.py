@@ -8,8 +8,8 @@ import pytest
 
 import graphopt
 from graphopt.errors import InputError
-from graphopt.evaluation import evaluate
 from graphopt.quality.compare import compare, pieces_of
+from graphopt.quality.evaluation import evaluate
 from graphopt.quality.figures import Comparison, log_probabilities, standard_error
 
 TEXT = "Every model here reads this. " + "def add(left, right):\n    return left\n" * 4
@@ -91,7 +91,7 @@ def test_refusals(llama_artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="too short"):
         compare(llama_artifact, llama_artifact, [""])
     other = tmp_path / "other"
-    graphopt.artifact.write(graphopt.read(llama_artifact), other)
+    graphopt.artifact.artifact.write(graphopt.read(llama_artifact), other)
     (other / "tokenizer.json").unlink()
     (other / "manifest.json").unlink()
     with pytest.raises(InputError, match="no tokenizer"):

@@ -9,11 +9,11 @@ import onnx_ir as ir
 import pytest
 
 import graphopt
-from graphopt.checks.replay import verify
+from graphopt.artifact.manifest import read_manifest
+from graphopt.compile.pipeline import IN_MEMORY
+from graphopt.compile.replay import verify
 from graphopt.errors import InputError, VerificationError
-from graphopt.facts import Check
-from graphopt.manifest import read_manifest
-from graphopt.pipeline import IN_MEMORY
+from graphopt.graph.diagnostics import Check
 from graphopt.quality import judge as judging
 from graphopt.quality.compare import Said
 from graphopt.quality.judge import confirm, judge, sentences_of
@@ -129,7 +129,7 @@ def test_a_broken_model_is_refused_unless_forced(llama_artifact: Path, tmp_path:
     gain = source.model.graph.initializers["model.norm.weight"]
     assert gain.const_value is not None
     gain.const_value = ir.tensor(-1000 * np.asarray(gain.const_value.numpy()), name=gain.name)
-    graphopt.artifact.write(source, tmp_path / "wrong")
+    graphopt.artifact.artifact.write(source, tmp_path / "wrong")
     check = judge(llama_artifact, tmp_path / "wrong", "causal_lm", tokens=20)
     assert check.reason.figures["verdict"] == "broken"
     with pytest.raises(VerificationError, match="the model is broken: .*--force"):
@@ -144,7 +144,7 @@ def test_a_model_that_says_nan_is_broken_in_words_that_json_keeps(llama_artifact
     gain = source.model.graph.initializers["model.norm.weight"]
     assert gain.const_value is not None
     gain.const_value = ir.tensor(np.full(gain.const_value.shape.numpy(), np.nan, np.float32), name=gain.name)
-    graphopt.artifact.write(source, tmp_path / "nan")
+    graphopt.artifact.artifact.write(source, tmp_path / "nan")
     check = judge(llama_artifact, tmp_path / "nan", "causal_lm", tokens=20)
     assert check.reason.figures["verdict"] == "broken"
     assert "NaN or infinite" in str(Check.model_validate_json(check.model_dump_json()).reason)

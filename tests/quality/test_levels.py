@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphopt import artifact
-from graphopt.pipeline import optimize
+from graphopt.artifact import artifact
+from graphopt.compile.pipeline import optimize
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.levels import BINS, grid_of
 from graphopt.quality.losses import losses
-from graphopt.recipe import Recipe
-from graphopt.targets import ChosenTarget
-from graphopt.view.page.charts import histogram_chart
+from graphopt.report.page.charts import histogram_chart
+from graphopt.util.targets import ChosenTarget
 
 # One matrix of the Llama in each format; the others are int4.
 FORMATS = {"0.mlp.down": "uint4", "0.mlp.up": "nf4", "0.mlp.gate": "fp6-e2m3", "1.mlp.down": "int8", "1.mlp.up": "int3"}

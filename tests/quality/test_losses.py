@@ -10,13 +10,13 @@ import pytest
 import yaml
 from rich.console import Console
 
-from graphopt import artifact
+from graphopt.artifact import artifact
+from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.pipeline import optimize
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.judge import measured
 from graphopt.quality.losses import loss_of, losses
-from graphopt.recipe import Recipe
-from graphopt.view.losses import errors_table, groups_table, spread_table, told
+from graphopt.report.losses import errors_table, groups_table, spread_table, told
 
 BAD = "model.layers.1.mlp.up_proj.MatMul"
 

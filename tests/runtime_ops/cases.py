@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import strategies as st
 
-from graphopt.rotations import hadamard
+from graphopt.numerics.rotations import hadamard
 from tests.runtime_ops.hostile import Case, Tensor
 
 HERE = Path(__file__).parent

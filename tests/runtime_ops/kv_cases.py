@@ -11,7 +11,7 @@ import onnx_ir as ir
 import onnxruntime
 from hypothesis import strategies as st
 
-from graphopt.runtime import run
+from graphopt.ort.session import run
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.bound import reference_and_bound

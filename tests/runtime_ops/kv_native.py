@@ -9,7 +9,7 @@ import numpy as np
 import onnxruntime
 from onnx import TensorProto, helper
 
-from graphopt.runtime import array_of, ort_value, run
+from graphopt.ort.session import array_of, ort_value, run
 from graphopt.runtime_ops import DOMAIN, library_path
 
 INPUTS = {

@@ -11,10 +11,10 @@ import numpy as np
 import onnxruntime
 import pytest
 
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
+from graphopt.compile.pipeline import optimize
+from graphopt.inference.session import load
+from graphopt.passes.recipe import load_recipe
 from graphopt.runtime_ops import library_path
-from graphopt.session import load
 from tests.native import needs_library
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from graphopt.rotations import hadamard
+from graphopt.numerics.rotations import hadamard
 from tests.native import needs_library
 from tests.runtime_ops.hostile import NODE, Case, Tensor, check, run
 

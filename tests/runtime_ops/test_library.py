@@ -14,8 +14,8 @@ import pytest
 
 import graphopt.runtime_ops
 from graphopt.errors import InputError
-from graphopt.rotations import hadamard
-from graphopt.runtime import open_session
+from graphopt.numerics.rotations import hadamard
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
 from graphopt.runtime_ops.library import PATH_VARIABLE

@@ -16,8 +16,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.rotations import hadamard
-from graphopt.runtime import open_session
+from graphopt.numerics.rotations import hadamard
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE

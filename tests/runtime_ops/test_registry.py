@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from onnx_ir.passes.common import NameFixPass
 
 import graphopt.runtime_ops
-from graphopt.runtime import run
+from graphopt.ort.session import run
 from graphopt.runtime_ops import DOMAIN, FOREIGN, OPERATORS, Operator, Role, declare, port, schema_of, signature_of
 from graphopt.runtime_ops.schema import attributes_of
 from tests.runtime_ops.cases import FOLDERS, HERE, honest

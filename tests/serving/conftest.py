@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.conversation.template import TEMPLATE
-from graphopt.genai import GENAI_CONFIG
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from tests.conversation.conftest import PYTHON
+from graphopt.artifact.genai import GENAI_CONFIG
+from graphopt.compile.pipeline import optimize
+from graphopt.inference.conversation.template import TEMPLATE
+from graphopt.passes.recipe import Recipe
+from tests.inference.conversation.conftest import PYTHON
 
 BLOCKS = 40
 """Blocks of a pool that is soon full: 640 tokens."""

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from graphopt.inference.session import load
 from graphopt.serving.batch import Batch
 from graphopt.serving.stream import Event, Turn
-from graphopt.session import load
 from tests.serving.conftest import with_blocks
 
 TEXTS = ("def read_lines(path):\n", "class Stack:\n", "import ", "for line in stream:\n", "x = [")

@@ -12,8 +12,8 @@ import onnxruntime
 import onnxruntime_genai
 import pytest
 
-from graphopt.generation import generate
-from graphopt.session import load
+from graphopt.inference.generation import generate
+from graphopt.inference.session import load
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cpp"
 

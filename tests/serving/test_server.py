@@ -21,9 +21,9 @@ from typing import Any
 
 import pytest
 
+from graphopt.inference.session import Session, load
 from graphopt.serving.batch import Batch
 from graphopt.serving.stream import Turn
-from graphopt.session import Session, load
 from tests.serving.conftest import BLOCKS
 from tests.serving.test_batch import run
 

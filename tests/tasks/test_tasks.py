@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from graphopt.analysis.ports import ATTENTION_MASK, CachePort, exported_name, past_port, present_port
+from graphopt.analysis.structure.ports import ATTENTION_MASK, CachePort, exported_name, past_port, present_port
 from graphopt.errors import InputError
 from graphopt.tasks import TASKS, task_of, task_of_ports
 from graphopt.tasks.encoder import EncoderInterface, cosines, vocabulary_of

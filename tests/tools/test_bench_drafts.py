@@ -9,7 +9,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from graphopt.session import load
+from graphopt.inference.session import load
 from tests.native import needs_library
 from tools import bench_drafts
 from tools.bench.drafting import edited, tasks, tokens_of, written

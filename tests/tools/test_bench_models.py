@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.recipe import load_recipe
+from graphopt.passes.recipe import load_recipe
 
 RECIPES = sorted((Path(__file__).parents[2] / "tools" / "bench" / "recipes").glob("*.yaml"))
 

@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from graphopt.evaluation import negative_log_likelihood
 from graphopt.passes.cache.page_kv import PageKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.quality.evaluation import negative_log_likelihood
 from tests.families import POSITIONS, VOCABULARY
 from tools import longer_context
 from tools.bench.held_out import optimized, without_limit

@@ -9,13 +9,13 @@ import numpy as np
 import onnx
 import pytest
 
-from graphopt import artifact
-from graphopt.gguf.file import open_gguf
+from graphopt.artifact import artifact
+from graphopt.compile.pipeline import optimize
 from graphopt.models.gguf.checkpoint import outline_gguf
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.pipeline import optimize
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.compare import compare
-from graphopt.recipe import Recipe
+from graphopt.quantization.gguf.file import open_gguf
 from graphopt.tasks import task_of
 from tests import ggufs
 from tools.bench.gguf_file import write_gguf

@@ -16,9 +16,9 @@ from tools.quick_tests import CORE, ROOT, changed, mirrored_tests
         ("graphopt/passes/codes/quantize_weights.py", "tests/passes/codes/test_quantize_weights.py"),
         ("graphopt/passes/algebra/rotate/__init__.py", "tests/passes/algebra/test_rotate.py"),
         ("graphopt/passes/algebra/rotate/online.py", "tests/passes/algebra/test_rotate.py"),
-        ("graphopt/recipe.py", "tests/test_recipe.py"),
+        ("graphopt/passes/recipe.py", "tests/passes/test_recipe.py"),
         ("tools/quick_tests.py", "tests/tools/test_quick_tests.py"),
-        ("tests/test_memory.py", "tests/test_memory.py"),
+        ("tests/util/test_memory.py", "tests/util/test_memory.py"),
     ],
 )
 def test_a_change_asks_for_the_tests_that_mirror_it(file: str, wanted: str) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.statistics.options import CalibrationOptions
+from graphopt.quantization.statistics.options import CalibrationOptions
 from tools.rounding_table import chosen, main, title
 
 

@@ -10,14 +10,14 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from graphopt.artifact import HEADS, verify_files
-from graphopt.decoding.drafts import Heads
-from graphopt.decoding.drafts.heads_file import HeadsFile
-from graphopt.decoding.speculation import Speculation
-from graphopt.generation import generate
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
-from graphopt.session import load
+from graphopt.artifact.artifact import HEADS, verify_files
+from graphopt.compile.pipeline import optimize
+from graphopt.inference.decoding.drafts import Heads
+from graphopt.inference.decoding.drafts.heads_file import HeadsFile
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.generation import generate
+from graphopt.inference.session import load
+from graphopt.passes.recipe import load_recipe
 from tests.families import HIDDEN, VOCABULARY
 from tests.native import needs_library
 from tools import train_heads

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.decoding.large_pages import aligned_zeros
 from graphopt.errors import InputError
-from graphopt.runtime import open_session
+from graphopt.inference.decoding.large_pages import aligned_zeros
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes
 from tools.bench import attention_state

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.rotations import factors, hadamard
-from graphopt.rotations.hadamard import halves
+from graphopt.numerics.rotations import factors, hadamard
+from graphopt.numerics.rotations.hadamard import halves
 from tests.runtime_ops.cuda import interface
 from tools.bench.cuda_case import Case, Wanted, copies_past_l2, every, stream_of
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.formats import FORMATS
+from graphopt.numerics.formats import FORMATS
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES
 from graphopt.runtime_ops.matmul_table.spec.packing import pack
 from tests.runtime_ops.cuda import products

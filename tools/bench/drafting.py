@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.decoding.continuation import Continuation, Settings, Taken, start
-from graphopt.decoding.decoder import Decoder
-from graphopt.decoding.drafts import Guess
-from graphopt.decoding.sampling import GREEDY, Sampling
-from graphopt.decoding.speculation import Speculation
-from graphopt.generation import room_for, run
-from graphopt.session import Session
-from graphopt.stdlib_text import HELD_OUT, stdlib_folder
+from graphopt.inference.decoding.continuation import Continuation, Settings, Taken, start
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.drafts import Guess
+from graphopt.inference.decoding.sampling import GREEDY, Sampling
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.generation import room_for, run
+from graphopt.inference.session import Session
+from graphopt.util.stdlib_text import HELD_OUT, stdlib_folder
 
 _NAME = re.compile(r"\b[a-z_]{4,}\b")
 

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.formats import format_of
-from graphopt.formats.table import TableFormat
+from graphopt.numerics.formats import format_of
+from graphopt.numerics.formats.table import TableFormat
 from tools.bench.problem import Array, Problem
 
 FORMATS = {"fp6": "fp6-e2m3"}

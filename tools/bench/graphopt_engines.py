@@ -12,8 +12,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.rotations import HadamardRotation
-from graphopt.runtime import open_session
+from graphopt.numerics.rotations import HadamardRotation
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, Operator, library_path
 from tools.bench.engine import TOLERANCES, Engine, Prepared, optional
 from tools.bench.formats import Rounded, rounded

@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 import graphopt
-from graphopt.decoding.decoder import Decoder
-from graphopt.evaluation import negative_log_likelihood
-from graphopt.recipe import Recipe, Step
-from graphopt.session import Session
-from graphopt.stdlib_text import held_out_text
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import Session
+from graphopt.passes.recipe import Recipe, Step
+from graphopt.quality.evaluation import negative_log_likelihood
 from graphopt.tasks.ports import IntArray
+from graphopt.util.stdlib_text import held_out_text
 
 Nats = npt.NDArray[np.float64]
 

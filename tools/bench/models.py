@@ -89,8 +89,8 @@ def models(recipes: list[str], work: Work) -> list[Model]:
 
 
 def _optimize(recipe: str, checkpoint: Path, target: Path) -> None:
+    from graphopt.compile.pipeline import optimize
     from graphopt.models.export import export
-    from graphopt.pipeline import optimize
 
     exported = checkpoint.with_name("float32")
     if not exported.exists():
@@ -100,7 +100,7 @@ def _optimize(recipe: str, checkpoint: Path, target: Path) -> None:
 
 def _graphopt(folder: Path, work: Work) -> Speeds:
     import graphopt
-    from graphopt.generation import stream
+    from graphopt.inference.generation import stream
 
     session = graphopt.load(folder, threads=work.threads)
 

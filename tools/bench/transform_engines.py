@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.rotations import HadamardRotation
+from graphopt.numerics.rotations import HadamardRotation
 from tools.bench.engine import TOLERANCES, Engine, Prepared
 from tools.bench.graphopt_engines import hadamard_pair, open_copies, operator
 from tools.bench.problem import Problem, aligned_copy

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.gguf.blocks import Ggml, import_gguf
-from graphopt.gguf.file import GgufFile, open_gguf
-from graphopt.weights import Expression
+from graphopt.graph.weights import Expression
+from graphopt.quantization.gguf.blocks import Ggml, import_gguf
+from graphopt.quantization.gguf.file import GgufFile, open_gguf
 
 
 def write_floats(file: GgufFile, output: Path) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from graphopt import artifact
-from graphopt.gguf.blocks import Ggml, block_of
-from graphopt.gguf.file import GgufFile, open_gguf
+from graphopt.artifact import artifact
+from graphopt.graph.weights import Added, Array, Expression, Inline, Transposed, WeightTensor, expression_of
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
-from graphopt.weights import Added, Array, Expression, Inline, Transposed, WeightTensor, expression_of
+from graphopt.quantization.gguf.blocks import Ggml, block_of
+from graphopt.quantization.gguf.file import GgufFile, open_gguf
 
 STEPPED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
 """Types whose blocks begin with their step, a float16."""

@@ -8,16 +8,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import graphopt
-from graphopt.embeddings import load_encoder
-from graphopt.embeddings.evaluate import cosine_matrix
+from graphopt.artifact.manifest import read_manifest
 from graphopt.errors import GraphoptError
-from graphopt.manifest import read_manifest
+from graphopt.inference.embeddings import load_encoder
+from graphopt.inference.embeddings.evaluate import cosine_matrix
+from graphopt.inference.session import Session
 from graphopt.passes.codes.keep_codes import KeepCodesOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.recipe import Recipe
 from graphopt.quality.judge import CHECK
-from graphopt.recipe import Recipe
-from graphopt.session import Session
-from graphopt.targets import Target
+from graphopt.util.targets import Target
 from tools.real.dither import dither
 
 QUESTION = "What is the capital of France?"

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from graphopt.errors import InputError
-from graphopt.gguf.file import GgufFile, open_gguf
+from graphopt.graph.weights import Expression
 from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
 from graphopt.models.gguf.layouts import joined_experts, layout_of
 from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies
 from graphopt.models.gguf.settings import complete
-from graphopt.weights import Expression
+from graphopt.quantization.gguf.file import GgufFile, open_gguf
 
 SUFFIX = ".gguf"
 

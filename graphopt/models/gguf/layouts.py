@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.weights import Added, Expression, Inline, Joined, Reshaped, Transposed
+from graphopt.graph.weights import Added, Expression, Inline, Joined, Reshaped, Transposed
 
 Layout = Callable[[str, Expression, Any], Expression]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from graphopt.errors import InputError
-from graphopt.gguf.file import GgufFile
+from graphopt.quantization.gguf.file import GgufFile
 
 FREQUENCIES = "rope_freqs.weight"
 """A tensor of Llama 3.1 and later, float32 [d/2]: what each rotary frequency is divided by."""

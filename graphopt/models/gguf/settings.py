@@ -11,8 +11,8 @@ import math
 from typing import Any
 
 from graphopt.errors import InputError
-from graphopt.gguf.file import GgufFile
 from graphopt.models.gguf.rope import rope_parameters
+from graphopt.quantization.gguf.file import GgufFile
 
 UNKNOWN = ("gemma4", "gpt-oss", "gpt_oss")
 """Architectures that transformers maps, but with settings and layouts that nobody has checked here."""

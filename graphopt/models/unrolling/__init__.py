@@ -19,18 +19,18 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.weights import Expression, Node, WeightTensor, expression_of, nodes_below
 from graphopt.models.checkpoint import quiet
+from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.loading import Loaded
 from graphopt.models.ports import name_ports
-from graphopt.models.stored import Parameter
 from graphopt.models.trace import export_graph, finish, sample_of, trace
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import plan, shortened
+from graphopt.models.unrolling.refusals import FEW_LAYERS, NotUnderstoodError
 from graphopt.models.unrolling.relations import Relations
 from graphopt.models.unrolling.skeleton import make_skeleton
-from graphopt.models.unrolling.understood import FEW_LAYERS, NotUnderstoodError
-from graphopt.weights import Expression, Node, WeightTensor, expression_of, nodes_below
 
 ALL_TRACED = Rule("unroll.all-traced", "every layer was traced: {why}")
 WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all weights in memory: {why}")
@@ -67,7 +67,7 @@ def trace_skeleton(model: Any, source: str) -> tuple[ir.Model, Fact | None]:
 
     Returns:
         A graph as :func:`graphopt.models.trace.trace` makes it, whose constants are expressions over
-        :class:`graphopt.models.stored.Parameter`; and why all layers were traced, unless they were few.
+        :class:`graphopt.models.checkpoint_tensors.Parameter`; and why all layers were traced, unless they were few.
 
     Raises:
         InputError: the exporter fails on it, or a causal language model has no key-value cache.

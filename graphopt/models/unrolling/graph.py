@@ -15,13 +15,13 @@ from typing import Any
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import CachePort, past_port, present_port
+from graphopt.analysis.structure.ports import CachePort, past_port, present_port
+from graphopt.graph.provenance import SCOPE
+from graphopt.graph.weights import WeightTensor, expression_of
 from graphopt.models.unrolling.kinds import Plan
-from graphopt.models.unrolling.places import SHARED, Places
+from graphopt.models.unrolling.layer_of_node import SHARED, Places
+from graphopt.models.unrolling.refusals import NODES, PORTS, NotUnderstoodError
 from graphopt.models.unrolling.symbols import Symbols
-from graphopt.models.unrolling.understood import NODES, PORTS, NotUnderstoodError
-from graphopt.provenance import SCOPE
-from graphopt.weights import WeightTensor, expression_of
 
 Line = tuple[Any, ...]
 _PASSED = ("passed",)
@@ -32,7 +32,7 @@ def unroll(model: ir.Model, plan: Plan) -> None:
 
     Args:
         model: a graph of the chosen layers, with ports as :mod:`graphopt.models.ports` names them, and constants that
-            are expressions over :class:`graphopt.models.stored.Parameter`.
+            are expressions over :class:`graphopt.models.checkpoint_tensors.Parameter`.
         plan: which layers it holds, and which it shall.
 
     Raises:

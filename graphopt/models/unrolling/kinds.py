@@ -10,13 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphopt.models.unrolling.recording import Recording, record
-from graphopt.models.unrolling.understood import (
-    DIFFERENT,
-    FEW_LAYERS,
-    NO_LAYERS,
-    OUTSIDE,
-    NotUnderstoodError,
-)
+from graphopt.models.unrolling.refusals import DIFFERENT, FEW_LAYERS, NO_LAYERS, OUTSIDE, NotUnderstoodError
 
 # Below so many layers nothing is gained.
 _FEWEST = 4

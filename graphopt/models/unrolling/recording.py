@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from graphopt.models.unrolling.understood import CROSSING, NOT_RECORDED, OUTSIDE, NotUnderstoodError
+from graphopt.models.unrolling.refusals import CROSSING, NOT_RECORDED, OUTSIDE, NotUnderstoodError
 
 _OUTSIDE = -1
 Line = tuple[Any, ...]

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from graphopt.graph.weights import Added, Array, Expression, Inline, Reshaped, Scaled, Sliced, Transposed
+from graphopt.graph.weights.expression import everything
+from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of
-from graphopt.models.stored import Parameter, stored_tensors
-from graphopt.models.unrolling.understood import FOLDED, NotUnderstoodError
-from graphopt.weights import Added, Array, Expression, Inline, Reshaped, Scaled, Sliced, Transposed
-from graphopt.weights.expression import everything
+from graphopt.models.unrolling.refusals import FOLDED, NotUnderstoodError
 
 # Where onnxscript's constant folding says which values a constant was computed from.
 _FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"

@@ -12,7 +12,7 @@ import importlib
 import mmap
 from typing import Any
 
-from graphopt.models.stored import stored_tensors
+from graphopt.models.checkpoint_tensors import stored_tensors
 
 # Parameters of up to so many bytes are random numbers. Exporters compare and compute with constants of up to 8192
 # numbers (`onnxscript.optimizer`), so all of these must be among them.

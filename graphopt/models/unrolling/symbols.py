@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import onnx_ir as ir
 
-from graphopt.models.unrolling.places import SHARED, Places
+from graphopt.models.unrolling.layer_of_node import SHARED, Places
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 

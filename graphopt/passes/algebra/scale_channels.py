@@ -12,15 +12,15 @@ import numpy.typing as npt
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure import is_thin, linear_nodes, lm_head_nodes, router_nodes
-from graphopt.facts import Effect, Rule
-from graphopt.formats import format_of
+from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.weights import Inline, Scaled, own, rewrite, weight_of
+from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.formats import LinearFormat
 from graphopt.passes.context import Context, Ledger
-from graphopt.rounding import round_to_nearest
-from graphopt.rounding.one_thread import one_thread
-from graphopt.weights import Inline, Scaled, own, rewrite, weight_of
+from graphopt.quantization.rounding import round_to_nearest
+from graphopt.quantization.rounding.single_thread import one_thread
 
 SCALED = Rule(
     "scale_channels.scaled",

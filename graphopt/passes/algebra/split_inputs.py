@@ -10,13 +10,22 @@ import numpy.typing as npt
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure import THIN, is_thin, linear_nodes, lm_head_nodes, router_nodes
+from graphopt.analysis.structure.products import THIN, is_thin, linear_nodes, lm_head_nodes, router_nodes
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Rule
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.weights import (
+    Cast,
+    Inline,
+    Transposed,
+    VectorTimes,
+    WeightTensor,
+    expression_of,
+    new_weight,
+    weight_of,
+)
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
-from graphopt.rounding.one_thread import one_thread
-from graphopt.weights import Cast, Inline, Transposed, VectorTimes, WeightTensor, expression_of, new_weight, weight_of
+from graphopt.quantization.rounding.single_thread import one_thread
 
 SPLIT = Rule("split_inputs.split", "{rank} directions, {share:.1%} of the mean square of {input}, go past it in floats")
 NONE = Rule(

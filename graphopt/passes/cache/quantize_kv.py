@@ -7,8 +7,8 @@ from typing import Annotated, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
-from graphopt.analysis.paged import describe, kv_nodes, layer_of
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
+from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.states import change

@@ -10,8 +10,8 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from pydantic import BeforeValidator, ByteSize, Field, TypeAdapter
 
-from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
-from graphopt.analysis.ports import (
+from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_nodes, layer_of
+from graphopt.analysis.structure.ports import (
     BLOCK_TABLE,
     GROWING,
     INPUT_IDS,
@@ -26,8 +26,8 @@ from graphopt.analysis.ports import (
     STATES,
     CachePort,
 )
-from graphopt.editing import Inserter, name_output, shared
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import Inserter, name_output, shared
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import page_attention
 from graphopt.passes.context import Context

@@ -9,10 +9,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.heads import ORIGIN, HeadScores, Rank
-from graphopt.analysis.paged import PagedLayer, describe, kv_nodes, layer_of
+from graphopt.analysis.structure.heads import ORIGIN, HeadScores, Rank
+from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
 from graphopt.passes.context import Ledger
 
 BRANCH = Rule("branches.beside", "{rank} directions of what rounding {weight} lost, in float16 beside the product")

@@ -7,15 +7,15 @@ from typing import Annotated, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.codes import dequantize_of, rounding_of
-from graphopt.analysis.ports import past_port
-from graphopt.analysis.structure import lm_head_nodes
-from graphopt.editing import insert_in_front
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.ports import past_port
+from graphopt.analysis.structure.product_codes import dequantize_of, rounding_of
+from graphopt.analysis.structure.products import lm_head_nodes
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.editing import insert_in_front
+from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
-from graphopt.weights import weight_of
 
 INPUT = Rule("emulate_quantization.input", "emulated: {input} as int{bits} per token, read by {readers}")
 CACHE = Rule(

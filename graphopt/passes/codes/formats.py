@@ -9,7 +9,7 @@ import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.errors import InputError
-from graphopt.formats import TableFormat, format_of
+from graphopt.numerics.formats import TableFormat, format_of
 from graphopt.passes.base import Options
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
@@ -36,7 +36,7 @@ def _known(given: str | tuple[float, ...]) -> str | tuple[float, ...]:
 class LinearFormat(Options):
     """A number format for matrices, and how many rows share a scale (``None``: all of a column).
 
-    The format is one of :data:`graphopt.formats.FORMATS`, or a table of one's own: the value of each code.
+    The format is one of :data:`graphopt.numerics.formats.FORMATS`, or a table of one's own: the value of each code.
     """
 
     format: Annotated[str | tuple[float, ...], AfterValidator(_known)] = "int4"

@@ -10,20 +10,20 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure import linear_nodes, token_lookups
-from graphopt.editing import drop, replace, shared
+from graphopt.analysis.structure.products import linear_nodes, token_lookups
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Fact, Rule
-from graphopt.gguf.blocks import Ggml
-from graphopt.gguf.codes import KeptCodes, has_codes
-from graphopt.gguf.file import open_gguf
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import drop, replace, shared
+from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.inputs import round_input
-from graphopt.passes.codes.logical import dequantize, typed
+from graphopt.passes.codes.input_rounding import round_input
+from graphopt.passes.codes.logical_codes import dequantize, typed
 from graphopt.passes.codes.quantize_weights import Activations
-from graphopt.passes.codes.tied import look_up_columns, tied_lookups
+from graphopt.passes.codes.tied_embedding import look_up_columns, tied_lookups
 from graphopt.passes.context import Context, Ledger
-from graphopt.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
+from graphopt.quantization.gguf.blocks import Ggml
+from graphopt.quantization.gguf.codes import KeptCodes, has_codes
+from graphopt.quantization.gguf.file import open_gguf
 
 KEPT = Rule("keep_codes.kept", "{weight} as the file's {kind}: {format} in groups of {group}")
 LOOKED_UP = Rule("keep_codes.looked-up", "{part} of {table} looked up")
@@ -64,7 +64,7 @@ class KeepCodes(Pass[KeepCodesOptions]):
     Rows are found by their content, all of it, so no name and no layout has to be known, and a weight that another step
     has changed is left alone. W is the file's to the last bit. For the target ``ort-cuda``, whose kernels know no
     minimums, types that have them (Q4_1, Q5_1, Q4_K, Q5_K) get zero points in float32, which moves a weight by about
-    2^-23 of the larger of scale times code and minimum. See :mod:`graphopt.gguf.codes`.
+    2^-23 of the larger of scale times code and minimum. See :mod:`graphopt.quantization.gguf.codes`.
     """
 
     name: ClassVar[str] = "keep_codes"

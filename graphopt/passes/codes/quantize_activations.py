@@ -7,11 +7,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field, model_validator
 
-from graphopt.analysis.codes import NOT_QUANTIZED, StoredCodes, coded_nodes, rounding_of, stored_codes
-from graphopt.analysis.structure import linear_nodes, lm_head_nodes, router_nodes
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.structure.product_codes import (
+    NOT_QUANTIZED,
+    StoredCodes,
+    coded_nodes,
+    rounding_of,
+    stored_codes,
+)
+from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, router_nodes
+from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.inputs import forget_spared, input_of, is_spared, round_input
+from graphopt.passes.codes.input_rounding import forget_spared, input_of, is_spared, round_input
 from graphopt.passes.context import Context, Ledger
 
 LM_HEAD = Rule(

@@ -10,25 +10,32 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
-from graphopt.analysis.structure import is_thin, linear_nodes, lm_head_nodes, lookups, router_nodes, token_lookups
-from graphopt.editing import drop, shared
-from graphopt.facts import Effect, Fact, Rule
-from graphopt.formats import TableFormat, format_of
+from graphopt.analysis.structure.products import (
+    is_thin,
+    linear_nodes,
+    lm_head_nodes,
+    lookups,
+    router_nodes,
+    token_lookups,
+)
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import drop, shared
+from graphopt.graph.weights import new_weight, weight_of
+from graphopt.numerics.formats import TableFormat, format_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.branches import put_beside
 from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, check_names, fused_group
-from graphopt.passes.codes.inputs import round_input
-from graphopt.passes.codes.logical import dequantize, typed
+from graphopt.passes.codes.input_rounding import round_input
+from graphopt.passes.codes.logical_codes import dequantize, typed
 from graphopt.passes.codes.tables import STORED, quantize_table
-from graphopt.passes.codes.tied import look_up_columns, tied_lookups
+from graphopt.passes.codes.tied_embedding import look_up_columns, tied_lookups
 from graphopt.passes.context import Context, Ledger
-from graphopt.rounding import RoundingMethod
-from graphopt.rounding.lazy import quantized
-from graphopt.rounding.methods import method_of
-from graphopt.rounding.methods.nearest import NEAREST
-from graphopt.rounding.scales import Scale
-from graphopt.statistics import InputStatistics
-from graphopt.weights import new_weight, weight_of
+from graphopt.quantization.rounding import RoundingMethod
+from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.methods import method_of
+from graphopt.quantization.rounding.methods.nearest import NEAREST
+from graphopt.quantization.rounding.scales import Scale
+from graphopt.quantization.statistics import InputStatistics
 
 __all__ = ["MEASURED", "STORED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
 
@@ -63,14 +70,15 @@ class QuantizeWeightsOptions(StepOptions):
             ``graphopt search`` writes them.
         tied: whether a token embedding that is the transposed lm_head is looked up in the codes of the lm_head, so that
             both are stored once. ``embedding`` must not be ``None``; its format is then that of the lm_head.
-        scale: how scales are chosen, see :func:`graphopt.rounding.round_to_nearest`.
-        rounding: how codes of matrices and lm_head are chosen: a method of :mod:`graphopt.rounding.methods`, by its
+        scale: how scales are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
+        rounding: how codes of matrices and lm_head are chosen: a method of
+        :mod:`graphopt.quantization.rounding.methods`, by its
             name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
         fewest_tokens: a product whose inputs were seen for fewer tokens, such as an expert that is seldom chosen, is
             rounded to nearest.
         low_rank: directions of what rounding a matrix loses, W - Q, that stand beside it in float16; 0 for none. The
             lm_head has none. They are chosen by X^T X of the inputs, whatever the method, see
-            :mod:`graphopt.rounding.low_rank`.
+            :mod:`graphopt.quantization.rounding.low_rank`.
         activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
             what the recipe says. It is a part of the graph. For the standard form it is a session entry of
             onnxruntime: see ``activations`` of the recipe.

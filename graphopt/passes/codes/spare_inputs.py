@@ -9,14 +9,14 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.structure import is_thin, linear_nodes, lm_head_nodes, router_nodes
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.inputs import spare
+from graphopt.passes.codes.input_rounding import spare
 from graphopt.passes.context import Context
-from graphopt.rounding.one_thread import one_thread
-from graphopt.statistics import InputStatistics
-from graphopt.weights import weight_of
+from graphopt.quantization.rounding.single_thread import one_thread
+from graphopt.quantization.statistics import InputStatistics
 
 SPARED = Rule(
     "spare_inputs.spared",

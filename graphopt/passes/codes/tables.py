@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.editing import replace
-from graphopt.facts import Rule
-from graphopt.formats import format_of
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import replace
+from graphopt.graph.weights import new_weight, weight_of
+from graphopt.numerics.formats import format_of
 from graphopt.passes.codes.formats import EmbeddingFormat
-from graphopt.passes.codes.logical import typed
+from graphopt.passes.codes.logical_codes import typed
 from graphopt.passes.context import Ledger
-from graphopt.rounding.lazy import quantized
-from graphopt.rounding.scales import Scale
-from graphopt.weights import new_weight, weight_of
+from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.scales import Scale
 
 STORED = Rule(
     "quantize_weights.stored",

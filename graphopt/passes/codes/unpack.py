@@ -6,18 +6,18 @@ from typing import Any, ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.codes import dequantize_of
-from graphopt.analysis.structure import is_packed, packed_nodes, reads_packed
-from graphopt.editing import name_output, replace
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.structure.product_codes import dequantize_of
+from graphopt.analysis.structure.products import is_packed, packed_nodes, reads_packed
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import name_output, replace
+from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.inputs import round_input
-from graphopt.passes.codes.logical import columns_of, dequantize
+from graphopt.passes.codes.input_rounding import round_input
+from graphopt.passes.codes.logical_codes import columns_of, dequantize
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.layout import Unpacked, Untiled
 from graphopt.passes.lower.level_scales import join_levels
+from graphopt.passes.lower.table_layout import Unpacked, Untiled
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
-from graphopt.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
 
 UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
 UNPACKED_LOOKUP = Rule("unpack.unpacked-lookup", "{op_type} as a Gather of the columns that {product} multiplies by")

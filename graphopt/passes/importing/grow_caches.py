@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import WINDOWED, WINDOWS, cache_inputs, windowed_nodes
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.contrib import WINDOWED, WINDOWS, cache_inputs, windowed_nodes
+from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 

@@ -6,12 +6,12 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.scales import widened_scales
-from graphopt.editing import bypass
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.scales import widened_scales
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.editing import bypass
+from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
-from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
 WIDENED = Rule("widen_scales.widened", "{scales} in float32, as it is read")
 

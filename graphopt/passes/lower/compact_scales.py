@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.scales import scale_values
-from graphopt.editing import name_output
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.scales import scale_values
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.editing import name_output
+from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
-from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
 STORED = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")

@@ -6,9 +6,9 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.lm_head import lm_head_of
-from graphopt.analysis.ports import HIDDEN, LOGITS
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.structure.lm_head import lm_head_of
+from graphopt.analysis.structure.ports import HIDDEN, LOGITS
+from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 

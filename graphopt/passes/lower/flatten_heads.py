@@ -6,8 +6,8 @@ from typing import ClassVar, Literal, NamedTuple
 
 import onnx_ir as ir
 
-from graphopt.editing import Inserter, like, remove, take_place
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import Inserter, like, remove, take_place
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 

@@ -9,10 +9,10 @@ import numpy as np
 import onnx_ir as ir
 from pydantic import Field
 
-from graphopt.analysis.lm_head import BY_POSITION, same_for_all_positions
-from graphopt.analysis.structure import LAST_POSITIONS, lm_head_nodes, makes_last_logits
-from graphopt.editing import shared
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.structure.lm_head import BY_POSITION, same_for_all_positions
+from graphopt.analysis.structure.products import LAST_POSITIONS, lm_head_nodes, makes_last_logits
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import shared
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 

@@ -9,14 +9,10 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure import reads_packed
-from graphopt.editing import bypass
-from graphopt.facts import Effect, Rule
-from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
-from graphopt.runtime_ops import OPERATORS, port
-from graphopt.runtime_ops.operator import DOMAIN
-from graphopt.weights import (
+from graphopt.analysis.structure.products import reads_packed
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.editing import bypass
+from graphopt.graph.weights import (
     Array,
     Expression,
     Part,
@@ -28,7 +24,11 @@ from graphopt.weights import (
     new_weight,
     weight_of,
 )
-from graphopt.weights.expression import widened
+from graphopt.graph.weights.expression import widened
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context
+from graphopt.runtime_ops import OPERATORS, port
+from graphopt.runtime_ops.operator import DOMAIN
 
 LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
 FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")

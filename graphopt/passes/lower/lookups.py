@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphopt.analysis.codes import StoredCodes, column_lookups
-from graphopt.analysis.contrib import MICROSOFT
-from graphopt.editing import Inserter, name_output, replace
-from graphopt.facts import Rule
+from graphopt.analysis.structure.contrib import MICROSOFT
+from graphopt.analysis.structure.product_codes import StoredCodes, column_lookups
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import Inserter, name_output, replace
+from graphopt.graph.weights import new_weight, source_of
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.packing import PackedMatrix
 from graphopt.runtime_ops import OPERATORS
-from graphopt.weights import new_weight, source_of
 
 GATHERED = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
 BESIDE = Rule(

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import (
+from graphopt.analysis.structure.product_codes import (
     LOGICAL,
     StoredCodes,
     coded_nodes,
@@ -16,19 +16,19 @@ from graphopt.analysis.codes import (
     rounding_of,
     stored_codes,
 )
-from graphopt.editing import drop, replace, shared
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import drop, replace, shared
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.context import Context, Ledger
-from graphopt.passes.lower.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
 from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
+from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
-from graphopt.targets import InstructionSet, Target
+from graphopt.util.targets import InstructionSet, Target
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
 PACKED = Rule(

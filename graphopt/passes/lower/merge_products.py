@@ -8,13 +8,13 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of
-from graphopt.editing import like, remove, shared, take_place
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.structure.product_codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import like, remove, shared, take_place
+from graphopt.graph.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.runtime_ops import signature_of
-from graphopt.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
 
 MERGED = Rule("merge_products.merged", "{products} in one product of {columns} columns")
 SIDE_BY_SIDE = Rule("merge_products.side-by-side", "the codes of {products} side by side")

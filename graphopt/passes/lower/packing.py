@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.codes import StoredCodes, feeds_lookups
-from graphopt.editing import shared
-from graphopt.formats import TableFormat
-from graphopt.passes.lower.layout import Packed, Tiled
-from graphopt.rounding.expressions import CodeIndices
+from graphopt.analysis.structure.product_codes import StoredCodes, feeds_lookups
+from graphopt.graph.editing import shared
+from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight
+from graphopt.numerics.formats import TableFormat
+from graphopt.passes.lower.table_layout import Packed, Tiled
+from graphopt.quantization.rounding.expressions import CodeIndices
 from graphopt.runtime_ops import Operator
-from graphopt.weights import Expression, WeightTensor, expression_of, new_weight
 
 _PORTS = ("codes", "scales", "table", "zero_points", "bias")
 

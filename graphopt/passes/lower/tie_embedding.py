@@ -6,13 +6,13 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure import token_lookups
-from graphopt.editing import drop, name_output
-from graphopt.facts import Effect, Rule
+from graphopt.analysis.structure.products import token_lookups
+from graphopt.graph.diagnostics import Effect, Rule
+from graphopt.graph.editing import drop, name_output
+from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.codes.tied import tied_lookups
+from graphopt.passes.codes.tied_embedding import tied_lookups
 from graphopt.passes.context import Context
-from graphopt.weights import weight_of
 
 TIED = Rule("tie_embedding.tied", "the transposed {table}, in the place of {weight}: both are stored once")
 

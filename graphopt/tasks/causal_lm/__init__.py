@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.ports import ATTENTION_MASK, LOGITS
+from graphopt.analysis.structure.ports import ATTENTION_MASK, LOGITS
 from graphopt.tasks.base import Call, Task, TaskName, random_padding
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe

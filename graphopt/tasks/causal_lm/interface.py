@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import PADDING, counts_from_first_column, stated_windows, windows_of
-from graphopt.analysis.paged import PagedLayer, described, layers_of
-from graphopt.analysis.ports import (
+from graphopt.analysis.structure.contrib import PADDING, counts_from_first_column, stated_windows, windows_of
+from graphopt.analysis.structure.paged_caches import PagedLayer, described, layers_of
+from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     BLOCK_TABLE,
     HIDDEN,
@@ -45,7 +45,7 @@ from graphopt.analysis.ports import (
     STATES,
     past_port,
 )
-from graphopt.analysis.structure import last_positions
+from graphopt.analysis.structure.products import last_positions
 from graphopt.errors import InputError
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 

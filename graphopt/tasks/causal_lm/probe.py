@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
-from graphopt.facts import Fact, Rule
-from graphopt.runtime import run
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS, POSITION_IDS
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.ort.session import run
 from graphopt.tasks.base import BATCH, LENGTH, PADDING, PREFILL, Floats
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import Array, IntArray

@@ -17,9 +17,9 @@ import transformers
 from transformers import modeling_gguf_pytorch_utils as theirs
 
 from graphopt.errors import InputError
+from graphopt.graph.weights import Inline
 from graphopt.models.gguf.checkpoint import load_gguf
 from graphopt.models.gguf.layouts import layout_of
-from graphopt.weights import Inline
 from tests.families import randomize
 
 _COMMON = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

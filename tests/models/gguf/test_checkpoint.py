@@ -11,14 +11,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from graphopt.artifact import MODEL
+from graphopt.artifact.artifact import MODEL
+from graphopt.artifact.manifest import read_manifest
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.gguf import blocks
-from graphopt.gguf.file import open_gguf, read_once
-from graphopt.manifest import read_manifest
 from graphopt.models.export import export
 from graphopt.models.gguf.checkpoint import load_gguf
-from graphopt.runtime import open_session
+from graphopt.ort.session import open_session
+from graphopt.quantization.gguf import blocks
+from graphopt.quantization.gguf.file import open_gguf, read_once
 from tests import ggufs
 
 KINDS = ("F32", "F16", "Q8_0", "Q4_0", "Q4_1", "Q6_K")

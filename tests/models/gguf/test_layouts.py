@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import modeling_gguf_pytorch_utils as theirs
 
+from graphopt.graph.weights import Inline
 from graphopt.models.gguf.layouts import LAYOUTS, joined_experts, layout_of
-from graphopt.weights import Inline
 
 CONFIG = {
     "num_attention_heads": 4,

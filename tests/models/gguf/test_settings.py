@@ -11,8 +11,8 @@ import pytest
 import transformers
 
 from graphopt.errors import InputError
-from graphopt.gguf.file import open_gguf
 from graphopt.models.gguf.checkpoint import config_of
+from graphopt.quantization.gguf.file import open_gguf
 
 _USUAL = {
     "context_length": 128,

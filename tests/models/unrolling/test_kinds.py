@@ -11,8 +11,8 @@ import transformers
 from graphopt.models.checkpoint import quiet
 from graphopt.models.trace import sample_of
 from graphopt.models.unrolling.kinds import Plan, plan, shortened
+from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.models.unrolling.skeleton import make_skeleton
-from graphopt.models.unrolling.understood import NotUnderstoodError
 from tests.families import FAMILIES
 
 LAYERS = 6

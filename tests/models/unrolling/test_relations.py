@@ -7,11 +7,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from graphopt.models.stored import Parameter
+from graphopt.graph.weights import Expression, Inline, nodes_below
+from graphopt.models.checkpoint_tensors import Parameter
+from graphopt.models.unrolling.refusals import NotUnderstoodError
 from graphopt.models.unrolling.relations import Relations
 from graphopt.models.unrolling.skeleton import make_skeleton
-from graphopt.models.unrolling.understood import NotUnderstoodError
-from graphopt.weights import Expression, Inline, nodes_below
 
 FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"
 

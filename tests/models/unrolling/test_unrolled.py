@@ -8,18 +8,18 @@ from typing import Any
 import onnx_ir as ir
 import pytest
 
+from graphopt.graph.provenance import SCOPE
+from graphopt.graph.weights import WeightTensor, expression_of
 from graphopt.models import unrolling
+from graphopt.models.checkpoint_tensors import Parameter
 from graphopt.models.loading import Loaded, weights_of
-from graphopt.models.stored import Parameter
 from graphopt.models.trace import trace
 from graphopt.models.unrolling import kinds, trace_loaded, trace_skeleton
 from graphopt.models.unrolling.graph import unroll
 from graphopt.models.unrolling.kinds import Plan
-from graphopt.models.unrolling.places import Places
-from graphopt.models.unrolling.understood import NO_LAYERS, NotUnderstoodError
-from graphopt.provenance import SCOPE
-from graphopt.view.differing import diff_of
-from graphopt.weights import WeightTensor, expression_of
+from graphopt.models.unrolling.layer_of_node import Places
+from graphopt.models.unrolling.refusals import NO_LAYERS, NotUnderstoodError
+from graphopt.report.difference import diff_of
 from tests.decoders import shuffle_names
 from tests.families import make_model
 from tests.isomorphic import description

@@ -15,13 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from graphopt import provenance
-from graphopt.analysis.axes import WeightAxis
-from graphopt.facts import PassReport
+from graphopt.analysis.bases.axes import WeightAxis
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import PassReport
+from graphopt.graph.weights import Array, Expression, Inline, Region, Shape
+from graphopt.numerics.rotations import Rotation
 from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from graphopt.rotations import Rotation
-from graphopt.weights import Array, Expression, Inline, Region, Shape
 from tests.graphs import logits, relative, residual_model
 
 # float32: each weight is rounded once more after the rotation, sums of up to 24 terms, 3 layers; seen 5e-7.
@@ -118,7 +118,7 @@ def test_unknown_options_are_refused() -> None:
 
 
 def test_an_exported_llama_keeps_its_logits(llama_canonical: ir.Model, tmp_path: Path) -> None:
-    from graphopt.checks.equivalence import TOLERANCE, Verifier
+    from graphopt.verification.equivalence import TOLERANCE, Verifier
 
     verifier = Verifier(tmp_path, {})
     verifier.start(llama_canonical)
@@ -137,8 +137,8 @@ def hadamards(model: ir.Model) -> list[str]:
 
 
 def test_everything_at_once_is_proved_and_runs(llama_canonical: ir.Model, tmp_path: Path) -> None:
-    from graphopt.checks.certificate.checker import check
-    from graphopt.checks.equivalence import Verifier
+    from graphopt.verification.certificate.checker import check
+    from graphopt.verification.equivalence import Verifier
 
     verifier = Verifier(tmp_path, {})
     verifier.start(llama_canonical)
@@ -191,8 +191,8 @@ def test_weights_of_a_pinned_basis_read_it_rotated(tmp_path: Path) -> None:
 
 
 def test_twice_is_once_and_one_more_free_rotation(llama_canonical: ir.Model, tmp_path: Path) -> None:
-    from graphopt.checks.certificate.checker import check
-    from graphopt.checks.equivalence import Verifier
+    from graphopt.verification.certificate.checker import check
+    from graphopt.verification.equivalence import Verifier
 
     verifier = Verifier(tmp_path, {})
     verifier.start(llama_canonical)
@@ -220,7 +220,7 @@ def test_a_weight_between_two_bases_is_rounded_once() -> None:
     # w2 reads the hidden basis and writes the residual: both rotations meet in float64, and the result is rounded once.
     model = residual_model(width=16, inner=12, layers=1, gains=False)
     old = weights(model)["down0.weight"].astype(np.float64)
-    from graphopt.rotations import HadamardRotation
+    from graphopt.numerics.rotations import HadamardRotation
 
     report = rotate(model, weight_inputs="hadamard")
     claim = next(claim for claim in report.claims.rotations.values() if claim.width == 16)
@@ -303,8 +303,8 @@ class Faulty(Expression):
 def test_a_fault_of_the_pass_is_named_by_the_certificate_alone(
     fault: str, llama_canonical: ir.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphopt.checks.certificate.checker import check
     from graphopt.passes.algebra.rotate import fused
+    from graphopt.verification.certificate.checker import check
 
     culprit, axis, wrong = FAULTS[fault]
     right = fused.Fuser.add

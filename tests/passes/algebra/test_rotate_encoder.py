@@ -8,11 +8,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
-from graphopt.analysis.bases import find_bases
-from graphopt.checks.certificate.checker import check
-from graphopt.facts import PassReport
+from graphopt.analysis.bases.search import find_bases
+from graphopt.artifact import artifact
+from graphopt.graph.diagnostics import PassReport
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
+from graphopt.verification.certificate.checker import check
 from tests.families import VOCABULARY
 from tests.graphs import relative, session
 from tools.families import EVERYTHING, Outcome, fold, outcomes

@@ -9,11 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
+from graphopt.artifact import artifact
 from graphopt.errors import InputError
+from graphopt.graph.weights import weight_of
 from graphopt.models.trace import export_graph
 from graphopt.passes.algebra.rotate import RotateOptions
-from graphopt.weights import weight_of
 from tests.checkpoints import ONE_LAYER
 from tests.families import FAMILIES, make_model
 from tools.families import Outcome, examine, fold

@@ -8,9 +8,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.structure import linear_nodes
-from graphopt.facts import PassReport
-from graphopt.formats import format_of
+from graphopt.analysis.structure.products import linear_nodes
+from graphopt.graph.diagnostics import PassReport
+from graphopt.graph.weights import weight_of
+from graphopt.numerics.formats import format_of
+from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
 from graphopt.passes.algebra.scale_channels import (
     DIVIDED,
@@ -24,11 +26,9 @@ from graphopt.passes.algebra.scale_channels import (
 )
 from graphopt.passes.codes.formats import LinearFormat
 from graphopt.passes.context import Statistics, Surroundings
-from graphopt.rounding import round_to_nearest
-from graphopt.running import Runner
-from graphopt.statistics import Calibration
+from graphopt.quantization.rounding import round_to_nearest
+from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import task_of
-from graphopt.weights import weight_of
 from tests.decoders import VOCABULARY, decoder
 from tests.graphs import logits_of, relative, residual_model
 

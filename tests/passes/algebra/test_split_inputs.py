@@ -8,16 +8,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.codes import coded_nodes
-from graphopt.analysis.structure import linear_nodes
+from graphopt.analysis.structure.product_codes import coded_nodes
+from graphopt.analysis.structure.products import linear_nodes
 from graphopt.errors import InputError
-from graphopt.facts import PassReport
+from graphopt.graph.diagnostics import PassReport
+from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
 from graphopt.passes.algebra.split_inputs import BRANCH, LM_HEAD, NONE, SPLIT, directions
 from graphopt.passes.codes.quantize_weights import THIN
 from graphopt.passes.context import Statistics, Surroundings
-from graphopt.running import Runner
-from graphopt.statistics import Calibration
+from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import task_of
 from tests.graphs import residual_model, run_pass
 

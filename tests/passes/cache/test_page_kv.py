@@ -10,12 +10,12 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from graphopt import artifact
-from graphopt.analysis.paged import kv_nodes, layer_of, layers_of
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
+from graphopt.analysis.structure.paged_caches import kv_nodes, layer_of, layers_of
+from graphopt.artifact import artifact
+from graphopt.compile.pipeline import optimize
+from graphopt.graph.weights import new_weight
+from graphopt.passes.recipe import Recipe
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.weights import new_weight
 from tests.decoders import decoder
 from tests.families import VOCABULARY
 from tests.graphs import canonical, relative, run_pass, session

@@ -11,14 +11,14 @@ import onnxruntime
 import pytest
 from onnx_ir.passes import common
 
-from graphopt import artifact
-from graphopt.decoding.decoder import Decoder
+from graphopt.artifact import artifact
+from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.evaluation import evaluate
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import Session, load
 from graphopt.passes.cache.page_kv.positions import exact_angles
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.session import Session, load
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.evaluation import evaluate
 from tests.families import HIDDEN, POSITIONS, VOCABULARY
 
 SINKS, RECENT = 8, 40

@@ -8,14 +8,14 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.paged import layers_of
-from graphopt.checks.replay import verify
-from graphopt.evaluation import evaluate
-from graphopt.generation import generate
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.session import Session, load
-from graphopt.stdlib_text import held_out_text
+from graphopt.analysis.structure.paged_caches import layers_of
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
+from graphopt.inference.generation import generate
+from graphopt.inference.session import Session, load
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.evaluation import evaluate
+from graphopt.util.stdlib_text import held_out_text
 from tests.graphs import canonical, run_pass
 
 MakeArtifact = Callable[[str], Path]

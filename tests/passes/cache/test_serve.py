@@ -14,17 +14,17 @@ import onnxruntime_genai
 import pytest
 from pydantic import ValidationError
 
-from graphopt.analysis.ports import POOL
-from graphopt.artifact import verify_files
+from graphopt.analysis.structure.ports import POOL
+from graphopt.artifact.artifact import verify_files
+from graphopt.artifact.genai import GENAI_CONFIG
+from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.genai import GENAI_CONFIG
-from graphopt.generation import generate
+from graphopt.inference.generation import generate
+from graphopt.inference.session import load
+from graphopt.ort.session import open_session
 from graphopt.passes.cache.serve import ServeOptions
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.runtime import open_session
+from graphopt.passes.recipe import Recipe
 from graphopt.runtime_ops import library_path
-from graphopt.session import load
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import run_pass
 

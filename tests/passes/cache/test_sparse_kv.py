@@ -9,13 +9,13 @@ import onnx_ir as ir
 import pytest
 from pydantic import ValidationError
 
-from graphopt.analysis.paged import layers_of
-from graphopt.checks.notes import notes_of
-from graphopt.decoding.decoder import Decoder
+from graphopt.analysis.structure.paged_caches import layers_of
+from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.session import load
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import load
+from graphopt.passes.recipe import Recipe
+from graphopt.verification.notes import notes_of
 from tests.graphs import canonical, relative, run_pass
 
 MakeArtifact = Callable[[str], Path]

@@ -9,13 +9,13 @@ import onnx_ir as ir
 import pytest
 from pydantic import ValidationError
 
-from graphopt import provenance
-from graphopt.facts import PassReport
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import PassReport
+from graphopt.ort.session import ACCURACY_LEVEL, open_session, session_of
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
 from graphopt.passes.codes.emulate_quantization import ROUNDED, EmulateQuantization, EmulateQuantizationOptions
 from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
-from graphopt.runtime import ACCURACY_LEVEL, open_session, session_of
 from graphopt.runtime_ops import OPERATORS
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import logits, relative, residual_model, save

@@ -7,14 +7,14 @@ from pathlib import Path
 import onnx
 import pytest
 
-from graphopt.artifact import MODEL
-from graphopt.calibrate.inputs import collect
-from graphopt.formats import FORMATS
+from graphopt.artifact.artifact import MODEL
+from graphopt.compile.calibration.inputs import collect
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.search.choices import stored_bytes
+from graphopt.numerics.formats import FORMATS
 from graphopt.passes.codes.formats import LinearFormat
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.rounding.methods import METHODS
-from graphopt.search.choices import stored_bytes
+from graphopt.passes.recipe import Recipe
+from graphopt.quantization.rounding.methods import METHODS
 
 ROLES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 FORMAT_OF = {

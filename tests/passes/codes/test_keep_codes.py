@@ -8,13 +8,13 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import InputError
+from graphopt.graph.weights import weight_of
+from graphopt.ort.session import open_session
 from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, KeepCodes, KeepCodesOptions
 from graphopt.passes.context import Surroundings
-from graphopt.runtime import open_session
 from graphopt.runtime_ops import declare, port
-from graphopt.targets import Target
 from graphopt.tasks import task_of
-from graphopt.weights import weight_of
+from graphopt.util.targets import Target
 from tests import ggufs
 from tests.graphs import VOCABULARY, relative, residual_model, run_pass, save
 

@@ -9,11 +9,11 @@ import onnx_ir as ir
 import pytest
 from pydantic import ValidationError
 
-from graphopt.analysis.codes import dequantize_of
+from graphopt.analysis.structure.product_codes import dequantize_of
+from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.algebra.rotate import Rotate, RotateOptions
 from graphopt.passes.codes.quantize_activations import ALREADY, LM_HEAD, QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
-from graphopt.runtime import ACCURACY_LEVEL, open_session
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 from tests.graphs import canonical, residual_model, run_pass, save

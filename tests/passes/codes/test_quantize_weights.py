@@ -12,9 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from graphopt import provenance
-from graphopt.analysis.codes import dequantize_of, rounding_of
-from graphopt.formats import FORMATS, format_of
+from graphopt.analysis.structure.product_codes import dequantize_of, rounding_of
+from graphopt.graph import provenance
+from graphopt.numerics.formats import FORMATS, format_of
+from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.codes.quantize_weights import (
     EmbeddingFormat,
     LinearFormat,
@@ -22,9 +23,8 @@ from graphopt.passes.codes.quantize_weights import (
     QuantizeWeightsOptions,
 )
 from graphopt.passes.lower.lower import Lower, LowerOptions
-from graphopt.rounding import round_to_nearest
-from graphopt.rounding.half import fits_half
-from graphopt.runtime import ACCURACY_LEVEL, open_session
+from graphopt.quantization.rounding import round_to_nearest
+from graphopt.quantization.rounding.float16_scales import fits_half
 from tests.graphs import residual_model, run_pass, save, session
 
 
@@ -306,7 +306,7 @@ def test_an_embedding_of_4_bits_is_refused() -> None:
 
 
 def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Callable[[str], Path]) -> None:
-    from graphopt import artifact
+    from graphopt.artifact import artifact
     from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
 
     model = artifact.read(make_artifact("mixtral")).model

@@ -10,22 +10,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.analysis.codes import coded_nodes, rounding_of
-from graphopt.analysis.structure import linear_nodes
-from graphopt.facts import PassReport
+from graphopt.analysis.structure.product_codes import coded_nodes, rounding_of
+from graphopt.analysis.structure.products import linear_nodes
+from graphopt.compile.pipeline import optimize
+from graphopt.graph.diagnostics import PassReport
+from graphopt.graph.weights import weight_of
+from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
 from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.codes.spare_inputs import ROUNDED, SPARED, gain_of
 from graphopt.passes.context import Statistics, Surroundings
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
-from graphopt.running import Runner
-from graphopt.statistics import Calibration
-from graphopt.statistics.moments import Moments, coarse_error
-from graphopt.statistics.options import CalibrationOptions
+from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.statistics import Calibration
+from graphopt.quantization.statistics.moments import Moments, coarse_error
+from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.tasks import task_of
-from graphopt.weights import weight_of
 from tests.graphs import residual_model
 
 TEXTS = [np.random.default_rng(3).integers(0, 24, 60 + row) for row in range(3)]

@@ -7,10 +7,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
+from graphopt.compile.pipeline import optimize
 from graphopt.passes.codes.quantize_weights import LinearFormat
 from graphopt.passes.codes.unpack import BIASED, NOT_CONSTANT, NOT_FLOAT
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe
+from graphopt.passes.recipe import Recipe, load_recipe
 from tests.graphs import residual_model, run_pass
 
 

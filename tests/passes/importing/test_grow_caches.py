@@ -9,16 +9,23 @@ import onnx_ir as ir
 import pytest
 
 import graphopt
-from graphopt import artifact
-from graphopt.analysis.contrib import PADDING, WINDOWED, WINDOWS, state_caches, stated_windows, windowed_nodes
-from graphopt.artifact import MODEL
-from graphopt.checks.replay import verify
+from graphopt.analysis.structure.contrib import (
+    PADDING,
+    WINDOWED,
+    WINDOWS,
+    state_caches,
+    stated_windows,
+    windowed_nodes,
+)
+from graphopt.artifact import artifact
+from graphopt.artifact.artifact import MODEL
+from graphopt.artifact.manifest import MANIFEST, read_manifest
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
 from graphopt.errors import InputError, VerificationError
-from graphopt.manifest import MANIFEST, read_manifest
 from graphopt.models.export import export
 from graphopt.passes.importing.grow_caches import GrowCaches
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
+from graphopt.passes.recipe import load_recipe
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
 from tests.graphs import relative, run_pass, save

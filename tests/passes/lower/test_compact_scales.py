@@ -9,13 +9,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.cost import weight_totals
-from graphopt.analysis.scales import scale_values, widened_scales
-from graphopt.checks.replay import verify
+from graphopt.analysis.structure.cost import weight_totals
+from graphopt.analysis.structure.scales import scale_values, widened_scales
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
+from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
-from graphopt.runtime import open_session
+from graphopt.passes.recipe import load_recipe
 from tests.graphs import logits, residual_model, run_pass, save
 
 

@@ -10,10 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.analysis.ports import HIDDEN, LOGITS
+from graphopt.analysis.structure.ports import HIDDEN, LOGITS
+from graphopt.compile.pipeline import optimize
+from graphopt.inference.session import load
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
-from graphopt.pipeline import optimize
-from graphopt.session import load
 from tests.graphs import VOCABULARY, residual_model, run_pass, session
 
 
@@ -60,8 +60,8 @@ def test_a_head_of_codes_has_a_state_too(tmp_path: Path) -> None:
 
 
 def test_a_recipe_adds_it_behind_a_rotation_and_soft_caps(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    from graphopt.decoding.drafts.heads import lm_head_matrix
-    from graphopt.recipe import load_recipe
+    from graphopt.inference.decoding.drafts.heads import lm_head_matrix
+    from graphopt.passes.recipe import load_recipe
 
     recipe = load_recipe("rotate", add=["expose_hidden"])
     made = optimize(make_artifact("gemma2"), recipe, tmp_path / "out", quality_tokens=0)

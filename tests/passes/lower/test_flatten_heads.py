@@ -7,12 +7,12 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
-from graphopt.facts import PassReport
+from graphopt.artifact import artifact
+from graphopt.graph.diagnostics import PassReport
+from graphopt.ort.session import session_of
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.flat_heads import take_heads_apart
 from graphopt.passes.lower.flatten_heads import FLAT_ALREADY, NOT_TRANSPOSED, READ_BY_HEADS
-from graphopt.runtime import session_of
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import relative, run_pass
 

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.checks.replay import verify
-from graphopt.decoding.decoder import Decoder
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
 from graphopt.errors import InputError
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.session import Session, load
 from graphopt.passes.lower.float16 import Float16, Float16Options
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe
-from graphopt.session import Session, load
+from graphopt.passes.recipe import Recipe
 from tests.families import VOCABULARY
 from tests.graphs import Builder, canonical, session
 

@@ -8,17 +8,17 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.checks.replay import verify
-from graphopt.decoding.decoder import Decoder
-from graphopt.decoding.drafts import Lookup
-from graphopt.decoding.speculation import Speculation
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
 from graphopt.errors import InputError
-from graphopt.evaluation import evaluate
-from graphopt.generation import generate
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.drafts import Lookup
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.generation import generate
+from graphopt.inference.session import load
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.lower.last_logits import LastLogits, LastLogitsOptions
-from graphopt.pipeline import optimize
-from graphopt.session import load
+from graphopt.quality.evaluation import evaluate
 from tests.graphs import logits, residual_model
 
 

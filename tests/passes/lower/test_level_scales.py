@@ -9,12 +9,12 @@ import onnx_ir as ir
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphopt.compile.pipeline import optimize
+from graphopt.graph.weights import Inline
+from graphopt.ort.session import open_session
 from graphopt.passes.codes.quantize_weights import LinearFormat
 from graphopt.passes.lower.level_scales import FEW, LEVELED, Leveled, Levels
-from graphopt.pipeline import optimize
-from graphopt.recipe import load_recipe
-from graphopt.runtime import open_session
-from graphopt.weights import Inline
+from graphopt.passes.recipe import load_recipe
 from tests.graphs import logits, relative, residual_model, run_pass, save
 
 

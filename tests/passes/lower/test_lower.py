@@ -8,15 +8,15 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import provenance
 from graphopt.errors import InputError
-from graphopt.facts import PassReport
-from graphopt.passes.codes.inputs import round_input
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import PassReport
+from graphopt.ort.session import ACCURACY_LEVEL, open_session
+from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.costs import Cost
 from graphopt.passes.lower.lower import Costs, Lower, LowerOptions, lowered, shipped_costs
-from graphopt.runtime import ACCURACY_LEVEL, open_session
+from graphopt.runtime_ops.costs import Cost
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize

@@ -12,23 +12,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt import provenance
-from graphopt.analysis.codes import dequantize_of
-from graphopt.analysis.cost import weight_totals
-from graphopt.editing import shared
-from graphopt.facts import PassReport
-from graphopt.passes.codes.inputs import round_input
+from graphopt.analysis.structure.cost import weight_totals
+from graphopt.analysis.structure.product_codes import dequantize_of
+from graphopt.compile.pipeline import optimize
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import PassReport
+from graphopt.graph.editing import shared
+from graphopt.graph.weights import WeightTensor, expression_of
+from graphopt.ort.session import open_session
+from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.lower import lowered
 from graphopt.passes.lower.merge_products import DIFFER, MERGED, MergeProducts, MergeProductsOptions
-from graphopt.pipeline import optimize
-from graphopt.runtime import open_session
-from graphopt.weights import WeightTensor, expression_of
+from tests.graph.weights.counting import Counted
 from tests.graphs import Builder, save
 from tests.native import needs_library
-from tests.weights.counting import Counted
 
 ROWS = 64
 

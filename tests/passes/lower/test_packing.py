@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.analysis.codes import StoredCodes, stored_codes
-from graphopt.formats import FORMATS, format_of, format_stored_as
-from graphopt.passes.lower.layout import Packed, Tiled, Unpacked, Untiled
+from graphopt.analysis.structure.product_codes import StoredCodes, stored_codes
+from graphopt.graph.weights import Inline, WeightTensor, expression_of
+from graphopt.numerics.formats import FORMATS, format_of, format_stored_as
 from graphopt.passes.lower.packing import packed_tensors
-from graphopt.rounding import round_to_nearest
-from graphopt.rounding.expressions import Scale
-from graphopt.rounding.lazy import quantized
+from graphopt.passes.lower.table_layout import Packed, Tiled, Unpacked, Untiled
+from graphopt.quantization.rounding import round_to_nearest
+from graphopt.quantization.rounding.expressions import Scale
+from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
-from graphopt.weights import Inline, WeightTensor, expression_of
-from tests.weights.counting import Counted
+from tests.graph.weights.counting import Counted
 
 FLOAT16 = ir.DataType.FLOAT16
 seeds = st.integers(0, 1000)

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.recipe import load_recipe
-from graphopt.runtime import open_session
-from graphopt.weights import own
+from graphopt.graph.weights import own
+from graphopt.ort.session import open_session
+from graphopt.passes.recipe import load_recipe
 from tests.graphs import VOCABULARY, residual_model, run_pass, save
 
 IDS = np.random.default_rng(0).integers(0, VOCABULARY, (2, 6))

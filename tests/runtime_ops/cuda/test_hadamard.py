@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.rotations import hadamard
+from graphopt.numerics.rotations import hadamard
 from tests.runtime_ops.cuda import interface
 
 # What a run may be off by, in parts of its norm. float32: as the CPU's kernel. float16 and bfloat16: half a unit in the

@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from graphopt.formats import FORMATS
-from graphopt.rotations import hadamard
+from graphopt.numerics.formats import FORMATS
+from graphopt.numerics.rotations import hadamard
 from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference
 from tests.pairwise import pairwise

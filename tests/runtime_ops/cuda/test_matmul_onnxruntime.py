@@ -10,8 +10,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.rotations import hadamard
-from graphopt.runtime import open_session
+from graphopt.numerics.rotations import hadamard
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from tests.runtime_ops.cuda.products import Products
 from tests.runtime_ops.matmul_table.test_kernels import WRONG

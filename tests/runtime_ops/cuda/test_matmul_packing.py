@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.formats import FORMATS
+from graphopt.numerics.formats import FORMATS
 from graphopt.runtime_ops.matmul_table.spec.packing import pack
 from tests.runtime_ops.cuda.products import OPERANDS, Products
 from tests.runtime_ops.products import Case, case_of

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.formats import FORMATS
+from graphopt.numerics.formats import FORMATS
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.runtime_ops.matmul_table.spec.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize, reference

@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from graphopt.rotations import hadamard
-from graphopt.runtime import open_session
+from graphopt.numerics.rotations import hadamard
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import declare, library_path
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD
 from graphopt.runtime_ops.library import PATH_VARIABLE

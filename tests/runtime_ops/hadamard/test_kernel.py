@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.rotations import hadamard
-from graphopt.runtime import open_session
+from graphopt.numerics.rotations import hadamard
+from graphopt.ort.session import open_session
 from graphopt.runtime_ops import declare
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
 from graphopt.runtime_ops.instructions import ISA_VARIABLE

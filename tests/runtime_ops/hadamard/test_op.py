@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.errors import InputError
-from graphopt.rotations import HadamardRotation, hadamard
+from graphopt.numerics.rotations import HadamardRotation, hadamard
 from graphopt.runtime_ops import DOMAIN, OPERATORS, declare
 from graphopt.runtime_ops.hadamard.spec.op import HADAMARD, reference
 
@@ -208,6 +208,6 @@ def test_frozen_vectors_keep_their_meaning() -> None:
         left, right = (np.array(frozen[side], np.int8) for side in ("left", "right"))
         x = np.array(frozen["x"], np.float32)
         assert reference(x, left, right).tolist() == frozen["y"]
-        y = run(x, (len(left), len(right)))  # which takes the matrices of graphopt.rotations
+        y = run(x, (len(left), len(right)))  # which takes the matrices of graphopt.numerics.rotations
         if np.array_equal(left, hadamard(len(left))) and np.array_equal(right, hadamard(len(right))):
             np.testing.assert_allclose(y, frozen["y"], atol=1e-4 * np.abs(x).max())

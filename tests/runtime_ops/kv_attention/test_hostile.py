@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
-from graphopt.runtime import array_of, ort_value
+from graphopt.ort.session import array_of, ort_value
 from graphopt.runtime_ops import DOMAIN, library_path
 from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.bound import bound

@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphopt.rotations import hadamard
+from graphopt.numerics.rotations import hadamard
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.hadamard.spec.op import reference as turned
 from graphopt.runtime_ops.matmul_dynamic.spec.op import LEVELS, MATMUL_DYNAMIC, reference

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphopt.rotations import hadamard
+from graphopt.numerics.rotations import hadamard
 from graphopt.runtime_ops.hadamard.spec.op import reference as turned
 from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound as dynamic_bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference as dynamic_reference

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from graphopt.errors import InputError
-from graphopt.formats import FORMATS
-from graphopt.rotations import hadamard
+from graphopt.numerics.formats import FORMATS
+from graphopt.numerics.rotations import hadamard
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
 from graphopt.runtime_ops.instructions import ISA_VARIABLE

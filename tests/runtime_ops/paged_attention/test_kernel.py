@@ -10,7 +10,7 @@ import onnxruntime
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from graphopt.runtime import array_of, ort_value, run
+from graphopt.ort.session import array_of, ort_value, run
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphopt.ort.session import session_of
 from graphopt.passes.phases import CANONICAL_OPSETS
-from graphopt.runtime import session_of
 from graphopt.runtime_ops import OPERATORS, declare
 
 ROUND_TRIP = OPERATORS["RoundTrip"]

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.artifact import MODEL
+from graphopt.artifact.artifact import MODEL
 from graphopt.errors import InputError
-from graphopt.runtime import open_session
+from graphopt.ort.session import open_session
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.ports import Port
 

@@ -7,11 +7,11 @@ import onnx_ir as ir
 import pytest
 import torch
 
-from graphopt import artifact
-from graphopt.gguf.blocks import Ggml
-from graphopt.gguf.file import GgufFile, open_gguf
+from graphopt.artifact import artifact
+from graphopt.graph.weights import expression_of
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
-from graphopt.weights import expression_of
+from graphopt.quantization.gguf.blocks import Ggml
+from graphopt.quantization.gguf.file import GgufFile, open_gguf
 from tests import ggufs
 from tools.real.dither import dither, dithered, steps_of
 from tools.real.models import missing, place

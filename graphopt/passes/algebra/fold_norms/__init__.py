@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 
 import onnx_ir as ir
 
-from graphopt.facts import Effect
+from graphopt.graph.diagnostics import Effect
 from graphopt.passes.algebra.fold_norms.gains import fold_gains
 from graphopt.passes.algebra.fold_norms.means import fold_means
 from graphopt.passes.base import Pass, StepOptions

@@ -7,11 +7,9 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.editing import insert_behind
-from graphopt.facts import Fact, Rule
-from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
-from graphopt.passes.context import Ledger
-from graphopt.weights import (
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import insert_behind
+from graphopt.graph.weights import (
     DOUBLE,
     Added,
     Cast,
@@ -26,6 +24,8 @@ from graphopt.weights import (
     rewrite,
     weight_of,
 )
+from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
+from graphopt.passes.context import Ledger
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 _BIAS = 2

@@ -6,12 +6,12 @@ from functools import partial
 
 import onnx_ir as ir
 
-from graphopt.analysis.axes import Axis, Basis
-from graphopt.analysis.bases import find_bases
-from graphopt.editing import replace
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.bases.axes import Axis, Basis
+from graphopt.analysis.bases.search import find_bases
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import replace
+from graphopt.graph.weights import Centered, Expression, own, rewrite, weight_of
 from graphopt.passes.context import Ledger
-from graphopt.weights import Centered, Expression, own, rewrite, weight_of
 
 CENTERED = Rule("fold_norms.centered", "axis {axis} centered, for the norms that read basis {basis}")
 MEAN_FOLDED = Rule("fold_norms.mean-folded", "its mean moved into the weights before it; it is an RMSNormalization now")

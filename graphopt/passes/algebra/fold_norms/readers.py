@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.weights import weight_of
+from graphopt.graph.weights import weight_of
 
 
 @dataclass(frozen=True)

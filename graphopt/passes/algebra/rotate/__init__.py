@@ -7,16 +7,16 @@ from typing import ClassVar, Literal
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.axes import Basis, Role
-from graphopt.analysis.bases import find_bases
-from graphopt.analysis.pins import ROTATED
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.bases.axes import Basis, Role
+from graphopt.analysis.bases.pins import ROTATED
+from graphopt.analysis.bases.search import find_bases
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.numerics.rotations import HadamardRotation, rotation_for
 from graphopt.passes.algebra.rotate.fused import fuse
 from graphopt.passes.algebra.rotate.online import places_behind_makers
-from graphopt.passes.algebra.rotate.work import Work
+from graphopt.passes.algebra.rotate.rewrite import Work
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
-from graphopt.rotations import HadamardRotation, rotation_for
 
 STAYS = Rule("rotate.stays", "{why}", also=["role", "width"])
 WIDTH_UNKNOWN = Rule("rotate.width-unknown", "its width is not known before run time")
@@ -67,8 +67,8 @@ class Rotate(Pass[RotateOptions]):
     x becomes x Q, its norm is |x Q| = |x|, and (x Q)(Q^T W2) = x W2: nothing is added at run time, and outliers that
     sat in single coordinates are spread over all. A product of activations is made in its own coordinates, so there
     the rotation runs, in n log n additions (QuaRot, Ashkboos et al. 2024, section 4). Which axes belong together is
-    found by :mod:`graphopt.analysis.bases`; a basis that is pinned stays, with the node that pins it. The report's
-    claims say what was rotated by what, for :mod:`graphopt.checks.certificate` to check.
+    found by :mod:`graphopt.analysis.bases.search`; a basis that is pinned stays, with the node that pins it. The
+    report's claims say what was rotated by what, for :mod:`graphopt.verification.certificate` to check.
     """
 
     name: ClassVar[str] = "rotate"

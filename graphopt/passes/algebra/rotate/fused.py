@@ -7,9 +7,9 @@ from functools import partial
 
 import onnx_ir as ir
 
-from graphopt.analysis.axes import WeightAxis
-from graphopt.rotations import Rotation
-from graphopt.weights import Expression, Rotated, own, rewrite
+from graphopt.analysis.bases.axes import WeightAxis
+from graphopt.graph.weights import Expression, Rotated, own, rewrite
+from graphopt.numerics.rotations import Rotation
 
 
 class Fuser:

@@ -7,11 +7,11 @@ import math
 import networkx as nx
 import onnx_ir as ir
 
-from graphopt.analysis.axes import Basis, fixed
-from graphopt.editing import free_name, insert_behind, shared
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.bases.axes import Basis, fixed
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import free_name, insert_behind, shared
+from graphopt.numerics.rotations import HadamardRotation
 from graphopt.passes.context import Ledger
-from graphopt.rotations import HadamardRotation
 from graphopt.runtime_ops import OPERATORS
 
 _BLIND = ("Shape", "Size")

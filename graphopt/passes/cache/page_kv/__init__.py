@@ -8,10 +8,10 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.analysis.paged import OPERATOR, PagedLayer, describe, kv_nodes
-from graphopt.analysis.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
-from graphopt.editing import inherit, remove, shared
-from graphopt.facts import Effect, Fact, Rule
+from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import inherit, remove, shared
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
 from graphopt.passes.cache.page_kv.rows import as_rows, read_rows

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import CachePort, past_port
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.structure.ports import CachePort, past_port
+from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)

@@ -21,9 +21,9 @@ from collections.abc import Collection, Mapping
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.paged import UNBOUNDED, kv_nodes, layer_of
-from graphopt.editing import like, name_output, replace, shared
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.structure.paged_caches import UNBOUNDED, kv_nodes, layer_of
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import like, name_output, replace, shared
 from graphopt.passes.cache.page_kv.states import graph_input
 from graphopt.passes.context import Ledger
 from graphopt.runtime_ops import DOMAIN, port, schema_of

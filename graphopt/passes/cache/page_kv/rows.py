@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.editing import bypass, like, name_output, shared, take_place
+from graphopt.graph.editing import bypass, like, name_output, shared, take_place
 from graphopt.runtime_ops import DOMAIN
 
 _SWAPPED = (0, 2, 1, 3)

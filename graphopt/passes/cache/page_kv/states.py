@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.paged import PagedLayer, layer_of
-from graphopt.analysis.ports import INPUT_IDS, STATES, CachePort
-from graphopt.editing import shared
+from graphopt.analysis.structure.paged_caches import PagedLayer, layer_of
+from graphopt.analysis.structure.ports import INPUT_IDS, STATES, CachePort
+from graphopt.graph.editing import shared
 from graphopt.runtime_ops import schema_of
 
 

@@ -9,7 +9,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Rule
+from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.editing import replace
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import replace
+from graphopt.graph.weights import weight_of
 from graphopt.passes.context import Ledger
-from graphopt.weights import weight_of
 
 _KEY, _VALUE, _PAST_KEY = 1, 2, 4
 

@@ -11,8 +11,8 @@ from onnx_ir.passes.common import (
     RemoveUnusedNodesPass,
 )
 
-from graphopt.editing import replace
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import replace
 from graphopt.passes.context import Ledger
 
 PRUNED = Rule("canonicalize.pruned", "removed {nodes} constant, identity, repeated or unused node(s)")

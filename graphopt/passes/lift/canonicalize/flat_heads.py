@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.editing import Inserter, like, replace
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import Inserter, like, replace
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.editing import bypass, name_output, remove, take_place
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import bypass, name_output, remove, take_place
+from graphopt.graph.weights import new_weight, weight_of
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
-from graphopt.weights import new_weight, weight_of
 
 RESHAPE_GONE = Rule("canonicalize.reshape-gone", "a reshape to the shape that was there is gone")
 CAST_GONE = Rule("canonicalize.cast-gone", "a cast to the type that was there, or a product with 1, is gone")

@@ -13,9 +13,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import contrib_nodes
-from graphopt.editing import Inserter, replace, shared
-from graphopt.facts import Rule
+from graphopt.analysis.structure.contrib import contrib_nodes
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import Inserter, replace, shared
 from graphopt.passes.context import Ledger
 
 _APPROXIMATE = {"FastGelu": "tanh", "BiasGelu": "none", "Gelu": "none"}

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import MICROSOFT
-from graphopt.editing import Inserter, replace, take_place
-from graphopt.facts import Rule
+from graphopt.analysis.structure.contrib import MICROSOFT
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import Inserter, replace, take_place
 from graphopt.passes.context import Ledger
 
 _SUM = 3

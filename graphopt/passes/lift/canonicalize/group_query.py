@@ -18,9 +18,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import PADDING, WINDOWED, contrib_nodes, head_sizes
-from graphopt.editing import Inserter, replace
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.structure.contrib import PADDING, WINDOWED, contrib_nodes, head_sizes
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import Inserter, replace
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator

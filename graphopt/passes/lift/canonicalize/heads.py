@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.editing import Inserter
+from graphopt.graph.editing import Inserter
 
 
 def apart(insert: Inserter, rows: ir.Value, heads: int, size: int, suffix: str) -> ir.Value:

@@ -16,9 +16,8 @@ from collections.abc import Callable
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.facts import Rule
-from graphopt.passes.context import Ledger
-from graphopt.weights import (
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.weights import (
     Expression,
     Reshaped,
     Sliced,
@@ -28,6 +27,7 @@ from graphopt.weights import (
     new_weight,
     weight_of,
 )
+from graphopt.passes.context import Ledger
 
 Layout = Callable[[Expression], Expression]
 """Makes an expression that rearranges the numbers of another, or takes a part of them."""

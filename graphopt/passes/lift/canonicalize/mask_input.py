@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.editing import Inserter, shared
+from graphopt.graph.editing import Inserter, shared
 
 
 def one_mask(insert: Inserter, masks: Sequence[tuple[ir.Value, bool]]) -> ir.Value | None:

@@ -21,15 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.ports import ATTENTION_MASK, past_port
-from graphopt.editing import bypass
+from graphopt.analysis.structure.ports import ATTENTION_MASK, past_port
 from graphopt.errors import InputError
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import bypass
+from graphopt.ort.runner import part_of
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.padding import padding_mask
-from graphopt.running import part_of
 from graphopt.tasks import Call
 from graphopt.tasks.ports import Array
 

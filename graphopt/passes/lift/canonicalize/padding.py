@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.editing import Dims, Inserter
+from graphopt.graph.editing import Dims, Inserter
 
 _PADDING, _WINDOW = "padding_mask", "window_mask"
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import MatchResult, onnx_fusions, pattern
 
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.phases import CANONICAL_OPSETS
 

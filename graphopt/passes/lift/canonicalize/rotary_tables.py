@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.contrib import MICROSOFT
-from graphopt.editing import Inserter, replace, shared
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.structure.contrib import MICROSOFT
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import Inserter, replace, shared
 from graphopt.passes.context import Ledger
 
 _POSITIONS = "position_ids"

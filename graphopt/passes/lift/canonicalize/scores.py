@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 
 import onnx_ir as ir
 
-from graphopt.editing import Inserter, inherit, replace
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import Inserter, inherit, replace
+from graphopt.graph.weights import weight_of
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
-from graphopt.weights import weight_of
 
 # Any score set to this or less is hidden: exporters write the lowest float, -inf, or -10000 as GPT-2 did.
 _LOWEST = -1e4

@@ -11,13 +11,13 @@ import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
 
-from graphopt.editing import Inserter, bypass, shared
 from graphopt.errors import MissingDependencyError
-from graphopt.facts import Rule
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import Inserter, bypass, shared
+from graphopt.graph.weights import weight_of
 from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
-from graphopt.weights import weight_of
 
 _SMALL = 64
 

@@ -7,16 +7,16 @@ from typing import ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.ports import MAX_POSITIONS
-from graphopt.analysis.rotary import RotaryAngles, rotary_angles
-from graphopt.editing import shared
+from graphopt.analysis.structure.ports import MAX_POSITIONS
+from graphopt.analysis.structure.rotary import RotaryAngles, rotary_angles
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Rule, Skip
+from graphopt.graph.diagnostics import Effect, Rule, Skip
+from graphopt.graph.editing import shared
+from graphopt.numerics.rotations.claims import Claims
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.rescale_rope.edits import multiply, renamed, turn_by
 from graphopt.passes.lift.rescale_rope.methods import METHODS, Radians, RescaleRopeOptions, attention_factor, check
-from graphopt.rotations.claims import Claims
 
 RESCALED = Rule(
     "rescale_rope.rescaled",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.analysis.rotary import RotaryAngles
-from graphopt.editing import drop, free_name, insert_behind, like, name_output
+from graphopt.analysis.structure.rotary import RotaryAngles
+from graphopt.graph.editing import drop, free_name, insert_behind, like, name_output
 
 _SUFFIX = ".rescaled"
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.facts import Effect, Rule
+from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context
 from graphopt.passes.lower.float16.casts import Casts, keep_outputs

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.analysis.ports import present_port
-from graphopt.facts import Rule
+from graphopt.analysis.structure.ports import present_port
+from graphopt.graph.diagnostics import Rule
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import NARROW, WIDE
 

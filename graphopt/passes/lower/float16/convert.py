@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.analysis.ports import past_port
-from graphopt.facts import Fact, Rule
+from graphopt.analysis.structure.ports import past_port
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import LARGEST, NARROW, STAYS_FLOAT32, WIDE, follows
 from graphopt.runtime_ops import DOMAIN, schema_of
-from graphopt.weights import Cast, WeightTensor, expression_of, new_weight
 
 Weight = npt.NDArray[Any]
 

@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.runtime_ops import DOMAIN, port, schema_of
 
 WIDE, NARROW = ir.DataType.FLOAT, ir.DataType.FLOAT16

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.formats.steps import integer_step
+from graphopt.numerics.formats.steps import integer_step
 from graphopt.runtime_ops.matmul_table.spec.activations import LEVELS, TINY, WITH_ZERO_POINTS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 

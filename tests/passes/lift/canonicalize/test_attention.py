@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from graphopt import artifact
-from graphopt.runtime import open_session
+from graphopt.artifact import artifact
+from graphopt.ort.session import open_session
 from tests.passes.lift.canonicalize.common import canonicalize
 
 

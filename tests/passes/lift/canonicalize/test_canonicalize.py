@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from graphopt import artifact
-from graphopt.checks.equivalence import Verifier
+from graphopt.artifact import artifact
 from graphopt.errors import InputError
+from graphopt.verification.equivalence import Verifier
 from tests.graphs import logits, relative, residual_model
 from tests.passes.lift.canonicalize.common import FLOAT32, canonicalize, decompose
 

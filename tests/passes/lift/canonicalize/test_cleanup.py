@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt.runtime import open_session
+from graphopt.ort.session import open_session
 from tests.graphs import relative
 from tests.passes.lift.canonicalize.common import FLOAT32, canonicalize
 

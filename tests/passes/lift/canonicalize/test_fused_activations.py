@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from graphopt import artifact
-from graphopt.checks.equivalence import Verifier
+from graphopt.artifact import artifact
+from graphopt.verification.equivalence import Verifier
 from tests.graphs import VOCABULARY, Builder, logits, relative, run_pass
 
 # Another library's tanh, erf and exp, in float32. Seen up to 2e-7.

@@ -8,8 +8,8 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import provenance
-from graphopt.runtime import open_session
+from graphopt.graph import provenance
+from graphopt.ort.session import open_session
 from tests.graphs import logits, relative, residual_model
 from tests.passes.lift.canonicalize.common import FLOAT32, canonicalize, node_of
 

@@ -7,7 +7,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
+from graphopt.artifact import artifact
 from tests.passes.lift.canonicalize.common import canonicalize
 
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphopt.analysis.contrib import state_caches
-from graphopt.analysis.paged import layers_of
-from graphopt.runtime import session_of
+from graphopt.analysis.structure.contrib import state_caches
+from graphopt.analysis.structure.paged_caches import layers_of
+from graphopt.ort.session import session_of
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.contrib_graphs import FLOAT32, MultiHead, multi_head_model, run, tokens
 from tests.graphs import relative, run_pass

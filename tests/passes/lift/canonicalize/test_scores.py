@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from graphopt.analysis.contrib import state_caches
-from graphopt.editing import Inserter, shared, take_place
+from graphopt.analysis.structure.contrib import state_caches
+from graphopt.graph.editing import Inserter, shared, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask
 from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
 from tests.graphs import relative, run_pass

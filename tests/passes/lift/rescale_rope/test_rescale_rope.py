@@ -11,15 +11,15 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 
-from graphopt import artifact
-from graphopt.analysis.ports import MAX_POSITIONS
-from graphopt.checks.replay import verify
+from graphopt.analysis.structure.ports import MAX_POSITIONS
+from graphopt.artifact import artifact
+from graphopt.artifact.manifest import read_manifest
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
 from graphopt.errors import InputError
-from graphopt.manifest import read_manifest
+from graphopt.inference.session import load
 from graphopt.passes.lift.rescale_rope.methods import METHODS
-from graphopt.pipeline import optimize
-from graphopt.recipe import Recipe, load_recipe
-from graphopt.session import load
+from graphopt.passes.recipe import Recipe, load_recipe
 from tests import decoders
 from tests.families import POSITIONS, VOCABULARY
 from tests.graphs import logits_of, relative, run_pass

@@ -16,8 +16,9 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.editing import replace, shared
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.editing import replace, shared
+from graphopt.graph.weights import new_weight
 from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.norms.meaning import Norm, Rows, understand
 from graphopt.passes.lift.canonicalize.norms.region import (
@@ -33,7 +34,6 @@ from graphopt.passes.lift.canonicalize.norms.region import (
     why_not_last_axis,
 )
 from graphopt.passes.lift.canonicalize.norms.run import RESHAPES, Regions
-from graphopt.weights import new_weight
 
 LIFTED = Rule("canonicalize.norm-lifted", "{nodes} nodes that compute a norm of {width} numbers became {kind}")
 NO_NORM = Rule("canonicalize.no-norm", "a mean and a root that make no norm: {why}")

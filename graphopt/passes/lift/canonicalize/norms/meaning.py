@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
 
 NOT_FINITE = Rule("canonicalize.norm-not-finite", "rows of numbers that are not zero come out as NaN or infinite")
 IGNORES = Rule("canonicalize.norm-ignores", "what it makes does not depend on the row")

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.weights import weight_of
 from graphopt.passes.lift.canonicalize.cleanup import scalar
-from graphopt.weights import weight_of
 
 OTHER_READ = Rule("canonicalize.norm-reads-more", "it reads {tensor} too, which is not made of one row and constants")
 TOO_LONG = Rule("canonicalize.norm-too-long", "it is made of more than {nodes} nodes")

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.facts import Fact, Rule
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.ort.runner import Runner
 from graphopt.passes.lift.canonicalize.norms.region import Region, constants
-from graphopt.running import Runner
 
 NOT_RUN = Rule("canonicalize.norm-not-run", "onnxruntime cannot run it on its own ({error})")
 RESHAPES = Rule("canonicalize.norm-reshapes", "{before} come out as {after}")

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.facts import PassReport
+from graphopt.graph.diagnostics import PassReport
+from graphopt.ort.runner import Runner
 from graphopt.passes.context import Context, Ledger, Surroundings
 from graphopt.passes.lift.canonicalize.norms import lift_norms
-from graphopt.running import Runner
 from graphopt.tasks import TASKS
 
 N = 24

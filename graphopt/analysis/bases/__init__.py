@@ -1,0 +1,1 @@
+"""Which axes of tensors share a basis, and which bases can be rotated."""

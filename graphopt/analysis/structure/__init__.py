@@ -1,0 +1,1 @@
+"""Layers, roles, products, caches and cost of a graph."""

@@ -1,0 +1,155 @@
+"""What a graph costs: how many parameters it stores, and in how many bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Set
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from pydantic import BaseModel
+
+from graphopt.analysis.structure.products import reads_packed
+from graphopt.graph.weights import source_of
+from graphopt.numerics.formats import FORMATS
+from graphopt.runtime_ops import DECODING, Role, port, port_at, signature_of
+from graphopt.runtime_ops.schema import attributes_of
+
+_CODES = frozenset({Role.CODES})
+
+
+class WeightTotals(BaseModel):
+    """Size of the weights of a graph.
+
+    Attributes:
+        parameters: numbers that the graph stores: floats, or codes that stand for one number each.
+        bytes: bytes of these numbers, their scales and their zero points.
+        bits_per_weight: 8 * bytes / parameters; 0 for a graph without weights.
+    """
+
+    parameters: int
+    bytes: int
+    bits_per_weight: float
+
+
+def weight_totals(model: ir.Model) -> WeightTotals:
+    """Count the weights of ``model`` and their bytes, as they are stored.
+
+    A weight is an initializer of floating point with at least one axis, or the codes that a dequantizing operator
+    reads. Scales and zero points add bytes but no parameters. Scalars and integer constants (shapes, axes) are not
+    weights. An initializer that several nodes read counts once, and so do two that are the same bytes, such as the
+    codes of a tied embedding: they are stored once.
+    """
+    parameters = size = 0
+    for graph in model.graphs():
+        for value, tensor in _stored(graph):
+            if is_weight(value, tensor):
+                parameters += parameters_in(value, tensor)
+            elif reader_of(value, DECODING) is None:
+                continue
+            size += tensor.nbytes
+    bits = 8 * size / parameters if parameters else 0.0
+    return WeightTotals(parameters=parameters, bytes=size, bits_per_weight=bits)
+
+
+def _stored(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+    """Yield initializers that have a tensor; of those that are the same bytes, the first."""
+    seen: set[Hashable] = set()
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if tensor is not None and (source := source_of(tensor)) not in seen:
+            seen.add(source)
+            yield value, tensor
+
+
+def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
+    """Return whether an initializer holds numbers of the model, as floats or as codes; scales and shapes are none."""
+    if reader_of(value, _CODES) is not None:
+        return True
+    if tensor.size == 0:
+        return False  # the placeholder of an absent input
+    if any((read := port_at(*use)) is not None and read.placeholder == tensor.size for use in value.uses()):
+        return False
+    return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and reader_of(value, DECODING) is None
+
+
+def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
+    """Return the node that reads ``value``, in one of the roles: its numbers in another type, scaled, or rows of it."""
+    for use in value.uses():
+        read = port_at(*use)
+        if read is not None and read.role in roles:
+            return use.node
+        if (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul":
+            found = reader_of(use.node.outputs[0], roles)
+            if found is not None:
+                return found
+    return None
+
+
+def parameters_in(value: ir.Value, tensor: ir.TensorProtocol) -> int:
+    """Return how many numbers of the model a weight stands for."""
+    codes = reader_of(value, _CODES)
+    return tensor.size if codes is None else _numbers(codes, tensor)
+
+
+def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
+    """Return how many numbers the codes in ``tensor``, which ``node`` reads, stand for."""
+    if reads_packed(node):  # whose codes are padded
+        return node.attributes.get_int("rows", 0) * node.attributes.get_int("columns", 0)
+    bits = _packed_bits(node, tensor)
+    return tensor.size if bits is None else tensor.size * 8 // bits
+
+
+def _packed_bits(node: ir.Node, tensor: ir.TensorProtocol) -> int | None:
+    """Return the bits of each code where ``node`` reads them packed into bytes, else ``None``."""
+    signature = signature_of(node)
+    codes = None if signature is None else next((each for each in signature.inputs if each.role is Role.CODES), None)
+    if codes is None or codes.bits is None or tensor.dtype != ir.DataType.UINT8:
+        return None
+    return codes.bits(tuple(tensor.shape.numpy()), attributes_of(node))
+
+
+def storage_formats(model: ir.Model) -> dict[str, int]:
+    """Return how many weight tensors are stored in each format, such as ``{"fp6-e2m3": 42, "float32": 13}``."""
+    found: dict[str, int] = {}
+    for value, tensor in _stored(model.graph):
+        if not is_weight(value, tensor):
+            continue
+        codes = reader_of(value, _CODES)
+        name = packed_format(codes) if codes is not None and reads_packed(codes) else type_name(tensor.dtype)
+        found[name] = found.get(name, 0) + 1
+    return found
+
+
+def format_of(value: ir.Value, tensor: ir.TensorProtocol) -> str:
+    """Return the format that a weight is stored in, such as ``int4`` or ``fp6-e2m3``, whatever reads its codes."""
+    codes = reader_of(value, _CODES)
+    signature = None if codes is None else signature_of(codes)
+    if codes is None or signature is None:
+        return type_name(tensor.dtype)
+    if "table" in signature.input_names:
+        return packed_format(codes)
+    bits = _packed_bits(codes, tensor)
+    return type_name(tensor.dtype) if bits is None else f"uint{bits}"
+
+
+def type_name(dtype: ir.DataType) -> str:
+    """Return what a type is called in reports."""
+    return _NAMES.get(dtype, dtype.name.lower())
+
+
+def packed_format(node: ir.Node) -> str:
+    """Return the format of the packed codes that a node reads, by its table; of an unnamed table, its size."""
+    codes, table = port(node, "codes"), port(node, "table")
+    if codes is None or codes.const_value is None or table is None or table.const_value is None:
+        return "codes"
+    if isinstance(table.const_value, ir.ExternalTensor) and not Path(table.const_value.path).is_file():
+        return f"a table of {table.const_value.size} values"
+    bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
+    for known in FORMATS.values():
+        if bits in (None, known.bits) and np.array_equal(known.values.astype(np.float32), values):
+            return known.name
+    return f"a table of {values.size} values"
+
+
+_NAMES = {ir.DataType.FLOAT: "float32", ir.DataType.DOUBLE: "float64"}

@@ -1,0 +1,100 @@
+"""What tensors hold, compared as far as it takes: a sample to find partners by, all numbers to be sure.
+
+A sample is a few blocks of the stored bytes. So a model of many gigabytes is matched without reading its weights, and
+only tensors that became partners are read, in blocks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.weights import expression_of, source_of
+
+_BLOCK, _PLACES = 256, 16
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors of one type and shape are apart.
+
+    Attributes:
+        changed: share of their numbers that differ.
+        relative: root of the mean squared difference over that of the first; ``None`` where they are no floats.
+        largest: largest difference, likewise over the largest number of the first.
+    """
+
+    changed: float
+    relative: float | None = None
+    largest: float | None = None
+
+
+def sample(tensor: ir.TensorProtocol | None) -> Hashable:
+    """Return type, shape and a checksum of a few blocks of a tensor: equal for equal tensors."""
+    if tensor is None:
+        return None
+    return tensor.dtype, tuple(tensor.shape.numpy()), _checksum(tensor)
+
+
+def _checksum(tensor: ir.TensorProtocol) -> int:
+    if isinstance(tensor, ir.StringTensor):
+        return zlib.crc32(b"\0".join(tensor.string_data()))
+    size = tensor.nbytes
+    last = max(0, size - _BLOCK)
+    places = sorted({last * number // (_PLACES - 1) for number in range(_PLACES)})
+    if isinstance(tensor, ir.ExternalTensor):
+        with Path(tensor.path).open("rb") as stream:
+            found = 0
+            for place in places:
+                stream.seek((tensor.offset or 0) + place)
+                found = zlib.crc32(stream.read(min(_BLOCK, size)), found)
+            return found
+    content, found = tensor.tobytes(), 0
+    for place in places:
+        found = zlib.crc32(content[place : place + _BLOCK], found)
+    return found
+
+
+def difference(before: ir.TensorProtocol, after: ir.TensorProtocol) -> Difference | None:
+    """Compare two tensors of one type and shape, number by number; ``None`` where they are the same."""
+    if source_of(before) == source_of(after):
+        return None
+    if isinstance(before, ir.StringTensor) or isinstance(after, ir.StringTensor):
+        pairs = list(zip(before.numpy().reshape(-1), after.numpy().reshape(-1), strict=True))
+        changed = sum(ours != theirs for ours, theirs in pairs)
+        return Difference(changed / len(pairs)) if changed else None
+    ours, theirs = (np.asarray(expression_of(each).numpy()).reshape(-1) for each in (before, after))
+    different, squares, total, largest, top = 0, 0.0, 0.0, 0.0, 0.0
+    for part in _chunks(ours.size):
+        mine, others = ours[part], theirs[part]
+        unequal = mine.view(np.uint8) != others.view(np.uint8)
+        if not unequal.any():
+            if before.dtype.is_floating_point():
+                wide = mine.astype(np.float64)
+                total, top = total + float(wide @ wide), max(top, float(np.abs(wide).max(initial=0)))
+            continue
+        different += int(unequal.reshape(len(mine), -1).any(-1).sum())
+        if before.dtype.is_floating_point():
+            wide, apart = mine.astype(np.float64), others.astype(np.float64) - mine.astype(np.float64)
+            squares, total = squares + float(apart @ apart), total + float(wide @ wide)
+            largest = max(largest, float(np.abs(apart).max(initial=0)))
+            top = max(top, float(np.abs(wide).max(initial=0)))
+    if not different:
+        return None
+    if not before.dtype.is_floating_point():
+        return Difference(different / ours.size)
+    return Difference(different / ours.size, _share(squares, total) ** 0.5, _share(largest, top))
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole else float("inf") if part else 0.0
+
+
+def _chunks(size: int) -> Iterator[slice]:
+    return (slice(begin, begin + _CHUNK) for begin in range(0, size, _CHUNK))

@@ -1,0 +1,104 @@
+"""The names of a graph's inputs and outputs, and the grammar of cache names: the one place that spells them.
+
+A cache of layer N comes in as ``past_key_values.N.PART`` and goes out as ``present.N.PART``. The part is ``key`` or
+``value`` of a cache that grows or whose blocks requests share, one of :data:`SCALES` beside it, or one of
+:data:`STATES` of a cache in pages. :mod:`graphopt.verification.certificate` spells these names on its own, since it
+shares nothing with what it checks.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from graphopt.runtime_ops import Role
+from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
+
+INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
+TOKEN_TYPE_IDS = "token_type_ids"
+PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
+STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
+LOGITS, HIDDEN, POOLED = "logits", "last_hidden_state", "pooler_output"
+
+POOL = "ai.graphopt.pool"
+"""Key of the model's metadata that says how large the pool of blocks is that requests share, as JSON."""
+
+MAX_POSITIONS = "ai.graphopt.max_positions"
+"""Key of the model's metadata that says how many tokens a sequence may have, where a pass changed that."""
+
+GROWING = ("key", "value")
+"""The parts of a cache that grows."""
+
+SCALES = ("key_scale", "value_scale")
+"""The scales of tokens in blocks of integers that requests share."""
+
+STATES = SCHEMA.of_role(Role.STATE)
+"""The parts of a cache in pages: the state tensors of ``KVAttention``, in order."""
+
+_PAST, _PRESENT = "past_key_values", "present"
+_NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))})")
+# How transformers' exporter names caches; it names the side only where both sides have the name.
+_EXPORTED = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+
+
+@dataclass(frozen=True)
+class CachePort:
+    """One tensor of a layer's cache.
+
+    Attributes:
+        layer: N in ``past_key_values.N.key``.
+        part: one of :data:`GROWING`, :data:`SCALES` or :data:`STATES`.
+    """
+
+    layer: int
+    part: str
+
+    @property
+    def past(self) -> str:
+        """The input that takes it."""
+        return f"{_PAST}.{self.layer}.{self.part}"
+
+    @property
+    def present(self) -> str:
+        """The output that gives it back."""
+        return f"{_PRESENT}.{self.layer}.{self.part}"
+
+    @property
+    def grows(self) -> bool:
+        """Whether the cache grows by each call, and does not lie in pages."""
+        return self.part in GROWING
+
+
+def past_port(value: ir.Value | str | None) -> CachePort | None:
+    """Return which cache an input called so takes, or ``None``."""
+    return _port(value, _PAST)
+
+
+def present_port(value: ir.Value | str | None) -> CachePort | None:
+    """Return which cache an output called so gives back, or ``None``."""
+    return _port(value, _PRESENT)
+
+
+def exported_name(name: str) -> str | None:
+    """Return our name of a cache that transformers' exporter calls ``name``; ``None`` if it names no cache.
+
+    ``input.past_key_values.layers.0.keys`` is ``past_key_values.0.key``, with ``output`` it is ``present.0.key``.
+    """
+    match = _EXPORTED.fullmatch(name)
+    if match is None:
+        return None
+    port = CachePort(int(match[2]), match[3])
+    return port.present if match[1] == "output" else port.past
+
+
+def genai_pattern(part: str) -> tuple[str, str]:
+    """Return the input and the output of a part for all layers, with ``%d`` for N as onnxruntime-genai writes it."""
+    return f"{_PAST}.%d.{part}", f"{_PRESENT}.%d.{part}"
+
+
+def _port(value: ir.Value | str | None, side: str) -> CachePort | None:
+    name = value if isinstance(value, str) or value is None else value.name
+    match = _NAME.fullmatch(name or "")
+    return CachePort(int(match[2]), match[3]) if match is not None and match[1] == side else None

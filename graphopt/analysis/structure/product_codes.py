@@ -1,0 +1,185 @@
+"""The stored codes of a product, and what its input is rounded to: the one form that both have before ``lower``.
+
+    y = MatMul(x, DequantizeLinear(codes, scales, zero points))                     where ONNX and onnxruntime have it
+    y = MatMul(x, ai.graphopt::Dequantize(codes, scales, table, zero points))       anywhere else
+    y = MatMul(ai.graphopt::RoundActivations(x), ...)                               where x is rounded to few bits
+
+    e = Gather(Transpose(W), ids)                 where W, one of these matrices, is a tied token embedding too
+
+Codes lie as [K, N], scales and zero points as [groups, N].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.graph.weights import weight_of
+from graphopt.numerics.formats import TableFormat, format_stored_as
+from graphopt.runtime_ops import OPERATORS, Role, signature_of
+from graphopt.runtime_ops.operator import DOMAIN
+
+NOT_QUANTIZED = Rule("codes.not-quantized", "its weights are not quantized")
+NOT_CONSTANT = Rule("codes.not-constant", "its codes, scales or zero points are no constants")
+NO_TABLE = Rule("codes.no-table", "codes of {type} have no table")
+NOT_IN_ROWS = Rule("codes.not-in-rows", "its scales are not in groups of rows")
+SCALES_NOT_FLOAT = Rule("codes.scales-not-float", "its scales are {type}, not float32")
+ODD_GROUP = Rule("codes.odd-group", "its groups have {group} rows, which is no multiple of 16")
+
+DEQUANTIZE, ROUND_ACTIVATIONS = OPERATORS["Dequantize"], OPERATORS["RoundActivations"]
+
+LOGICAL = (DEQUANTIZE.name, ROUND_ACTIVATIONS.name)
+"""Our operators that stand for codes before they are packed; none is left after the step ``lower``."""
+
+
+@dataclass(frozen=True)
+class StoredCodes:
+    """The stored codes of one product.
+
+    Attributes:
+        reader: the node that turns them into a matrix.
+        codes: an integer type [K, N]: places in the table, two's complement where ONNX has a signed type for them.
+        scales: [groups, N].
+        zero_points: [groups, N], or ``None`` where there are none: codes like ``codes`` where ``table`` is a format,
+            else numbers in units of the table, or minimums.
+        table: what the codes mean: a format that ONNX has a type for, or an initializer float [entries].
+        group: rows that share a scale.
+    """
+
+    reader: ir.Node
+    codes: ir.Value
+    scales: ir.Value
+    zero_points: ir.Value | None
+    table: TableFormat | ir.Value
+    group: int
+
+    @property
+    def is_standard(self) -> bool:
+        """Whether ONNX has the form, so that any onnxruntime has a kernel for it."""
+        return not self.reader.domain
+
+    @property
+    def minimums(self) -> bool:
+        """Whether zero points are minimums, added behind the scales."""
+        return self.reader.attributes.get_int("minimums", 0) == 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the matrix."""
+        assert self.codes.const_value is not None
+        rows, columns = self.codes.const_value.shape.numpy()
+        return rows, columns
+
+    @property
+    def values(self) -> npt.NDArray[np.float32]:
+        """The value of each code."""
+        if isinstance(self.table, TableFormat):
+            return self.table.values.astype(np.float32)
+        assert self.table.const_value is not None
+        return np.asarray(self.table.const_value.numpy())
+
+    @property
+    def bits(self) -> int:
+        """Bits that a code takes."""
+        return max(1, (len(self.values) - 1).bit_length())
+
+
+def dequantize_of(node: ir.Node) -> ir.Node | None:
+    """Return the node that turns codes into the right side of the ``MatMul`` ``node``, if there is one."""
+    right = node.inputs[1] if node.op_type == "MatMul" and not node.domain else None
+    producer = None if right is None else right.producer()
+    return producer if producer is not None and is_dequantize(producer) else None
+
+
+def column_lookups(reader: ir.Node) -> list[ir.Node]:
+    """Return every ``Gather`` of columns of the matrix that ``reader`` makes of codes: of rows of its transpose."""
+    turned = [use.node for use in reader.outputs[0].uses() if feeds_lookups(use.node)]
+    return [use.node for node in turned for use in node.outputs[0].uses()]
+
+
+def feeds_lookups(node: ir.Node) -> bool:
+    """Return whether ``node`` transposes a matrix, and nothing but lookups of rows read what it makes."""
+    made = node.outputs[0]
+    return (
+        (node.domain, node.op_type) == ("", "Transpose")
+        and tuple(node.attributes.get_ints("perm", (1, 0))) == (1, 0)
+        and not made.is_graph_output()
+        and all(
+            (use.node.domain, use.node.op_type, use.idx) == ("", "Gather", 0)
+            and use.node.attributes.get_int("axis", 0) == 0
+            for use in made.uses()
+        )
+    )
+
+
+def is_dequantize(node: ir.Node) -> bool:
+    """Return whether ``node`` makes numbers of codes."""
+    return (node.domain, node.op_type) in (("", "DequantizeLinear"), (DOMAIN, DEQUANTIZE.name))
+
+
+def rounding_of(node: ir.Node) -> ir.Node | None:
+    """Return the ``RoundActivations`` in front of the left side of the product ``node``, if there is one."""
+    producer = None if node.inputs[0] is None else node.inputs[0].producer()
+    ours = producer is not None and (producer.domain, producer.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name)
+    return producer if ours else None
+
+
+def coded_nodes(graph: ir.Graph) -> list[ir.Node]:
+    """Return every ``MatMul`` with a matrix of stored codes, in order."""
+    return [
+        node
+        for node in graph
+        if (reader := dequantize_of(node)) is not None
+        and (codes := weight_of(reader, 0)) is not None
+        and len(codes.shape or ()) == 2
+    ]
+
+
+def stored_codes(node: ir.Node) -> StoredCodes | Fact:
+    """Return the stored codes of the product ``node``, or why a packed product cannot have them."""
+    reader = dequantize_of(node)
+    if reader is None:
+        return NOT_QUANTIZED()
+    signature = signature_of(reader)
+    assert signature is not None
+    ports = enumerate(zip(signature.inputs, reader.inputs, strict=False))
+    read = {port.role: weight_of(reader, index) for index, (port, value) in ports if value is not None}
+    codes, scales, zero_points = (read.get(role) for role in (Role.CODES, Role.SCALES, Role.ZERO_POINTS))
+    if codes is None or codes.const_value is None or codes.dtype is None or scales is None or None in read.values():
+        return NOT_CONSTANT()
+    if reader.domain:
+        found: StoredCodes | Fact = _ours(reader, codes, scales, read.get(Role.TABLE), zero_points)
+    else:
+        found = _standard(reader, codes, scales, zero_points)
+    if isinstance(found, StoredCodes) and found.group % 16 and found.group != found.shape[0]:
+        return ODD_GROUP(group=found.group)
+    return found
+
+
+def _standard(reader: ir.Node, codes: ir.Value, scales: ir.Value, zero_points: ir.Value | None) -> StoredCodes | Fact:
+    assert codes.dtype is not None and codes.const_value is not None
+    table = format_stored_as(codes.dtype)
+    if table is None:
+        return NO_TABLE(type=codes.dtype.name)
+    group = reader.attributes.get_int("block_size", 0)
+    if codes.const_value.shape.rank() != 2 or reader.attributes.get_int("axis", 1) % 2 != 0 or group < 1:
+        return NOT_IN_ROWS()
+    if scales.dtype != ir.DataType.FLOAT:
+        return SCALES_NOT_FLOAT(type=str(scales.dtype))
+    return StoredCodes(reader, codes, scales, zero_points, table, group)
+
+
+def _ours(
+    reader: ir.Node, codes: ir.Value, scales: ir.Value, table: ir.Value | None, zero_points: ir.Value | None
+) -> StoredCodes:
+    assert table is not None and zero_points is not None and zero_points.const_value is not None
+    assert scales.const_value is not None
+    placeholder = tuple(zero_points.const_value.shape.numpy()) != tuple(scales.const_value.shape.numpy()) or (
+        zero_points.const_value.size == 1 and not zero_points.const_value.numpy().any()
+    )
+    group = reader.attributes.get_int("group", 0)
+    return StoredCodes(reader, codes, scales, None if placeholder else zero_points, table, group)

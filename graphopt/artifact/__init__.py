@@ -1,0 +1,1 @@
+"""The folder that an app deploys: model, manifest, tokenizer, configuration."""

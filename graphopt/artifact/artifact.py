@@ -1,0 +1,299 @@
+"""The folder that an app deploys: model, weights, tokenizer, configuration, and a manifest of how it came to be.
+
+    model.onnx  model.onnx.data  manifest.json  tokenizer.json  config.json  ...
+
+A folder appears whole or not at all: it is written under a temporary name beside its place and renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.analysis.structure.contrib import state_caches
+from graphopt.analysis.structure.heads import ORIGIN
+from graphopt.analysis.structure.ports import HIDDEN, POOL
+from graphopt.artifact.genai import GENAI_CONFIG, genai_config
+from graphopt.artifact.hf_config import facts_of
+from graphopt.artifact.manifest import MANIFEST, FileRecord, Manifest, Source, read_manifest
+from graphopt.errors import InputError
+from graphopt.graph.diagnostics import Check, Fact, Rule
+from graphopt.graph.onnx_file import load
+from graphopt.graph.weights.data_file import is_part, save_model
+from graphopt.graph.weights.disk import writing
+from graphopt.runtime_ops import library_path
+from graphopt.tasks import TASKS, task_of
+from graphopt.tasks.causal_lm.interface import Interface
+
+MODEL = "model.onnx"
+DATA = "model.onnx.data"
+HEADS = "heads.onnx"
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    HEADS,
+)
+"""Files of a Hugging Face folder that an artifact carries along unchanged, where they exist; a recipe leaves heads that
+draft behind, unless it has the step ``expose_hidden``."""
+
+NO_GENAI_CONFIG = Rule("artifact.no-genai-config", f"no {GENAI_CONFIG}: {{why}}")
+REFUSED = Rule("artifact.interface-refused", "{error}")
+
+
+@dataclass
+class Artifact:
+    """An opened folder, or a plain ``.onnx`` file that was let in at the same door.
+
+    Attributes:
+        model: the graph; its weights stay on disk until they are read.
+        manifest: how it came to be.
+        companions: files to carry along, by name.
+        place: the folder or file that it was read from; ``None`` where it was made in memory.
+        keep: what must live as long as the model does, such as the temporary folder that its weights lie in.
+    """
+
+    model: ir.Model
+    manifest: Manifest
+    companions: Mapping[str, Path] = field(default_factory=dict)
+    place: Path | None = None
+    keep: object = None
+
+
+def is_data(name: str) -> bool:
+    """Return whether a file of an artifact holds weights: all of them, or a part."""
+    return is_part(name, DATA)
+
+
+def read(path: str | Path) -> Artifact:
+    """Open an artifact folder, or a plain ``.onnx`` file with the companions beside it.
+
+    Raises:
+        InputError: there is no model, it is truncated, its opset is one that onnxruntime cannot load, its external data
+            is missing, short or elsewhere, or its manifest is not one.
+    """
+    path = Path(path)
+    onnx_file = path / MODEL if path.is_dir() else path
+    if not onnx_file.is_file():
+        raise InputError(
+            "there is no ONNX model here", file=path, remedy=f"give a folder that holds {MODEL}, or an .onnx file"
+        )
+    model = load(onnx_file)
+    state_caches(model)
+    folder = onnx_file.parent
+    companions = {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+    if (folder / MANIFEST).is_file() and path.is_dir():
+        manifest = read_manifest(folder)
+        # A file cut between two parts of the protocol still parses.
+        check_sizes(folder, manifest, {MODEL, *filter(is_data, manifest.files)})
+    else:
+        task = task_of(model.graph).name
+        manifest = Manifest(source=Source(kind="onnx", name=str(path)), task=task, model=facts_of(folder, task))
+    return Artifact(model, manifest, companions, path)
+
+
+def write(
+    artifact: Artifact,
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    on_tensor: Callable[[int, int], None] | None = None,
+    executor: Executor | None = None,
+    within: Path | None = None,
+    examine: Callable[[Path], Check | None] | None = None,
+    weights: bool = True,
+    part_size: int | None = None,
+) -> Manifest:
+    """Write ``artifact`` to the folder ``output``, whole or not at all, and return its final manifest.
+
+    Args:
+        artifact: what to write; its weights are evaluated one by one, so memory holds the largest, not their sum.
+        output: the folder to make.
+        overwrite: whether an artifact that is already there may be replaced.
+        on_tensor: called with (tensors written, tensors in all).
+        executor: what evaluates weights; ``None`` for this process.
+        within: where the temporary folder lies; beside ``output`` by default, or where this is on another disk.
+        examine: called with the complete folder before it takes its name; the check that it returns is written down,
+            and an error that it raises leaves nothing behind.
+        weights: whether to write the weights; without them the artifact holds the graph, and cannot be opened.
+        part_size: the most bytes in a file of weights, see :func:`graphopt.graph.weights.data_file.save_model`.
+
+    Raises:
+        InputError: ``output`` exists and ``overwrite`` is false, it is not an artifact that may be replaced, or the
+            disk is too small.
+    """
+    with new_folder(Path(output), overwrite=overwrite, within=within) as folder:
+        how: dict[str, Any] = {"executor": executor, "on_tensor": on_tensor, "part_size": part_size}
+        save_model(artifact.model, folder / MODEL, DATA, weights=weights, **how)
+        with writing(folder):
+            notes = write_companions(artifact, folder)
+            files = {file.name: _record_of(file) for file in sorted(folder.iterdir())}
+            manifest = artifact.manifest.model_copy(update={"files": files, "notes": notes})
+            _write_manifest(manifest, folder)
+        found = None if examine is None else examine(folder)
+        if found is not None:
+            manifest = manifest.model_copy(update={"checks": [*manifest.checks, found]})
+            with writing(folder):
+                _write_manifest(manifest, folder)
+    return manifest
+
+
+def read_weights_from(model: ir.Model, output: Path) -> None:
+    """Let the weights of a model be read from the artifact that it was written to, not from what they were made of."""
+    for graph, written in zip(model.graphs(), load(output / MODEL).graphs(), strict=True):
+        for name, value in graph.initializers.items():
+            value.const_value = written.initializers[name].const_value
+
+
+@contextlib.contextmanager
+def new_folder(output: Path, *, overwrite: bool = False, within: Path | None = None) -> Iterator[Path]:
+    """Give a temporary folder that takes the name ``output`` when the block ends well, and vanishes when it does not.
+
+    Raises:
+        InputError: ``output`` exists, and it is not an artifact or ``overwrite`` is false.
+    """
+    check_output(output, overwrite=overwrite)
+    output = output.absolute()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # A folder can be renamed on its own disk only.
+    near = within if within is not None and within.stat().st_dev == output.parent.stat().st_dev else output.parent
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}-", dir=near) as temporary:
+        made = Path(temporary) / "new"
+        made.mkdir()
+        yield made
+        if output.exists():
+            output.rename(Path(temporary) / "old")
+        made.rename(output)
+
+
+def check_output(output: Path, *, overwrite: bool = False) -> None:
+    """Refuse a place that :func:`write` would refuse, before any work is done.
+
+    Raises:
+        InputError: ``output`` exists, and it is not an artifact or ``overwrite`` is false.
+    """
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / MANIFEST).is_file():
+        raise InputError("the output exists and is not an artifact of graphopt", file=output, remedy="choose another")
+    if not overwrite:
+        raise InputError("the output exists", file=output, remedy="choose another, or pass --overwrite")
+
+
+def origin_of(artifact: Artifact) -> str:
+    """Return the SHA-256 of the model that ``artifact`` was first made from, which `graphopt optimize` writes down.
+
+    That of an artifact that nothing was done to is of its files by the manifest, that of a plain file of its weights.
+    """
+    known = artifact.model.metadata_props.get(ORIGIN)
+    if known is not None:
+        return known
+    records = artifact.manifest.files
+    digest = hashlib.sha256()
+    for name in sorted(name for name in records if name == MODEL or is_data(name)):
+        digest.update(records[name].sha256.encode())
+    if not records:
+        for name, value in sorted(artifact.model.graph.initializers.items()):
+            digest.update(name.encode())
+            if value.const_value is not None:
+                digest.update(value.const_value.tobytes())
+    return digest.hexdigest()
+
+
+def check_sizes(folder: Path, manifest: Manifest, names: Collection[str]) -> None:
+    """Refuse files that have another size than the manifest says; hashes take as long as reading: :func:`verify_files`.
+
+    Args:
+        folder: the artifact.
+        manifest: its manifest.
+        names: which files; those that the manifest does not list are left out.
+
+    Raises:
+        InputError: a file is missing, or has another size.
+    """
+    for name in sorted(manifest.files.keys() & names):
+        file, listed = folder / name, manifest.files[name].bytes
+        size = file.stat().st_size if file.is_file() else None
+        if size != listed:
+            what = "is missing" if size is None else f"has {size} bytes where its manifest says {listed}: cut off?"
+            raise InputError(f"a file of the artifact {what}", file=file, remedy="copy or make the artifact again")
+
+
+def verify_files(folder: Path) -> None:
+    """Confirm that the files of an artifact are those that its manifest lists, with the sizes and hashes that it says.
+
+    Raises:
+        InputError: a file is missing, differs, or is not listed.
+    """
+    manifest = read_manifest(folder)
+    check_sizes(folder, manifest, manifest.files)
+    for name, record in manifest.files.items():
+        if _record_of(folder / name) != record:
+            raise InputError(
+                "a file of the artifact is not what its manifest says: the hash differs",
+                file=folder / name,
+                remedy="it was changed or damaged; make the artifact again",
+            )
+    more = sorted({path.name for path in folder.iterdir()} - {*manifest.files, MANIFEST})
+    if more:
+        raise InputError("its manifest does not list this file", file=folder / more[0], remedy="move it out of there")
+
+
+def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
+    """Write what lies beside the model, with ``genai_config.json`` where it can be, and return the manifest's notes."""
+    used = artifact.manifest.recipe is None or any(value.name == HIDDEN for value in artifact.model.graph.outputs)
+    for name, source in artifact.companions.items():
+        if name != HEADS or used:
+            shutil.copyfile(source, folder / name)
+    facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai
+    try:
+        config = why_not or genai_config(
+            Interface.of_graph(artifact.model.graph),
+            MODEL,
+            max_positions=facts.max_positions,
+            bos_token_id=facts.bos_token_id,
+            eos_token_ids=facts.eos_token_ids,
+            session={**artifact.manifest.session, **_library_beside(artifact.model, folder)},
+            pool=json.loads(artifact.model.metadata_props.get(POOL, "null")),
+        )
+    except InputError as error:
+        config = REFUSED(error=error.what)
+    notes = [note for note in artifact.manifest.notes if note.code != NO_GENAI_CONFIG.code]
+    if isinstance(config, Fact):
+        return [*notes, NO_GENAI_CONFIG(why=config)]
+    (folder / GENAI_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return notes
+
+
+def _library_beside(model: ir.Model, folder: Path) -> dict[str, str]:
+    """Copy graphopt's kernels beside a model that an engine runs, and return the entry by which that finds them.
+
+    The engine takes a library only by a name relative to the model. Without kernels here, bodies run there.
+    """
+    library = library_path("cpu")
+    if POOL not in model.metadata_props or library is None:
+        return {}
+    shutil.copyfile(library, folder / library.name)
+    return {"custom_ops_library": library.name}
+
+
+def _write_manifest(manifest: Manifest, folder: Path) -> None:
+    (folder / MANIFEST).write_text(manifest.model_dump_json(indent=2) + "\n", encoding="utf-8")
+
+
+def _record_of(file: Path) -> FileRecord:
+    with file.open("rb") as stream:
+        return FileRecord(bytes=file.stat().st_size, sha256=hashlib.file_digest(stream, "sha256").hexdigest())

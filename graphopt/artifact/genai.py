@@ -1,0 +1,109 @@
+"""The configuration by which onnxruntime-genai runs an artifact: ``genai_config.json``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from graphopt.analysis.structure.ports import (
+    ATTENTION_MASK,
+    BLOCK_TABLE,
+    GROWING,
+    INPUT_IDS,
+    LOGITS,
+    PAST_LENGTHS,
+    POSITION_IDS,
+    SCALES,
+    STARTS,
+    CachePort,
+    genai_pattern,
+    past_port,
+)
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.tasks.causal_lm.interface import Interface
+
+GENAI_CONFIG = "genai_config.json"
+
+MOST_REQUESTS, MOST_TOKENS = 16, 512
+"""Requests that an engine runs at once, and tokens that it feeds in one call: a long prompt takes several."""
+
+PAGED = Rule(
+    "genai.caches-in-pages",
+    "its caches lie in pages that the caller allocates; --set lower.caches=growing leaves them as they are for ort-cpu",
+)
+NO_MASK = Rule("genai.no-mask", "the graph has no attention_mask input")
+UNEVEN = Rule(
+    "genai.layers-differ", "its layers differ in KV heads or head size, or are not numbered from 0", also=["layers"]
+)
+UNKNOWN = Rule(
+    "genai.facts-unknown", "the number of positions, the token that ends a text or the vocabulary is not known"
+)
+
+
+def genai_config(
+    interface: Interface,
+    model_file: str,
+    *,
+    max_positions: int | None,
+    bos_token_id: int | None,
+    eos_token_ids: list[int],
+    session: Mapping[str, str],
+    pool: Mapping[str, int] | None = None,
+) -> dict[str, Any] | Fact:
+    """Return the configuration, or why onnxruntime-genai cannot run the graph.
+
+    Args:
+        interface: names and shapes of the graph.
+        model_file: name of the ``.onnx`` file in the folder.
+        max_positions: positions of the model.
+        bos_token_id: the token that begins a text, if any.
+        eos_token_ids: the tokens that end one.
+        session: onnxruntime session entries that the artifact means.
+        pool: of a graph whose requests share blocks, ``block_size`` and ``num_blocks``.
+    """
+    # heads and head size: [batch, heads, length, size], or [blocks, tokens, heads, size]
+    sizes = slice(2, 4) if interface.shared else slice(1, None, 2)
+    parts = [part for part in (*GROWING, *SCALES) if CachePort(0, part).past in interface.past]
+    caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
+    shapes = {interface.inputs[name].shape[sizes] for name in caches}
+    layers = len(interface.past) // max(1, len(parts))
+    numbered = {CachePort(layer, part).past for layer in range(layers) for part in parts}
+    names = {part: genai_pattern(part) for part in parts}
+    if interface.paged:
+        return PAGED()
+    if ATTENTION_MASK not in interface.inputs and not interface.shared:
+        return NO_MASK()
+    if len(shapes) != 1 or set(interface.past) != numbered:
+        return UNEVEN(layers=layers)
+    if max_positions is None or not eos_token_ids or interface.vocabulary is None:
+        return UNKNOWN()
+    ((heads, size),) = shapes
+    fed = (INPUT_IDS, ATTENTION_MASK, POSITION_IDS, STARTS, PAST_LENGTHS, BLOCK_TABLE)
+    inputs = {name: name for name in fed if name in interface.inputs}
+    inputs |= {f"past_{part}_names": pattern[0] for part, pattern in names.items()}
+    outputs = {LOGITS: LOGITS} | {f"present_{part}_names": pattern[1] for part, pattern in names.items()}
+    decoder = {
+        # onnxruntime-genai passes keys that it does not know to onnxruntime as session entries.
+        "session_options": {"log_id": "onnxruntime-genai", "provider_options": [], **session},
+        "filename": model_file,
+        "head_size": size,
+        "num_key_value_heads": heads,
+        "num_hidden_layers": layers,
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+    model = {
+        "type": "decoder",
+        "bos_token_id": eos_token_ids[0] if bos_token_id is None else bos_token_id,
+        "eos_token_id": eos_token_ids,
+        "pad_token_id": eos_token_ids[0],
+        "context_length": max_positions,
+        "vocab_size": interface.vocabulary,
+        "decoder": decoder,
+    }
+    # The caches of the graph grow by copies; buffers shared between past and present would need another operator.
+    search = {"do_sample": False, "max_length": max_positions, "past_present_share_buffer": False}
+    if pool is None:
+        return {"model": model, "search": search}
+    batching = {**pool, "max_batch_size": MOST_REQUESTS, "max_scheduled_tokens": MOST_TOKENS}
+    return {"model": model, "search": search, "engine": {"dynamic_batching": batching}}

@@ -1,0 +1,1 @@
+"""The compiler: pipeline, shards, calibration, search, replay."""

@@ -1,0 +1,1 @@
+"""What a recipe needs to know of a model: statistics of inputs, scores of attention heads."""

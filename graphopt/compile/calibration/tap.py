@@ -1,0 +1,150 @@
+"""The queries and keys of a model, as its attention multiplies them: read while it runs in onnxruntime."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import onnxruntime
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.analysis.structure.paged_caches import PagedLayer, kv_nodes, layer_of
+from graphopt.artifact.artifact import Artifact
+from graphopt.errors import InputError
+from graphopt.graph.diagnostics import PassReport
+from graphopt.passes import imports_of
+from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
+from graphopt.passes.context import Surroundings
+from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.runtime_ops import bodies_aside, port
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
+from graphopt.tasks import task_of
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.ports import IntArray
+
+Singles = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class TappedLayer:
+    """Attention of one layer.
+
+    Attributes:
+        layer: its cache and attributes.
+        query: the value that holds its queries [batch, length, query heads x size], rotary embedding included.
+        key: the same of its keys.
+        sink_logits: float32 [query heads], or ``None``; see ``KVAttention``.
+    """
+
+    layer: PagedLayer
+    query: str
+    key: str
+    sink_logits: Singles | None
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What one layer multiplied in one run.
+
+    Attributes:
+        tapped: the layer.
+        queries: float32 [Hk, length, G, D]; the G query heads of a KV head stand together.
+        keys: float32 [Hk, length, D].
+    """
+
+    tapped: TappedLayer
+    queries: Singles
+    keys: Singles
+
+
+@dataclass(frozen=True)
+class Tap:
+    """A model that gives its queries and keys instead of its logits.
+
+    Attributes:
+        session: of onnxruntime.
+        interface: of the model as it was.
+        layers: those that see all tokens before them.
+        windowed: the numbers of those that have a window of their own.
+    """
+
+    session: onnxruntime.InferenceSession
+    interface: Interface
+    layers: tuple[TappedLayer, ...]
+    windowed: tuple[int, ...]
+
+    def run(self, ids: IntArray) -> Iterator[Heads]:
+        """Run a sequence, int64 [length], and yield what each layer multiplied.
+
+        Raises:
+            InputError: onnxruntime cannot run it.
+        """
+        tokens = ids[None]
+        room = self.interface.empty_past(1, len(ids))
+        feeds = self.interface.feeds(tokens, np.ones_like(tokens), room)
+        names = list(dict.fromkeys(name for each in self.layers for name in (each.query, each.key)))
+        try:
+            made = dict(zip(names, self.session.run(names, feeds), strict=True))
+        except Exception as error:
+            raise InputError(f"onnxruntime cannot run the model on {len(ids)} tokens: {error}") from error
+        for each in self.layers:
+            heads, size = each.layer.attributes.kv_heads, each.layer.head_size
+            queries = made[each.query].reshape(len(ids), heads, -1, size).transpose(1, 0, 2, 3)
+            yield Heads(each, queries, made[each.key].reshape(len(ids), heads, size).transpose(1, 0, 2))
+
+
+@contextlib.contextmanager
+def tap(artifact: Artifact) -> Iterator[Tap]:
+    """Open a model such that it gives its queries and keys; attention is rewritten as ``page_kv`` does first.
+
+    Raises:
+        InputError: ``page_kv`` does not understand its attention, or its heads have policies already.
+    """
+    model = artifact.model.clone()
+    shared = Surroundings(task_of(model.graph))
+    for step in (*imports_of(model.graph), Canonicalize(CanonicalizeOptions())):
+        step(model, shared)
+    report = PageKV(PageKVOptions())(model, shared).report
+    nodes = kv_nodes(model.graph)
+    if not nodes:
+        raise InputError(f"the attention of this model cannot be measured: {_reason(report)}")
+    windowed = tuple(layer_of(node).number for node in nodes if layer_of(node).attributes.window)
+    nodes = [node for node in nodes if not layer_of(node).attributes.window]
+    if not nodes:
+        raise InputError("every layer of this model has a window of its own: there are no heads to choose among")
+    for node in nodes:
+        if set(layer_of(node).attributes.policies) != {DENSE}:
+            raise InputError(
+                "its heads have policies already, and what they do not read cannot be measured",
+                node=node.name,
+                remedy="give the model as it was before the step sparse_kv",
+            )
+    interface = Interface.of_graph(model.graph)
+    layers = tuple(_tapped(node) for node in nodes)
+    tapped = [port(node, name) for node in nodes for name in ("query", "key")]
+    values = {value.name: value for value in tapped if value is not None}
+    for value in values.values():
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    model.graph.outputs.clear()
+    model.graph.outputs.extend(values.values())
+    with bodies_aside(model):
+        RemoveUnusedNodesPass()(model)
+    with shared.runner.opened(model) as session:
+        yield Tap(session, interface, layers, windowed)
+
+
+def _tapped(node: ir.Node) -> TappedLayer:
+    query, key, sinks = (port(node, name) for name in ("query", "key", "sink_logits"))
+    assert query is not None and key is not None
+    logits = None if sinks is None or sinks.const_value is None else sinks.const_value.numpy()
+    return TappedLayer(
+        layer_of(node), query.name or "", key.name or "", logits if logits is not None and logits.size else None
+    )
+
+
+def _reason(report: PassReport) -> str:
+    return str(report.skips[0].reason) if report.skips else "it has none over a cache"

@@ -1,0 +1,50 @@
+"""The manifest of a model that a recipe made: stated when it is written, and again when it is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphopt.analysis.structure.cost import weight_totals
+from graphopt.artifact.artifact import Artifact
+from graphopt.artifact.hf_config import with_positions
+from graphopt.artifact.manifest import Manifest, installed_versions
+from graphopt.graph.diagnostics import Check, PassReport
+from graphopt.passes.recipe import Recipe
+from graphopt.verification.kernels import KernelReport, quantized_products
+from graphopt.verification.notes import OF_GRAPH, notes_of, precision_of
+
+
+def manifest_of(
+    source: Artifact,
+    made: ir.Model,
+    recipe: Recipe,
+    reports: Sequence[PassReport],
+    checks: Sequence[Check],
+    kernels: KernelReport | None,
+) -> Manifest:
+    """Return the manifest of ``made``, but for its files, which are known when they are written.
+
+    Args:
+        source: what it was made from.
+        made: the model.
+        recipe: what was applied.
+        reports: what each pass of the recipe did.
+        checks: what was proved or measured after them.
+        kernels: how its quantized products run; ``None`` if it has none.
+    """
+    before = source.manifest
+    return Manifest(
+        source=before.source,
+        task=before.task,
+        model=with_positions(before.model, made.metadata_props),
+        notes=[note for note in before.notes if note.code not in OF_GRAPH] + notes_of(made),
+        recipe=recipe.model_dump(mode="json"),
+        passes=[*before.passes, *reports],
+        checks=[*before.checks, *checks],
+        weights=weight_totals(made),
+        precision=precision_of(made, kernels, recipe),
+        session=recipe.session_entries() if quantized_products(made.graph) else {},
+        versions=before.versions | installed_versions(),
+    )

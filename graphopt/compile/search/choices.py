@@ -1,0 +1,52 @@
+"""Formats to choose from, and the bytes that a matrix takes in each."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+
+from graphopt.errors import InputError
+from graphopt.numerics.formats import format_of
+from graphopt.passes.codes.formats import LinearFormat
+
+Choice = LinearFormat
+"""A format and its group, as a recipe names them."""
+
+CHOICES = tuple(LinearFormat(format=name, group=64) for name in ("nl3", "nl4", "nl5", "fp6-e2m3"))
+"""What is chosen from by default: about 3.3, 4.3, 5.3 and 6.3 bits a weight, all of one kernel."""
+
+_SCALE, _STEP = 2, 2  # bytes: float16, and the bfloat16 of a column whose scales are bytes
+
+
+def choice_of(text: str) -> Choice:
+    """Read ``nl4:64``, a format and its group; without a group it is 64, ``nl4:column`` is a scale for each column.
+
+    Raises:
+        InputError: there is no such format or group.
+    """
+    name, _, group = text.partition(":")
+    try:
+        return LinearFormat.model_validate({"format": name, "group": None if group == "column" else int(group or 64)})
+    except (ValidationError, ValueError) as error:
+        raise InputError(f"{text!r} is no format with a group: {error}", remedy="write it as nl4:64") from error
+
+
+def name_of(choice: Choice) -> str:
+    """Return ``nl4:64``, which :func:`choice_of` reads."""
+    return f"{choice.format}:{choice.group or 'column'}"
+
+
+def stored_bytes(choice: Choice, rows: int, columns: int, *, leveled: bool = False) -> int:
+    """Return the bytes of a matrix [rows, columns]: packed codes, and scales and zero points in float16.
+
+    Args:
+        choice: its format and group.
+        rows: numbers of a column.
+        columns: how many.
+        leveled: whether the recipe has the step ``level_scales``: scales of codes of no ONNX type are bytes then.
+    """
+    table = format_of(choice.format)
+    groups = -(-rows // (choice.group or rows))
+    scales = _SCALE * groups
+    if leveled and table.onnx_type is None:
+        scales = min(scales, groups + _STEP)
+    return -(-table.bits * rows * columns // 8) + (scales + (_SCALE * groups if table.zero_point else 0)) * columns

@@ -1,0 +1,192 @@
+"""From a model and a number of bytes to a recipe that says which format each matrix gets."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
+from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
+from graphopt.compile.calibration.statistics import calibration_of
+from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
+from graphopt.compile.search.losses import Database, Matrix, Replaceable, Rounder
+from graphopt.compile.search.program import solved
+from graphopt.errors import InputError
+from graphopt.graph.weights import check_finite, expression_of, weight_of
+from graphopt.ort.runner import Runner
+from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.passes.codes.tied_embedding import tied_lookups
+from graphopt.passes.context import Statistics, Surroundings
+from graphopt.passes.recipe import Recipe, load_recipe
+from graphopt.quantization.statistics import Calibration
+from graphopt.tasks import TASKS, task_of
+from graphopt.util.progress import Progress, silent
+from graphopt.verification.steps import run_passes
+
+TOKENS, _WINDOW = 512, 256
+"""Tokens of the calibration text that divergences are measured on, and tokens that are seen at once."""
+
+
+class Found(BaseModel):
+    """What the search ends with.
+
+    Attributes:
+        recipe: the recipe, with a format for each matrix.
+        bytes: of all weights by estimate; what is not a matrix as it is stored in floats.
+        loss: the divergence that is expected, the sum of those of each matrix alone, in nats per token.
+        chosen: the choice for each matrix.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    recipe: Recipe
+    bytes: int
+    loss: float
+    chosen: dict[str, Choice]
+
+
+def search(
+    model: str | Path | Artifact,
+    size: int,
+    folder: str | Path,
+    *,
+    recipe: str | Path | Recipe = "small",
+    choices: Sequence[Choice] = CHOICES,
+    tokens: int = TOKENS,
+    on_stage: Progress = silent,
+) -> Found:
+    """Choose a format for each matrix so that the model diverges least and its weights take at most ``size`` bytes.
+
+    Args:
+        model: an artifact folder or an ``.onnx`` file of a causal language model, with a tokenizer. It must fit into
+            memory twice.
+        size: bytes of all weights.
+        folder: where statistics and measurements are kept. A search that was cut off goes on there, and one for other
+            bytes measures nothing again.
+        recipe: what to do besides: its step ``quantize_weights`` gets the formats.
+        choices: what a matrix may be stored as.
+        tokens: of the calibration text that divergences are measured on.
+        on_stage: called for each matrix.
+
+    Raises:
+        InputError: the model or the recipe cannot be used, or the bytes are too few.
+        MissingDependencyError: scipy is not installed.
+    """
+    source = model if isinstance(model, Artifact) else artifacts.read(model)
+    recipe = load_recipe(recipe).fitting(source.model.graph)
+    step = next((step for step in recipe.steps if isinstance(step, QuantizeWeightsOptions)), None)
+    if step is None:
+        raise InputError(f"the recipe {recipe.name} has no step quantize_weights", remedy="--add quantize_weights")
+    calibration = calibration_of(source, recipe, folder, Runner(recipe.session_entries()), on_stage)
+    graph = _before(source, recipe, calibration)
+    matrices = _matrices(graph.graph)
+    leveled = any(step.step == "level_scales" for step in recipe.steps)
+    settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {leveled}"
+    key = hashlib.sha256(settings.encode())
+    key.update(" ".join(map(name_of, choices)).encode())
+    database = Database(Path(folder) / f"search-{key.hexdigest()[:16]}.jsonl")
+    rounder = Rounder(step.rounding, step.scale, leveled)
+    _measure(graph, matrices, database, choices, rounder, calibration, tokens, on_stage)
+    rows = [database.rows[name] for name in matrices]
+    rest = _other_bytes(graph.graph, step, set(matrices))
+    names = [name_of(choice) for choice in choices]
+    picked = solved(
+        [[row.losses[name] for name in names] for row in rows],
+        [[row.bytes[name] for name in names] for row in rows],
+        size - rest,
+    )
+    chosen = {row.weight: names[number] for row, number in zip(rows, picked, strict=True)}
+    return Found(
+        recipe=_pinned(recipe, step, chosen, size),
+        bytes=rest + sum(row.bytes[chosen[row.weight]] for row in rows),
+        loss=sum(row.losses[chosen[row.weight]] for row in rows),
+        chosen={name: choice_of(choice) for name, choice in chosen.items()},
+    )
+
+
+def _before(source: Artifact, recipe: Recipe, calibration: Calibration) -> ir.Model:
+    """Return the model as the step ``quantize_weights`` meets it."""
+    facts = source.manifest
+    shared = Surroundings(
+        TASKS[facts.task], recipe.target, Runner(), Statistics(calibration), facts.model.max_positions
+    )
+    graph = source.model.clone()
+    check_finite(graph)
+    names = [step.step for step in recipe.steps]
+    for _ in run_passes(graph, recipe.passes()[: names.index("quantize_weights")], shared, on_pass=lambda _: None):
+        pass
+    return graph
+
+
+def _matrices(graph: ir.Graph) -> dict[str, ir.Node]:
+    """Return a product of each matrix that the step would round, by the name of its weight."""
+    routers = router_nodes(graph) - lm_head_nodes(graph)
+    found: dict[str, ir.Node] = {}
+    for node in linear_nodes(graph):
+        weight = weight_of(node, 1)
+        if weight is not None and node not in routers and not is_thin(weight):
+            found.setdefault(weight.name or "", node)
+    if not found:
+        raise InputError("the model has no product with a matrix", remedy="search the model as it was exported")
+    return found
+
+
+def _measure(
+    graph: ir.Model,
+    matrices: Mapping[str, ir.Node],
+    database: Database,
+    choices: Sequence[Choice],
+    rounder: Rounder,
+    calibration: Calibration,
+    tokens: int,
+    on_stage: Progress,
+) -> None:
+    left = [name for name in matrices if name not in database.rows]
+    if not left:
+        return
+    statistics = calibration.inputs(graph, matrices.values())
+    weights: dict[str, Matrix] = {}
+    for name, node in matrices.items():
+        weight = weight_of(node, 1)
+        assert weight is not None and weight.const_value is not None
+        weights[name] = np.ascontiguousarray(expression_of(weight.const_value).numpy(), np.float32)
+    model, feeds = Replaceable(graph, weights), task_of(graph.graph).text_feeds
+    size = min(_WINDOW, tokens)
+    texts = [text[: size + 1] for text in calibration.texts[: max(1, tokens // size)]]
+    with Runner().opened(model.model) as session:
+        model.open(session, [(feeds(graph.graph, text[None, :-1]), text[1:]) for text in texts])
+        for number, name in enumerate(left):
+            on_stage(f"rounding {name}", len(matrices) - len(left) + number, len(matrices))
+            hessian = statistics[matrices[name]].hessian().numpy()
+            database.add(rounder.row(name, weights[name], hessian, choices, model))
+
+
+def _other_bytes(graph: ir.Graph, step: QuantizeWeightsOptions, matrices: set[str]) -> int:
+    """Return the bytes of what is no matrix: norms as they are, a token embedding of its own as it will be."""
+    tied = tied_lookups(graph) if step.tied and step.embedding is not None else {}
+    looked_up = {lookup.inputs[0] for lookups in tied.values() for lookup in lookups}
+    total = 0
+    for name, value in graph.initializers.items():
+        if name in matrices or value in looked_up or value.const_value is None:
+            continue
+        table = step.embedding is not None and any(use.node.op_type == "Gather" for use in value.uses())
+        dims = value.const_value.shape.numpy()
+        if table and len(dims) == 2:
+            assert step.embedding is not None
+            total += int(np.prod(dims)) + 4 * dims[0] * -(-dims[1] // (step.embedding.group or dims[1]))
+        else:
+            total += value.const_value.nbytes
+    return total
+
+
+def _pinned(recipe: Recipe, step: QuantizeWeightsOptions, chosen: Mapping[str, str], size: int) -> Recipe:
+    pinned = recipe.setting("quantize_weights", matrices={n: choice_of(c).model_dump() for n, c in chosen.items()})
+    counts = [f"{list(chosen.values()).count(each)} as {each}" for each in sorted(set(chosen.values()))]
+    text = f"for one model in {size:,} bytes: matrices {', '.join(counts)}; made by graphopt search"
+    return pinned.model_copy(update={"name": f"{recipe.name}-searched", "description": text})

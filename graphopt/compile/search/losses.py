@@ -1,0 +1,151 @@
+"""What each choice for each matrix costs: the divergence of the model in which that matrix alone is rounded.
+
+For the coarsest choice it is measured. For the others it is taken to grow as the error of the product does,
+
+    KL(choice) = KL(coarsest) loss(choice) / loss(coarsest),      loss = trace (W - Q)^T H (W - Q)
+
+on a sample of the columns, which do not know of one another. Divergence is quadratic in a small error, so the factor is
+the curvature that the product meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.compile.search.choices import Choice, name_of, stored_bytes
+from graphopt.compile.search.jsonl import Lines
+from graphopt.numerics.formats import format_of
+from graphopt.ort.session import Array, ort_value
+from graphopt.quality.figures import Comparison, log_probabilities
+from graphopt.quantization.rounding import Quantized, RoundingMethod
+from graphopt.quantization.rounding.scales import Scale
+from graphopt.tasks.ports import IntArray
+
+Matrix = npt.NDArray[np.float32]
+
+_COLUMNS = 64
+
+
+class Row(BaseModel):
+    """One matrix in the database.
+
+    Attributes:
+        weight: its name.
+        rows: its shape.
+        columns: its shape.
+        bytes: what it takes, by choice.
+        losses: divergence in nats per token of the model in which it alone is rounded so, by choice.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    weight: str
+    rows: int
+    columns: int
+    bytes: dict[str, int]
+    losses: dict[str, float]
+
+
+class Database(Lines[Row]):
+    """What was measured of each matrix, by its name.
+
+    Args:
+        file: where the rows lie, see :class:`Lines`.
+    """
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(file, Row, lambda row: row.weight)
+
+
+@dataclass(frozen=True)
+class Rounder:
+    """How a matrix is rounded.
+
+    Attributes:
+        method: the rounding method of the recipe.
+        scale: how it chooses scales.
+        leveled: whether scales are stored as bytes.
+    """
+
+    method: RoundingMethod
+    scale: Scale
+    leveled: bool = False
+
+    def error(self, matrix: Matrix, hessian: Array, choice: Choice) -> tuple[Matrix, float]:
+        """Return the rounded matrix, and its loss trace (W - Q)^T H (W - Q)."""
+        group = min(choice.group or len(matrix), len(matrix))
+        statistics = hessian if self.method.needs is not None else None
+        made: Quantized = self.method.round(
+            matrix, format_of(choice.format), group, self.scale, scale_type=np.float16, statistics=statistics
+        )
+        rounded = made.dequantize().astype(np.float32)
+        error = matrix.astype(np.float64) - rounded
+        return rounded, float((error * (hessian.astype(np.float64) @ error)).sum())
+
+    def row(self, name: str, matrix: Matrix, hessian: Array, choices: Sequence[Choice], model: Replaceable) -> Row:
+        """Return what each choice for a matrix costs."""
+        sizes = {choice: stored_bytes(choice, *matrix.shape, leveled=self.leveled) for choice in choices}
+        ordered = sorted(choices, key=sizes.__getitem__)
+        coarsest, _ = self.error(matrix, hessian, ordered[0])
+        measured = model.divergence({name: coarsest})
+        sample = np.ascontiguousarray(matrix[:, :: max(1, matrix.shape[1] // _COLUMNS)])
+        losses = [self.error(sample, hessian, choice)[1] for choice in ordered]
+        first = losses[0] or 1.0
+        return Row(
+            weight=name,
+            rows=matrix.shape[0],
+            columns=matrix.shape[1],
+            bytes={name_of(choice): sizes[choice] for choice in ordered},
+            losses={name_of(c): measured * loss / first for c, loss in zip(ordered, losses, strict=True)},
+        )
+
+
+class Replaceable:
+    """A model whose matrices are inputs, so that any of them can be another one in the next run.
+
+    Args:
+        model: the graph; it is not changed.
+        weights: the matrices, by name.
+    """
+
+    def __init__(self, model: ir.Model, weights: Mapping[str, Matrix]) -> None:
+        self.model, self._weights = with_inputs(model, weights), {n: ort_value(w) for n, w in weights.items()}
+        self._texts: list[tuple[Mapping[str, Array], IntArray]] = []
+        self._said: list[npt.NDArray[np.float32]] = []
+        self._session: object = None
+
+    def open(self, session: object, texts: Sequence[tuple[Mapping[str, Array], IntArray]]) -> None:
+        """Take a session of :attr:`model`, and what it is fed: inputs, and the tokens that come after each position."""
+        self._session, self._texts = session, list(texts)
+        self._said = [log_probabilities(logits) for logits in self._logits({})]
+
+    def divergence(self, replaced: Mapping[str, Matrix]) -> float:
+        """Return the mean divergence from the model as it came, in nats per token, with some matrices replaced."""
+        found = Comparison()
+        for said, logits, (_, targets) in zip(self._said, self._logits(replaced), self._texts, strict=True):
+            found.add(said, logits, targets)
+        return float(found.columns()[2].mean())
+
+    def _logits(self, replaced: Mapping[str, Matrix]) -> Iterator[Array]:
+        weights = self._weights | {name: ort_value(np.ascontiguousarray(w)) for name, w in replaced.items()}
+        for feeds, targets in self._texts:
+            values = {name: ort_value(np.ascontiguousarray(array)) for name, array in feeds.items()}
+            (logits,) = self._session.run_with_ort_values(["logits"], weights | values)  # type: ignore[attr-defined]
+            yield logits.numpy()[0, : len(targets)]
+
+
+def with_inputs(model: ir.Model, weights: Mapping[str, Matrix]) -> ir.Model:
+    """Return a copy of a model in which some initializers are inputs."""
+    copy = model.clone()
+    for name in weights:
+        value = copy.graph.initializers.pop(name)
+        value.const_value = None
+        copy.graph.inputs.append(value)
+    return copy

@@ -1,0 +1,165 @@
+"""From a model and a factor of its trained length to a recipe that rescales its rotary positions."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
+from graphopt.artifact.tokens import texts_of
+from graphopt.compile.search.evolution import Candidate, Evolution, evolve
+from graphopt.compile.search.jsonl import Lines
+from graphopt.compile.search.rotary_inputs import Turnable
+from graphopt.errors import InputError
+from graphopt.ort.runner import Runner
+from graphopt.passes import PASSES, imports_of
+from graphopt.passes.context import Surroundings
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lift.rescale_rope.methods import METHODS, Method, RescaleRopeOptions, attention_factor
+from graphopt.passes.recipe import Recipe
+from graphopt.quantization.statistics.options import CalibrationOptions
+from graphopt.tasks import TASKS
+from graphopt.tasks.ports import IntArray
+from graphopt.util.progress import Progress, silent
+
+PAPER = Evolution()
+_STARTS: tuple[Method, ...] = ("linear", "ntk", "yarn")
+
+
+class Measured(BaseModel):
+    """A candidate and the nats per token that the model needs with it, beyond its trained length."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    candidate: Candidate
+    nats: float
+
+
+class FoundFactors(BaseModel):
+    """What the search ends with.
+
+    Attributes:
+        recipe: canonicalize, and rescale_rope with the factors.
+        nats: per token beyond the trained length, on the text of the search.
+        starts: the same for what the search began with, by method.
+        measured: candidates that were run.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    recipe: Recipe
+    nats: float
+    starts: dict[str, float]
+    measured: int
+
+
+def search_rope(
+    model: str | Path | Artifact,
+    factor: float,
+    folder: str | Path,
+    *,
+    how: Evolution = PAPER,
+    texts: int = 4,
+    text: Path | None = None,
+    on_stage: Progress = silent,
+) -> FoundFactors:
+    """Search rotary factors with which a model predicts text best beyond its trained length, up to ``factor`` times it.
+
+    Args:
+        model: an artifact folder or an ``.onnx`` file of a causal language model, with a tokenizer.
+        factor: how many times its positions.
+        folder: where measurements are kept. A search that was cut off goes on there.
+        how: the settings of the search.
+        texts: sequences to measure on, each of the whole length.
+        text: a UTF-8 file to take them from; by default source of the Python standard library, as for calibrations.
+        on_stage: called for each candidate.
+
+    Raises:
+        InputError: the model, the factor or the text cannot be used.
+    """
+    source = model if isinstance(model, Artifact) else artifacts.read(model)
+    trained = source.manifest.model.max_positions
+    if trained is None or factor <= 1:
+        raise InputError(
+            f"there is nothing to search: the model has {trained} positions, and the factor is {factor:g}",
+            file=source.place,
+            remedy="give a model whose config.json states its positions, and a factor above 1",
+        )
+    sequences = _sequences(source, int(trained * factor), texts, text)
+    turnable = Turnable(_prepared(source, trained))
+    starts = _starts(turnable, factor, trained)
+    key = hashlib.sha256(artifacts.origin_of(source).encode())
+    for ids in sequences:
+        key.update(ids.tobytes())
+    kept = Lines(
+        Path(folder) / f"rope-{key.hexdigest()[:16]}.jsonl", Measured, lambda row: row.candidate.model_dump_json()
+    )
+    with Runner().opened(turnable.model) as session:
+
+        def measure(candidate: Candidate) -> float:
+            name = candidate.model_dump_json()
+            if name not in kept.rows:
+                nats = turnable.nats(session, candidate, sequences, trained)
+                # A model that falls apart is the least fit, and JSON knows no infinity.
+                kept.add(Measured(candidate=candidate, nats=nats if np.isfinite(nats) else 1e9))
+            return kept.rows[name].nats
+
+        began = {name: measure(candidate) for name, candidate in starts.items()}
+        best, nats = evolve(list(starts.values()), factor, how, measure, on_stage)
+    return FoundFactors(recipe=_recipe(best, factor, trained), nats=nats, starts=began, measured=len(kept.rows))
+
+
+def _sequences(source: Artifact, length: int, texts: int, text: Path | None) -> list[IntArray]:
+    found = texts_of(source.companions, CalibrationOptions(text=text, window=length + 1, windows=texts), None)
+    long_enough = [ids for ids in found if len(ids) == length + 1]
+    if not long_enough:
+        raise InputError(
+            f"the text has no sequence of {length + 1} tokens",
+            file=text,
+            remedy="give a longer text, or search for a smaller factor",
+        )
+    return long_enough
+
+
+def _prepared(source: Artifact, trained: int) -> ir.Model:
+    """Return the model as ``rescale_rope`` meets it, with caches in pages where that can be: they need less memory."""
+    graph = source.model.clone()
+    shared = Surroundings(TASKS[source.manifest.task], max_positions=trained)
+    for step in (
+        *imports_of(graph.graph),
+        *(PASSES[name](PASSES[name].options_type()) for name in ("canonicalize", "page_kv")),
+    ):
+        step(graph, shared)
+    return graph
+
+
+def _starts(turnable: Turnable, factor: float, trained: int) -> dict[str, Candidate]:
+    """Return the candidates that known methods mean; yarn is left out where there is no single base."""
+    found: dict[str, Candidate] = {}
+    for method in _STARTS:
+        options = RescaleRopeOptions(method=method, factor=factor, trained=trained)
+        try:
+            radians = METHODS[method](turnable.radians, options, trained)
+        except InputError:
+            continue
+        factors = tuple((turnable.radians / radians).tolist())
+        found[method] = Candidate(factors=factors, attention_factor=attention_factor(options, trained))
+    return found
+
+
+def _recipe(best: Candidate, factor: float, trained: int) -> Recipe:
+    step = RescaleRopeOptions(
+        method="longrope",
+        factor=factor,
+        trained=trained,
+        factors=best.factors,
+        first=best.first,
+        attention_factor=best.attention_factor,
+    )
+    description = f"for one model and {factor:g} times its {trained} positions; made by graphopt search-rope"
+    return Recipe(name=f"longrope-{factor:g}", description=description, steps=(CanonicalizeOptions(), step))

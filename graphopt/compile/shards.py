@@ -1,0 +1,221 @@
+"""One model compiled by several processes that share a disk, such as the job array of a cluster.
+
+    graphopt optimize MODEL -o OUT --shard 0/2         each evaluates its share of the weights into the work folder
+    graphopt optimize MODEL -o OUT --shard 1/2
+    graphopt assemble -o OUT                           checks, lowers and writes with what is there
+
+Shards need not know of one another: which weights are whose follows from the graph alone, and each value lies under the
+digest of its expression. The result has the bytes of a plain ``optimize``.
+"""
+
+from __future__ import annotations
+
+import re
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from graphopt.analysis.structure.heads import ORIGIN
+from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
+from graphopt.compile.calibration.statistics import calibration_of
+from graphopt.compile.pipeline import optimize
+from graphopt.errors import InputError
+from graphopt.graph.weights import Expression, WeightTensor
+from graphopt.graph.weights.evaluator import Evaluator, cost_of, grouped, unevaluated, workers
+from graphopt.graph.weights.store import Kept
+from graphopt.graph.weights.work_folder import (
+    default_work_folder,
+    open_work_folder,
+    statistics_in,
+    store_in,
+    write_whole,
+)
+from graphopt.passes.context import Statistics, Surroundings
+from graphopt.passes.recipe import Recipe
+from graphopt.tasks import TASKS
+from graphopt.util.progress import Progress, silent
+
+_REQUEST = "request.json"
+
+
+class Request(BaseModel):
+    """What all shards of a compilation agree on.
+
+    Attributes:
+        model: the artifact or ``.onnx`` file, with its whole path.
+        recipe: the recipe.
+        shards: how many shards there are.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    recipe: dict[str, Any]
+    shards: int
+
+
+def evaluate_shard(
+    model: str | Path,
+    recipe: Recipe,
+    output: str | Path,
+    shard: int,
+    shards: int,
+    *,
+    overwrite: bool = False,
+    jobs: int | Executor = 1,
+    work: str | Path | None = None,
+    statistics: str | Path | None = None,
+    on_stage: Progress = silent,
+) -> Path:
+    """Evaluate one share of the weights that ``recipe`` makes, and return the work folder that they lie in.
+
+    Nothing is checked but that the recipe can be applied: :func:`assemble` does that.
+
+    Args:
+        model: an artifact folder or an ``.onnx`` file.
+        recipe: what to do to it.
+        output: the artifact that :func:`assemble` will write; it names the work folder.
+        shard: which share, from 0 on.
+        shards: how many there are.
+        overwrite: whether an artifact at ``output`` may be replaced in the end.
+        jobs: as for :func:`graphopt.optimize`.
+        work: as for :func:`graphopt.optimize`; all shards must see the same folder.
+        statistics: as for :func:`graphopt.optimize`. A shard collects none: `graphopt calibrate` does that before.
+        on_stage: called when a stage begins, with how many are done.
+
+    Raises:
+        InputError: there is no such shard, the model or the recipe cannot be used, or other shards in the work folder
+            are of another model or recipe, or ``output`` cannot be written.
+    """
+    if not 0 <= shard < shards:
+        raise InputError(
+            f"there is no shard {shard}/{shards}", remedy=f"the shards are 0/{shards} to {shards - 1}/{shards}"
+        )
+    artifacts.check_output(Path(output), overwrite=overwrite)
+    on_stage("applying the passes")
+    source = artifacts.read(model)
+    folder = open_work_folder(Path(output), None if work is None else Path(work))
+    # The other machines may not have the files that the recipe names.
+    recipe = recipe.self_contained(Statistics())
+    request = Request(model=str(Path(model).absolute()), recipe=recipe.model_dump(mode="json"), shards=shards)
+    _agree(folder / _REQUEST, request)
+    graph = source.model.clone()
+    graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
+    calibration = calibration_of(source, recipe, statistics or statistics_in(folder), None)
+    shared = Surroundings(
+        TASKS[source.manifest.task],
+        recipe.target,
+        statistics=Statistics(calibration),
+        max_positions=source.manifest.model.max_positions,
+    )
+    for step in recipe.fitting(graph.graph).passes():
+        if step.phase() == "lower":
+            break
+        if step(graph, shared).report.claims is not None:
+            # The proof reads these weights, so `assemble` looks for them.
+            _keep(graph)
+    expressions = [tensor.expression for _, tensor in unevaluated(graph)]
+    with workers(jobs) as executor:
+        evaluator = Evaluator(store_in(folder), executor)
+        evaluator.values(share(expressions, shard, shards), lambda done, of: on_stage("evaluating weights", done, of))
+    _done(folder, shard, shards).touch()
+    return folder
+
+
+def assemble(
+    output: str | Path,
+    *,
+    overwrite: bool = False,
+    run: bool = True,
+    jobs: int | Executor = 1,
+    work: str | Path | None = None,
+    statistics: str | Path | None = None,
+    part_size: int | None = None,
+    on_stage: Progress = silent,
+) -> Artifact:
+    """Check and write the model whose weights all shards have evaluated; as :func:`graphopt.optimize` otherwise.
+
+    Raises:
+        InputError: there is no work folder of shards, or some of them are not done; names which.
+    """
+    folder = default_work_folder(Path(output)) if work is None else Path(work)
+    try:
+        request = Request.model_validate_json((folder / _REQUEST).read_text(encoding="utf-8"))
+    except (OSError, ValidationError) as error:
+        raise InputError(
+            "there is no work of shards here", file=folder, remedy="run `optimize --shard` with the same -o and --work"
+        ) from error
+    missing = [f"{i}/{request.shards}" for i in range(request.shards) if not _done(folder, i, request.shards).is_file()]
+    if missing:
+        raise InputError(
+            f"these shards are not done: {', '.join(missing)}",
+            file=folder,
+            remedy="run each with `optimize --shard`; one that was cut off goes on where it was",
+        )
+    return optimize(
+        request.model,
+        Recipe.model_validate(request.recipe),
+        output,
+        overwrite=overwrite,
+        run=run,
+        jobs=jobs,
+        work=folder,
+        statistics=statistics,
+        part_size=part_size,
+        on_stage=on_stage,
+    )
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return shard and number of shards of a text such as ``0/2``.
+
+    Raises:
+        InputError: it is not of that form.
+    """
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None:
+        raise InputError(f"{text!r} is no shard", remedy="write the shard, a slash and how many there are: 0/2, 1/2")
+    return int(match[1]), int(match[2])
+
+
+def share(expressions: list[Expression], shard: int, shards: int) -> list[Expression]:
+    """Return the expressions that one shard evaluates: those that share work together, the load about equal."""
+    loads, mine = [0] * shards, []
+    for group in grouped(expressions):
+        least = loads.index(min(loads))
+        members = [expressions[number] for number in group]
+        loads[least] += cost_of(members)
+        if least == shard:
+            mine += members
+    return mine
+
+
+def _keep(model: ir.Model) -> None:
+    for value, tensor in unevaluated(model):
+        value.const_value = WeightTensor(Kept(tensor.expression), tensor.name)
+
+
+def _agree(file: Path, request: Request) -> None:
+    """Write down what is asked for, or confirm that it is what other shards were asked for."""
+    if not file.exists():
+        write_whole(file, request.model_dump_json(indent=2))
+        return
+    try:
+        there = Request.model_validate_json(file.read_text(encoding="utf-8"))
+    except ValidationError as error:
+        raise InputError("this is not what shards agree on", file=file, remedy="remove the work folder") from error
+    if there != request:
+        changed = [name for name in Request.model_fields if getattr(there, name) != getattr(request, name)]
+        raise InputError(
+            f"other shards in this work folder have another {' and another '.join(changed)}",
+            file=file,
+            remedy="give all shards the same, or remove the work folder",
+        )
+
+
+def _done(folder: Path, shard: int, shards: int) -> Path:
+    return folder / f"shard-{shard}-of-{shards}.done"

@@ -1,0 +1,1 @@
+"""Model files, editing, provenance, weights as expressions, diagnostics."""

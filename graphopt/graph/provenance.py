@@ -1,0 +1,81 @@
+"""Which pass made a node, and from what: a record that every node and weight carries in ``metadata_props``.
+
+``graphopt.history`` is a JSON list of steps, oldest first::
+
+    [{"pass": "canonicalize", "made": "attn", "from": ["attn.scores", "attn.softmax", "attn.values"]},
+     {"pass": "page_kv", "made": "attn", "from": ["attn"]}]
+
+What a pass makes of a node takes over the steps of that node, and of every other that it is made from; so the record
+leads back to the model as it came in, though the nodes between are gone. What was removed is in the report of the pass,
+:class:`graphopt.graph.diagnostics.PassReport`.
+
+Older models have ``graphopt.pass`` and ``graphopt.from`` instead, lists that are separated by spaces. They are read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+HISTORY = "graphopt.history"
+SCOPE = "pkg.torch.onnx.name_scopes"
+"""Where the torch exporter writes the modules that a node came from."""
+
+_OLD_PASS, _OLD_FROM = "graphopt.pass", "graphopt.from"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a history.
+
+    Attributes:
+        pass_name: the pass that made or edited something.
+        made: the name that it had then.
+        sources: the nodes or weights that it was made from; itself where it was edited in place.
+    """
+
+    pass_name: str
+    made: str
+    sources: tuple[str, ...] = ()
+
+
+def record(item: ir.Node | ir.Value, pass_name: str, sources: Iterable[ir.Node | ir.Value | str] = ()) -> None:
+    """Write into ``item`` that ``pass_name`` made or edited it from ``sources``, and what these were made from."""
+    sources = list(sources)
+    names = [source if isinstance(source, str) else source.name or "?" for source in sources]
+    before = [step for source in sources if not isinstance(source, str) for step in steps(source)]
+    new = Step(pass_name, item.name or "?", tuple(dict.fromkeys(names)))
+    found = dict.fromkeys([*before, *steps(item), new])
+    content = [{"pass": step.pass_name, "made": step.made, "from": list(step.sources)} for step in found]
+    item.metadata_props[HISTORY] = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    for old in (_OLD_PASS, _OLD_FROM):
+        item.metadata_props.pop(old, None)
+
+
+def steps(item: ir.Node | ir.Value) -> list[Step]:
+    """Return what became of ``item``, and of all that it was made from, oldest first."""
+    written = item.metadata_props.get(HISTORY)
+    if written is not None:
+        return [Step(each["pass"], each["made"], tuple(each["from"])) for each in json.loads(written)]
+    passes = item.metadata_props.get(_OLD_PASS, "").split()
+    sources = tuple(item.metadata_props.get(_OLD_FROM, "").split())
+    # The older record has one list of sources: those of the first pass that named any.
+    return [Step(name, item.name or "?", sources if number == 0 else ()) for number, name in enumerate(passes)]
+
+
+def history(item: ir.Node | ir.Value) -> tuple[list[str], list[str]]:
+    """Return the passes that ``item`` went through, oldest first, and the names that it was made from in the model.
+
+    The names are those that no step made: nodes and weights of the model as it came in.
+    """
+    found = steps(item)
+    made: set[str] = set()
+    origins: dict[str, None] = {}
+    for step in found:
+        # Without sources it was edited in place.
+        origins.update(dict.fromkeys(name for name in step.sources or (step.made,) if name not in made))
+        made.add(step.made)
+    return list(dict.fromkeys(step.pass_name for step in found)), list(origins)

@@ -1,0 +1,228 @@
+"""The evaluator: the weights of a model, each computed once, by any ``concurrent.futures.Executor``.
+
+Expressions that share what is computed together (codes and scales of one rounding) are one task; a task is evaluated by
+one worker, in the memory of its largest tensor, and writes to the disk itself. What is computed, and in which blocks,
+follows from the expression alone: any number of workers gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+    wait,
+)
+from concurrent.futures.process import BrokenProcessPool
+from typing import TypeVar
+
+import onnx_ir as ir
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.weights.disk import require_space
+from graphopt.graph.weights.expression import Expression, Node, Several, nodes_below
+from graphopt.graph.weights.leaves import Inline, Stored
+from graphopt.graph.weights.store import Kept, Store
+from graphopt.graph.weights.tensor import WeightTensor
+from graphopt.util.processors import processors
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+
+OnTensor = Callable[[int, int], None]
+"""Called with how many tensors are done, of how many."""
+
+# Bytes that tasks of threads may read together where the largest reads less: else the embedding of a small model, which
+# is most of its weights, would be evaluated by one thread alone.
+_ROOM = 1 << 28
+
+_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@contextlib.contextmanager
+def workers(jobs: int | Executor) -> Iterator[Executor | None]:
+    """Give an executor of ``jobs`` processes, or ``None``, which is this process and its threads, for one job.
+
+    Processes are spawned, not forked, since a fork of a process with threads may hang: a script that asks for several
+    jobs keeps its own work behind ``if __name__ == "__main__"``. They share the processors: libraries of linear algebra
+    get as many threads in each as there are processors for it. They end when this process ends, however it does.
+
+    Args:
+        jobs: how many processes, or an executor of the caller's, which is not shut down.
+    """
+    if isinstance(jobs, Executor) or jobs == 1:
+        yield jobs if isinstance(jobs, Executor) else None
+        return
+    if jobs < 1:
+        raise ValueError(f"there cannot be {jobs} jobs")
+    threads = str(max(1, (os.cpu_count() or 1) // jobs))
+    before = {name: os.environ.get(name) for name in _THREADS}
+    os.environ.update(dict.fromkeys(_THREADS, threads))
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _end_with_parent)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def run_tasks(
+    executor: Executor | None,
+    function: Callable[[Task], Result],
+    tasks: Sequence[Task],
+    sizes: Sequence[int] | None = None,
+) -> Iterator[tuple[int, Result]]:
+    """Yield the number of each task with its result, as they are done; the first error ends the others.
+
+    Args:
+        executor: what runs them; ``None`` for threads of this process.
+        function: what is called for each.
+        tasks: what it is called with.
+        sizes: the bytes that each task reads. Threads share the memory of the largest, or of 256 MiB if that is more:
+            tasks run beside one another as long as they are not larger together. Without sizes there is one thread.
+
+    Raises:
+        GraphoptError: a worker process died.
+    """
+    if executor is None:
+        yield from _in_threads(function, tasks, sizes)
+        return
+    futures = {executor.submit(function, task): number for number, task in enumerate(tasks)}
+    try:
+        for future in as_completed(futures):
+            yield futures.pop(future), future.result()
+    except BrokenProcessPool as error:
+        raise GraphoptError(
+            "a worker process ended before it was done, perhaps for want of memory",
+            remedy="start again with fewer --jobs; what is done already is not lost where there is a work folder",
+        ) from error
+    finally:
+        for future in futures:
+            future.cancel()
+
+
+def _in_threads(
+    function: Callable[[Task], Result], tasks: Sequence[Task], sizes: Sequence[int] | None
+) -> Iterator[tuple[int, Result]]:
+    threads = 1 if sizes is None else min(processors(), len(tasks))
+    if threads < 2 or sizes is None:
+        for number, task in enumerate(tasks):
+            yield number, function(task)
+        return
+    most, used, numbers = max(*sizes, _ROOM), 0, iter(range(len(tasks)))
+    running: dict[Future[Result], int] = {}
+    following = next(numbers, None)
+    with ThreadPoolExecutor(threads) as pool:
+        while running or following is not None:
+            while following is not None and len(running) < threads and used + sizes[following] <= most:
+                running[pool.submit(function, tasks[following])] = following
+                used, following = used + sizes[following], next(numbers, None)
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                number = running.pop(future)
+                used -= sizes[number]
+                yield number, future.result()
+
+
+def grouped(expressions: Sequence[Expression]) -> list[list[int]]:
+    """Return the numbers of expressions in groups that share what is computed together or kept, the largest first."""
+    import networkx as nx  # as slow to import as numpy, and a session needs none
+
+    graph: nx.Graph[object] = nx.Graph()
+    for number, expression in enumerate(expressions):
+        graph.add_node(number)
+        shared = (node for node in nodes_below(expression) if isinstance(node, (Several, Kept)))
+        graph.add_edges_from((number, node) for node in shared)
+    groups = [sorted(each for each in found if isinstance(each, int)) for found in nx.connected_components(graph)]
+    return sorted(groups, key=lambda group: (-cost_of([expressions[number] for number in group]), group))
+
+
+def cost_of(expressions: Sequence[Expression]) -> int:
+    """Return the bytes of all leaves of some expressions: what evaluating them takes is about proportional."""
+    nodes: set[Node] = {node for expression in expressions for node in nodes_below(expression)}
+    return sum(node.nbytes for node in nodes if isinstance(node, (Stored, Inline)))
+
+
+class Evaluator:
+    """Evaluates the weights of models into a store.
+
+    Args:
+        store: where values are kept.
+        executor: what evaluates them; ``None`` for this process.
+    """
+
+    def __init__(self, store: Store, executor: Executor | None = None) -> None:
+        self.store, self.executor = store, executor
+
+    def settle(self, model: ir.Model, on_tensor: OnTensor | None = None) -> None:
+        """Evaluate every weight of a model that is not evaluated yet, and let it be read from the store.
+
+        Raises:
+            InputError: the disk is too small for them.
+        """
+        weights = unevaluated(model)
+        settled = self.values([tensor.expression for _, tensor in weights], on_tensor)
+        for (value, tensor), stored in zip(weights, settled, strict=True):
+            value.const_value = stored.tensor(tensor.name)
+
+    def values(self, expressions: Sequence[Expression], on_tensor: OnTensor | None = None) -> list[Stored]:
+        """Return the stored values of expressions, evaluated where they are not in the store yet.
+
+        Raises:
+            InputError: the disk is too small for them.
+        """
+        found = [self.store.find(expression) for expression in expressions]
+        missing = [number for number, stored in enumerate(found) if stored is None]
+        if missing:
+            self.store.folder.mkdir(parents=True, exist_ok=True)
+            require_space(self.store.folder, sum(expressions[number].nbytes for number in missing))
+        groups = [[missing[each] for each in group] for group in grouped([expressions[number] for number in missing])]
+        tasks = [(self.store, [expressions[number] for number in group]) for group in groups]
+        done = len(found) - len(missing)
+        sizes = [cost_of([expressions[number] for number in group]) for group in groups]
+        for index, results in run_tasks(self.executor, _obtain, tasks, sizes):
+            for number, stored in zip(groups[index], results, strict=True):
+                found[number] = stored
+            done += len(results)
+            if on_tensor is not None:
+                on_tensor(done, len(found))
+        return [stored for stored in found if stored is not None]
+
+
+def unevaluated(model: ir.Model) -> list[tuple[ir.Value, WeightTensor]]:
+    """Return the weights of a model that are computed when they are read."""
+    return [
+        (value, value.const_value)
+        for graph in model.graphs()
+        for value in graph.initializers.values()
+        if isinstance(value.const_value, WeightTensor)
+        and not isinstance(value.const_value.expression, (Stored, Inline))
+    ]
+
+
+def _obtain(task: tuple[Store, list[Expression]]) -> list[Stored]:
+    store, expressions = task
+    return [store.obtain(expression) for expression in expressions]
+
+
+def _end_with_parent() -> None:
+    """Let this worker end when the process that started it ends, even if that was killed."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,72 @@
+"""Weights that are NaN or infinite are refused before any work is done on them; on the way each gets its digest."""
+
+from __future__ import annotations
+
+from concurrent.futures import Executor
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+from graphopt.graph.weights.evaluator import run_tasks
+from graphopt.graph.weights.expression import Expression
+from graphopt.graph.weights.leaves import Stored
+from graphopt.graph.weights.tensor import expression_of
+
+
+def check_finite(model: ir.Model, file: str | Path | None = None, executor: Executor | None = None) -> None:
+    """Read every weight once: refuse NaN and infinity, and remember the digest of what is stored.
+
+    Args:
+        model: the model.
+        file: where it came from, for the message.
+        executor: what reads; ``None`` for this process.
+
+    Raises:
+        InputError: a weight is not finite; names the tensor, its shape and the first bad index.
+    """
+    # What a graph within the graph has is not looked at for NaN; functions have no initializers.
+    values = [value for value in model.graph.initializers.values() if value.const_value is not None]
+    stored = [value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
+    expressions = [expression_of(value.const_value) for value in stored]
+    found: dict[ir.Value, str | None] = {}
+    sizes = [expression.nbytes for expression in expressions]
+    for number, (digest, fault) in run_tasks(executor, _look_at, expressions, sizes):
+        value, expression = stored[number], expressions[number]
+        found[value] = fault
+        if isinstance(expression, Stored) and value.const_value is not None:
+            place = Stored(expression.path, expression.offset, expression.kind, expression.dims, digest)
+            value.const_value = place.tensor(value.const_value.name)
+    for value in values:
+        assert value.const_value is not None
+        fault = found[value] if value in found else _fault(expression_of(value.const_value))
+        if fault is not None:
+            raise InputError(
+                fault,
+                file=file,
+                tensor=value.name,
+                shape=value.const_value.shape.numpy(),
+                remedy="the checkpoint is damaged or was converted with overflow; export it again",
+            )
+
+
+def _look_at(expression: Expression) -> tuple[str, str | None]:
+    return expression.digest, _fault(expression)
+
+
+def _fault(expression: Expression) -> str | None:
+    """Return what is not finite in a weight, or ``None``."""
+    dtype = expression.dtype
+    # A mask constant may be -inf on purpose; a weight has at least one axis of some width.
+    if not dtype.is_floating_point() or dtype.bitwidth < 16 or np.prod(expression.shape) < 2:
+        return None
+    array = np.asarray(expression.numpy(), dtype=np.float32 if dtype.bitwidth == 16 else None)
+    finite = np.isfinite(array)
+    if finite.all():
+        return None
+    first = np.unravel_index(int(np.argmin(finite)), array.shape)
+    return (
+        f"weight has {int((~finite).sum())} value(s) that are NaN or infinite, "
+        f"the first at index {[int(i) for i in first]}"
+    )

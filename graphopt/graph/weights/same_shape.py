@@ -1,0 +1,31 @@
+"""What expressions have in common that keep the type and shape of another one."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import onnx_ir as ir
+
+from graphopt.graph.weights.expression import Expression, Shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Like(Expression):
+    """An expression with the type and shape of ``of``, evaluated in the same blocks unless it says otherwise."""
+
+    of: Expression
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """As the original."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """As the original."""
+        return self.of.shape
+
+    @property
+    def whole(self) -> frozenset[int]:
+        """As the original."""
+        return self.of.whole

@@ -1,0 +1,1 @@
+"""Running a model: sessions, decoding, drafts, conversations, embeddings, profiling."""

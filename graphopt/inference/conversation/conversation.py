@@ -1,0 +1,215 @@
+"""A conversation whose cache lives from turn to turn: a turn feeds only the tokens that are new.
+
+    messages -> template -> text -> tokens that are new -> model -> reply
+                                          ^                  |
+                                          +---- the cache <--+
+
+The model's own tokens stay as it chose them: a reply is not tokenized again. Where a template writes an earlier turn
+in another way (some drop the reasoning of old replies), the cache is rewound to where the texts part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from graphopt.errors import InputError
+from graphopt.inference.conversation.template import ChatTemplate, Message
+from graphopt.inference.decoding.continuation import Continuation, Settings, start
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.drafts import Drafter
+from graphopt.inference.decoding.grammar import Grammar
+from graphopt.inference.decoding.sampling import GREEDY, Sampling
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.generation import Completion, room_for, run, speculation_of
+from graphopt.inference.session import Session
+
+MOST = 1024
+"""Tokens of a reply at most, by default."""
+
+
+class Conversation:
+    """A conversation with a model.
+
+    Args:
+        session: the model.
+        system: the system prompt; by default the template's own, if it has one.
+        messages: the conversation so far, after the system prompt; it ends with the model's reply.
+        settings: how replies are made.
+        tools: functions that the model may call, as JSON schemas, for templates that know of them.
+        variables: what else the template reads, such as ``{"enable_thinking": False}``.
+        drafter: what guesses tokens, as for :func:`graphopt.generate`; replies stay the same.
+
+    Attributes:
+        messages: what was said so far, as the template sees it.
+        settings: how the next reply is made.
+        last: the last reply, with the prompt that it continued; ``None`` before the first.
+        fed: tokens of the prompt that the last turn fed to the model; the cache held the others.
+
+    Raises:
+        InputError: the model has no chat template, or no tokenizer.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        *,
+        system: str | None = None,
+        messages: Sequence[Message] = (),
+        settings: Settings | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        drafter: Drafter | Speculation | None = None,
+    ) -> None:
+        self._session, self._tokenizer = session, session.require_tokenizer()
+        self._speculation = None if drafter is None else speculation_of(drafter)
+        self._template = ChatTemplate.of_folder(session.file.parent)
+        first = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[Message] = [*first, *messages]
+        self.settings = settings or Settings(max_new_tokens=MOST)
+        self.last: Completion | None = None
+        self.fed = 0
+        self._tools, self._variables = tools, dict(variables or {})
+        self._decoder: Decoder | None = None
+        self._tokens: list[int] = []  # of the conversation; the cache holds the first of them
+        self._text = ""  # whose tokens they are, or nothing where that is not known
+        self._open: Generator[str, None, None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the conversation so far."""
+        return len(self._tokens)
+
+    def reply(self, message: str | Message) -> Completion:
+        """Say something and return the model's reply; see :meth:`stream`."""
+        for _ in self.stream(message):
+            pass
+        assert self.last is not None
+        return self.last
+
+    def stream(self, message: str | Message, halted: Callable[[], bool] = lambda: False) -> Iterator[str]:
+        """Say something and give the model's reply piece by piece.
+
+        The message is checked at once; the model runs as the pieces are consumed. A reply that is not consumed to its
+        end, or that ``halted`` ends, becomes part of the conversation as far as it came; if nothing came, neither the
+        message nor the reply does.
+
+        Args:
+            message: what the user says, or a message with a role of its own, such as the result of a tool.
+            halted: asked after each run of the model whether to end the reply.
+
+        Raises:
+            InputError: the template refuses the message, the conversation has more tokens than the model has positions,
+                or a stop string or the grammar cannot be used. The conversation is as it was then.
+            MissingDependencyError: jinja2 is not installed, or llguidance for a grammar.
+        """
+        if self._open is not None:
+            self._open.close()
+        said = {"role": "user", "content": message} if isinstance(message, str) else dict(message)
+        messages = [*self.messages, said]
+        text = self._template.render(messages, tools=self._tools, **self._variables)
+        settings = replace(self.settings, eos=(*self.settings.eos, *self._end_of_turn()))
+        row = start(self._session, self._tokens_of(text), settings, name="the conversation")
+        self._open = self._answer(messages, text, row, halted)
+        return self._open
+
+    def _answer(
+        self, messages: Sequence[Message], text: str, row: Continuation, halted: Callable[[], bool]
+    ) -> Generator[str, None, None]:
+        decoder, kept = self._continued(row)
+        self._tokens, self._text, self.fed = row.prompt, "", len(row.prompt) - kept
+        drafts = None if self._speculation is None else self._speculation.start(self._session, [row])
+        ids = np.array([row.prompt[kept:]], np.int64)
+        try:
+            with closing(run(decoder, [row], ids, halted=halted, drafts=drafts)) as found:
+                for step in found:
+                    if step.texts[0]:
+                        yield step.texts[0]
+        except GeneratorExit:
+            row.interrupt()
+        except BaseException:
+            # It is not known how much of the step that failed is in the cache.
+            self._decoder, self._tokens = None, []
+            raise
+        self._tokens = [*row.prompt, *row.tokens]
+        if row.stopped != "stop string":
+            # The tokens of a stop string are in the cache, and its text is not part of the reply.
+            self._text = text + row.text
+        self.last = Completion.of(row)
+        if row.tokens or row.stopped != "interrupted":
+            self.messages = [*messages, {"role": "assistant", "content": row.text}]
+
+    def _continued(self, row: Continuation) -> tuple[Decoder, int]:
+        """Return a decoder that holds the beginning of a prompt, and how many of its tokens that is."""
+        if self._decoder is not None:
+            fed = int(self._decoder.tokens[0])
+            # The last token is fed in any case: its logits choose the next.
+            pairs = zip(self._tokens[:fed], row.prompt[:-1], strict=False)
+            kept = next((place for place, (old, new) in enumerate(pairs) if old != new), min(fed, len(row.prompt) - 1))
+            try:
+                if kept < fed:
+                    self._decoder.rewind(kept)
+                return self._decoder, kept
+            except InputError:
+                pass  # pages that it would read again are overwritten: all is fed again
+        self._decoder = Decoder(self._session, 1, expected=room_for([row]))
+        return self._decoder, 0
+
+    def _tokens_of(self, text: str) -> list[int]:
+        """Return the tokens of a rendered conversation: those that are known, and behind them those of what is new."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        ids: list[int] = encoding.ids
+        known = len(self._text)
+        if known and text.startswith(self._text):
+            first = next((place for place, (begin, _) in enumerate(encoding.offsets) if begin >= known), len(ids))
+            if first == 0 or encoding.offsets[first - 1][1] <= known:
+                return [*self._tokens, *ids[first:]]
+        return ids
+
+    def _end_of_turn(self) -> list[int]:
+        """Return the tokenizer's EOS token: some models state another one in their configuration, from before chat."""
+        token = self._template.special.get("eos_token")
+        found = None if token is None else self._tokenizer.token_to_id(token)
+        return [] if found is None else [found]
+
+
+def chat(
+    session: Session,
+    messages: Sequence[Message],
+    *,
+    max_new_tokens: int | None = MOST,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
+    logprobs: int | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> Completion:
+    """Return a model's reply to a conversation; :class:`Conversation` goes on from there without feeding it again.
+
+    Args:
+        session: the model.
+        messages: dictionaries with ``role`` (``system``, ``user``, ``assistant``, what the template knows) and
+            ``content``, the oldest first.
+        max_new_tokens: tokens of the reply at most; ``None`` for as many as the model has positions.
+        sampling: how tokens are chosen.
+        stop: strings that end the reply, which ends before the first of them.
+        grammar: the form that the reply must have; needs ``graphopt[chat]``.
+        logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
+        tools: functions that the model may call, as JSON schemas, for templates that know of them.
+        variables: what else the template reads, such as ``enable_thinking=False``.
+
+    Raises:
+        InputError: there is no message, the model has no chat template, or as :meth:`Conversation.stream`.
+        MissingDependencyError: jinja2 is not installed, or llguidance for a grammar.
+    """
+    if not messages:
+        raise InputError("there is no message to reply to", remedy='give [{"role": "user", "content": "..."}]')
+    settings = Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs)
+    *before, newest = messages
+    conversation = Conversation(session, messages=before, settings=settings, tools=tools, variables=variables)
+    return conversation.reply(newest)

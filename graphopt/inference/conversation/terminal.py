@@ -1,0 +1,178 @@
+"""A chat in a terminal, or over lines of standard input."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from graphopt.errors import GraphoptError, InputError
+from graphopt.inference.conversation.conversation import Conversation
+from graphopt.inference.decoding.continuation import Settings
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.session import Session
+
+_PROMPT, _MORE = ">>> ", "... "
+_HELP = """/reset   begin a new conversation
+/tokens  show how many tokens there are, and how fast the last reply was
+/exit    end (so do /quit, /bye and Ctrl-D)
+A line that ends with \\ goes on in the next one. Ctrl-C ends a reply, not the chat."""
+
+
+def converse(
+    session: Session,
+    *,
+    system: str | None,
+    said: Sequence[str],
+    settings: Settings,
+    streams: bool = True,
+    drafter: Speculation | None = None,
+) -> list[dict[str, Any]]:
+    """Chat with a model, and return the turns: what was said, how many tokens were fed, and the reply.
+
+    Args:
+        session: the model.
+        system: what it is told before.
+        said: what the user says, turn by turn; where this is empty, lines of standard input.
+        settings: how replies are made.
+        streams: whether to print replies as they come.
+        drafter: what guesses tokens; replies stay the same.
+
+    Raises:
+        InputError: the model has no chat template; or, where nobody is there to try again, a turn is refused.
+    """
+    interactive = not said and sys.stdin.isatty()
+    chat = _Chat(
+        lambda: Conversation(session, system=system, settings=settings, drafter=drafter), Console(stderr=True), streams
+    )
+    if interactive:
+        chat.err.print(
+            f"[dim]{escape(session.file.parent.name)}: /help lists commands, Ctrl-D ends[/dim]", highlight=False
+        )
+    for message in said or _lines(interactive):
+        if said or not chat.obey(message, interactive):
+            chat.turn(message, interactive)
+        if chat.ended:
+            break
+    return chat.turns
+
+
+@dataclass
+class _Chat:
+    """The conversation, and what was measured of it."""
+
+    new: Callable[[], Conversation]
+    err: Console
+    streams: bool
+
+    def __post_init__(self) -> None:
+        self.conversation, self.ended, self.seconds = self.new(), False, 0.0
+        self.turns: list[dict[str, Any]] = []
+
+    def turn(self, message: str, interactive: bool) -> None:
+        """Say something and print the reply as it comes."""
+        begin = time.perf_counter()
+        try:
+            with _until_interrupted() as halted:
+                for piece in self.conversation.stream(message, halted):
+                    if self.streams:
+                        sys.stdout.write(piece)
+                        sys.stdout.flush()
+        except GraphoptError as error:
+            if not interactive:
+                raise
+            remedy = "; /reset begins a new conversation" if isinstance(error, InputError) else ""
+            return self.err.print(f"[red]error:[/red] {escape(str(error))}{remedy}", highlight=False, soft_wrap=True)
+        self.seconds = time.perf_counter() - begin
+        reply = self.conversation.last
+        assert reply is not None
+        if self.streams:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        self.turns.append({"message": message, "fed": self.conversation.fed, "reply": reply.model_dump(mode="json")})
+        why = {
+            "length": f"stopped after {len(reply.tokens)} tokens: --max-new-tokens allows more",
+            "positions": "stopped: the model has no position left; /reset begins a new conversation",
+            "interrupted": "interrupted",
+        }.get(reply.stopped)
+        if why is not None and self.streams:
+            self.err.print(f"[dim]({why})[/dim]", highlight=False)
+        if reply.stopped == "interrupted" and not interactive:
+            raise KeyboardInterrupt
+
+    def obey(self, line: str, interactive: bool) -> bool:
+        """Return whether the line is empty or a command, after it was obeyed."""
+        word = line.strip()
+        if word in ("/exit", "/quit", "/bye"):
+            self.ended = True
+        elif word == "/reset":
+            self.conversation = self.new()
+            self.err.print("[dim](a new conversation)[/dim]", highlight=False)
+        elif word == "/tokens":
+            self.err.print(f"[dim]{self._counts()}[/dim]", highlight=False, soft_wrap=True)
+        elif word == "/help":
+            self.err.print(_HELP, markup=False, highlight=False, soft_wrap=True)
+        elif interactive and line.startswith("/") and "/" not in word[1:] and " " not in word:
+            self.err.print(
+                f"there is no command {word}; a space in front makes it a message", markup=False, highlight=False
+            )
+        else:
+            return not word
+        return True
+
+    def _counts(self) -> str:
+        told = f"{self.conversation.tokens} tokens in the conversation"
+        reply = self.conversation.last
+        if reply is None:
+            return told
+        made = len(reply.tokens)
+        return (
+            f"{told}; the last turn fed {self.conversation.fed} and made {made} in {self.seconds:.1f} s, "
+            f"{made / max(self.seconds, 1e-9):.1f} tokens/s"
+        )
+
+
+def _lines(interactive: bool) -> Iterator[str]:
+    """Give what is typed, message by message, until the input ends."""
+    if interactive:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # lines can be edited, and earlier ones come back
+    parts: list[str] = []
+    while True:
+        try:
+            line = input((_MORE if parts else _PROMPT) if interactive else "")
+        except EOFError:
+            if interactive:
+                sys.stdout.write("\n")
+            if parts:
+                yield "\n".join(parts)
+            return
+        except KeyboardInterrupt:
+            if not interactive:
+                raise
+            parts = []
+            sys.stdout.write("\n")
+            continue
+        parts.append(line.removesuffix("\\"))
+        if not line.endswith("\\"):
+            message, parts = "\n".join(parts), []
+            yield message
+
+
+@contextlib.contextmanager
+def _until_interrupted() -> Iterator[Callable[[], bool]]:
+    """Give a function that says whether Ctrl-C was pressed; a run of the model is never cut off in the middle."""
+    pressed = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+    try:
+        yield pressed.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,245 @@
+"""Drafts for a batch: who makes them, how long they are, and what became of them.
+
+Speculation    a drafter with its policy and its counts; serves one batch after another
+Drafting       the drafts of one batch while it grows
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from graphopt.errors import InputError
+from graphopt.inference.decoding.continuation import Continuation
+from graphopt.inference.decoding.decoder import Decoder
+from graphopt.inference.decoding.draft_lengths import Lengths
+from graphopt.inference.decoding.draft_statistics import DraftStats
+from graphopt.inference.decoding.draft_verification import Columns, Verdict
+from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
+from graphopt.inference.decoding.rollback_trace import Mark, check_drafts
+from graphopt.inference.decoding.step_costs import LONGEST, Costs, costs_of
+from graphopt.inference.session import Session
+
+_STALL = 2.0
+"""Times its usual time that a step is charged for, at most: what comes on top was another program's."""
+
+_SEEN = 4
+"""Every so many steps without a draft the time of one is looked at: that takes a hundredth of a short step itself."""
+
+_REPLAYED = 4
+"""Tokens that are fed once more, at most, before a step without a draft takes them in for good."""
+
+
+class Speculation:
+    """A drafter, and how it is used.
+
+    Args:
+        drafter: what guesses.
+        tokens: guesses in each draft, as far as caches allow; ``None`` to let costs and success decide, 0 included.
+        strict: do not draft where logits of several tokens in a step are not those of single tokens to the bit. By
+            default drafts are made there too, and :attr:`stats` has a note that texts may differ.
+
+    Attributes:
+        stats: what drafts did, over all batches.
+
+    Raises:
+        InputError: ``tokens`` is not from 0 to 11.
+    """
+
+    def __init__(self, drafter: Drafter, tokens: int | None = None, *, strict: bool = False) -> None:
+        if tokens is not None and not 0 <= tokens <= LONGEST:
+            raise InputError(f"a draft cannot have {tokens} tokens", remedy=f"give a number from 0 to {LONGEST}")
+        self.drafter, self.tokens, self.strict = drafter, tokens, strict
+        self.stats, self.lengths = DraftStats(), Lengths()
+        self._newest: Drafting | None = None
+
+    def start(self, session: Session, rows: Sequence[Continuation]) -> Drafting | None:
+        """Begin with new texts; the first time for a model and a size of batch, steps are measured.
+
+        Returns:
+            Their drafts; ``None`` where ``strict`` allows none, which a note explains.
+
+        Raises:
+            InputError: the model makes logits of too few positions, its caches cannot take drafts back, or the drafter
+                refuses the rows; the first two are notes with ``strict``.
+        """
+        try:
+            _check(session, len(rows))
+        except InputError as error:
+            if not self.strict:
+                raise
+            self.stats.note(f"no drafts: {error.what}")
+            return None
+        costs = costs_of(session, len(rows))
+        if costs.different:
+            widths = ", ".join(map(str, costs.different))
+            what = f"logits of {widths} tokens in a step differ in their last bits from those of single tokens"
+            if self.strict:
+                self.stats.note(f"no drafts: {what}, so that texts could change")
+                return None
+            self.stats.note(f"{what}: where two tokens are nearly alike, a text may differ from plain decoding")
+        if self._newest is not None:
+            self._newest.catch_up()  # a drafter may remember texts that have ended
+        self._newest = Drafting(self, session, rows, costs)
+        return self._newest
+
+
+class Drafting:
+    """The drafts of one batch.
+
+    Args:
+        by: whose drafts.
+        session: the model.
+        rows: the texts.
+        costs: of steps of the batch.
+
+    Raises:
+        InputError: the drafter refuses the rows.
+    """
+
+    def __init__(self, by: Speculation, session: Session, rows: Sequence[Continuation], costs: Costs) -> None:
+        self._by, self._rows, self._costs = by, rows, costs
+        self._longest = LONGEST if by.tokens is None else by.tokens
+        if session.interface.last_logits is not None:
+            self._longest = min(self._longest, session.interface.last_logits - 1)
+        self._texts: list[list[int]] = [[] for _ in rows]  # tokens of each row that go before its draft
+        self._again: list[list[int]] = [[] for _ in rows]  # those of them that were fed before
+        self._none: list[list[Guess]] = [[] for _ in rows]
+        self._no_guesses: list[list[int]] = [[] for _ in rows]
+        self._drafts = self._none
+        self._unseen: list[list[int]] = [[] for _ in rows]  # tokens of each row that the drafter does not know yet
+        began = time.perf_counter()
+        by.drafter.begin(rows)
+        self._drafting = time.perf_counter() - began  # seconds since the last step
+        self._settling = 0.0
+        self._single = 0  # steps of one column
+        self._new = True  # the first draft takes longer: the prompt is read
+
+    def next(self, tokens: Sequence[Sequence[int]], decoder: Decoder) -> Columns:
+        """Return what to feed next.
+
+        Args:
+            tokens: the new tokens of each row: the last of them is its anchor.
+            decoder: of the batch.
+        """
+        for row, new in enumerate(tokens):
+            again = self._again[row]
+            self._texts[row] = [*again, *new[-1:]] if self._rows[row].stopped is None else []
+            if again:
+                self._again[row] = []
+            self._unseen[row] += new
+        asked = self._longest
+        if asked and self._by.tokens is None:
+            asked = self._by.lengths.to_ask(self._costs, sum(map(bool, self._texts)))
+        if not asked:  # most steps of a text that drafts do not suit: they should cost what plain decoding costs
+            self._drafts = self._none
+            return Columns.of(self._texts, self._no_guesses)
+        began = time.perf_counter()
+        self._drafts = self._drafted(decoder, asked)
+        columns = Columns.of(self._texts, [[guess.token for guess in draft] for draft in self._drafts])
+        self._drafting += time.perf_counter() - began
+        return columns
+
+    def catch_up(self) -> None:
+        """Tell the drafter the tokens that it does not know yet: while it is not asked, it need not follow."""
+        for row, tokens in enumerate(self._unseen):
+            if tokens:
+                self._by.drafter.commit(row, tokens)
+                self._unseen[row] = []
+
+    def settle(self, verdict: Verdict, decoder: Decoder, before: Mark) -> None:
+        """Take wrong guesses of a step out of the cache.
+
+        Args:
+            verdict: what became of the drafts.
+            decoder: of the batch.
+            before: its mark before the step.
+        """
+        began = time.perf_counter()
+        kept = before.tokens.copy()
+        for row, text in enumerate(self._texts):
+            if text:
+                kept[row] += len(text) + max(0, verdict.sampled[row] - 1)
+        if (kept < decoder.tokens).any():
+            decoder.take_back(before, kept)
+        # A row that went back further feeds its tokens once more.
+        back = (kept - decoder.tokens).tolist()
+        for row, draft in enumerate(self._drafts):
+            fed = [*self._texts[row], *(guess.token for guess in draft)]
+            self._again[row] = fed[: back[row]]
+        self._settling = time.perf_counter() - began
+
+    def learn(self, verdict: Verdict, columns: int, seconds: float) -> None:
+        """Take in what became of a step.
+
+        Args:
+            verdict: what became of its drafts.
+            columns: of the step.
+            seconds: that the model took.
+        """
+        by, costs, drafting = self._by, self._costs, self._drafting
+        live, sampled = sum(map(bool, verdict.sampled)), sum(verdict.sampled)
+        given = sampled / max(1, live)
+        self._drafting = 0.0
+        if columns == 1:
+            by.stats.count(1, sampled, seconds, drafting, given * costs.of(1))
+            self._single += 1
+            if self._single % _SEEN == 0:
+                costs.observe(1, seconds)
+            by.lengths.spent(drafting, 0.0, costs)
+            return
+        # For guesses, or for tokens that are fed once more because of them.
+        began = time.perf_counter()
+        seconds += self._settling
+        usual = costs.of(columns)
+        costs.observe(columns, seconds)
+        by.stats.count(columns, sampled, seconds, drafting, given * costs.of(1))
+        for draft, right, wrong in zip(self._drafts, verdict.right, verdict.wrong, strict=True):
+            by.stats.judged(draft, right, wrong)
+            by.lengths.chances.learn(draft, right, wrong)
+        by.lengths.spent(drafting + min(seconds, _STALL * usual), given, costs)
+        self._settling, self._drafting = 0.0, time.perf_counter() - began
+
+    def _drafted(self, decoder: Decoder, asked: int) -> list[list[Guess]]:
+        by = self._by
+        live = [row for row, text in enumerate(self._texts) if text]
+        room, limits = decoder.room_for_drafts().tolist(), [0] * len(self._rows)
+        for row in live:
+            text, each = self._texts[row], self._rows[row]
+            if len(text) <= _REPLAYED:
+                left = min(LONGEST, room[row]) + 1 - len(text), each.limit - len(each.tokens) - 1
+                limits[row] = max(0, min(asked, self._longest, *left))
+        if not any(limits):
+            return self._none
+        self.catch_up()
+        began = time.perf_counter()
+        drafts = by.drafter.propose([[] for _ in limits], limits)
+        by.lengths.drafted(None if self._new else time.perf_counter() - began, sum(map(len, drafts)))
+        self._new = False
+        for row in live:
+            draft = drafts[row][: limits[row]]
+            drafts[row] = draft[: self._rows[row].allowed([guess.token for guess in draft])]
+        if by.tokens is None and any(drafts):
+            length = by.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
+            drafts = [draft[:length] for draft in drafts]
+        return drafts
+
+
+def _check(session: Session, batch: int) -> None:
+    interface = session.interface
+    if not interface.past:
+        raise InputError("a graph without a cache cannot check drafts", file=session.file, remedy="export it with one")
+    if interface.last_logits == 1:
+        raise InputError(
+            "the model computes logits of the last position only, and drafts need those of each guess",
+            file=session.file,
+            tensor="logits",
+            remedy=f"make it with --last-logits {LONGEST + 1}, or without that option",
+        )
+    if batch > 1 and not interface.paged:
+        raise InputError(
+            f"rows of a batch agree with different numbers of guesses, and this cache of {batch} rows grows by columns",
+            file=session.file,
+            remedy="add the step page_kv to the recipe, or run the prompts one by one",
+        )
+    check_drafts(interface.layers)

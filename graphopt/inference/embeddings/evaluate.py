@@ -1,0 +1,107 @@
+"""How close the embeddings of a model are to those of a reference: the cosine, text by text."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.errors import InputError
+from graphopt.inference.embeddings.session import EncoderSession
+from graphopt.tasks.encoder import cosines
+
+
+class EmbeddingEvaluation(BaseModel):
+    """Cosines between the embeddings of a model and of its reference.
+
+    Attributes:
+        texts: distinct lines that were embedded.
+        tokens: of all of them, special ones included.
+        cut: lines that were cut to the positions of the model.
+        cosine_mean: the mean.
+        cosine_1_percent: 1% of the texts are at or below it.
+        cosine_smallest: the smallest.
+        width: numbers of an embedding.
+        seconds: wall time of the model, without the reference.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    texts: int
+    tokens: int
+    cut: int
+    cosine_mean: float
+    cosine_1_percent: float
+    cosine_smallest: float
+    width: int
+    seconds: float
+
+
+def cosine_matrix(embeddings: npt.NDArray[np.floating]) -> npt.NDArray[np.float64]:
+    """Return the cosine of each embedding [texts, width] with each, [texts, texts]."""
+    lengths = np.linalg.norm(embeddings, axis=1, keepdims=True).astype(np.float64)
+    units = embeddings / np.maximum(lengths, np.finfo(np.float64).tiny)
+    found: npt.NDArray[np.float64] = units @ units.T
+    return found
+
+
+def evaluate_embeddings(
+    session: EncoderSession,
+    reference: EncoderSession,
+    text: str,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> EmbeddingEvaluation:
+    """Embed each distinct line of ``text`` that is not blank with both models, and compare.
+
+    Args:
+        session: the model.
+        reference: what it was made from, with the same tokens.
+        text: the lines; one that is longer than the model's positions is cut.
+        on_progress: called with (embeddings made, embeddings in all).
+
+    Raises:
+        InputError: there is no line, or the two models have another tokenizer, another width or no tokenizer.
+        GraphoptError: a hidden state is NaN or infinite.
+    """
+    lines = list(dict.fromkeys(line.strip() for line in text.splitlines() if line.strip()))
+    if not lines:
+        raise InputError("the text has no line to embed", remedy="give a text with one sentence in a line")
+    whole, theirs = ([each.encode(line) for line in lines] for each in (session, reference))
+    if whole != theirs:
+        raise InputError(
+            "the reference has another tokenizer: the two models read different tokens",
+            file=reference.file.parent,
+            remedy="give the artifact that the model was made from as the reference",
+        )
+    bounds = [each.max_positions for each in (session, reference) if each.max_positions is not None]
+    longest = min(bounds) if bounds else None
+    # The last token ends a text in BERT and its kin, so it stays.
+    sequences = [ids if longest is None or len(ids) <= longest else [*ids[: longest - 1], ids[-1]] for ids in whole]
+
+    def say(offset: int) -> Callable[[int, int], None]:
+        return lambda done, of: None if on_progress is None else on_progress(offset + done, 2 * of)
+
+    expected = reference.embed_tokens(sequences, say(0))
+    began = time.perf_counter()
+    got = session.embed_tokens(sequences, say(len(sequences)))
+    seconds = time.perf_counter() - began
+    if got.shape != expected.shape:
+        raise InputError(
+            f"the reference makes embeddings of {expected.shape[1]} numbers, the model of {got.shape[1]}",
+            file=reference.file,
+            remedy="give the artifact that the model was made from as the reference",
+        )
+    found = cosines(expected, got)
+    return EmbeddingEvaluation(
+        texts=len(lines),
+        tokens=sum(map(len, sequences)),
+        cut=sum(len(ids) < len(before) for ids, before in zip(sequences, whole, strict=True)),
+        cosine_mean=float(found.mean()),
+        cosine_1_percent=float(np.quantile(found, 0.01, method="lower")),
+        cosine_smallest=float(found.min()),
+        width=got.shape[1],
+        seconds=seconds,
+    )

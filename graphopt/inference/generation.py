@@ -1,0 +1,269 @@
+"""Text from a model: prompts in, tokens out, one step at a time for the whole batch.
+
+Prompts of different length share a batch by padding on the left, so that the last column is every row's newest token.
+There is one loop, :func:`run`: completions, conversations, grammars and drafts go through it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.errors import InputError
+from graphopt.inference.decoding.continuation import Continuation, Settings, Stopped, Taken, start
+from graphopt.inference.decoding.decoder import Decoder, Logits
+from graphopt.inference.decoding.draft_verification import Columns, Verdict
+from graphopt.inference.decoding.drafts import Drafter
+from graphopt.inference.decoding.grammar import Grammar
+from graphopt.inference.decoding.logprobs import TokenLogprob
+from graphopt.inference.decoding.sampling import GREEDY, Sampling
+from graphopt.inference.decoding.speculation import Drafting, Speculation
+from graphopt.inference.session import Session
+from graphopt.tasks.ports import IntArray
+
+Prompt = str | Sequence[int]
+
+_AHEAD = 512
+"""New tokens that a cache in pages reserves room for in advance, at most: a text may end before."""
+
+
+class Completion(BaseModel):
+    """The completion of one prompt.
+
+    Attributes:
+        prompt: the tokens of the prompt.
+        tokens: the new tokens, without the token that ended the text.
+        text: the text of the new tokens up to a stop string, such that prompt and text can be joined; ``None`` without
+            a tokenizer.
+        stopped: why there are no more: the model ended the text, or the grammar allows no more; a stop string was
+            found; ``max_new_tokens`` is reached; the model has no position left; or the caller interrupted it.
+        logprobs: of each new token, where they were asked for.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt: list[int]
+    tokens: list[int]
+    text: str | None
+    stopped: Stopped
+    logprobs: list[TokenLogprob] | None = None
+
+    @classmethod
+    def of(cls, row: Continuation) -> Completion:
+        """Return what a row has become."""
+        return cls(
+            prompt=row.prompt,
+            tokens=row.tokens,
+            text=None if row.session.tokenizer is None else row.text,
+            stopped=row.stopped or "interrupted",
+            logprobs=None if row.settings.logprobs is None else row.logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class Step:
+    """One more token of each row.
+
+    Attributes:
+        tokens: the new token, or ``None`` where the row has ended, now or before, or where it waits: a run of the model
+            that checks drafts gives some rows more tokens than others.
+        texts: the text that the token completes; characters whose last bytes are still missing are held back, and so is
+            what may become a stop string.
+        stopped: why the row has ended, or ``None`` while it continues.
+        logprobs: of the new token, or ``None`` where there is none or it was not asked for.
+    """
+
+    tokens: tuple[int | None, ...]
+    texts: tuple[str, ...]
+    stopped: tuple[Stopped | None, ...]
+    logprobs: tuple[TokenLogprob | None, ...]
+
+
+def generate(
+    session: Session,
+    prompts: str | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 64,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
+    logprobs: int | None = None,
+    drafter: Drafter | Speculation | None = None,
+) -> list[Completion]:
+    """Complete each prompt; see :func:`stream` for the arguments and errors."""
+    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), drafter)
+
+
+def stream(
+    session: Session,
+    prompts: str | Sequence[Prompt],
+    *,
+    max_new_tokens: int = 64,
+    sampling: Sampling = GREEDY,
+    stop: Sequence[str] = (),
+    grammar: Grammar | None = None,
+    logprobs: int | None = None,
+    drafter: Drafter | Speculation | None = None,
+) -> Iterator[Step]:
+    """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
+
+    Args:
+        session: the model.
+        prompts: texts, or lists of tokens; a text gets the BOS token that its tokenizer adds, a list is used as it is.
+        max_new_tokens: tokens to make for each prompt, at most.
+        sampling: how tokens are chosen.
+        stop: strings that end a text, which ends before the first of them.
+        grammar: the form that each text must have; needs ``graphopt[chat]``.
+        logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
+        drafter: what guesses tokens that are checked several at a time; the text stays the same. A
+            :class:`graphopt.inference.decoding.speculation.Speculation` also says how long drafts are, and counts.
+
+    Raises:
+        InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
+            is below 1 or ``logprobs`` below 0; there is a text, a stop string or a grammar but no tokenizer; the
+            grammar cannot be used; prompts differ in length and the graph has no ``attention_mask``; the model cannot
+            check drafts, or the drafter is not made for it.
+        MissingDependencyError: there is a grammar, and llguidance is not installed.
+    """
+    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), drafter)
+
+
+def complete(
+    session: Session,
+    prompts: str | Sequence[Prompt],
+    settings: Settings,
+    drafter: Drafter | Speculation | None = None,
+) -> list[Completion]:
+    """Complete each prompt, as :func:`generate` does."""
+    rows = _rows(session, prompts, settings)
+    for _ in _together(session, rows, drafter):
+        pass
+    return [Completion.of(row) for row in rows]
+
+
+def steps(
+    session: Session,
+    prompts: str | Sequence[Prompt],
+    settings: Settings,
+    drafter: Drafter | Speculation | None = None,
+) -> Iterator[Step]:
+    """Complete the prompts step by step, as :func:`stream` does."""
+    return _together(session, _rows(session, prompts, settings), drafter)
+
+
+def run(
+    decoder: Decoder,
+    rows: Sequence[Continuation],
+    ids: IntArray,
+    mask: IntArray | None = None,
+    halted: Callable[[], bool] = lambda: False,
+    drafts: Drafting | None = None,
+) -> Generator[Step, None, None]:
+    """Continue rows until all of them have ended.
+
+    Args:
+        decoder: what feeds the model; its cache may hold the beginnings of the rows.
+        rows: the texts, by row of the batch.
+        ids: the tokens of the rows that are not fed yet, [batch, length].
+        mask: which of them are tokens, as for :meth:`Decoder.step`.
+        halted: asked after each run of the model, a part of a long prompt included; where it says yes, all rows end
+            where they are, and the decoder tells what it was fed.
+        drafts: guesses at the tokens behind the prompt. Whenever the caller stops, the decoder's cache holds what it
+            would without them.
+    """
+    columns = Columns(ids, mask, [()] * len(rows))
+    prompt = True
+    while True:
+        # One token a row is never taken back.
+        before = None if drafts is None or columns.ids.shape[1] == 1 or prompt else decoder.mark()
+        newest: Logits = np.empty((0, 0, 0), np.float32)
+        interrupted, began = False, time.perf_counter()
+        for _, logits in decoder.feed(columns.ids, columns.mask):
+            newest = logits[:, -columns.read :]
+            interrupted = halted()
+            if interrupted:
+                break
+        seconds = time.perf_counter() - began
+        verdict, lengths = Verdict.of(rows), [len(row.tokens) for row in rows]
+        try:
+            if interrupted:
+                yield _step(rows, [row.interrupt() for row in rows])
+            else:
+                for taken in verdict.check(rows, columns.drafts, newest, decoder.hidden):
+                    yield _step(rows, taken)
+        finally:
+            if drafts is not None and not prompt:
+                if before is not None:
+                    drafts.settle(verdict, decoder, before)
+                drafts.learn(verdict, columns.ids.shape[1], seconds)
+        if all(row.stopped is not None for row in rows):
+            return
+        # A row that has ended stays in the batch; its mask of 0 takes no position and hides the tokens fed for it.
+        new = [row.tokens[length:] for row, length in zip(rows, lengths, strict=True)]
+        if drafts is not None:
+            columns = drafts.next(new, decoder)
+        else:
+            texts = [tokens if row.stopped is None else () for row, tokens in zip(rows, new, strict=True)]
+            columns = Columns.of(texts, [()] * len(rows))
+        prompt = False
+
+
+def _step(rows: Sequence[Continuation], taken: Sequence[Taken]) -> Step:
+    return Step(
+        tuple(each.token for each in taken),
+        tuple(each.text for each in taken),
+        tuple(row.stopped for row in rows),
+        tuple(each.logprob for each in taken),
+    )
+
+
+def room_for(rows: Sequence[Continuation]) -> int:
+    """Return for how many tokens a row a cache should reserve room at once."""
+    return max(len(row.prompt) + min(row.limit, _AHEAD) for row in rows)
+
+
+def _rows(session: Session, prompts: str | Sequence[Prompt], settings: Settings) -> list[Continuation]:
+    rows: list[Continuation] = []
+    seen: Counter[tuple[int, ...]] = Counter()
+    for number, prompt in enumerate([prompts] if isinstance(prompts, str) else prompts, start=1):
+        if len(prompt) == 0:
+            raise InputError(f"prompt {number} is empty", remedy="give it a text or at least one token")
+        ids = session.encode(prompt) if isinstance(prompt, str) else [int(token) for token in prompt]
+        key = tuple(ids)
+        rows.append(start(session, ids, settings, name=f"prompt {number}", occurrence=seen[key]))
+        seen[key] += 1
+    if not rows:
+        raise InputError("there is no prompt", remedy="give at least one")
+    if len({len(row.prompt) for row in rows}) > 1 and not session.interface.takes_padding:
+        raise InputError(
+            session.interface.why_no_padding,
+            file=session.file,
+            remedy="run the prompts one by one, or export the model with a mask",
+        )
+    return rows
+
+
+def _together(session: Session, rows: Sequence[Continuation], drafter: Drafter | Speculation | None) -> Iterator[Step]:
+    drafts = None if drafter is None else speculation_of(drafter).start(session, rows)
+    decoder = Decoder(session, len(rows), expected=room_for(rows))
+    return run(decoder, rows, *_padded_left([row.prompt for row in rows]), drafts=drafts)
+
+
+def speculation_of(drafter: Drafter | Speculation) -> Speculation:
+    """Return how a drafter is used: as costs and success tell, unless it comes with more."""
+    return drafter if isinstance(drafter, Speculation) else Speculation(drafter)
+
+
+def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:
+    """Return tokens and mask [batch, longest], each prompt at the right end of its row."""
+    longest = max(map(len, prompts))
+    ids, mask = np.zeros((2, len(prompts), longest), np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask

@@ -1,0 +1,68 @@
+"""What a model loses on a machine with another instruction set than its kernels were chosen for."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from graphopt.graph.diagnostics import Fact, PassReport, Rule
+from graphopt.runtime_ops.costs import MEASURED, NOT_MEASURED, Costs, shipped_costs
+from graphopt.util.targets import InstructionSet
+
+ELSEWHERE = Rule(
+    "lower.elsewhere",
+    "kernels were chosen for {made_for} and this machine has {here}: {costs}. "
+    "Optimizing again with --target ort-cpu:{here} chooses for it",
+)
+SLOWER = Rule(
+    "lower.slower-elsewhere",
+    "{count} product(s) of {bits} bits run by {kernel}'s kernel, which was measured to take {bound} {ratio:.2g} times "
+    "as long as {other}'s",
+)
+UNKNOWN = Rule(
+    "lower.unknown-elsewhere",
+    "{count} product(s) of {bits} bits run by graphopt's kernel, which was not measured here",
+)
+
+
+def elsewhere(
+    reports: Sequence[PassReport], made_for: str, here: InstructionSet, costs: Costs | None = None
+) -> Fact | None:
+    """Return what it costs that another kernel would have been chosen here; ``None`` where no other is faster.
+
+    Args:
+        reports: of the passes that made the model; the last one of ``lower`` counts.
+        made_for: the instruction set that it chose for.
+        here: the instruction set of this machine.
+        costs: what kernels take; by default the costs that ship with the package.
+    """
+    known = shipped_costs() if costs is None else costs
+    last = next((report for report in reversed(reports) if report.name == "lower"), None)
+    if last is None or made_for == here:
+        return None
+    found = []
+    for (bits, ours), count in sorted(Counter(_choices(last)).items()):
+        choice = known.compare(bits, here)
+        if choice.ours == ours:
+            continue
+        if choice.reason.code == NOT_MEASURED.code:
+            found.append(UNKNOWN(count=count, bits=bits))
+            continue
+        figures = choice.reason.figures
+        ours_us, theirs_us = (float(str(figures[name])) for name in ("ours_us", "theirs_us"))
+        names = ("graphopt", "onnxruntime") if ours else ("onnxruntime", "graphopt")
+        # The figures are of the row in which graphopt's kernel has the least advantage.
+        bound, ratio = ("up to", ours_us / theirs_us) if ours else ("at least", theirs_us / ours_us)
+        if ratio > 1:  # else a tie, which goes to graphopt's kernel
+            found.append(SLOWER(count=count, bits=bits, kernel=names[0], other=names[1], bound=bound, ratio=ratio))
+    return ELSEWHERE(made_for=made_for, here=here, costs=found) if found else None
+
+
+def _choices(report: PassReport) -> Iterator[tuple[int, bool]]:
+    """Yield the bits of each product that was chosen for by costs, and whether graphopt's kernel was chosen."""
+    made = ((change.what.figures.get("reason"), True) for change in report.changes)
+    left = ((skip.reason, False) for skip in report.skips)
+    for reason, ours in (*made, *left):
+        # A manifest of an older version does not say how many bits it was.
+        if isinstance(reason, Fact) and reason.code in (MEASURED.code, NOT_MEASURED.code) and "bits" in reason.figures:
+            yield int(str(reason.figures["bits"])), ours

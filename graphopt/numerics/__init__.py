@@ -1,0 +1,1 @@
+"""Formats and rotations in pure NumPy."""

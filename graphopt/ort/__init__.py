@@ -1,0 +1,1 @@
+"""onnxruntime: sessions, and running models and parts of models."""

@@ -1,0 +1,77 @@
+"""What products round their inputs to: a node in front of them, one for all that read the same tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import onnx_ir as ir
+
+from graphopt.analysis.structure.product_codes import ROUND_ACTIVATIONS, rounding_of
+from graphopt.graph.diagnostics import Rule
+from graphopt.graph.editing import drop
+from graphopt.passes.context import Ledger
+from graphopt.runtime_ops import DOMAIN
+
+ROUNDED = Rule(
+    "inputs.rounded",
+    "{input} rounded to {activations}",
+    group=" in groups of {group}",
+    per_token=" per token",
+    cut_off=", the largest {cut_off:.3g} of its range cut off",
+)
+
+
+# What stands in a value's metadata where 4 bits are too few for it.
+_SPARED = "ai.graphopt.spared"
+
+
+def spare(x: ir.Value) -> None:
+    """Note that ``x`` is to keep 8 bits where inputs of products are rounded to 4."""
+    x.metadata_props[_SPARED] = "8 bits"
+
+
+def is_spared(x: ir.Value) -> bool:
+    """Return whether ``x`` is to keep 8 bits."""
+    return _SPARED in x.metadata_props
+
+
+def forget_spared(graph: ir.Graph) -> None:
+    """Take the notes of :func:`spare` away."""
+    for value in (*graph.inputs, *(made for node in graph for made in node.outputs)):
+        value.metadata_props.pop(_SPARED, None)
+
+
+def input_of(node: ir.Node) -> ir.Value:
+    """Return what the product ``node`` reads, before it is rounded."""
+    x = (rounding_of(node) or node).inputs[0]
+    assert x is not None
+    return x
+
+
+def round_input(graph: ir.Graph, node: ir.Node, attributes: Mapping[str, Any], ledger: Ledger) -> None:
+    """Let the product ``node`` read its input through ``RoundActivations``; a rounding that it had is replaced."""
+    x, old = input_of(node), node.inputs[0]
+    rounded = next((use.node for use in x.uses() if _is(use.node, attributes)), None)
+    if rounded is None:
+        group, clip = attributes["group"], attributes["clip"]
+        name = f"{x.name}.{attributes['activations']}.{group or 'token'}"
+        rounded = ROUND_ACTIVATIONS.node([x], dict(attributes), name=name)
+        made = rounded.outputs[0]
+        made.name, made.type, made.shape = f"{name}.output", x.type, x.shape
+        producer = x.producer()
+        if producer is None:
+            graph.insert_before(graph[0], rounded)
+        else:
+            graph.insert_after(producer, rounded)
+        figures = {"group": group, "per_token": not group, "cut_off": 1 - clip}
+        ledger.changed(rounded, ROUNDED(input=x.name, activations=attributes["activations"], **figures), [node])
+    node.replace_input_with(0, rounded.outputs[0])
+    if old is not None and old is not x:
+        drop(graph, old)
+
+
+def _is(node: ir.Node, attributes: Mapping[str, Any]) -> bool:
+    return (node.domain, node.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name) and all(
+        node.attributes[name].value == value for name, value in attributes.items()
+    )

@@ -1,0 +1,60 @@
+"""The logical form of stored codes: one node in front of the product, and of the lookups that share its codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.structure.product_codes import DEQUANTIZE
+from graphopt.graph.editing import name_output, shared
+
+
+def dequantize(
+    graph: ir.Graph,
+    product: ir.Node,
+    codes: ir.Value,
+    scales: ir.Value,
+    table: ir.Value,
+    zero_points: ir.Value | None,
+    group: int,
+    *,
+    minimums: bool = False,
+) -> ir.Node:
+    """Return a ``Dequantize`` for the right side of ``product``, to be put in front of it.
+
+    Args:
+        graph: the graph; it gets the placeholder of absent zero points.
+        product: what is to read it.
+        codes: [K, N].
+        scales: [groups, N].
+        table: the value of each code.
+        zero_points: [groups, N], in the type of ``scales``; ``None`` for none.
+        group: rows that share a scale.
+        minimums: whether zero points are minimums, added behind the scales.
+    """
+    if zero_points is None:
+        assert scales.dtype is not None
+        zero_points = shared(graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy()))
+    inputs = {"codes": codes, "scales": scales, "table": table, "zero_points": zero_points}
+    attributes = {"group": group, **({"minimums": 1} if minimums else {})}
+    return DEQUANTIZE.node(inputs, attributes, name=f"{product.name}.dequantize")
+
+
+def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:
+    """Give a new value its name, type and shape."""
+    value.name, value.shape = name, ir.Shape(shape)
+    value.type = None if dtype is None else ir.TensorType(dtype)
+
+
+def columns_of(graph: ir.Graph, reader: ir.Node, lookup: ir.Node) -> ir.Value:
+    """Return the matrix that ``reader`` makes, transposed in front of ``lookup``, which is to read its rows."""
+    nodes, matrix = list(graph), reader.outputs[0]
+    assert matrix.shape is not None
+    if nodes.index(reader) > nodes.index(lookup):
+        graph.remove(reader)
+        graph.insert_before(lookup, reader)
+    turned = ir.node("Transpose", [matrix], {"perm": [1, 0]}, name=f"{lookup.name}.columns")
+    graph.insert_before(lookup, turned)
+    return name_output(turned, matrix, dims=list(reversed(matrix.shape)))

@@ -1,0 +1,119 @@
+"""The layout of ``ai.graphopt::MatMulTable`` as expressions: there and back."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.weights import Array, Expression, Region, Shape
+from graphopt.numerics.formats.table import TableFormat
+from graphopt.runtime_ops.matmul_table.spec.packing import TILE, UNIT, pack, tile, unpack, untile
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Packed(Expression):
+    """Code indices [rows, columns] of ``bits`` bits in tiles and bit planes: uint8 [tiles, units, 32 bits]."""
+
+    of: Expression
+    bits: int
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """Bytes."""
+        return ir.DataType.UINT8
+
+    @property
+    def shape(self) -> Shape:
+        """Tiles of columns, units of rows, and the bytes of a unit."""
+        rows, columns = self.of.shape
+        return (-(-columns // TILE), -(-rows // UNIT), 32 * self.bits)
+
+    def evaluate(self, region: Region) -> Array:
+        """Pack all codes."""
+        return pack(self.of.numpy(), self.bits)[region]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tiled(Expression):
+    """Numbers [groups, columns] as [tiles, groups, 16], in a type that holds each of them exactly.
+
+    Attributes:
+        of: scales, or zero points as codes.
+        to: the type.
+        table: the format whose codes they are, or ``None`` where they are numbers.
+    """
+
+    of: Expression
+    to: ir.DataType
+    table: TableFormat | None = None
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """The new type."""
+        return self.to
+
+    @property
+    def shape(self) -> Shape:
+        """Tiles of columns, groups, and the columns of a tile."""
+        groups, columns = self.of.shape
+        return (-(-columns // TILE), groups, TILE)
+
+    def evaluate(self, region: Region) -> Array:
+        """Decode, cast and tile all numbers.
+
+        Raises:
+            ValueError: the type does not hold them exactly.
+        """
+        numbers = self.of.numpy()
+        numbers = numbers if self.table is None else self.table.decode(numbers)
+        kept = numbers.astype(self.to.numpy())
+        if not np.array_equal(kept.astype(np.float64), numbers.astype(np.float64)):
+            raise ValueError(f"scales or zero points are promised as {self.to.name}, which does not hold all of them")
+        return tile(kept)[region]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unpacked(Expression):
+    """What :class:`Packed` was made of: uint8 [rows, columns]."""
+
+    of: Expression
+    rows: int
+    columns: int
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """Bytes."""
+        return ir.DataType.UINT8
+
+    @property
+    def shape(self) -> Shape:
+        """Rows and columns of the matrix."""
+        return (self.rows, self.columns)
+
+    def evaluate(self, region: Region) -> Array:
+        """Unpack all codes."""
+        return unpack(self.of.numpy(), self.rows, self.columns)[region]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Untiled(Expression):
+    """What :class:`Tiled` was made of: numbers [groups, columns]."""
+
+    of: Expression
+    columns: int
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """As it is."""
+        return self.of.dtype
+
+    @property
+    def shape(self) -> Shape:
+        """Groups and columns of the matrix."""
+        return (self.of.shape[1], self.columns)
+
+    def evaluate(self, region: Region) -> Array:
+        """Take all tiles apart."""
+        return untile(self.of.numpy(), self.columns)[region]

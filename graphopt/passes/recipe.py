@@ -1,0 +1,300 @@
+"""A recipe: what to do to a model, as typed data. Presets ship with the package; any recipe is a YAML file."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import onnx_ir as ir
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
+
+from graphopt.analysis.structure.paged_caches import has_growing_caches
+from graphopt.errors import InputError
+from graphopt.ort.session import ACCURACY_LEVEL
+from graphopt.passes import PASSES, imports_of
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Statistics
+from graphopt.passes.lower.lower import LowerOptions
+from graphopt.passes.phases import PHASES
+from graphopt.quantization.statistics.options import CalibrationOptions
+from graphopt.runtime_ops.instructions import instructions_here
+from graphopt.util.targets import STEPS_OF, ChosenTarget, Target, target_options
+
+
+def _of_registry(step: object) -> object:
+    """Return the options of a step that is given as a mapping, by the pass that its ``step`` names."""
+    if isinstance(step, StepOptions) or not isinstance(step, Mapping):
+        return step
+    name = step.get("step")
+    if name not in PASSES:
+        raise ValueError(f"there is no step {name!r}; known are {', '.join(PASSES)}")
+    return PASSES[name].options_type.model_validate(step)
+
+
+Step = Annotated[SerializeAsAny[StepOptions], BeforeValidator(_of_registry)]
+"""The options of one pass, told apart by ``step``; which there are is what :data:`graphopt.passes.PASSES` holds."""
+
+
+class Recipe(BaseModel):
+    """What to do to a model.
+
+    Attributes:
+        name: what reports call it.
+        description: one line for a list.
+        steps: the passes with their options, in order: phase by phase, see :data:`graphopt.passes.phases.PHASES`.
+        activations: to what quantized products round their inputs at run time: ``int8`` is the fast path, ``float32``
+            leaves them alone. For onnxruntime's own kernel it is a session entry, not part of the graph: graphopt's
+            session sets it from the manifest, any other session has to. Products that graphopt made say it in the
+            graph, and a step may say otherwise for them.
+        calibration: the text that statistics are collected on, where a step needs them.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    description: str = ""
+    steps: tuple[Step, ...]
+    activations: Literal["int8", "float32"] = "int8"
+    calibration: CalibrationOptions = CalibrationOptions()
+
+    @field_validator("steps")
+    @classmethod
+    def _in_order(cls, steps: tuple[StepOptions, ...]) -> tuple[StepOptions, ...]:
+        right = sorted(steps, key=_place)
+        if [step.step for step in steps] != [step.step for step in right]:
+            raise ValueError(
+                f"the steps are out of order: {', '.join(step.step for step in right)} is the right one; phases come "
+                f"in the order {', '.join(PHASES)}"
+            )
+        return steps
+
+    def passes(self) -> list[Pass[Any]]:
+        """Return the passes of the recipe, ready to run."""
+        return [PASSES[step.step](self._settled(step)) for step in self.steps]
+
+    def lowered(self, target: ChosenTarget | None = None) -> Recipe:
+        """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
+
+        Args:
+            target: what ``lower`` is for; any but ``portable`` merges products too, and ``ort-cpu`` flattens heads.
+                ``None`` leaves a step ``lower`` as it is, and adds one for ``portable``.
+        """
+        recipe = self.adding("lower")
+        if target is not None:
+            recipe = recipe.setting("lower", **target_options(target))
+            for step in STEPS_OF[recipe.target]:
+                recipe = recipe.adding(step)
+        return recipe
+
+    def on_this_machine(self) -> Recipe:
+        """Return the recipe with the instruction set of this machine where ``lower``, for ``ort-cpu``, names none."""
+        named = any(step.instructions for step in self.steps if isinstance(step, LowerOptions))
+        here = self.target == "ort-cpu" and not named
+        return self.setting("lower", instructions=instructions_here()) if here else self
+
+    def importing(self, graph: ir.Graph) -> Recipe:
+        """Return the recipe with the steps of the phase ``importing`` that ``graph`` needs."""
+        recipe = self
+        for step in imports_of(graph):
+            recipe = recipe.adding(step.name)
+        return recipe
+
+    def fitting(self, graph: ir.Graph) -> Recipe:
+        """Return the recipe with all steps that ``graph`` needs and it does not name.
+
+        These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes
+        (and ``level_scales`` if they have such scales), ``page_kv`` for ``ort-cpu`` if caches grow and no step is about
+        caches, ``lower``, ``compact_scales`` if there are codes, and ``tie_embedding`` if no step changes weights.
+        """
+        phases = {PASSES[step.step].phase() for step in self.steps}
+        recipe = self.importing(graph)
+        if phases & {"codes", "lower"} and PASSES["unpack"].needed(graph):
+            recipe = recipe.adding("unpack")
+            recipe = recipe.adding("level_scales") if PASSES["level_scales"].needed(graph) else recipe
+        recipe = recipe.lowered()
+        lower = next(step for step in recipe.steps if isinstance(step, LowerOptions))
+        paged = (lower.target, lower.caches) == ("ort-cpu", "pages")
+        if "cache" not in phases and paged and has_growing_caches(graph):
+            recipe = recipe.adding("page_kv")
+        if not phases & {"algebra", "codes"} and PASSES["tie_embedding"].needed(graph):
+            recipe = recipe.adding("tie_embedding")
+        return recipe.adding("compact_scales") if "codes" in phases or PASSES["widen_scales"].needed(graph) else recipe
+
+    @classmethod
+    def recorded(cls, data: Mapping[str, Any]) -> Recipe:
+        """Read the recipe of a manifest. An older one may lack ``lower`` or options, and has another order.
+
+        Raises:
+            ValidationError: it is no recipe.
+        """
+        steps = sorted(data["steps"], key=lambda step: list(PASSES).index(step["step"]))
+        stated = [{**PASSES[step["step"]].options_type.unstated, **step} for step in steps]
+        return cls.model_validate({**data, "steps": stated}).lowered()
+
+    def adding(self, name: str) -> Recipe:
+        """Return the recipe with the step ``name`` and its defaults at its place, unless it has one.
+
+        Raises:
+            InputError: there is no such step.
+        """
+        if any(step.step == name for step in self.steps):
+            return self
+        if name not in PASSES:
+            raise InputError(f"there is no step {name!r}", remedy=f"known are {', '.join(PASSES)}")
+        steps = sorted([*self.steps, PASSES[name].options_type()], key=_place)
+        return self.model_copy(update={"steps": tuple(steps)})
+
+    def setting(self, name: str, **options: object) -> Recipe:
+        """Return the recipe with other options in each step called ``name``.
+
+        Raises:
+            InputError: the recipe has no such step, the step has no such option, or the option not such a value.
+        """
+        if all(step.step != name for step in self.steps):
+            raise InputError(
+                f"the recipe {self.name} has no step {name!r}",
+                remedy=f"it has {', '.join(step.step for step in self.steps)}; add one with --add {name}",
+            )
+        steps = tuple(_changed(step, options) if step.step == name else step for step in self.steps)
+        return self.model_copy(update={"steps": steps})
+
+    @property
+    def target(self) -> Target:
+        """What the recipe makes a model for: the target of its step ``lower``, ``portable`` without one."""
+        return next((step.target for step in self.steps if isinstance(step, LowerOptions)), "portable")
+
+    def beside(self, folder: Path) -> Recipe:
+        """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
+        steps = tuple(step.beside(folder) for step in self.steps)
+        return self.model_copy(update={"steps": steps, "calibration": self.calibration.beside(folder)})
+
+    def self_contained(self, statistics: Statistics) -> Recipe:
+        """Return the recipe with what was measured in place of the files that hold it.
+
+        Raises:
+            InputError: a file is not there, or holds something else.
+        """
+        return self.model_copy(update={"steps": tuple(step.self_contained(statistics) for step in self.steps)})
+
+    def session_entries(self) -> dict[str, str]:
+        """Return the onnxruntime session entries that the recipe means."""
+        return {ACCURACY_LEVEL: "0" if self.activations == "float32" else "4"}
+
+    def _settled(self, step: StepOptions) -> StepOptions:
+        """Return ``step`` with what it leaves to the recipe: an option ``activations`` that is ``None``."""
+        left = "activations" in type(step).model_fields and getattr(step, "activations") is None  # noqa: B009
+        return step.model_copy(update={"activations": self.activations}) if left else step
+
+    def to_yaml(self) -> str:
+        """Write the recipe as YAML, every option spelled out; :func:`load_recipe` reads it back as the same recipe."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+
+def _place(step: StepOptions) -> int:
+    return list(PASSES).index(step.step)
+
+
+def _changed(step: StepOptions, options: Mapping[str, object]) -> StepOptions:
+    try:
+        return type(step).model_validate(step.model_dump() | dict(options))
+    except ValidationError as error:
+        raise InputError(
+            f"the step {step.step} cannot be set so: {_problems(error)}",
+            remedy=f"its options are {', '.join(name for name in type(step).model_fields if name != 'step')}",
+        ) from error
+
+
+def presets() -> dict[str, Recipe]:
+    """Return the recipes that ship with the package, by name."""
+    return dict(_shipped())
+
+
+@functools.cache
+def _shipped() -> dict[str, Recipe]:
+    files = [file for file in resources.files("graphopt.passes.preset_files").iterdir() if file.name.endswith(".yaml")]
+    found = [_parse(file.read_text(encoding="utf-8"), file.name) for file in files]
+    return {recipe.name: recipe for recipe in sorted(found, key=lambda recipe: recipe.name)}
+
+
+def load_recipe(name_or_file: str | Path | Recipe, add: Sequence[str] = (), options: Sequence[str] = ()) -> Recipe:
+    """Return a preset by its name, or read a YAML file.
+
+    Args:
+        name_or_file: which.
+        add: steps to add, each at its place and with its defaults.
+        options: what to set in steps: ``STEP.OPTION=VALUE``, the value in YAML; ``STEP.OPTION.KEY`` reaches inside.
+
+    Raises:
+        InputError: there is no such preset, file, step or option, or the file is not a recipe; names the key that is
+            wrong.
+    """
+    recipe = _load(name_or_file)
+    for name in add:
+        recipe = recipe.adding(name)
+    for text in options:
+        recipe = _set(recipe, text)
+    return recipe
+
+
+def _load(name_or_file: str | Path | Recipe) -> Recipe:
+    if isinstance(name_or_file, Recipe):
+        return name_or_file
+    known = _shipped()
+    if str(name_or_file) in known:
+        return known[str(name_or_file)]
+    path = Path(name_or_file)
+    if not path.is_file():
+        raise InputError(
+            f"there is no recipe {str(name_or_file)!r}", remedy=f"give a YAML file, or one of {', '.join(known)}"
+        )
+    return _parse(path.read_text(encoding="utf-8"), str(path)).beside(path.parent)
+
+
+def _set(recipe: Recipe, text: str) -> Recipe:
+    """Return ``recipe`` with one option set, such as ``quantize_weights.linear.group=32``."""
+    place, equals, value = text.partition("=")
+    name, *path = place.split(".")
+    if not equals or not path:
+        raise InputError(f"{text!r} sets no option", remedy="say STEP.OPTION=VALUE, such as rotate.seed=1")
+    try:
+        content: Any = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise InputError(f"the value of {place} is not YAML: {error}") from error
+    first, *inner = path
+    recipe = recipe.adding(name) if name == "lower" else recipe  # every recipe has it in the end
+    step = next((step for step in recipe.steps if step.step == name), None)
+    if step is not None:
+        first = step.renamed.get(first, first)
+        content = _nested(step.model_dump(mode="json").get(first), inner, content)
+    return recipe.setting(name, **{first: content})
+
+
+def _nested(there: Any, path: Sequence[str], value: Any) -> Any:
+    """Return the mapping ``there`` with ``value`` at ``path``."""
+    if not path:
+        return value
+    known = there if isinstance(there, dict) else {}
+    return known | {path[0]: _nested(known.get(path[0]), path[1:], value)}
+
+
+def _parse(text: str, file: str) -> Recipe:
+    try:
+        content: Any = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise InputError(f"the recipe is not YAML: {error}", file=file) from error
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise InputError(
+            f"the recipe cannot be used: {_problems(error)}",
+            file=file,
+            remedy="`graphopt recipes NAME` prints one with all keys",
+        ) from error
+
+
+def _problems(error: ValidationError) -> str:
+    return "; ".join(f"{'.'.join(map(str, each['loc'])) or 'recipe'}: {each['msg']}" for each in error.errors())

@@ -1,0 +1,1 @@
+"""Rounding, statistics of inputs, and the codes of files that others wrote."""

@@ -1,0 +1,113 @@
+"""Rounding as an expression: codes, scales and zero points of one weight, computed together."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.graph.weights import Array, Expression, Like, Part, Region, Several, Shape
+from graphopt.numerics.formats.table import TableFormat
+from graphopt.quantization.rounding.float16_scales import fits_half
+from graphopt.quantization.rounding.method import RoundingMethod
+from graphopt.quantization.rounding.methods.nearest import NEAREST
+from graphopt.quantization.rounding.nearest import Quantized
+from graphopt.quantization.rounding.scales import Scale
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounded(Several):
+    """What a rounding method makes of a matrix: ``codes``, ``scales``, ``zero_points``.
+
+    Attributes:
+        of: the matrix [rows, columns].
+        table: the format.
+        group: numbers that share a scale; the last group may have fewer.
+        scale: how scales are chosen.
+        axis: groups run along it: 0 as a product sums, 1 as a table that is looked up by row wants it.
+        half: round scales to float16 if all of them are normal numbers there. They keep the matrix's own type.
+        standard: codes and zero points have the type that ONNX has for the format. Otherwise they are uint8.
+        method: the rounding method.
+        statistics: what the method needs to know of the weight's inputs; ``None`` where it needs nothing.
+    """
+
+    of: Expression
+    table: TableFormat
+    group: int
+    scale: Scale
+    axis: int = 0
+    half: bool = False
+    standard: bool = True
+    method: RoundingMethod = NEAREST
+    statistics: Expression | None = None
+
+    def __post_init__(self) -> None:
+        if (self.method.needs is None) != (self.statistics is None):
+            raise ValueError(f"the rounding method {self.method.method} needs {self.method.needs or 'no statistics'}")
+        if self.standard and self.table.onnx_type is None:
+            raise ValueError(f"ONNX has no type for {self.table.name}")
+
+    @property
+    def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
+        """Codes have the matrix's shape; of scales and zero points there is one for each group."""
+        groups = list(self.of.shape)
+        groups[self.axis] = -(-groups[self.axis] // self.group)
+        codes = self.table.onnx_type if self.standard and self.table.onnx_type is not None else ir.DataType.UINT8
+        parts = {"codes": (codes, self.of.shape), "scales": (self.of.dtype, tuple(groups))}
+        return parts | {"zero_points": (codes, tuple(groups))} if self.table.zero_point else parts
+
+    def evaluate(self) -> dict[str, Array]:
+        """Round the matrix once."""
+        return self.promised(self.rounded()[1])
+
+    def rounded(self) -> tuple[npt.NDArray[np.float32], Quantized]:
+        """Return the matrix with groups along its rows, and what the method made of it."""
+        matrix = np.asarray(self.of.numpy(), dtype=np.float32)
+        matrix = matrix.T if self.axis else matrix
+        half = self.half and fits_half(matrix, self.table, self.group)
+        stored = np.float16 if half else self.of.dtype.numpy()
+        statistics = None if self.statistics is None else self.statistics.numpy()
+        return matrix, self.method.round(
+            matrix, self.table, self.group, self.scale, scale_type=stored, statistics=statistics
+        )
+
+    def promised(self, rounded: Quantized) -> dict[str, Array]:
+        """Return codes, scales and zero points in the types and shapes of :attr:`parts`."""
+        made: dict[str, npt.NDArray[Any]] = {"codes": rounded.codes, "scales": rounded.scales}
+        if rounded.zero_points is not None:
+            made["zero_points"] = rounded.zero_points
+        return {name: self._as_promised(name, array) for name, array in made.items()}
+
+    def _as_promised(self, name: str, array: Array) -> Array:
+        if name == "scales":
+            array = array.astype(self.of.dtype.numpy(), copy=False)
+        elif self.standard:
+            array = self.table.to_onnx(array)
+        return np.ascontiguousarray(array.T if self.axis else array)
+
+
+def parts_of(rounding: Several) -> dict[str, Part]:
+    """Return each tensor of a rounding as an expression, by name."""
+    return {name: Part(rounding, name) for name in rounding.parts}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CodeIndices(Like):
+    """Codes of an integer type as places in the format's table, uint8: two's complement becomes 0 .. 2^bits - 1."""
+
+    bits: int
+
+    @property
+    def dtype(self) -> ir.DataType:
+        """uint8."""
+        return ir.DataType.UINT8
+
+    def evaluate(self, region: Region) -> Array:
+        """Convert what lies in the region."""
+        codes = self.of.evaluate(region)
+        if codes.dtype == np.uint8:
+            return codes
+        return np.asarray((codes.astype(np.int16) & (2**self.bits - 1)).astype(np.uint8))

@@ -1,0 +1,120 @@
+"""Rounding with error feedback: each row is rounded to make up for the errors of the rows before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.numerics.formats.table import TableFormat
+from graphopt.quantization.rounding.nearest import Quantized
+from graphopt.quantization.rounding.row_rounding import Rows
+from graphopt.quantization.rounding.scale_search import Search
+from graphopt.quantization.rounding.scales import Doubles, Scale
+
+# Rows that one product corrects, and columns that are rounded together: what a row touches stays in a core's cache.
+_ROWS, _COLUMNS = 128, 512
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How codes and scales of all columns are chosen.
+
+    Attributes:
+        table: the format.
+        group: rows that share a scale.
+        scale: how the scale of a group is chosen.
+        scale_type: the type that scales are stored in.
+        importance: what the error of a row counts when its scale is chosen, [rows]; ``None`` for 1.
+        search: which scales are tried.
+        static: choose all scales for the weights as they were, not as they are when their group is reached.
+    """
+
+    table: TableFormat
+    group: int
+    scale: Scale
+    scale_type: np.dtype[Any]
+    importance: Doubles | None
+    search: Search
+    static: bool
+
+
+def round_with_feedback(matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDArray[np.intp], rule: Rule) -> Quantized:
+    """Round row after row, each plus the errors of those before it times ``upper``.
+
+    Columns do not know of one another. A block of rows is corrected by one product for all rows before the block, and
+    within the block row by row.
+
+    Args:
+        matrix: [rows, columns].
+        upper: unit upper triangular, [rows, rows], in the order of rounding; see
+        :mod:`graphopt.quantization.rounding.ldl`.
+        order: the order in which rows are rounded. In any but the natural one scales must be static.
+        rule: how.
+    """
+    rows, columns = matrix.shape
+    groups = -(-rows // rule.group)
+    codes = np.empty((rows, columns), np.uint8)
+    scales = np.empty((groups, columns), np.float64)
+    zero_points = np.zeros((groups, columns), np.uint8)
+    for start in range(0, columns, _COLUMNS):
+        part = slice(start, min(start + _COLUMNS, columns))
+        numbers = np.ascontiguousarray(matrix[:, part], np.float64)
+        if rule.static:
+            for group, these in _groups(rows, rule.group):
+                _choose(numbers[these], these, group, rule, scales[:, part], zero_points[:, part])
+        _round(numbers, upper, order, rule, codes[:, part], scales[:, part], zero_points[:, part])
+    points = zero_points if rule.table.zero_point else None
+    return Quantized(rule.table, rule.group, codes, scales.astype(rule.scale_type), points)
+
+
+def _groups(rows: int, size: int) -> Iterator[tuple[int, slice]]:
+    for group, start in enumerate(range(0, rows, size)):
+        yield group, slice(start, min(start + size, rows))
+
+
+def _choose(
+    numbers: Doubles, these: slice, group: int, rule: Rule, scales: Doubles, zero_points: npt.NDArray[np.uint8]
+) -> None:
+    importance = None if rule.importance is None else rule.importance[None, these, None]
+    chosen = rule.search.scaling(numbers[None], rule.table, rule.scale, rule.scale_type, importance)
+    scales[group], zero_points[group] = chosen.scales[0], chosen.zero_points[0]
+
+
+def _round(
+    numbers: Doubles,
+    upper: Doubles,
+    order: npt.NDArray[np.intp],
+    rule: Rule,
+    codes: npt.NDArray[np.uint8],
+    scales: Doubles,
+    zero_points: npt.NDArray[np.uint8],
+) -> None:
+    """Round some columns; ``scales`` and ``zero_points`` are given if static, else chosen where a group begins."""
+    rows, rounded = len(numbers), Rows(rule.table)
+    # A group's scale is chosen for all of its rows at once, so either block holds whole groups or lies within one.
+    inner = min(rule.group, _ROWS)
+    outer = rule.group if rule.group > _ROWS else _ROWS // rule.group * rule.group
+    errors = np.empty_like(numbers)
+    for begin in range(0, rows, outer):
+        end = min(begin + outer, rows)
+        wanted = numbers[order[begin:end]]
+        wanted += upper[:begin, begin:end].T @ errors[:begin]
+        if not rule.static and outer == rule.group:
+            _choose(wanted, slice(begin, end), begin // rule.group, rule, scales, zero_points)
+        for first in range(begin, end, inner):
+            last = min(first + inner, end)
+            target = wanted[first - begin : last - begin]
+            target += upper[begin:first, first:last].T @ errors[begin:first]
+            if not rule.static and outer != rule.group:
+                _choose(target, slice(first, last), first // rule.group, rule, scales, zero_points)
+            for row in range(first, last):
+                goal, place = target[row - first], order[row]
+                if row > first:
+                    goal += upper[first:row, row] @ errors[first:row]
+                group = place // rule.group
+                value = rounded(goal, scales[group], zero_points[group], codes[place])
+                np.subtract(numbers[place], value, out=errors[row])

@@ -1,0 +1,112 @@
+"""What rounding lost, as a product of two thin matrices: a branch in float16 beside the codes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+
+from graphopt.errors import InputError
+from graphopt.graph.weights import Array, Expression, Shape
+from graphopt.quantization.rounding.expressions import Rounded
+from graphopt.quantization.rounding.single_thread import one_thread
+
+Doubles = npt.NDArray[np.float64]
+Halves = npt.NDArray[np.float16]
+
+# Steps of the subspace iteration, and vectors that it has besides those asked for. Singular values of a rounding error
+# lie close together, so the last directions are only about the strongest, and lose little to the strongest.
+_STEPS, _SPARE = 6, 8
+_DAMPING = 0.01
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Corrected(Rounded):
+    """What :class:`Rounded` makes, and ``left`` [rows, rank] and ``right`` [rank, columns] of the branch.
+
+    Attributes:
+        rank: directions of the branch.
+        inputs: X^T X of the product's inputs, [rows, rows].
+    """
+
+    rank: int = 0
+    inputs: Expression | None = None
+
+    @property
+    def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
+        """Beside those of :class:`Rounded` two matrices in float16."""
+        rows, columns = self.of.shape
+        half = ir.DataType.FLOAT16
+        return super().parts | {"left": (half, (rows, self.rank)), "right": (half, (self.rank, columns))}
+
+    def evaluate(self) -> dict[str, Array]:
+        """Round the matrix, and find the branch for what was lost."""
+        assert self.inputs is not None
+        matrix, rounded = self.rounded()
+        error = matrix.astype(np.float64) - rounded.dequantize()
+        left, right = low_rank(error, self.inputs.numpy(), self.rank)
+        return self.promised(rounded) | {"left": left, "right": right}
+
+
+def low_rank(error: Doubles, hessian: npt.NDArray[Any], rank: int) -> tuple[Halves, Halves]:
+    """Return A [rows, rank] and B [rank, columns] that make the squared norm of X (E - A B) small, in float16.
+
+    With H + d = L L^T that norm is the one of L^T E - L^T A B, which is least for the strongest singular vectors U of
+    L^T E: A = L^-T U, B = U^T L^T E (LQER, Zhang et al. 2024, takes the diagonal of H for H; QERA, Zhang et al. 2025,
+    theorem 1, all of it, as here). Each direction is scaled so that its largest numbers in A and in B are equal, where
+    float16 has room for both.
+
+    Args:
+        error: E, what the weight is more than its codes say, [rows, columns].
+        hessian: H = X^T X, [rows, rows], up to a factor.
+        rank: columns of A; what is more than the error has is 0.
+
+    Raises:
+        InputError: H is not finite, or not X^T X of any X.
+    """
+    from scipy.linalg import solve_triangular
+
+    diagonal = np.diagonal(hessian).astype(np.float64)
+    mean = float(diagonal.mean())
+    H = hessian.astype(np.float64) / (mean or 1.0)
+    H.reshape(-1)[:: len(H) + 1] += _DAMPING if mean else 1.0
+    with one_thread():
+        try:
+            lower = np.linalg.cholesky(H)
+        except np.linalg.LinAlgError as error_:
+            raise InputError(
+                "the statistics of a weight's inputs cannot be factored",
+                shape=hessian.shape,
+                remedy="remove the folder that holds them and calibrate again",
+            ) from error_
+        seen = lower.T @ error
+        U = _strongest(seen, min(rank, *error.shape))
+        left, right = solve_triangular(lower.T, U), U.T @ seen
+    return _balanced(left, right, rank)
+
+
+def _strongest(matrix: Doubles, rank: int) -> Doubles:
+    """Return about the strongest left singular vectors, orthonormal [rows, rank]."""
+    width = min(rank + _SPARE, *matrix.shape)
+    U, _ = np.linalg.qr(matrix @ np.random.default_rng(0).standard_normal((matrix.shape[1], width)))
+    for _ in range(_STEPS):
+        U, _ = np.linalg.qr(matrix @ (matrix.T @ U))
+    inside = U.T @ matrix
+    _, turn = np.linalg.eigh(inside @ inside.T)
+    return np.asarray(U @ turn[:, ::-1][:, :rank])
+
+
+def _balanced(left: Doubles, right: Doubles, rank: int) -> tuple[Halves, Halves]:
+    tall, wide = np.abs(left).max(0, initial=0.0), np.abs(right).max(1, initial=0.0)
+    half = np.finfo(np.float16)
+    # A direction that float16 has no numbers for is 0 on both sides.
+    there = np.sqrt(tall) * np.sqrt(wide) > float(half.smallest_subnormal)
+    factor = np.sqrt(np.divide(wide, tall, out=np.ones_like(wide), where=there))
+    made = np.zeros((len(left), rank), np.float16), np.zeros((rank, right.shape[1]), np.float16)
+    limit = float(half.max)
+    made[0][:, : left.shape[1]] = np.clip(left * (factor * there), -limit, limit)
+    made[1][: len(right)] = np.clip(right * (there / factor)[:, None], -limit, limit)
+    return made

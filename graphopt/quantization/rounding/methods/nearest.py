@@ -1,0 +1,36 @@
+"""Each weight becomes the nearest code."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.numerics.formats.table import TableFormat
+from graphopt.quantization.rounding.method import RoundingMethod
+from graphopt.quantization.rounding.nearest import Quantized, round_to_nearest
+from graphopt.quantization.rounding.scales import Scale
+
+
+class Nearest(RoundingMethod):
+    """Round to nearest; see :func:`graphopt.quantization.rounding.round_to_nearest`. It needs no statistics."""
+
+    method: Literal["nearest"] = "nearest"
+
+    def round(
+        self,
+        matrix: npt.NDArray[np.float32],
+        table: TableFormat,
+        group: int,
+        scale: Scale,
+        *,
+        scale_type: npt.DTypeLike,
+        statistics: npt.NDArray[Any] | None = None,
+    ) -> Quantized:
+        """See :class:`RoundingMethod`."""
+        return round_to_nearest(matrix, table, group, scale, scale_type=scale_type)
+
+
+NEAREST = Nearest()
+"""The default of everything that rounds."""

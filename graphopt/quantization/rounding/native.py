@@ -1,0 +1,277 @@
+"""The nearest codes of groups, and what they cost, by the library of operators where that was built.
+
+It computes what :mod:`graphopt.quantization.rounding.scales` does by NumPy, operation by operation: both give the
+same bits, and a model has the same codes whether the library was there or not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.errors import InputError
+from graphopt.numerics.formats.table import Codes, TableFormat
+from graphopt.runtime_ops.library import library_path
+
+Doubles = npt.NDArray[np.float64]
+
+_MOST_CELLS = 1 << 12
+
+
+class _Work(ctypes.Structure):
+    """``RoundWork`` of ``cpu/round.h``."""
+
+    _fields_ = [
+        ("weights", ctypes.c_void_p),
+        ("groups", ctypes.c_size_t),
+        ("size", ctypes.c_size_t),
+        ("columns", ctypes.c_size_t),
+        ("scales", ctypes.c_void_p),
+        ("shifts", ctypes.c_void_p),
+        ("importance", ctypes.c_void_p),
+        ("values", ctypes.c_void_p),
+        ("codes", ctypes.c_void_p),
+        ("ties", ctypes.c_void_p),
+        ("first", ctypes.c_void_p),
+        ("entries", ctypes.c_size_t),
+        ("cells", ctypes.c_size_t),
+        ("origin", ctypes.c_double),
+        ("per_unit", ctypes.c_double),
+        ("counting", ctypes.c_uint8),
+        ("errors", ctypes.c_void_p),
+        ("rounded", ctypes.c_void_p),
+    ]
+
+
+@dataclass(frozen=True)
+class Search:
+    """How places in a table are found: cells of equal width, each with one halfway point at most.
+
+    Attributes:
+        first: how many halfway points lie below each cell, and below the one in front of it; empty without cells.
+        cells: how many cells; 0 where values lie too close to one another, then places are found by halving.
+        origin: where the cells begin.
+        per_unit: cells in a unit.
+    """
+
+    first: npt.NDArray[np.int32]
+    cells: int
+    origin: float
+    per_unit: float
+
+    @classmethod
+    def of(cls, halfway: Doubles) -> Search:
+        """Return cells for these halfway points, in order."""
+        if len(halfway) < 2:
+            return cls(np.zeros(1, np.int32), 0, 0.0, 0.0)
+        span, gap = float(halfway[-1] - halfway[0]), float(np.diff(halfway).min())
+        if 2 * span > _MOST_CELLS * gap:
+            return cls(np.zeros(1, np.int32), 0, 0.0, 0.0)
+        cells = 1 << max(1, int(np.ceil(np.log2(2 * span / gap))))
+        width = span / cells
+        origin = float(halfway[0]) - width
+        # A cell starts to look one cell early, as the cell of a number is rounded.
+        edges = origin + (np.arange(cells + 4) - 1) * width
+        return cls(np.searchsorted(halfway, edges).astype(np.int32), cells, origin, 1 / width)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A format as the library reads it, for as many calls as there are."""
+
+    values: npt.NDArray[np.float64]
+    codes: npt.NDArray[np.uint8]
+    ties: npt.NDArray[np.float64]
+    search: Search
+
+    @classmethod
+    @lru_cache(maxsize=64)
+    def of(cls, table: TableFormat) -> _Table:
+        values, codes = table.ordered
+        return cls(
+            np.ascontiguousarray(values, np.float64),
+            np.ascontiguousarray(codes, np.uint8),
+            np.ascontiguousarray(table.ties, np.float64),
+            Search.of(table.halfway),
+        )
+
+
+class _Search(ctypes.Structure):
+    """``SearchWork`` of ``cpu/round.h``."""
+
+    _fields_ = [("round", _Work), ("trials", ctypes.c_size_t), ("chosen", ctypes.c_void_p)]
+
+
+@dataclass(frozen=True)
+class _Functions:
+    """What the library has for us."""
+
+    round: Any
+    search: Any
+
+
+@lru_cache(maxsize=4)
+def _library(path: str) -> _Functions | None:
+    """Return the functions of a library, or ``None`` where it is of an older version that lacks one."""
+    try:
+        library = ctypes.CDLL(path)
+        found = _Functions(library.graphopt_round_groups, library.graphopt_search_groups)
+    except (OSError, AttributeError):
+        return None
+    found.round.argtypes, found.round.restype = [ctypes.POINTER(_Work)], ctypes.c_int
+    found.search.argtypes, found.search.restype = [ctypes.POINTER(_Search)], ctypes.c_int
+    return found
+
+
+def _address(array: npt.NDArray[Any] | None) -> int | None:
+    # `array.ctypes` takes several times as long
+    return None if array is None else int(array.__array_interface__["data"][0])
+
+
+def available() -> bool:
+    """Return whether the library is there and has the functions."""
+    path = library_path()
+    return path is not None and _library(str(path)) is not None
+
+
+class _Given:
+    """The work on some groups; it keeps the arrays that the library reads."""
+
+    def __init__(
+        self,
+        groups: Doubles,
+        table: TableFormat,
+        scales: Doubles,
+        zero_points: Codes | None,
+        importance: Doubles | None,
+        errors: Doubles | None = None,
+        codes: Codes | None = None,
+    ) -> None:
+        known = _Table.of(table)
+        search = known.search
+        shifts = None if zero_points is None else table.decode(zero_points)
+        self.arrays = [_doubles(each) for each in (groups, scales, shifts, importance)]
+        weights, factors, decoded, counts = (_address(array) for array in self.arrays)
+        self.work = _Work(
+            weights,
+            *groups.shape,
+            factors,
+            decoded,
+            counts,
+            _address(known.values),
+            _address(known.codes),
+            _address(known.ties),
+            _address(search.first),
+            len(known.values),
+            search.cells,
+            search.origin,
+            search.per_unit,
+            table.is_counting,
+            _address(errors),
+            _address(codes),
+        )
+
+
+def _doubles(array: npt.NDArray[Any] | None) -> Doubles | None:
+    return None if array is None else np.ascontiguousarray(array, np.float64)
+
+
+_NOT_HERE = "GRAPHOPT_OPS_ISA names instructions that this machine does not have"
+
+
+def _library_here() -> _Functions:
+    functions = _library(str(library_path()))
+    assert functions is not None
+    return functions
+
+
+def _call(name: str, work: ctypes.Structure) -> None:
+    if not getattr(_library_here(), name)(ctypes.byref(work)):
+        raise InputError(_NOT_HERE)
+
+
+def round_groups(
+    groups: Doubles,
+    table: TableFormat,
+    scales: Doubles,
+    zero_points: Codes | None,
+    importance: Doubles | None = None,
+    *,
+    errors: bool = False,
+    codes: bool = False,
+) -> tuple[Doubles | None, Codes | None]:
+    """Return the squared error of each group [groups, columns], and the codes nearest to its numbers, as asked for.
+
+    Args:
+        groups: [groups, rows of a group, columns].
+        table: the format.
+        scales: [groups, columns].
+        zero_points: [groups, columns]; ``None`` where the format has none.
+        importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
+        errors: whether errors are wanted.
+        codes: whether codes are wanted.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    found = np.empty(scales.shape) if errors else None
+    rounded = np.empty(groups.shape, np.uint8) if codes else None
+    given = _Given(groups, table, scales, zero_points, importance, found, rounded)
+    _call("round", given.work)
+    return found, rounded
+
+
+class Row:
+    """Rounds one row at a time: :func:`round_groups` for codes of a group of one row, without what that sets up.
+
+    Args:
+        table: the format.
+    """
+
+    def __init__(self, table: TableFormat) -> None:
+        nothing = np.empty((1, 1, 0))
+        self._given = _Given(nothing, table, nothing[0], None, None)
+        self._call = _library_here().round
+
+    def __call__(self, numbers: Doubles, scales: Doubles, shifts: Doubles | None, codes: Codes) -> None:
+        """Write the codes nearest to ``numbers / scales + shifts``; all are contiguous arrays [columns].
+
+        Raises:
+            InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+        """
+        work = self._given.work
+        work.columns = len(numbers)
+        work.weights, work.scales, work.shifts = _address(numbers), _address(scales), _address(shifts)
+        work.rounded = _address(codes)
+        if not self._call(work):
+            raise InputError(_NOT_HERE)
+
+
+def search_groups(
+    groups: Doubles,
+    table: TableFormat,
+    scales: Doubles,
+    zero_points: Codes | None,
+    importance: Doubles | None = None,
+) -> tuple[npt.NDArray[np.uint32], Codes]:
+    """Return which of several scales has the least squared error, [groups, columns], and the codes nearest with it.
+
+    Args:
+        groups: [groups, rows of a group, columns].
+        table: the format.
+        scales: [scales that are tried, groups, columns]; of several with the same error the first is chosen.
+        zero_points: [scales that are tried, groups, columns]; ``None`` where the format has none.
+        importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
+
+    Raises:
+        InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
+    """
+    chosen, rounded = np.empty(scales.shape[1:], np.uint32), np.empty(groups.shape, np.uint8)
+    given = _Given(groups, table, scales, zero_points, importance, None, rounded)
+    _call("search", _Search(given.work, len(scales), _address(chosen)))
+    return chosen, rounded

@@ -1,0 +1,91 @@
+"""Round to nearest, in groups along the axis that a product sums over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.graph.weights import blocks_of
+from graphopt.numerics.formats.table import Codes, TableFormat
+from graphopt.quantization.rounding.scales import Doubles, Scale, choose
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """Codes of a matrix [rows, columns], and per group of rows a scale and perhaps a zero point.
+
+    Attributes:
+        format: what the codes mean.
+        group: rows that share a scale; the last group may have fewer.
+        codes: uint8 [rows, columns].
+        scales: float32, or the type that was asked for, [groups, columns].
+        zero_points: uint8 [groups, columns], the code that means 0, or ``None``.
+    """
+
+    format: TableFormat
+    group: int
+    codes: Codes
+    scales: npt.NDArray[np.floating[Any]]
+    zero_points: Codes | None
+
+    def dequantize(self) -> Doubles:
+        """Return the matrix that the codes stand for: (value(code) - value(zero point)) scale, [rows, columns]."""
+        of_row = np.arange(len(self.codes)) // self.group
+        values = self.format.decode(self.codes)
+        if self.zero_points is not None:
+            values -= self.format.decode(self.zero_points)[of_row]
+        values *= self.scales.astype(np.float64)[of_row]
+        return values
+
+
+def round_to_nearest(
+    matrix: npt.NDArray[Any],
+    table: TableFormat,
+    group: int | None,
+    scale: Scale,
+    *,
+    scale_type: npt.DTypeLike = np.float32,
+) -> Quantized:
+    """Choose the code nearest to each weight.
+
+    Without a zero point a group's scale maps its largest magnitude to the format's limit; with one, its range is mapped
+    to the whole table. ``least_squares`` tries smaller ranges and keeps the one with the least squared error, group by
+    group (QuaRot, Ashkboos et al. 2024, section 5, finds its clipping ratios by such a linear search).
+
+    Args:
+        matrix: [rows, columns], rows are what a product sums over.
+        table: the format.
+        group: rows that share a scale; ``None`` for all of them. The last group may have fewer.
+        scale: how the scale is chosen. With equal steps and no zero point, ``extreme`` errs by at most half a step
+            everywhere, with other tables by half the gap that the weight lies in; a zero point is itself rounded, which
+            costs up to half a step more.
+        scale_type: the floating type that scales are stored in. Codes are chosen for the stored scale; where it was
+            rounded down, the largest weights lie beyond the limit by that share of it.
+
+    Raises:
+        ValueError: ``group`` is negative.
+    """
+    rows, columns = matrix.shape
+    group = rows if group is None else group
+    if group < 1:
+        raise ValueError(f"{rows} rows cannot be cut into groups of {group}")
+    full = rows // group
+    parts = [
+        (slice(0, full), slice(0, full * group), group),
+        (slice(full, None), slice(full * group, None), rows % group),
+    ]
+    codes = np.empty((rows, columns), np.uint8)
+    scales = np.empty((-(-rows // group), columns), scale_type)
+    zero_points = np.empty(scales.shape, np.uint8)
+    for _, block in blocks_of(matrix.shape, 0):
+        for groups, these, size in parts:
+            numbers = np.asarray(matrix[these, block], np.float64)
+            if numbers.size:
+                stack = numbers.reshape(-1, size, numbers.shape[1])
+                chosen = choose(stack, table, scale, scales.dtype)
+                codes[these, block] = chosen.codes.reshape(numbers.shape)
+                scales[groups, block], zero_points[groups, block] = chosen.scales, chosen.zero_points
+    return Quantized(table, group, codes, scales, zero_points if table.zero_point else None)

@@ -1,0 +1,145 @@
+"""Statistics on disk: one folder for each pair of model and text, named by the content of both."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.errors import InputError
+from graphopt.graph.weights.disk import writing
+from graphopt.graph.weights.leaves import Stored, digest_of_array
+from graphopt.graph.weights.work_folder import write_whole
+from graphopt.quantization.statistics.moments import Moments
+
+
+class InputStatistics(BaseModel):
+    """What the inputs of one product, or of several that share them, look like.
+
+    Attributes:
+        value: the name of the value that holds them.
+        text: SHA-256 of the tokens of the texts.
+        rows: numbers of a token.
+        tokens: how many tokens were seen.
+        dead: how many of the rows were 0 for all tokens.
+        mean_square: the mean of x^2 over tokens and rows.
+        largest: the largest magnitude.
+        kurtosis: mean of x^4 over the squared mean of x^2: 3 for normal numbers, more where a few inputs are large.
+        noise: what 4 bits in groups of 32 add, as a share of ``mean_square``: 0.0065 for normal numbers, more where a
+            few numbers of a group are large.
+        digest: of the Hessian's content.
+        hessian_file: where X^T X / tokens lies, float32 [rows, rows].
+        mean_file: where the means and the largest magnitudes of all rows lie, float32 [2, rows].
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    value: str
+    text: str
+    rows: int
+    tokens: int
+    dead: int
+    mean_square: float
+    largest: float
+    kurtosis: float
+    noise: float
+    digest: str
+    hessian_file: Path
+    mean_file: Path
+
+    def hessian(self) -> Stored:
+        """Return X^T X / tokens as an expression, float32 [rows, rows]."""
+        return Stored(str(self.hessian_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.digest)
+
+    def means_and_largest(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+        """Return the mean and the largest magnitude of each row, float32 [rows]."""
+        mean, largest = np.fromfile(self.mean_file, np.float32).reshape(2, self.rows)
+        return mean, largest
+
+
+class Index(BaseModel):
+    """What a folder of statistics holds.
+
+    Attributes:
+        inputs: by the name of the value.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    inputs: dict[str, InputStatistics]
+
+
+def write_statistics(value: ir.Value, moments: Moments, text: str, folder: Path, number: int) -> InputStatistics:
+    """Write what was collected of one value.
+
+    Raises:
+        InputError: it is NaN or infinite, or too large for float32; or the disk is full.
+    """
+    tokens = max(moments.tokens, 1)
+    with np.errstate(over="ignore"):
+        hessian = moments.squares.over(tokens)
+        vectors = np.stack([moments.total / tokens, moments.largest]).astype(np.float32)
+    if not np.isfinite(hessian).all() or not np.isfinite(vectors).all():
+        bad = int(np.argmin(np.isfinite(np.diagonal(hessian))))
+        raise InputError(
+            f"the inputs of a product, or their squares, are NaN, infinite or too large, the first of them input {bad}",
+            tensor=value.name,
+            shape=[moments.tokens, moments.rows],
+            remedy="the model computes such numbers on this text: calibrate on another, or round to nearest",
+        )
+    hessian_file, mean_file = folder / f"{number}.hessian", folder / f"{number}.mean"
+    _write(hessian_file, hessian)
+    _write(mean_file, vectors)
+    return InputStatistics(
+        value=value.name or "",
+        text=text,
+        rows=moments.rows,
+        tokens=moments.tokens,
+        dead=int((np.diagonal(hessian) == 0).sum()),
+        mean_square=float(np.diagonal(hessian).mean(dtype=np.float64)),
+        largest=float(moments.largest.max(initial=0.0)),
+        kurtosis=moments.kurtosis,
+        noise=moments.noise,
+        digest=digest_of_array(hessian, ir.DataType.FLOAT),
+        hessian_file=hessian_file,
+        mean_file=mean_file,
+    )
+
+
+def read_index(file: Path) -> Index | None:
+    """Return the index of a folder, or ``None`` where it is not complete.
+
+    Raises:
+        InputError: it is damaged.
+    """
+    if not file.is_file():
+        return None
+    try:
+        index = Index.model_validate_json(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError("this is no index of statistics", file=file, remedy="remove its folder") from error
+    inputs: dict[str, InputStatistics] = {}
+    for name, each in index.inputs.items():
+        places = {key: file.parent / getattr(each, key).name for key in ("hessian_file", "mean_file")}
+        for place, size in zip(places.values(), (4 * each.rows**2, 8 * each.rows), strict=True):
+            if not place.is_file() or place.stat().st_size != size:
+                raise InputError("a file of statistics is missing or cut", file=place, remedy="remove its folder")
+        inputs[name] = each.model_copy(update=places)
+    return Index(inputs=inputs)
+
+
+def write_index(index: Index, file: Path) -> None:
+    """Write an index so that it is there whole or not at all."""
+    write_whole(file, index.model_dump_json(indent=1))
+
+
+def _write(file: Path, array: npt.NDArray[np.float32]) -> None:
+    descriptor, name = tempfile.mkstemp(dir=file.parent)
+    with writing(file.parent, array.nbytes), os.fdopen(descriptor, "wb") as stream:
+        stream.write(np.ascontiguousarray(array).data)
+    os.replace(name, file)

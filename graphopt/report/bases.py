@@ -1,0 +1,107 @@
+"""Bases as a report: data for a program, lines for a reader."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import onnx_ir as ir
+from pydantic import BaseModel
+
+from graphopt.analysis.bases.axes import Basis, Role, WeightAxis
+from graphopt.analysis.structure.folding import fold
+from graphopt.graph.diagnostics import Fact
+from graphopt.report.escape import plain, ranges
+from graphopt.report.sentences import sentence
+
+
+class BasisReport(BaseModel):
+    """One basis, in words.
+
+    Attributes:
+        name: the first tensor that lies in it.
+        role: what it is to the model.
+        width: its dimension, ``None`` where it varies.
+        writers: the nodes whose weights write it, and how often where it is one head of several.
+        readers: the same for those that read it.
+        verdict: ``free``, ``at run time`` or ``pinned``.
+        node: the first node that pins it.
+        reason: why it does.
+    """
+
+    name: str
+    role: Role
+    width: int | None
+    writers: list[str]
+    readers: list[str]
+    verdict: str
+    node: str | None
+    reason: Fact | None
+
+
+def describe(basis: Basis) -> BasisReport:
+    """Say what can be done with ``basis``.
+
+    A basis that is pinned by what makes it alone can be rotated behind that at run time; one that is observed cannot.
+    """
+    observed = next((pin for pin in basis.pins if pin.side == "observed"), None)
+    pin = observed or next(iter(basis.pins), None)
+    verdict = "free" if pin is None else "pinned" if observed is not None else "at run time"
+    return BasisReport(
+        name=basis.name,
+        role=basis.role,
+        width=basis.width,
+        writers=[_name(site) for site in basis.writers],
+        readers=[_name(site) for site in basis.readers],
+        verdict=verdict,
+        node=None if pin is None else pin.node,
+        reason=None if pin is None else pin.reason,
+    )
+
+
+def lines(reports: Sequence[BasisReport], graph: ir.Graph | None = None) -> list[str]:
+    """Say of each basis, in a line or two, what is around it and what keeps it from being rotated.
+
+    Args:
+        reports: the bases.
+        graph: where they are: bases at one place in layers of one structure, of which the same is to be said, are said
+            once, by the first.
+    """
+    verdicts = {"free": "for free", "at run time": "at run time", "pinned": "not to be rotated"}
+    places = {} if graph is None else _places(graph)
+    alike: dict[Hashable, list[int]] = {}
+    first: dict[Hashable, BasisReport] = {}
+    for number, report in enumerate(reports):
+        place, layer = places.get(report.name, (("alone", number), None))
+        reason = report.reason and sentence(report.reason)
+        counts = len(report.writers), len(report.readers)
+        key: Hashable = (place, report.role, report.width, report.verdict, reason, counts)
+        first.setdefault(key, report)
+        alike.setdefault(key, []).extend([] if layer is None else [layer])
+    said = []
+    for same, report in first.items():
+        counted = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
+        many = f"  (x {len(alike[same])}, layers {ranges(alike[same])})" if len(alike[same]) > 1 else ""
+        why = f"\n    {plain(report.node or '')}: {report.reason and sentence(report.reason)}"
+        head = (
+            f"{plain(report.name)} [{report.width or '?'}]  {report.role}, {counted}: {verdicts[report.verdict]}{many}"
+        )
+        said.append(head if report.node is None else head + why)
+    return said
+
+
+def _places(graph: ir.Graph) -> dict[str, tuple[Hashable, int]]:
+    """Return of each tensor that a layer makes: the fold of the layer and the place in it, and the layer."""
+    folded = fold(graph)
+    found: dict[str, tuple[Hashable, int]] = {}
+    for number, layer in enumerate(folded.layers()):
+        kind = tuple(folded.structures[segment] for segment in layer)
+        nodes = [node for segment in layer for node in folded.order[segment]]
+        for place, node in enumerate(nodes):
+            for value in node.outputs:
+                found[value.name or ""] = ((kind, place, value.index()), number)
+    return found
+
+
+def _name(site: WeightAxis) -> str:
+    copies = f" ({len(site.starts)} times)" if len(site.starts) > 1 else ""
+    return f"{site.node.name}{copies}"

@@ -1,0 +1,145 @@
+"""A difference in a few lines and one table: equal edits of many layers are one row."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphopt.report.escape import plain, ranges
+from graphopt.report.tables import sized
+from graphopt.report.trace import Change, Diff, Edge, Group
+
+_CHANGES, _NAME, _LISTED = 4, 44, 6
+_NUMBER = re.compile(r"\d+")
+
+
+def heading(found: Diff) -> Iterator[str]:
+    """Say in a few lines how much is different."""
+    yield f"before: {plain(found.before, 200)}: {found.nodes[0]:,} nodes, {_size(found, 0)}"
+    yield f"after:  {plain(found.after, 200)}: {found.nodes[1]:,} nodes, {_size(found, 1)}"
+    if found.stages:
+        yield f"passes: {', '.join(dict.fromkeys(stage.name for stage in found.stages))}"
+    kinds = Counter(edge.kind for edge in found.edges)
+    said = ", ".join(f"{kinds[kind]:,} {kind}" for kind in ("edited", "replaced", "added", "removed") if kinds[kind])
+    yield f"{found.kept:,} nodes are kept as they are" + (f"; {said}" if said else "")
+    yield from ports(found.ports)
+    yield from (f"note: {note}" for note in found.notes)
+    if found.equal:
+        yield "equal: the same graph with the same weights"
+
+
+def ports(changes: Sequence[Change]) -> Iterator[str]:
+    """Say what became of inputs and outputs; those whose names differ in one number are one line."""
+    groups: dict[tuple[str, str, str, str], list[tuple[str, int | None]]] = {}
+    for change in changes:
+        number = _NUMBER.search(change.name)
+        name = change.name if number is None else f"{change.name[: number.start()]}{{}}{change.name[number.end() :]}"
+        key = (change.what, name, change.before, change.after)
+        groups.setdefault(key, []).append((change.name, None if number is None else int(number[0])))
+    for (what, name, before, after), those in groups.items():
+        said = those[0][0]
+        if len(those) > 1:
+            said = name.replace("{}", ranges(number for _, number in those if number is not None))
+        yield f"{what} {said}: {before} -> {after}"
+
+
+def groups_table(found: Diff) -> Table | None:
+    """Show what is different, equal edits together; ``None`` where nothing is."""
+    names = ("", Column("x", justify="right"), "layers", "role", "before -> after", "what is different", "cause")
+    table = Table(*names)
+    for group, edges in rows_of(found):
+        alone = len(group.edges) == 1
+        edge = edges[0]
+        table.add_row(
+            edge.kind,
+            str(len(group.edges)),
+            Text(where(group)),
+            Text(edge.role),
+            Text(became(edge, alone) if len(edges) == 1 else _listed(edges)),
+            Text("\n".join(told(edge, alone))),
+            Text(cause(edge)),
+        )
+    return table if table.row_count else None
+
+
+def rows_of(found: Diff) -> Iterator[tuple[Group, list[Edge]]]:
+    """Yield the groups, with their edges where they are shown; what was only added or removed in one place together."""
+    several: dict[Hashable, list[Group]] = {}
+    for number, group in enumerate(found.groups):
+        edge = found.edges[group.edges[0]]
+        alone = edge.kind in ("replaced", "edited")
+        place = number if alone else (edge.kind, edge.role, tuple(edge.passes), edge.by, tuple(group.layers))
+        several.setdefault(place, []).append(group)
+    for groups in several.values():
+        if len(groups) == 1:
+            yield groups[0], [found.edges[groups[0].edges[0]]]
+        else:
+            edges = [number for group in groups for number in group.edges]
+            joined = Group(edges=edges, layers=groups[0].layers, missing=groups[0].missing)
+            yield joined, [found.edges[number] for number in edges]
+
+
+def _listed(edges: Sequence[Edge]) -> str:
+    found = Counter(name for edge in edges for name in (*edge.operators[0], *edge.operators[1]))
+    most = ", ".join(f"{count} x {name}" for name, count in found.most_common(_LISTED))
+    rest = len(found) - _LISTED
+    return most + (f" and {rest} other operators" if rest > 0 else "")
+
+
+def cause(edge: Edge) -> str:
+    """Return what did it: the passes, or what tells that the nodes belong together."""
+    return ", ".join(edge.passes) or (f"matched by {edge.by}" if edge.by not in ("", "record") else "")
+
+
+def where(group: Group) -> str:
+    """Return the layers of a group, with those that lack it."""
+    missing = f" (not {ranges(group.missing)})" if group.missing else ""
+    return ranges(group.layers) + missing if group.layers else "outside"
+
+
+def became(edge: Edge, alone: bool) -> str:
+    """Return what became what: operators, with names where there is one edge only."""
+    before, after = (", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(each).items())
+                     for each in edge.operators)  # fmt: skip
+    said = after if before == after or not before else before if not after else f"{before} -> {after}"
+    if not alone:
+        return said
+    return f"{said} {', '.join(plain(name, _NAME) for name in (edge.after or edge.before)[:2])}"
+
+
+def told(edge: Edge, alone: bool) -> Iterator[str]:
+    """Yield what is different, in words; of an edge that stands for many, without the names of what is read."""
+    shown = list(dict.fromkeys(_line(change, alone) for change in edge.changes))
+    yield from shown[:_CHANGES]
+    if len(shown) > _CHANGES:
+        yield f"and {len(shown) - _CHANGES} more"
+
+
+def _line(change: Change, alone: bool) -> str:
+    if change.what == "operator":
+        return "another operator"
+    if change.what == "input":
+        return f"input {change.name}: {change.before} -> {change.after}" if alone else f"input {change.name} differs"
+    if change.what == "attribute":
+        return f"{change.name}: {change.before} -> {change.after}"
+    if change.before != change.after:
+        return f"weight {change.before} -> {change.after}"
+    figures = change.figures
+    moved = f" by {_percent(figures['relative'])} in root mean square" if "relative" in figures else ""
+    share = f"{figures['changed']:.1%} of " if figures.get("changed", 1) < 1 else ""
+    return f"weight {change.before}: {share}its numbers changed{moved}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= _LITTLE else f"{100 * share:.1g}%"
+
+
+_LITTLE = 0.001
+
+
+def _size(found: Diff, side: int) -> str:
+    return f"{found.parameters[side]:,} parameters in {sized(found.bytes[side])}"

@@ -1,0 +1,267 @@
+"""Where a node came from: the passes that made it, oldest first, what each did, what was checked, what it took."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import onnx_ir as ir
+from pydantic import BaseModel, ConfigDict
+
+from graphopt.analysis.structure.folding.trunk import constant_nodes
+from graphopt.analysis.structure.token_cost import constants_of
+from graphopt.artifact.manifest import Manifest
+from graphopt.errors import InputError
+from graphopt.graph import provenance
+from graphopt.graph.diagnostics import Check, Effect, Fact, Finding, PassReport
+from graphopt.passes import PASSES
+from graphopt.report.escape import plain
+from graphopt.report.measurement import Measured
+from graphopt.report.sentences import sentence
+from graphopt.report.trace import Left, Node
+from graphopt.report.trace_builder import opened, trace_of
+
+_HINTS = 3
+_SHOWN = 8
+
+
+class Edge(BaseModel):
+    """One step on the way from the model as it came in to a node.
+
+    Attributes:
+        stage: the pass.
+        run: which of its runs, from 1; 0 where no manifest tells.
+        effect: what the pass declares of itself; ``None`` where that is not known.
+        kind: what became of ``made``: ``edited`` in place, or ``made`` of others.
+        made: the name of the node or weight behind the pass.
+        sources: what it was made of.
+        what: what the pass says of it.
+        replaced: the nodes that it took the place of, with their operators.
+        checks: what was proved or measured after the pass, without findings.
+        findings: what a check says of this node.
+        seconds: how long the pass took for the whole model.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    stage: str
+    run: int = 0
+    effect: Effect | None = None
+    kind: str
+    made: str
+    sources: list[str]
+    what: list[Fact] = []
+    replaced: list[str] = []
+    checks: list[Check] = []
+    findings: list[Finding] = []
+    seconds: float | None = None
+
+
+class Explanation(BaseModel):
+    """Where a node came from.
+
+    Attributes:
+        node: what it is now.
+        call: what it computes, in one line.
+        origins: the nodes and weights of the model as it came in that it leads back to.
+        as_it_came_in: whether no pass touched it.
+        edges: the steps, oldest first.
+        left: the passes that left it alone, and why.
+        measured: its errors and its time, where they were asked for.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    node: Node
+    call: str
+    origins: list[str]
+    as_it_came_in: bool
+    edges: list[Edge] = []
+    left: list[Left] = []
+    measured: Measured | None = None
+
+
+def explain(path: Path, name: str) -> Explanation:
+    """Say where the node ``name`` of a model came from; the name of a weight or value stands for its reader or maker.
+
+    Raises:
+        InputError: there is no model, it cannot be read, or it has no such node; names those that are called alike.
+    """
+    model, manifest = opened(path, weights=False)
+    return explained(model, manifest, name)
+
+
+def explained(model: ir.Model, manifest: Manifest | None, name: str) -> Explanation:
+    """Say where a node came from; see :func:`explain`."""
+    (only,) = explanations(model, manifest, [found(model.graph, name)])
+    return only
+
+
+def explanations(
+    model: ir.Model, manifest: Manifest | None, nodes: Collection[ir.Node] | None = None
+) -> Iterator[Explanation]:
+    """Say where nodes of a model came from, in the order of the graph; all of them by default."""
+    constant = constant_nodes(model.graph)
+    trace = trace_of(model, manifest, "")
+    for record, node in zip(trace.nodes, model.graph, strict=True):
+        if nodes is None or node in nodes:
+            yield _explained(node, record, constant, manifest)
+
+
+def _explained(node: ir.Node, record: Node, constant: set[ir.Node], manifest: Manifest | None) -> Explanation:
+    weights = [] if node in constant else constants_of(node, constant)
+    items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *weights]
+    histories = [(provenance.steps(item), item) for item in items]
+    edges = {(step.pass_name, step.made, step.sources): step for steps, _ in histories for step in steps}
+    origins: dict[str, None] = {}
+    for steps, item in histories:
+        if steps:
+            origins.update(dict.fromkeys(provenance.history(item)[1]))
+        elif item is node:
+            origins[node.name or ""] = None
+    ran = [] if manifest is None else [report.name for report in manifest.passes]
+    ordered = sorted(edges.values(), key=lambda step: ran.index(step.pass_name) if step.pass_name in ran else -1)
+    return Explanation(
+        node=record,
+        call=_call(node),
+        origins=list(origins),
+        as_it_came_in=not edges,
+        edges=[_edge(step, manifest) for step in ordered],
+        left=record.left,
+    )
+
+
+def found(graph: ir.Graph, name: str) -> ir.Node:
+    """Return the node of a name, the maker of a value, the first reader of a weight, or what came of one that is gone.
+
+    Raises:
+        InputError: there is none.
+    """
+    for node in graph:
+        if node.name == name:
+            return node
+    for node in graph:
+        if any(value.name == name for value in node.outputs):
+            return node
+    for node in graph:
+        if any(value is not None and value.name == name for value in node.inputs):
+            return node
+    constant = constant_nodes(graph)
+    for node in graph:
+        if node not in constant and name in _mentioned(node, constant):
+            return node
+    like = _alike(name, [node.name for node in graph if node.name and node not in constant])
+    remedy = f"there are {', '.join(map(plain, like))}" if like else "`graphopt inspect MODEL --json` lists its nodes"
+    raise InputError("the model has no node, value or weight of this name", node=plain(name), remedy=remedy)
+
+
+def _mentioned(node: ir.Node, constant: set[ir.Node]) -> set[str]:
+    """Return the names that the record of a node and of what it is made of mentions."""
+    items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *constants_of(node, constant)]
+    return {name for item in items for step in provenance.steps(item) for name in (step.made, *step.sources)}
+
+
+def _alike(name: str, names: list[str]) -> list[str]:
+    """Return names that hold ``name``, or something like it."""
+    parts = {part for each in names for part in (each, *each.split("."))}
+    like = [each for each in names if name in each]
+    for part in difflib.get_close_matches(name, sorted(parts), _HINTS) if not like else ():
+        like += [each for each in names if part in each and each not in like]
+    return like[:_HINTS]
+
+
+def rewrite_of(name: str) -> str:
+    """Return the before and after of a pass, as its docstring has it; "" for a pass that this version lacks."""
+    doc = inspect.getdoc(PASSES[name]) if name in PASSES else None
+    _, before, rest = (doc or "").partition("before")
+    lines = (before + rest).replace("``", "").splitlines()
+    last = max((number for number, line in enumerate(lines) if line.startswith("    ")), default=-1)
+    return "\n".join(line if line.startswith(" ") else line.replace("::", ":") for line in lines[: last + 1])
+
+
+def _makers(node: ir.Node, constant: set[ir.Node]) -> list[ir.Node]:
+    made: list[ir.Node] = []
+    waiting = [] if node in constant else [value.producer() for value in node.inputs if value is not None]
+    while waiting:
+        each = waiting.pop()
+        if each is not None and each in constant and each not in made:
+            made.append(each)
+            waiting += [value.producer() for value in each.inputs if value is not None]
+    return made
+
+
+def _edge(step: provenance.Step, manifest: Manifest | None) -> Edge:
+    edited = not step.sources or step.sources == (step.made,)
+    edge = Edge(
+        stage=step.pass_name,
+        kind="edited" if edited else "made",
+        made=step.made,
+        sources=list(step.sources),
+    )
+    report = None if manifest is None else _report(step, manifest)
+    if report is None or manifest is None:
+        return edge
+    names = {step.made, *step.sources}
+    checks = manifest.checks_of(report)
+    return edge.model_copy(
+        update={
+            "run": report.run,
+            "effect": report.effect,
+            "what": [change.what for change in report.changes if change.where == step.made],
+            "replaced": [f"{each.where} ({each.op_type})" for each in report.removed if step.made in each.by],
+            "checks": [check.model_copy(update={"findings": []}) for check in checks],
+            "findings": [each for check in checks for each in check.findings if {each.node, each.tensor} & names],
+            "seconds": report.seconds,
+        }
+    )
+
+
+def _report(step: provenance.Step, manifest: Manifest) -> PassReport | None:
+    """Return the run of the pass that the step is of: the one that says so, or the first."""
+    runs = [report for report in manifest.passes if report.name == step.pass_name]
+    said = (report for report in runs if any(change.where == step.made for change in report.changes))
+    return next(said, next(iter(runs), None))
+
+
+def _call(node: ir.Node) -> str:
+    shown = [plain(value.name or "?", 40) if value is not None else "" for value in node.inputs]
+    made = ", ".join(plain(value.name or "?", 40) for value in node.outputs)
+    kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
+    return f"{made} = {kind}({', '.join(shown)})"
+
+
+def told(found: Explanation) -> Iterator[str]:
+    """Say it in lines, oldest step first."""
+    node = found.node
+    place = "outside of layers" if node.layer is None else f"layer {node.layer}"
+    yield f"{plain(node.name)}: {node.role}, {place}, run by {node.runner}"
+    yield f"    {found.call}"
+    yield f"came from: {_listed(found.origins)}"
+    if found.as_it_came_in:
+        yield "no pass of graphopt made or edited it"
+    for number, edge in enumerate(found.edges, 1):
+        yield ""
+        took = "" if edge.seconds is None else f", {edge.seconds:.2f} s for the whole model"
+        yield f"{number}. {edge.stage} ({edge.effect or 'effect unknown'}{took})"
+        sources = "" if edge.kind == "edited" else f" of {_listed(edge.sources)}"
+        yield f"   {edge.kind} {plain(edge.made)}{sources}"
+        yield from (f"   {plain(sentence(what), 240)}" for what in edge.what)
+        if edge.replaced:
+            yield f"   in place of {_listed(edge.replaced)}"
+        if edge.stage not in [other.stage for other in found.edges[: number - 1]]:
+            yield from (f"   | {line}".rstrip() for line in rewrite_of(edge.stage).splitlines())
+            for check in edge.checks:
+                figures = "".join(f", {name} {value:.3g}" for name, value in check.figures.items())
+                yield f"   {check.name}: {check.status}: {plain(sentence(check.reason), 240)}{figures}"
+        for finding in edge.findings:
+            where = "" if finding.tensor is None else f" {plain(finding.tensor)}"
+            yield f"   {finding.status}{where}: {plain(sentence(finding.reason), 240)}"
+    for left in found.left:
+        yield f"{left.by} left it alone: {plain(sentence(left.why), 240)}"
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(map(plain, names[:_SHOWN])) + more

@@ -1,0 +1,64 @@
+"""A calibration of heads as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich.table import Table
+
+from graphopt.analysis.structure.heads import Calibration, HeadFigures
+from graphopt.report.escape import ranges
+
+NOTABLE = 0.1
+"""Share of attention from which on an echo or induction score has a row of its own."""
+
+
+def heads_table(found: Calibration) -> Table:
+    """Show KV heads: their echo and induction scores, the largest of their query heads, and what policies keep.
+
+    A head with a score of :data:`NOTABLE` or more has a row. The others of a layer are one row, and so are layers one
+    behind the other that have no such head: with the largest scores among them, and the mean of what policies keep.
+    """
+    policies = list(found.policies)
+    table = Table("layers", "KV heads", "induction", "echo", *(f"kept by {name}" for name in policies))
+    layers: list[int] = []
+    rest: list[HeadFigures] = []
+
+    def close() -> None:
+        if rest:
+            table.add_row(ranges(layers), f"{len(rest)} others", *_cells(rest, policies))
+        layers.clear()
+        rest.clear()
+
+    for layer in found.layers:
+        notable = [number for number, head in enumerate(layer.heads) if max(*head.induction, *head.echo) >= NOTABLE]
+        if notable:
+            close()
+        for number in notable:
+            table.add_row(str(layer.number), str(number), *_cells([layer.heads[number]], policies))
+        layers.append(layer.number)
+        rest += [head for number, head in enumerate(layer.heads) if number not in notable]
+        if notable:
+            close()
+    close()
+    return table
+
+
+def _cells(heads: Sequence[HeadFigures], policies: Iterable[str]) -> list[str]:
+    scores = [max(max(head.induction) for head in heads), max(max(head.echo) for head in heads)]
+    kept = [_mean(share for head in heads for share in head.kept[name]) for name in policies]
+    return [f"{figure:.3f}" for figure in (*scores, *kept)]
+
+
+def policies_table(found: Calibration) -> Table:
+    """Show each policy: what it reads of the tokens, and what it keeps of attention."""
+    table = Table("policy", "says", "tokens read", "attention kept")
+    for name, policy in found.policies.items():
+        says = ", ".join(f"{key} {value}" for key, value in policy.attributes.items() if key != "policy")
+        table.add_row(name, says, f"{policy.read:.1%}", f"{policy.kept:.1%}")
+    return table
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed)

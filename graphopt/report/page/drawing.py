@@ -1,0 +1,154 @@
+"""One layer drawn as a graph: nodes in rows by their distance from what the layer reads, edges as curves.
+
+Nodes that do the same to the same are one box, such as those of eight experts. Rows are ordered so that few edges
+cross: each node goes to the mean place of its neighbours, a few times down and up (Sugiyama, Tagawa and Toda, 1981).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.report.escape import plain
+from graphopt.report.page.html import Html, el
+from graphopt.report.trace import Node, Trace
+
+_WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 158, 38, 22, 26, 12
+_SWEEPS, _LARGEST, _TEXT = 6, 150, 22
+
+
+def drawing(trace: Trace, fold: int) -> Html:
+    """Return the archetype of a fold as SVG; nodes that only make constants are left out."""
+    layer = trace.folds[fold].layers[0]
+    helps = _constants(trace)
+    inside = [number for number, node in enumerate(trace.nodes) if node.layer == layer and number not in helps]
+    first = _equal(trace, inside, helps)
+    places = [number for number in inside if first[number] == number]
+    if not places or len(places) > _LARGEST:
+        return el("p", f"{len(places)} nodes: too many to draw, see the list of nodes", class_="note")
+    pairs = ((first[m], reader) for reader in places for m in trace.nodes[reader].reads if m in first)
+    edges = list(dict.fromkeys(pairs))
+    rows, chains = _ranks(places, edges)
+    rows = _ordered(rows, [pair for chain in chains for pair in pairwise(chain)])
+    widths = [sum(_ACROSS + (_WIDTH if each >= 0 else 0) for each in row) - _ACROSS for row in rows]
+    where: dict[int, tuple[float, float]] = {}
+    for depth, (row, own) in enumerate(zip(rows, widths, strict=True)):
+        x = _MARGIN + (max(widths) - own) / 2
+        for each in row:
+            size = _WIDTH if each >= 0 else 0
+            where[each] = (x + size / 2, _MARGIN + depth * (_HEIGHT + _DOWN))
+            x += size + _ACROSS
+    height = 2 * _MARGIN + len(rows) * (_HEIGHT + _DOWN) - _DOWN
+    lines = (el("path", d="".join(_path([where[each] for each in chain])), class_="edge") for chain in chains)
+    same: dict[int, list[int]] = {number: [] for number in places}
+    for number in inside:
+        same[first[number]].append(number)
+    boxes = (_box(trace, same[number], *where[number]) for number in places)
+    width = max(widths) + 2 * _MARGIN
+    size_of = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
+    title = f"layer {layer}: {len(inside)} nodes"
+    return el(
+        "div", el("svg", el("g", lines), el("g", boxes), role="group", aria_label=title, **size_of), class_="scroll"
+    )
+
+
+def _equal(trace: Trace, places: Sequence[int], helps: Collection[int]) -> dict[int, int]:
+    """Return for each node the first one of its operator and role that reads the same, or what equals that."""
+    found: dict[object, int] = {}
+    first: dict[int, int] = {}
+    for number in places:
+        node = trace.nodes[number]
+        stored = tuple((trace.weights[each].format, tuple(trace.weights[each].shape)) for each in node.weights)
+        reads = tuple(first.get(maker, maker) for maker in node.reads if maker not in helps)
+        alone = None if reads else number
+        first[number] = found.setdefault((node.operator, node.role, stored, reads, alone), number)
+    return first
+
+
+def _constants(trace: Trace) -> set[int]:
+    """Return nodes that read no other node, and that nothing but products or lookups reads: they make constants."""
+    found: set[int] = set()
+    for number, node in enumerate(trace.nodes):
+        if node.role not in (OTHER, SHARED) and not node.weights and all(each in found for each in node.reads):
+            found.add(number)
+    return found
+
+
+def _ranks(places: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
+    """Return the rows, and for each edge the places that it passes: in each row between its ends one below 0."""
+    depth = dict.fromkeys(places, 0)
+    reads: dict[int, list[int]] = {number: [] for number in places}
+    for maker, reader in edges:
+        reads[reader].append(maker)
+    for number in places:  # in the order of the graph, so makers come first
+        depth[number] = 1 + max((depth[maker] for maker in reads[number]), default=-1)
+    rows: list[list[int]] = [[] for _ in range(1 + max(depth.values()))]
+    for number in places:
+        rows[depth[number]].append(number)
+    chains, passed = [], 0
+    for maker, reader in edges:
+        chain = [maker]
+        for row in rows[depth[maker] + 1 : depth[reader]]:
+            passed -= 1
+            row.append(passed)
+            chain.append(passed)
+        chains.append([*chain, reader])
+    return rows, chains
+
+
+def _ordered(rows: list[list[int]], edges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    near: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
+    for maker, reader in edges:
+        near[0].setdefault(reader, []).append(maker)
+        near[1].setdefault(maker, []).append(reader)
+    for sweep in range(_SWEEPS):
+        down = sweep % 2 == 0
+        for number in range(len(rows)) if down else reversed(range(len(rows))):
+            place = {node: at - len(row) / 2 for row in rows for at, node in enumerate(row)}
+            rows[number].sort(key=lambda node: _mean(near[0 if down else 1].get(node, []), place, node))
+    return rows
+
+
+def _mean(nodes: Sequence[int], place: Mapping[int, float], own: int) -> float:
+    return sum(place[node] for node in nodes) / len(nodes) if nodes else place[own]
+
+
+def _path(points: Sequence[tuple[float, float]]) -> Iterator[str]:
+    """Yield a curve from the lower edge of the first box to the upper edge of the last, straight beside others."""
+    x, y = points[0][0], points[0][1] + _HEIGHT
+    yield f"M{x:.0f} {y:.0f}"
+    for u, v in points[1:]:
+        bend = (v - y) * 0.6
+        yield f"C{x:.0f} {y + bend:.0f} {u:.0f} {v - bend:.0f} {u:.0f} {v:.0f}"
+        yield f"V{v + _HEIGHT:.0f}" if (u, v) != points[-1] else ""
+        x, y = u, v + _HEIGHT
+
+
+def _box(trace: Trace, numbers: Sequence[int], x: float, y: float) -> Html:
+    node = trace.nodes[numbers[0]]
+    name, below = label_of(trace, node)
+    name = name if len(numbers) == 1 else f"{name} x {len(numbers)}"
+    kind = "product" if node.weights and node.role.endswith("proj") else "attention" if node.role == "attention" else ""
+    kind = kind or ("norm" if "norm" in node.role else "plain")
+    return el(
+        "g",
+        el("title", plain(node.name, 200)),
+        el("rect", x=f"{x - _WIDTH / 2:.0f}", y=f"{y:.0f}", width=_WIDTH, height=_HEIGHT, rx=6),
+        el("text", plain(name, _TEXT), x=f"{x:.0f}", y=f"{y + (16 if below else 23):.0f}"),
+        el("text", plain(below, _TEXT + 4), x=f"{x:.0f}", y=f"{y + 30:.0f}", class_="small") if below else None,
+        class_=f"box {kind}",
+        data_node=numbers[0],
+        data_same=" ".join(map(str, numbers)) if len(numbers) > 1 else None,
+        tabindex=0,
+        role="button",
+    )
+
+
+def label_of(trace: Trace, node: Node) -> tuple[str, str]:
+    """Return what a node is for, and below it its operator and in what its weights are stored."""
+    operator = node.operator.rpartition("::")[2]
+    formats = [trace.weights[number].format for number in node.weights if trace.weights[number].parameters]
+    if node.role in (OTHER, SHARED):
+        return operator, formats[0] if formats else ""
+    return node.role, f"{operator}, {formats[0]}" if formats else operator

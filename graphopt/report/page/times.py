@@ -1,0 +1,37 @@
+"""The part of a page about time."""
+
+from __future__ import annotations
+
+from graphopt.inference.profiling import Profile
+from graphopt.report.page.charts import icicle
+from graphopt.report.page.html import Html, bar, el, section, table
+from graphopt.report.times import ROWS, duration, kernels_of, reached, rows, told_of
+from graphopt.report.trace import Trace
+
+
+def time_section(trace: Trace, found: Profile) -> Html:
+    """Return the part of a page about time."""
+    said = f"This machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run. "
+    above = "A share of the bandwidth above 100% means that the processor's cache held what was read."
+    parts: list[object] = [el("p", said, above, class_="note")]
+    for title, run in (("One token", found.token), ("A prompt", found.prompt)):
+        if run is None:
+            continue
+        listed = rows(trace, run)[:ROWS]
+        longest = max((row.seconds for row in listed), default=0.0) or 1.0
+        lines = (
+            (
+                row.role,
+                row.nodes or "",
+                bar(row.seconds / longest, duration(row.seconds)),
+                f"{row.seconds / run.seconds:.1%}",
+                f"{reached(row, found.bandwidth):.0%}" if row.bytes and run.tokens == 1 else "",
+                kernels_of(row),
+                row.worst[1],
+            )
+            for row in listed
+        )
+        head = ("role", "nodes", "time", "share", "bandwidth", "kernels", "slowest node")
+        spoken = (el("p", f"{line[0].upper()}{line[1:]}.") for line in told_of(trace, run))
+        parts += [el("h3", title), *spoken, icicle(trace, run), table(head, lines, right=(1, 3, 4), long=(5, 6))]
+    return section("time", "Where time goes", parts)

@@ -1,0 +1,94 @@
+"""Makes the page about a model: opens it, compares it with what it was made from, measures what is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from graphopt.errors import InputError
+from graphopt.inference.profiling import profile
+from graphopt.quality.losses import losses
+from graphopt.report.difference import diff_of
+from graphopt.report.page.report import report
+from graphopt.report.trace_builder import opened, trace_of
+from graphopt.util.progress import Progress, silent
+
+
+def write(
+    model: Path,
+    output: Path,
+    *,
+    before: Path | None = None,
+    where: bool = False,
+    groups: bool = True,
+    time: bool = False,
+    weights: bool = False,
+    context: int = 1024,
+    on_stage: Progress = silent,
+) -> None:
+    """Write the page about a model into the HTML file ``output``; one that is there is replaced.
+
+    The others are the arguments of :func:`page_about`.
+
+    Raises:
+        InputError: a model cannot be read or run, or the file cannot be written.
+    """
+    page = page_about(
+        model,
+        before=before,
+        where=where,
+        groups=groups,
+        time=time,
+        weights=weights,
+        context=context,
+        on_stage=on_stage,
+    )
+    try:
+        output.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"the page cannot be written: {error.strerror}", file=output) from error
+
+
+def page_about(
+    model: Path,
+    *,
+    before: Path | None = None,
+    where: bool = False,
+    groups: bool = True,
+    time: bool = False,
+    weights: bool = False,
+    context: int = 1024,
+    live: bool = False,
+    on_stage: Progress = silent,
+) -> str:
+    """Return the page about a model, in HTML.
+
+    Args:
+        model: an artifact, or an .onnx file, of graphopt or not.
+        before: what it was made from.
+        where: whether to run both, to show where quality was lost.
+        groups: with ``where``, whether to measure what groups of products cause, too: two runs for each of them.
+        time: whether to run it, to show where time goes.
+        weights: with ``where``, whether to draw how weights lie among the levels of their formats.
+        context: tokens in the cache, for figures per token.
+        live: whether it is served by :class:`graphopt.report.page.serve.PageServer`, and follows the model's files.
+        on_stage: called when a stage begins.
+
+    Raises:
+        InputError: a model cannot be read or run.
+    """
+    if where and before is None:
+        raise InputError("--where compares with the model before", remedy="give --before FOLDER")
+    if weights and not where:
+        raise InputError("--weights is a part of --where", remedy="add --where")
+    on_stage("reading the model")
+    graph, manifest = opened(model, weights=before is not None)
+    trace = trace_of(graph, manifest, str(model), context)
+    found = None
+    if before is not None:
+        on_stage("comparing it with the model before")
+        found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
+    lost = None
+    if where and before is not None:
+        lost = losses(before, model, restore=groups, weights=weights, on_stage=on_stage)
+    taken = profile(model, on_stage=on_stage) if time else None
+    return report(trace, manifest, found, lost, taken, live=live)

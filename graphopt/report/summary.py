@@ -1,0 +1,196 @@
+"""A trace in a few tables: layers of one structure are one, with how many there are and what is different in some."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.report.escape import counted, letters, plain, ranges
+from graphopt.report.sentences import sentence
+from graphopt.report.tables import sized
+from graphopt.report.trace import Node, Repeat, Trace
+from graphopt.report.trace_builder import BYTES, OPERATIONS
+
+
+@dataclass
+class Row:
+    """The nodes of one role in all layers of one fold, or outside of layers.
+
+    Attributes:
+        fold: the fold, ``None`` outside of layers.
+        role: what they are for.
+        nodes: how many there are.
+        formats: in what their weights are stored, how often.
+        layers: of each format, the layers.
+        parameters: numbers of the model; a weight that several read counts at the first.
+        bytes: as they are stored, scales included.
+        computes: in what they compute, how often.
+        runners: who runs them, how often.
+        operations: per token.
+        read: bytes of weights and caches per token.
+        passes: how many nodes each pass touched.
+        left: why a pass left nodes alone: by pass and sentence, the layers.
+    """
+
+    fold: int | None
+    role: str
+    nodes: int = 0
+    formats: Counter[str] = field(default_factory=Counter)
+    layers: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    parameters: int = 0
+    bytes: int = 0
+    computes: Counter[str] = field(default_factory=Counter)
+    runners: Counter[str] = field(default_factory=Counter)
+    operations: int = 0
+    read: int = 0
+    passes: Counter[str] = field(default_factory=Counter)
+    left: dict[tuple[str, str], list[int | None]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def odd(self) -> dict[str, list[int]]:
+        """Of each format that is not that of most, the layers."""
+        usual = self.formats.most_common(1)[0][0] if self.formats else ""
+        return {name: layers for name, layers in self.layers.items() if name != usual and layers}
+
+
+def rows(trace: Trace, selected: Callable[[Node], bool] | None = None) -> list[Row]:
+    """Put nodes of one role and one fold together.
+
+    Args:
+        trace: of the model.
+        selected: which nodes to count; all by default.
+    """
+    found: dict[tuple[int | None, str], Row] = {}
+    seen: set[int] = set()
+    figures: dict[str, dict[str, float]] = defaultdict(dict)
+    for measure in trace.measures:
+        figures[measure.subject][measure.metric] = measure.value
+    helps = {node.role for node in trace.nodes if node.weights}
+    for node in trace.nodes:
+        # A node that only makes the matrix of a product is no product of its own.
+        if (selected is not None and not selected(node)) or (not node.weights and node.role in helps - {OTHER, SHARED}):
+            continue
+        row = found.setdefault((node.fold, node.role), Row(node.fold, node.role))
+        row.nodes += 1
+        row.runners[node.runner] += 1
+        row.passes.update(node.passes)
+        row.computes.update([node.computes] if node.computes is not None else [])
+        row.operations += round(figures[node.name].get(OPERATIONS, 0))
+        row.read += round(figures[node.name].get(BYTES, 0))
+        formats = [_format(trace, number) for number in node.weights if trace.weights[number].parameters]
+        for name in formats[:1]:
+            row.formats[name] += 1
+            if node.layer is not None:
+                row.layers[name].append(node.layer)
+        for number in {trace.weights[each].same_as or each for each in node.weights} - seen:
+            seen.add(number)
+            row.parameters += trace.weights[number].parameters
+            row.bytes += trace.weights[number].bytes
+        for each in node.left:
+            row.left[each.by, sentence(each.why)].append(node.layer)
+    return sorted(found.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER, SHARED)))
+
+
+def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table:
+    """Show each role of each fold: how many, how large, in what they are stored and compute, who runs them."""
+    right = [Column(name, justify="right") for name in ("nodes", "parameters", "size")]
+    costs = [Column(name, justify="right") for name in ("operations\n/token", "bytes\n/token")]
+    table = Table("layers", "role", *right, "stored", "computed", "run by", *costs)
+    names, previous = list(islice(letters(), len(trace.folds))), object()
+    for row in rows(trace, selected):
+        where = "" if row.fold == previous else _where(trace, row.fold, names)
+        previous = row.fold
+        stored = counted(row.formats) if row.formats else ""
+        odd = "".join(f"\n{name} in {ranges(layers)}" for name, layers in sorted(row.odd.items()))
+        table.add_row(
+            *map(Text, (where, row.role, str(row.nodes), f"{row.parameters:,}" if row.parameters else "")),
+            Text(stored_size(row)),
+            Text(stored + odd),
+            Text(counted(row.computes) if row.computes else ""),
+            Text(counted(row.runners)),
+            Text(short(row.operations)),
+            Text(short(row.read)),
+        )
+    return table
+
+
+def stored_size(row: Row) -> str:
+    """Return the bytes of the weights of a row; ``tied`` where all of them are stored with those of another row."""
+    return sized(row.bytes) if row.bytes else "tied" if row.formats else ""
+
+
+def coverage_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table | None:
+    """Show how many nodes of each role each pass touched; ``None`` where no pass is known."""
+    names = list(dict.fromkeys(stage.name for stage in trace.stages))
+    if not names:
+        return None
+    table = Table("layers", "role", *(Column(name, justify="right") for name in names))
+    folds, previous = list(islice(letters(), len(trace.folds))), object()
+    for row in rows(trace, selected):
+        if row.role in (OTHER, SHARED) and not row.passes:
+            continue
+        where = "" if row.fold == previous else _where(trace, row.fold, folds)
+        previous = row.fold
+        cells = (f"{row.passes[name]}/{row.nodes}" if row.passes[name] else "" for name in names)
+        table.add_row(*map(Text, (where, row.role, *cells)))
+    return table
+
+
+def left_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table | None:
+    """Show what passes left alone, and why, by roles; ``None`` where they left nothing."""
+    table = Table("pass", "role", "layers", "why")
+    roles: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows(trace, selected):
+        for (name, why), layers in row.left.items():
+            known = ranges(layer for layer in layers if layer is not None)
+            roles.setdefault((name, known or "outside", why), []).append(row.role)
+    for (name, where, why), those in roles.items():
+        table.add_row(*map(Text, (name, ", ".join(dict.fromkeys(those)), where, plain(why, 240))))
+    return table if table.row_count else None
+
+
+def heading(trace: Trace) -> Iterator[str]:
+    """Say in a few lines what the model is, and how its layers repeat."""
+    parameters, size = trace.totals()
+    yield f"{plain(trace.model, 200)}: {len(trace.nodes):,} nodes, {parameters:,} parameters in {sized(size)}"
+    names = list(islice(letters(), len(trace.folds)))
+    if trace.folds:
+        count = sum(len(fold.layers) for fold in trace.folds)
+        yield f"{count} layers: {repeats_of(trace.repeats, names)}"
+    for fold, name in zip(trace.folds, names, strict=True):
+        if fold.exceptions:
+            yield f"stored in another way than most of {name}: {ranges(fold.exceptions)}"
+    yield f"per token: one sequence, {trace.context:,} tokens in the cache; products, attention and weights are counted"
+    yield from (f"note: {note}" for note in trace.notes)
+
+
+def repeats_of(parts: list[Repeat | int], names: list[str]) -> str:
+    """Return how layers repeat: ``((A) x 5, B) x 4``."""
+    said = []
+    for part in parts:
+        inner = repeats_of(part.parts, names) if isinstance(part, Repeat) else names[part]
+        said.append(inner if isinstance(part, int) else f"({inner}) x {part.count}")
+    return ", ".join(said)
+
+
+def _where(trace: Trace, fold: int | None, names: list[str]) -> str:
+    return "outside" if fold is None else f"{names[fold]}: {ranges(trace.folds[fold].layers)}"
+
+
+def _format(trace: Trace, number: int) -> str:
+    weight = trace.weights[number]
+    return weight.format if weight.group is None else f"{weight.format} by {weight.group}"
+
+
+def short(value: float) -> str:
+    """Return a large number with its unit: ``786.4 k``; "" for 0."""
+    for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:.1f} {unit}"
+    return f"{value:.0f}" if value else ""

@@ -1,0 +1,153 @@
+"""Reports as rich tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphopt.artifact.manifest import Manifest
+from graphopt.graph.diagnostics import Check, PassReport, Skip
+from graphopt.passes import PASSES
+from graphopt.passes.algebra.rotate import STAYS
+from graphopt.quality.judge import CHECK as QUALITY
+from graphopt.quality.verdict import verdict_of
+from graphopt.report.escape import plain
+from graphopt.report.sentences import sentence
+from graphopt.tasks import TASKS
+
+
+def passes_table(manifest: Manifest) -> Table:
+    """Show each pass with what it changed, what it left alone, and what its check found."""
+    names = Column("pass", no_wrap=True)
+    table = Table(names, "effect", "changed", "left alone", Column("check", no_wrap=True), "change", "seconds")
+    compared = {task.compared for task in TASKS.values()}
+    for report in manifest.passes:
+        checks = {check.name: check for check in manifest.checks_of(report)}
+        moved = next((check for name, check in checks.items() if name in compared), None)
+        table.add_row(
+            report.name if report.run < 2 else f"{report.name} ({report.run})",
+            report.effect,
+            str(len(report.changes)),
+            str(len(report.skips)),
+            "\n".join(check.status for check in checks.values()),
+            "" if moved is None else change(moved),
+            f"{report.seconds:.2f}",
+        )
+    return table
+
+
+def change(check: Check) -> str:
+    """Show how far a pass moved what the model computes, relative to the largest number."""
+    value = check.figures.get("largest_change")
+    return "" if value is None else f"{value:.1e}"
+
+
+def checks_table(checks: Sequence[Check]) -> Table:
+    """Show each check with its status and its evidence."""
+    table = Table("check", "after", "status", "evidence")
+    for check in checks:
+        figure = change(check)
+        reason = sentence(check.reason)
+        evidence = f"{reason}; largest change {figure}" if figure else reason
+        table.add_row(check.name, check.after, check.status, Text(evidence))
+    return table
+
+
+def skips_table(reports: Sequence[PassReport]) -> Table | None:
+    """Show what was left alone and why, equal reasons of one pass together; ``None`` where nothing was."""
+    table = Table("pass", "left alone", "why")
+    for report in reports:
+        places: dict[str, list[str]] = {}
+        for skip in report.skips:
+            places.setdefault(sentence(skip.reason), []).append(_place(skip))
+        for reason, found in places.items():
+            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+            table.add_row(report.name, Text(found[0] + more), Text(plain(reason, _REASON)))
+    return table if table.row_count else None
+
+
+def _place(skip: Skip) -> str:
+    """Name what was left alone: a node or value, or a basis with its width, and the node that is the reason."""
+    width = skip.reason.figures.get("width")
+    where = plain(skip.where)
+    what = where if skip.reason.code != STAYS.code else f"basis {where} [{width or '?'}]"
+    return what if skip.node is None or skip.node == skip.where else f"{what} at {plain(skip.node)}"
+
+
+_REASON = 400
+"""Characters of a reason that are shown; names in it may be long."""
+
+
+def summary(manifest: Manifest) -> list[str]:
+    """Say in a few lines how large the artifact is, in what it is stored, and in what it computes."""
+    total = sum(record.bytes for record in manifest.files.values())
+    lines = []
+    if manifest.weights is not None:
+        weights = manifest.weights
+        lines.append(
+            f"{sized(total)} on disk: {weights.parameters:,} weights of {weights.bits_per_weight:.2f} bits, "
+            f"scales included"
+        )
+    if manifest.precision is not None:
+        stored = ", ".join(f"{count} {name}" for name, count in manifest.precision.storage.items())
+        lines.append(f"stored: {stored} tensor(s)")
+        said = "; ".join(map(sentence, manifest.precision.notes))
+        lines.append(f"computed: activations {manifest.precision.activations}; {said}")
+    judged = [check for check in manifest.checks if check.name == QUALITY]
+    lines += [f"quality: {_quality(check)}" for check in judged[-1:]]
+    return [*lines, *map("note: {}".format, (*_idle(manifest), *map(sentence, manifest.notes)))]
+
+
+def _idle(manifest: Manifest) -> Iterator[str]:
+    """Say which steps of the last recipe changed nothing, and why."""
+    steps = (manifest.recipe or {}).get("steps", ())
+    for report in manifest.passes[len(manifest.passes) - len(steps) :]:
+        known = PASSES.get(report.name)
+        if known is not None and known.phase() in _OF_MODELS and report.skips and not report.changes:
+            reasons = dict.fromkeys(sentence(skip.reason) for skip in report.skips)
+            more = f" ({len(reasons)} reasons in all)" if len(reasons) > 1 else ""
+            yield f"the step {report.name} changed nothing: {plain(next(iter(reasons)), _REASON)}{more}"
+
+
+_OF_MODELS = ("algebra", "codes", "cache")
+"""Phases whose steps a recipe names for what they do to a model; steps of the others often find nothing to do."""
+
+
+def _quality(check: Check) -> str:
+    said = sentence(check.reason)
+    return said if check.status == "measured" else f"{check.status}: {said}"
+
+
+def quality_table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
+    """Show models with their figures beside their reference: one row for each."""
+    shown = {name: words for name, words in _FIGURES.items() if any(name in figures for _, figures in rows)}
+    labels = (*(label for label, _ in shown.values()), "verdict")
+    table = Table("model", *(Column(label, justify="right", no_wrap=True) for label in labels))
+    for label, figures in rows:
+        cells = [form.format(figures[name]) if name in figures else "" for name, (_, form) in shown.items()]
+        table.add_row(label, *cells, verdict_of(figures))
+    return table
+
+
+_FIGURES = {
+    "bits_per_byte": ("bits/byte", "{:.4f}"),
+    "perplexity": ("perplexity", "{:.3f}"),
+    "kl_mean": ("KL", "{:.4f}"),
+    "kl_error": ("+-", "{:.4f}"),
+    "kl_99": ("KL 99%", "{:.3f}"),
+    "kl_largest": ("largest", "{:.2f}"),
+    "same_first_choice": ("same", "{:.1%}"),
+    "cosine_mean": ("cosine", "{:.5f}"),
+}
+
+
+def sized(size: int) -> str:
+    """Show a size in bytes: as megabytes (10^6) from a tenth of one on, as kilobytes (10^3), or as it is."""
+    if abs(size) >= _TENTH or not size:
+        return f"{size / 1e6:.2f} MB"
+    return f"{size / 1e3:.1f} kB" if abs(size) >= _KILO else f"{size} bytes"
+
+
+_TENTH, _KILO = 100_000, 1000

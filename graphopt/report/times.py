@@ -1,0 +1,149 @@
+"""Where time goes, as tables: kinds of nodes with all layers together, and the passes that made them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rich.table import Column, Table
+from rich.text import Text
+
+from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.inference.profiling import Profile, Run
+from graphopt.report.escape import counted, plain
+from graphopt.report.trace import Node, Trace
+from graphopt.report.trace_builder import BYTES
+
+ROWS, _KERNELS = 25, 3
+OUTSIDE = "between kernels"
+
+
+@dataclass
+class Row:
+    """Nodes of one role, by what runs them.
+
+    Attributes:
+        role: what they are for; the operator for those that no rule knows.
+        nodes: how many took time.
+        seconds: of one run.
+        bytes: of weights and caches that a token reads.
+        kernels: the operators that onnxruntime ran.
+        worst: the node that took most, and its seconds.
+    """
+
+    role: str
+    nodes: int = 0
+    seconds: float = 0.0
+    bytes: float = 0.0
+    kernels: Counter[str] = field(default_factory=Counter)
+    worst: tuple[float, str] = (0.0, "")
+
+
+def rows(trace: Trace, run: Run) -> list[Row]:
+    """Put nodes of one role together, the slowest role first; what no kernel took is the row :data:`OUTSIDE`."""
+    known = {node.name: node for node in trace.nodes}
+    read = {each.subject: each.value for each in trace.measures if each.metric == BYTES}
+    found: dict[str, Row] = {}
+    for name, seconds in run.nodes.items():
+        node = known.get(name)
+        role = _role(node)
+        row = found.setdefault(role, Row(role))
+        row.nodes += 1
+        row.seconds += seconds
+        row.bytes += read.get(name, 0.0)
+        row.kernels.update(run.kernels.get(name, ()))
+        row.worst = max(row.worst, (seconds, name))
+    found[OUTSIDE] = Row(OUTSIDE, seconds=run.between)
+    return sorted(found.values(), key=lambda row: -row.seconds)
+
+
+def parts(trace: Trace, run: Run) -> dict[str, dict[int | None, tuple[float, str]]]:
+    """Return the seconds of each role in each layer (``None``: outside of layers), with the slowest node there."""
+    known = {node.name: node for node in trace.nodes}
+    found: dict[str, dict[int | None, tuple[float, str]]] = {}
+    slowest: dict[tuple[str, int | None], float] = {}
+    for name, seconds in run.nodes.items():
+        node = known.get(name)
+        role, layer = _role(node), None if node is None else node.layer
+        total, worst = found.setdefault(role, {}).get(layer, (0.0, name))
+        if seconds > slowest.get((role, layer), 0.0):
+            slowest[role, layer], worst = seconds, name
+        found[role][layer] = total + seconds, worst
+    return found
+
+
+def _role(node: Node | None) -> str:
+    if node is None:
+        return "added at load"
+    return node.operator if node.role in (OTHER, SHARED) else node.role
+
+
+def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:
+    """Return the seconds of nodes by the last pass that touched them, the most first."""
+    known = {node.name: node for node in trace.nodes}
+    found: dict[str, float] = {}
+    for name, seconds in run.nodes.items():
+        node = known.get(name)
+        last = node.passes[-1] if node is not None and node.passes else "as it came in"
+        found[last] = found.get(last, 0.0) + seconds
+    return sorted(found.items(), key=lambda each: -each[1])
+
+
+def times_table(trace: Trace, run: Run, bandwidth: float) -> Table:
+    """Show where the time of one run goes; of a single token also which share of the bandwidth a role reaches."""
+    one = run.tokens == 1
+    right = [
+        Column(name, justify="right") for name in ("nodes", "time", "share", *(["MB", "bandwidth"] if one else []))
+    ]
+    what = "one token" if one else f"a prompt of {run.tokens} tokens"
+    made = Table("role", *right, "kernels", "slowest node", title=f"{what}: {duration(run.seconds)}")
+    made.title_justify = "left"
+    for row in rows(trace, run)[:ROWS]:
+        reads = [f"{row.bytes / 1e6:.2f}", f"{reached(row, bandwidth):.0%}"] if row.bytes else ["", ""]
+        made.add_row(
+            Text(row.role),
+            str(row.nodes or ""),
+            duration(row.seconds),
+            f"{row.seconds / run.seconds:.1%}",
+            *(reads if one else []),
+            Text(kernels_of(row)),
+            Text(f"{plain(row.worst[1], 44)} {duration(row.worst[0])}" if row.worst[1] else ""),
+        )
+    return made
+
+
+def told(trace: Trace, found: Profile) -> Iterator[str]:
+    """Say what was run, and how long it took."""
+    for run in (found.prompt, found.token):
+        if run is not None:
+            yield from told_of(trace, run)
+    yield f"this machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run"
+
+
+def told_of(trace: Trace, run: Run) -> Iterator[str]:
+    """Say of one kind of run how long it took, and which passes made the nodes that took most of it."""
+    what = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
+    yield (
+        f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s (with the profiler "
+        f"{duration(run.profiled)}; times are scaled to a run without it)"
+    )
+    yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
+
+
+def duration(seconds: float) -> str:
+    """Return a time with three digits and its unit."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.2g} us" if seconds else "0"
+
+
+def reached(row: Row, bandwidth: float) -> float:
+    """Return which share of the bandwidth of the memory the nodes of a row reach."""
+    return row.bytes / row.seconds / bandwidth if row.seconds and bandwidth else 0.0
+
+
+def kernels_of(row: Row) -> str:
+    """Return the operators that onnxruntime ran for a row, those of most nodes first."""
+    return counted(dict(row.kernels.most_common(_KERNELS))) + (", ..." if len(row.kernels) > _KERNELS else "")

@@ -1,0 +1,172 @@
+"""What a front asks for, as a turn of the Engine; or why it cannot be had."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphopt.artifact.genai import GENAI_CONFIG
+from graphopt.artifact.hf_config import GENERATION_CONFIG, json_object
+from graphopt.artifact.tokens import TOKENIZER, beginning_of, read_tokenizer
+from graphopt.errors import InputError
+from graphopt.inference.decoding.grammar import JSON_STYLE, Grammar
+from graphopt.serving.stream import Turn
+
+_REFUSED = {
+    "n": (1, "choices"),
+    "best_of": (1, "choices"),
+    "frequency_penalty": (0, "frequency penalties"),
+    "presence_penalty": (0, "presence penalties"),
+    "min_p": (0, "min_p"),
+    "use_beam_search": (False, "beam search"),
+    "length_penalty": (1, "length penalties"),
+    "logit_bias": (None, "logit biases"),
+}
+"""Settings that the Engine does not know: the value that asks for nothing, and what they are called."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the graph of a folder can take.
+
+    Attributes:
+        positions: tokens of a request at most.
+        vocabulary: token ids end before it.
+        block: tokens of a block.
+        blocks: blocks of the pool.
+        requests: requests at once.
+        tokens: tokens that one call of the model takes.
+        beginning: what the tokenizer puts before every text.
+        sampling: what ``generation_config.json`` says of sampling.
+    """
+
+    positions: int
+    vocabulary: int
+    block: int
+    blocks: int
+    requests: int
+    tokens: int
+    beginning: tuple[int, ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> Limits:
+        """Read the configuration of a folder.
+
+        Raises:
+            InputError: it holds no graph that an engine can share among requests.
+        """
+        config = json_object(folder / GENAI_CONFIG)
+        batching = config.get("engine", {}).get("dynamic_batching")
+        if batching is None:
+            raise InputError(
+                "this model's graph takes one batch at a time",
+                file=folder,
+                remedy="make one that requests share: `graphopt optimize FOLDER --add serve -o SERVED`",
+            )
+        model, tokenizer = config["model"], read_tokenizer(folder / TOKENIZER)
+        return cls(
+            min(model["context_length"], batching["num_blocks"] * batching["block_size"]),
+            model["vocab_size"],
+            batching["block_size"],
+            batching["num_blocks"],
+            batching["max_batch_size"],
+            batching["max_scheduled_tokens"],
+            () if tokenizer is None else beginning_of(tokenizer),
+            json_object(folder / GENERATION_CONFIG),
+        )
+
+
+def tokens_of(request: Mapping[str, Any], limits: Limits) -> tuple[int, ...]:
+    """Return the tokens that a request continues, as every text of the model begins.
+
+    A chat template writes that beginning; the front tokenizes the text of a completion without it.
+
+    Raises:
+        ValueError: there is none, one is outside the vocabulary, or they leave no position for another.
+    """
+    tokens = tuple(request.get("token_ids") or ())
+    if request.get("multi_modal_data"):
+        raise ValueError("this model reads text only")
+    if not tokens:
+        raise ValueError("the prompt has no token")
+    if not all(0 <= token < limits.vocabulary for token in tokens):
+        wrong = next(token for token in tokens if not 0 <= token < limits.vocabulary)
+        raise ValueError(f"the token {wrong} is outside the vocabulary of {limits.vocabulary} tokens")
+    if tokens[: len(limits.beginning)] != limits.beginning:
+        tokens = (*limits.beginning, *tokens)
+    if len(tokens) >= limits.positions:
+        raise ValueError(
+            f"the prompt has {len(tokens)} tokens, and prompt and reply together have {limits.positions} at most"
+        )
+    return tokens
+
+
+def turn_of(
+    request: Mapping[str, Any], limits: Limits, tokens: Sequence[int], prompt: int | None = None, seed: int = 0
+) -> Turn:
+    """Return what a request asks for.
+
+    Args:
+        request: Dynamo's request of tokens.
+        limits: what the model can take.
+        tokens: what it continues.
+        prompt: how many of them are the prompt; the others were made before. All by default.
+        seed: of the random numbers, where the request has none.
+
+    Raises:
+        ValueError: the Engine cannot do it.
+        InputError: the form of the reply is none.
+    """
+    sampling = request.get("sampling_options") or {}
+    stop = request.get("stop_conditions") or {}
+    output = request.get("output_options") or {}
+    for name, (nothing, called) in _REFUSED.items():
+        if sampling.get(name) not in (None, nothing):
+            raise ValueError(f"{called} are not offered: {name}={sampling[name]}")
+    if output.get("logprobs") is not None or output.get("prompt_logprobs") is not None:
+        raise ValueError("log probabilities are not offered")
+    begin = len(tokens) if prompt is None else prompt
+    known = len(tokens) - begin
+    room = limits.positions - begin
+    asked = stop.get("max_tokens")
+    defaults = limits.sampling if limits.sampling.get("do_sample") else {}
+
+    def chosen(name: str, other: Any) -> Any:
+        value = sampling.get(name)
+        return defaults.get(name, other) if value is None else value
+
+    limit = room if asked is None else min(room, asked + known)
+    return Turn(
+        tuple(tokens[:begin]),
+        limit,
+        tuple(tokens[begin:]),
+        least=limit if stop.get("ignore_eos") else min(limit, (stop.get("min_tokens") or 0) + known),
+        temperature=float(chosen("temperature", 1.0)),
+        top_k=max(0, int(chosen("top_k", 0))),
+        top_p=float(chosen("top_p", 1.0)),
+        seed=seed,
+        repetition_penalty=float(chosen("repetition_penalty", 1.0)),
+        guidance=_guidance(sampling.get("guided_decoding")),
+    )
+
+
+def _guidance(asked: Mapping[str, Any] | None) -> tuple[str, str] | None:
+    found = {name: value for name, value in (asked or {}).items() if value is not None}
+    if "json" in found:
+        schema = json.loads(Grammar.json_schema(found["json"]).text)
+        style = {"x-guidance": JSON_STYLE | schema.get("x-guidance", {})} if isinstance(schema, dict) else {}
+        return "json_schema", json.dumps({**schema, **style} if style else schema)
+    if "regex" in found:
+        return "regex", str(found["regex"])
+    if "choice" in found:
+        return "regex", "|".join(re.escape(choice) for choice in found["choice"])
+    if "grammar" in found:
+        return "lark_grammar", str(found["grammar"])
+    if found.keys() - {"backend", "whitespace_pattern"}:
+        raise ValueError(f"this form of a reply is not offered: {', '.join(sorted(found))}")
+    return None

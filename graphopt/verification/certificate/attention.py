@@ -1,0 +1,105 @@
+"""Attention: scores are products of queries and keys, so both may be rotated alike; outputs are sums of values.
+
+For each query head h and the key-value head h // (H / G) that it reads: (q Q)(k Q)^T = q k^T, and p (v R) = (p v) R.
+The past is in the coordinates of what is appended to it. Scale, mask, soft cap and window see only scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, planes, same
+from graphopt.verification.certificate.reasons import (
+    GROUPS,
+    HEADS_DIFFER,
+    HEADS_MIXED,
+    HEADS_UNKNOWN,
+    MASK,
+    PAST_DIFFERS,
+    TOKENS_DIFFER,
+)
+from graphopt.verification.certificate.site import Site, static
+
+_HEADS = ("q_num_heads", "kv_num_heads", "kv_num_heads")
+
+
+def attention(site: Site) -> list[Tag]:
+    """Follow ``Attention`` with inputs [batch, heads, length, width] or [batch, length, heads x width]."""
+    if any(tag is not None for tag in (site.tag(3), *site.tags[6:])):
+        site.refuse(MASK())
+    queries, keys, values = (_heads(site, index) for index in range(3))
+    counts = [_count(site, index) for index in range(3)]
+    if counts[1] != counts[2] or not counts[1] or counts[0] % counts[1]:
+        site.refuse(GROUPS(queries=counts[0], keys=counts[1], values=counts[2]))
+    group = counts[0] // counts[1]
+    for head in range(counts[0]):
+        if not same(_head(queries, head), _head(keys, head // group)):
+            site.refuse(
+                HEADS_DIFFER(query=head, key=head // group, queries=site.name(0), keys=site.name(1)),
+                site.name(0) if keys is not None else site.name(1),
+            )
+    for past, now, what in ((4, keys, "keys"), (5, values, "values")):
+        given = past < len(site.node.inputs) and site.node.inputs[past] is not None
+        if given and not same(_heads(site, past), now):
+            site.refuse(PAST_DIFFERS(what=what, past=site.name(past)), site.name(past))
+    outputs: list[Tag] = [_repeated(site, values, group)]
+    outputs += [None if now is None else _in_cache(site, now, index) for index, now in ((1, keys), (2, values))]
+    return [*outputs, None][: len(site.node.outputs)]
+
+
+def _heads(site: Site, index: int) -> Tag:
+    """Return the labels [heads, width] of queries, keys, values or a past; each head has copies of its own."""
+    tag = site.tag(index)
+    if tag is None:
+        return None
+    rank = len(tag.shape)
+    folded = rank == 3
+    row = tag.reduced([0, 1] if folded else [0, 2])
+    if rank not in (3, 4) or row is None:
+        site.refuse(TOKENS_DIFFER(tensor=site.name(index)), site.name(index))
+    heads = Coordinates(row.labels.reshape(3, _count(site, index), -1))
+    if not heads.spanned() <= {1}:
+        site.refuse(HEADS_MIXED(tensor=site.name(index)), site.name(index))
+    return heads
+
+
+def _count(site: Site, index: int) -> int:
+    """Return the number of heads of an input."""
+    dims = site.input_dims(index)
+    heads: int | str | None = None
+    if dims is not None:
+        heads = dims[1] if len(dims) == 4 else site.attribute(_HEADS[index], 0)
+    if not isinstance(heads, int):
+        site.refuse(HEADS_UNKNOWN(tensor=site.name(index)))
+    return heads
+
+
+def _head(heads: Tag, head: int) -> Tag:
+    """Return the labels [width] of one head."""
+    return None if heads is None else canonical(heads.labels[:, head])
+
+
+def _repeated(site: Site, values: Tag, group: int) -> Tag:
+    """Return the coordinates of the output: query head h has those of value head h // group."""
+    if values is None:
+        return None
+    heads = planes(values, values.shape).repeat(group, axis=1)
+    # What was repeated are copies of their own.
+    heads[1] = np.where(heads[1] > 0, heads[1] * group + np.arange(heads.shape[1])[:, None] % group, 0)
+    shape = site.output_shape()
+    if len(shape) == 3:
+        return _fitted(site, heads.reshape(3, 1, 1, -1), shape)
+    return _fitted(site, heads[:, None, :, None, :], shape)
+
+
+def _in_cache(site: Site, heads: Coordinates, output: int) -> Tag:
+    if output >= len(site.node.outputs) or not site.node.outputs[output].name:
+        return None
+    return _fitted(site, heads.labels[:, None, :, None, :], static(site.output_dims(output)))
+
+
+def _fitted(site: Site, labels: np.typing.NDArray[np.int64], shape: Sequence[int]) -> Tag:
+    tag = canonical(labels)
+    return None if tag is None else tag.spread(shape)

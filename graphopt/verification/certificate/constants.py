@@ -1,0 +1,179 @@
+"""All comparisons of constants of one check: each pair once, with a finding for each that is not simply the same."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.graph.diagnostics import Fact, Finding
+from graphopt.util.processors import processors
+from graphopt.verification.certificate.coordinates import Tag
+from graphopt.verification.certificate.reasons import (
+    CHANGED,
+    ENTRIES_HOLD,
+    MATRIX_HOLDS,
+    NOT_ITS_ORIGINAL,
+    OTHER_TENSOR,
+    ROUNDING_UNKNOWN,
+    UNCHANGED,
+)
+from graphopt.verification.certificate.rotations import Rotations
+from graphopt.verification.certificate.site import Site
+from graphopt.verification.certificate.weights import (
+    Comparison,
+    compare_entries,
+    compare_matrix,
+    is_same,
+    rounding_is_known,
+)
+
+_Waiting = tuple[int, Site, int, Future[Comparison]]
+
+
+class Constants:
+    """Compares constants and counts. Matrices are compared by threads, one for each processor.
+
+    It is a context manager: behind it, everything is compared, and the findings are complete and in order.
+
+    Args:
+        findings: where findings are added.
+        rotations: what labels mean.
+        vectors: random vectors for each matrix.
+        seed: what they are drawn from.
+
+    Attributes:
+        unchanged: constants that are bit by bit what they were.
+        fused: constants that are in other coordinates, and were compared so.
+        largest_ratio: the largest deviation of those, as a share of what rounding explains.
+    """
+
+    def __init__(self, findings: list[Finding], rotations: Rotations, vectors: int, seed: int) -> None:
+        self._findings, self._rotations, self._vectors = findings, rotations, vectors
+        self._random = np.random.default_rng(seed)
+        self._done: set[tuple[object, ...]] = set()
+        self._threads = ThreadPoolExecutor(processors())
+        # What threads compare, with the number of findings in front of it.
+        self._waiting: deque[_Waiting] = deque()
+        self._late: list[tuple[int, Finding]] = []
+        # A file of weights is closed when it was read, so only one thread at a time reads a tensor.
+        self._locks: defaultdict[int, threading.Lock] = defaultdict(threading.Lock)
+        self.unchanged, self.fused, self.largest_ratio = 0, 0, 0.0
+
+    def __enter__(self) -> Constants:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            while self._waiting:
+                self._settle_oldest()
+            for place, finding in reversed(self._late):
+                self._findings.insert(place, finding)
+        self._threads.shutdown(cancel_futures=True)
+
+    def same(self, node: ir.Node | ir.Value, name: str, before: ir.TensorProtocol, after: ir.TensorProtocol) -> None:
+        """Compare bit by bit."""
+        if not self._first((id(before), id(after))):
+            return
+        with self._reading(before, after):
+            alike = is_same(before, after)
+        if alike:
+            self.unchanged += 1
+        else:
+            self._add(node, name, CHANGED())
+
+    def matrix(self, site: Site, index: int, rows: Tag, columns: Tag) -> None:
+        """Compare input ``index`` with M_in^T W M_out."""
+        before, after = site.constants[index]
+        keys = [tag and tag.key() for tag in (rows, columns)]
+        if not self._fits(site, index) or not self._first((id(before), id(after), *keys)):
+            return
+        vectors = self._random.standard_normal((before.shape.numpy()[-1], self._vectors))
+        locks = self._locks_of(before, after)
+
+        def compare() -> Comparison:
+            with _held(locks):
+                return compare_matrix(before, after, (rows, columns), self._rotations, vectors)
+
+        self.fused += 1
+        self._waiting.append((len(self._findings), site, index, self._threads.submit(compare)))
+        # Each that runs holds two matrices.
+        while len(self._waiting) > 2 * processors():
+            self._settle_oldest()
+
+    def _settle_oldest(self) -> None:
+        place, site, index, future = self._waiting.popleft()
+        found = future.result()
+        reason = MATRIX_HOLDS(vectors=self._vectors, ratio=found.ratio, visible=found.visible)
+        self._late.append((place, self._judged(site, index, found, reason)))
+
+    def entries(self, site: Site, index: int, labels: Tag) -> None:
+        """Compare input ``index``, a constant in other coordinates, entry by entry."""
+        before, after = site.constants[index]
+        if not self._fits(site, index) or not self._first((id(before), id(after), labels and labels.key())):
+            return
+        with self._reading(before, after):
+            found = compare_entries(before, after, labels, self._rotations)
+        self.fused += 1
+        self._findings.append(self._judged(site, index, found, ENTRIES_HOLD(ratio=found.ratio)))
+
+    def _fits(self, site: Site, index: int) -> bool:
+        before, after = site.constants[index]
+        if before.dtype != after.dtype or list(before.shape) != list(after.shape):
+            self._add(
+                site.node, site.name(index), OTHER_TENSOR(dtype=str(before.dtype), shape=list(before.shape.numpy()))
+            )
+        elif not rounding_is_known(after):
+            finding = Finding(
+                node=site.node.name or site.node.op_type,
+                tensor=site.name(index),
+                status="not covered",
+                reason=ROUNDING_UNKNOWN(dtype=str(after.dtype)),
+            )
+            self._findings.append(finding)
+        else:
+            return True
+        return False
+
+    def _judged(self, site: Site, index: int, found: Comparison, reason: Fact) -> Finding:
+        self.largest_ratio = max(self.largest_ratio, found.ratio)
+        figures = {"largest_error_ratio": found.ratio, "visible_row_error": found.visible}
+        where, name = site.node.name or site.node.op_type, site.name(index)
+        if found.ratio <= 1:
+            return Finding(node=where, tensor=name, status="proved", reason=reason, figures=figures)
+        with self._reading(*site.constants[index]):
+            off = UNCHANGED if is_same(*site.constants[index]) else NOT_ITS_ORIGINAL
+        said = off(row=found.row, ratio=found.ratio)
+        return Finding(node=where, tensor=name, status="failed", reason=said, figures=figures)
+
+    def _reading(self, before: ir.TensorProtocol, after: ir.TensorProtocol) -> contextlib.AbstractContextManager[None]:
+        return _held(self._locks_of(before, after))
+
+    def _locks_of(self, before: ir.TensorProtocol, after: ir.TensorProtocol) -> list[threading.Lock]:
+        # In one order, so that two threads cannot wait for one another.
+        return [self._locks[each] for each in sorted({id(before), id(after)})]
+
+    def _first(self, key: tuple[object, ...]) -> bool:
+        new = key not in self._done
+        self._done.add(key)
+        return new
+
+    def _add(self, node: ir.Node | ir.Value, name: str, reason: Fact) -> None:
+        where = node.name or (node.op_type if isinstance(node, ir.Node) else "?")
+        self._findings.append(Finding(node=where, tensor=name, status="failed", reason=reason, figures={}))
+
+
+@contextlib.contextmanager
+def _held(locks: list[threading.Lock]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for lock in locks:
+            stack.enter_context(lock)
+        yield

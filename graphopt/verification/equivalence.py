@@ -1,0 +1,298 @@
+"""Before and after: what a pass did to what the model computes.
+
+Where the model fits into memory, it is run. At any size, a pass that claims what it did is proved as well, see
+:mod:`graphopt.verification.certificate.proof`.
+
+A model runs on a probe of random tokens, which its task draws and feeds (:mod:`graphopt.tasks`). The logits or hidden
+states of real tokens are compared with those from before the pass. An exact pass may move them by rounding only and is
+refused otherwise; a lossy pass is measured. Exact passes that follow one another are run once, behind the last; only
+where that shows a difference, each by itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from graphopt.analysis.structure.contrib import contrib_nodes
+from graphopt.analysis.structure.product_codes import ROUND_ACTIVATIONS, coded_nodes, dequantize_of
+from graphopt.errors import InputError, VerificationError
+from graphopt.graph.diagnostics import Check, Effect, Fact, Rule
+from graphopt.graph.editing import bypass
+from graphopt.graph.weights.evaluator import Evaluator
+from graphopt.ort.capacity import fit_as_floats, fit_beside, no_room_for
+from graphopt.ort.runner import Runner
+from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS, NO_ENTRIES, Entries
+from graphopt.ort.snapshots import Snapshots
+from graphopt.passes.base import Pass
+from graphopt.passes.lower.lower import lowered
+from graphopt.runtime_ops import DOMAIN
+from graphopt.tasks import Probe, Task, task_of
+from graphopt.tasks.base import LENGTH, Floats
+
+TOLERANCE = 1e-4
+"""How far an exact pass may move what a model computes, relative to the largest number of it.
+
+float32 rounding of tens of layers, with room.
+"""
+
+LONGEST_CONTEXT = 4096
+"""Tokens of context at most: a pass that shows only later is measured as far as that."""
+_LEVEL, _FLOAT32 = "accuracy_level", 1
+_IN_FLOATS = {ACCURACY_LEVEL: "0"}
+# onnxruntime decodes codes once, when it opens the model. Its product of codes with inputs in floats takes twice as
+# long for the tokens of a probe.
+_DECODED = {"session.disable_quant_qdq": "1", **AS_IT_LIES}
+
+RAN = Rule("equivalence.ran", "{tokens}, run before and after in onnxruntime")
+TOGETHER = Rule(
+    "equivalence.ran-together", "{tokens}, run in onnxruntime before the first and after the last of {passes}"
+)
+UNCHANGED = Rule("equivalence.unchanged", "every node, port and weight is the one that was run before the pass")
+NOT_ASKED = Rule("equivalence.not-asked", "the caller asked not to run the model")
+NOT_STARTED = Rule("equivalence.not-started", "the model was not run before the pass")
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a model computes.
+
+    Attributes:
+        as_it_runs: with the session entries of the recipe.
+        in_floats: with the inputs of onnxruntime's products in floats; ``None`` where that was not needed yet.
+        model: the model, where it was not.
+    """
+
+    as_it_runs: Floats
+    in_floats: Floats | None
+    model: ir.Model | None = None
+
+
+class Verifier:
+    """Runs a model before and after passes, and remembers what it said last.
+
+    Args:
+        folder: where models are written to be run; weights that a pass made lazily are computed once, into it.
+        entries: onnxruntime session entries to run with.
+        run: whether to run models at all.
+        native: whether graphopt's own kernels take the nodes of its operators, where they were built. Without them the
+            bodies run that the model carries, which is what onnxruntime runs anywhere else.
+        context: tokens that fill the cache before anything is compared, see
+            :attr:`graphopt.passes.base.Pass.context_tokens`.
+        evaluator: what evaluates weights; by default this process, into the folder.
+
+    Attributes:
+        runner: runs the model.
+        snapshots: writes it, for the runner and for other checks.
+        why_not: why the model cannot be run here, once :meth:`start` has found a reason.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        entries: Mapping[str, str],
+        *,
+        run: bool = True,
+        native: bool = True,
+        context: int = 0,
+        evaluator: Evaluator | None = None,
+    ) -> None:
+        self.snapshots, self.runner = Snapshots(folder, evaluator), Runner(entries, native=native)
+        self._in_floats = Runner({**entries, **_IN_FLOATS}, native=native)
+        self._may_run, self._context = run, context
+        self._task: Task | None = None
+        self._probe: Probe | None = None
+        self._last: _Said | None = None
+        self._first: Floats | None = None
+        self.why_not: Fact | None = None
+
+    def start(self, model: ir.Model) -> None:
+        """Run the model as it came in.
+
+        Raises:
+            InputError: onnxruntime cannot load it, or cannot run it.
+            VerificationError: it computes NaN or infinity to begin with.
+        """
+        task = self._task = task_of(model.graph)
+        self.why_not = no_room_for(model) if self._may_run else NOT_ASKED()
+        if self.why_not is not None:
+            return
+        try:
+            self._first = self._run(model, self.runner)
+            self._last = self._said(model, self._first)
+        except InputError:
+            raise
+        except Exception as error:  # whatever onnxruntime raises where an operator refuses what it is given
+            raise InputError(f"onnxruntime cannot run the model as it came in: {error}") from error
+        if not np.isfinite(self._first).all():
+            raise VerificationError(
+                f"the model computes NaN or infinite {task.compared} before any pass", tensor=task.output
+            )
+
+    def check(self, model: ir.Model, name: str, effect: Effect) -> Check:
+        """Run the model after the pass called ``name`` and compare.
+
+        Inputs of products with codes may be rounded to a few bits: by onnxruntime, if session entries let it, or by
+        ``RoundActivations``. A difference in the last place then becomes a step of 1/127 or more: where that may be why
+        a model behind exact passes differs, both are run without. Lossy ones are measured by what will run.
+
+        Raises:
+            VerificationError: an exact pass moved what is compared, or any pass made it NaN or infinite.
+        """
+        if self._last is None or self._first is None:
+            return self._not_covered(model, name)
+        task, exact = self._task or task_of(model.graph), effect == "exact"
+        after, probe = self._run(model, self.runner), self._probe_for(model)
+        first, before = (probe.aligned(each, after) for each in (self._first, self._last.as_it_runs))
+        if not np.isfinite(after).all():
+            raise VerificationError(
+                f"the {task.compared} are NaN or infinite after a pass", node=name, tensor=task.output
+            )
+        said, figures = self._said(model, after), self._figures(model, first, before, after)
+        if exact and not figures["largest_change"] <= TOLERANCE and (said.model or self._last.model):
+            self._last, said = self._both_with_floats(self._last, said)
+            assert self._last.in_floats is not None
+            assert said.in_floats is not None
+            before = probe.aligned(self._last.in_floats, said.in_floats)
+            figures = self._figures(model, first, before, said.in_floats)
+        change = figures["largest_change"]
+        if exact and not change <= TOLERANCE:
+            raise VerificationError(
+                f"the pass {name} is exact, but it moved the {task.compared} by {change:.1e} of the largest "
+                f"(allowed: {TOLERANCE:.0e}); nothing was written",
+                tensor=task.output,
+                remedy="leave the pass out of the recipe, and report this with the model",
+            )
+        self._first, self._last = first, said
+        return Check(
+            name=task.compared, after=name, status="measured", reason=RAN(tokens=probe.tokens), figures=figures
+        )
+
+    def check_together(self, passes: Sequence[tuple[str, ir.Model]]) -> list[Check]:
+        """Check exact passes that follow one another by one run, of the model behind the last of them.
+
+        Where that fails, the model behind each is run, so that the pass at fault is named. Roundings of several passes
+        may add up to more than one is allowed: each is judged by itself then.
+
+        Args:
+            passes: each with its name and the model behind it.
+
+        Raises:
+            VerificationError: as for :meth:`check`.
+        """
+        *_, (last, model) = passes
+        try:
+            check = self.check(model, last, "exact")
+        except Exception:  # whatever it is, the pass at fault raises it again
+            if len(passes) == 1:
+                raise
+            return [self.check(each, name, "exact") for name, each in passes]
+        if check.status != "measured" or len(passes) == 1:
+            return [check.model_copy(update={"after": name}) for name, _ in passes]
+        together = TOGETHER(tokens=self._probe_for(model).tokens, passes=[name for name, _ in passes])
+        return [check.model_copy(update={"after": name, "reason": together}) for name, _ in passes]
+
+    def unchanged(self, model: ir.Model, name: str) -> Check:
+        """Return the check of the pass called ``name``, which left ``model``, run before, as it was."""
+        if self._last is None or self._first is None:
+            return self._not_covered(model, name)
+        figures = self._figures(model, self._first, self._last.as_it_runs, self._last.as_it_runs)
+        compared = (self._task or task_of(model.graph)).compared
+        return Check(name=compared, after=name, status="measured", reason=UNCHANGED(), figures=figures)
+
+    def _not_covered(self, model: ir.Model, name: str) -> Check:
+        compared = (self._task or task_of(model.graph)).compared
+        return Check(name=compared, after=name, status="not covered", reason=self.why_not or NOT_STARTED())
+
+    def _figures(self, model: ir.Model, first: Floats, before: Floats, after: Floats) -> dict[str, float]:
+        return {
+            "largest_change": _relative(before, after),
+            "largest_change_from_start": _relative(first, after),
+            **self._probe_for(model).figures(first, after),
+        }
+
+    def _said(self, model: ir.Model, after: Floats) -> _Said:
+        """Return what a model computes; with a copy of it where it was not yet run with inputs in floats."""
+        return _Said(after, None, model.clone()) if self._rounds(model) else _Said(after, after)
+
+    def _both_with_floats(self, last: _Said, said: _Said) -> tuple[_Said, _Said]:
+        """Return what two models compute with inputs in floats too: beside one another where there is room."""
+        if last.model is None or said.model is None or not fit_beside(last.model, said.model):
+            return self._with_floats(last), self._with_floats(said)
+        with ThreadPoolExecutor(1) as thread:
+            other = thread.submit(self._with_floats, last)
+            here = self._with_floats(said)
+            return other.result(), here
+
+    def _with_floats(self, said: _Said) -> _Said:
+        """Return what a model computes, with inputs in floats too."""
+        if said.model is None:
+            return said
+        for node in _roundings(said.model):
+            assert node.inputs[0] is not None
+            bypass(node, node.inputs[0])
+        entries = _DECODED if fit_as_floats(said.model) else NO_ENTRIES
+        return dataclasses.replace(said, model=None, in_floats=self._run(said.model, self._in_floats, entries))
+
+    def _rounds(self, model: ir.Model) -> bool:
+        """Return whether inputs of products are rounded: by the graph, or, as it does not say, by onnxruntime."""
+        if _roundings(model):
+            return True
+        if self.runner.entries.get(ACCURACY_LEVEL, "0") == "0":
+            return False
+        readers = (dequantize_of(node) for node in coded_nodes(model.graph))
+        return any(reader is not None and not reader.domain for reader in readers)
+
+    def _run(self, model: ir.Model, runner: Runner, entries: Entries = NO_ENTRIES) -> Floats:
+        """Run what will run of the model: codes that are still logical are packed in a copy, so that kernels run."""
+        with _float32_inputs(model):
+            self.snapshots.settle(model)
+            of_floats = not any(node.domain or node.op_type == "DequantizeLinear" for node in model.graph)
+            with self.snapshots.of(lowered(model)) as path:
+                entries = {**FEW_CALLS, **(AS_IT_LIES if of_floats else {}), **entries}
+                return self._probe_for(model).run(runner.open(path, in_place=True, entries=entries))
+
+    def _probe_for(self, model: ir.Model) -> Probe:
+        if self._probe is None:
+            task = self._task or task_of(model.graph)
+            self._probe = task.probe(model.graph, context=self._context)
+        return self._probe
+
+
+def _roundings(model: ir.Model) -> list[ir.Node]:
+    return [node for node in model.graph if (node.domain, node.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name)]
+
+
+@contextlib.contextmanager
+def _float32_inputs(model: ir.Model) -> Iterator[None]:
+    """Let ``MatMulNBits`` leave its inputs alone meanwhile.
+
+    Rounding them to int8 turns a difference in the last place into one of 1/127, and what a rewrite did is lost in it.
+    """
+    nodes = [node for node in contrib_nodes(model.graph, "MatMulNBits") if _LEVEL in node.attributes]
+    levels = [node.attributes[_LEVEL] for node in nodes]
+    for node in nodes:
+        node.attributes[_LEVEL] = ir.AttrInt64(_LEVEL, _FLOAT32)
+    try:
+        yield
+    finally:
+        for node, level in zip(nodes, levels, strict=True):
+            node.attributes[_LEVEL] = level
+
+
+def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
+    """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
+    most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - LENGTH))
+    return min(most, max((step.context_tokens for step in passes), default=0))
+
+
+def _relative(before: Floats, after: Floats) -> float:
+    return float(np.abs(after - before).max() / np.abs(before).max())

@@ -1,0 +1,112 @@
+"""What a user should know of a finished graph and no figure of the manifest says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_ir as ir
+
+from graphopt.analysis.structure.cost import storage_formats
+from graphopt.analysis.structure.products import makes_last_logits
+from graphopt.artifact.genai import GENAI_CONFIG
+from graphopt.artifact.manifest import Precision
+from graphopt.graph.diagnostics import Fact, Rule
+from graphopt.passes.recipe import Recipe
+from graphopt.runtime_ops import DOMAIN, OPERATORS
+from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
+from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, own_nodes
+
+NEEDS_OPERATORS = Rule(
+    "notes.needs-operators",
+    f"operators of {DOMAIN} ({{operators}}): {{bodies}}; for kernels register graphopt's library, by "
+    "SessionOptions.register_custom_ops_library or as custom_ops_library among the session_options of "
+    f"{GENAI_CONFIG}",
+)
+BODIES_RUN = Rule("notes.bodies-run", "any onnxruntime runs the bodies that they carry")
+BODIES_DIFFER = Rule(
+    "notes.bodies-differ",
+    "an onnxruntime that tells several bodies of one operator apart runs them (1.31 does, 1.24 does not)",
+)
+EMULATED = Rule(
+    "notes.emulated",
+    "{tensors} tensors are rounded and turned back in float32, to emulate codes: nothing is smaller or faster for it",
+)
+LAST_LOGITS = Rule(
+    "notes.last-logits",
+    "logits are [batch, 1, vocabulary], of the last position of each call: enough to generate, not to score a given "
+    "text",
+)
+LAST_SOME_LOGITS = Rule(
+    "notes.last-some-logits",
+    "logits are of the last {count} positions of each call: enough to generate and to check drafts, not to score a "
+    "given text",
+)
+OF_GRAPH = {rule.code for rule in (NEEDS_OPERATORS, EMULATED, LAST_LOGITS, LAST_SOME_LOGITS)}
+"""The notes that :func:`notes_of` makes anew for each graph; those that an artifact had before are replaced."""
+
+NOT_QUANTIZED = Rule("precision.not-quantized", "nothing is quantized; all products are {dtype}")
+REST = Rule("precision.rest", "what is not said here is computed in {dtype}")
+UNREAD = Rule(
+    "precision.unread",
+    "the recipe asks for {activations} ({entry}={level}); what onnxruntime runs was not read here",
+)
+ROUNDED = Rule(
+    "precision.rounded",
+    "onnxruntime rounds the inputs of quantized products to int8, with {entry}={level} as by default; "
+    "for float32 inputs: `activations: float32` in the recipe, or the entry at 0",
+)
+BY_ENTRY = Rule(
+    "precision.by-entry",
+    "the inputs of onnxruntime's quantized products are {activations} with {entry}={level}; "
+    "onnxruntime rounds them to int8 in a session without this entry",
+)
+STATED = Rule("precision.stated", "the graph itself says what graphopt's products round their inputs to: {products}")
+PRODUCTS = Rule("precision.products", "{count} {operator}, inputs {activations}")
+
+
+def notes_of(model: ir.Model) -> list[Fact]:
+    """Return what a user should know of the graph: operators of ours, an emulation, logits that are not made."""
+    notes: list[Fact] = []
+    nodes = [node for node in own_nodes(model.graph) if node.op_type != ROUND_TRIP.name]
+    ours = sorted({node.op_type for node in nodes})
+    if ours:
+        bodies = {(node.op_type, OPERATORS[node.op_type].overload_of(node)) for node in nodes}
+        which = BODIES_DIFFER() if len(bodies) > len(ours) else BODIES_RUN()
+        notes.append(NEEDS_OPERATORS(operators=[*ours], bodies=which))
+    count = sum(node.domain == DOMAIN and node.op_type == ROUND_TRIP.name for node in model.graph)
+    if count:
+        notes.append(EMULATED(tensors=count))
+    positions = makes_last_logits(model.graph)
+    if positions is not None:
+        notes.append(LAST_LOGITS() if positions == 1 else LAST_SOME_LOGITS(count=positions))
+    return notes
+
+
+def precision_of(model: ir.Model, kernels: KernelReport | None, recipe: Recipe) -> Precision:
+    """State storage and compute precision: of onnxruntime's kernels as it runs them, of ours as the graph says."""
+    storage = storage_formats(model)
+    products = [node.inputs[0] for node in model.graph if node.op_type.startswith("MatMul")]
+    in_float16 = any(value is not None and value.dtype == ir.DataType.FLOAT16 for value in products)
+    computed = "float16" if in_float16 else "float32"
+    if kernels is None or not kernels.products:
+        return Precision(storage=storage, activations=computed, notes=[NOT_QUANTIZED(dtype=computed)])
+    notes = [] if computed == "float32" else [REST(dtype=computed)]
+    theirs = [each.activations for each in kernels.products if each.operator == FUSED]
+    ours = [each for each in kernels.products if each.operator != FUSED]
+    if theirs:
+        notes.append(_of_session(theirs, recipe))
+    if ours:
+        counted = [PRODUCTS(count=each.count, operator=each.operator, activations=each.activations) for each in ours]
+        notes.append(STATED(products=counted))
+    return Precision(
+        storage=storage, activations=" and ".join(kernels.activations), notes=notes, products=kernels.products
+    )
+
+
+def _of_session(activations: Sequence[str], recipe: Recipe) -> Fact:
+    entry, level = next(iter(recipe.session_entries().items()))
+    if list(activations) == [UNKNOWN]:
+        return UNREAD(activations=recipe.activations, entry=entry, level=level)
+    if list(activations) == ["int8"]:
+        return ROUNDED(entry=entry, level=level)
+    return BY_ENTRY(activations=[*activations], entry=entry, level=level)

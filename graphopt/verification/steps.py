@@ -1,0 +1,216 @@
+"""The passes of a recipe, one after the other: run, numbered, held to their phase, and checked.
+
+`graphopt optimize` and `graphopt verify` share this loop.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import onnx_ir as ir
+
+from graphopt.graph.diagnostics import Check, PassReport
+from graphopt.numerics.rotations.claims import Claims
+from graphopt.passes.base import Pass
+from graphopt.passes.context import Surroundings
+from graphopt.passes.phases import breaches, confirm
+from graphopt.verification.equivalence import Verifier
+from graphopt.verification.proofs import Claimed, Proofs
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """One pass that has just run.
+
+    Attributes:
+        step: the pass.
+        before: the model in front of it.
+        after: the model behind it, which the next pass goes on with.
+        report: what it did, with the number of its run.
+    """
+
+    step: Pass[Any]
+    before: ir.Model
+    after: ir.Model
+    report: PassReport
+
+
+def run_passes(
+    model: ir.Model,
+    passes: Iterable[Pass[Any]],
+    shared: Surroundings,
+    *,
+    earlier: Iterable[PassReport] = (),
+    on_pass: Callable[[Pass[Any]], None],
+) -> Iterator[Ran]:
+    """Run ``passes`` on ``model`` in place, and yield each when it has run.
+
+    Args:
+        model: rewritten in place.
+        passes: what to run, in order.
+        shared: what they share.
+        earlier: the reports of all passes that ran on the model before; runs of a pass are counted on from there.
+        on_pass: called before each.
+
+    Raises:
+        VerificationError: a pass broke an invariant of its phase, see :data:`graphopt.passes.phases.INVARIANTS`.
+        InputError: a pass cannot work on the model.
+    """
+    runs = Counter(report.name for report in earlier)
+    for step in passes:
+        on_pass(step)
+        there, before = breaches(model, step.phase()), model.clone()
+        report = step(model, shared).report
+        confirm(model, step.name, step.phase(), there)
+        runs[step.name] += 1
+        report.run = runs[step.name]
+        yield Ran(step, before, model, report)
+
+
+def by_run(reports: Iterable[PassReport]) -> dict[tuple[str, int], PassReport]:
+    """Return reports by pass and number of its run, counted from 1: those of an older graphopt are not numbered."""
+    runs: Counter[str] = Counter()
+    found = {}
+    for report in reports:
+        runs[report.name] += 1
+        found[report.name, runs[report.name]] = report
+    return found
+
+
+class Checks:
+    """Proves what passes claim and runs the model behind them; exact passes that follow one another are run together.
+
+    Use as a context manager, which ends the thread of the proofs.
+
+    Args:
+        verifier: has run the model in front of the first pass.
+        on_stage: called when a stage begins.
+    """
+
+    def __init__(self, verifier: Verifier, on_stage: Callable[[str], None]) -> None:
+        self._verifier, self._on_stage = verifier, on_stage
+        self._found: list[list[Check]] = []
+        # Exact passes that were not run yet, with the place of what is found of each.
+        self._waiting: list[tuple[Ran, list[Check]]] = []
+        self._proofs = Proofs(on_stage)
+
+    def __enter__(self) -> Checks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._proofs.__exit__(*error)
+
+    def skip(self, ran: Ran) -> None:
+        """Leave a pass that has just run unchecked."""
+        self._proofs.begin(ran.before)
+
+    def before(self, step: Pass[Any], model: ir.Model) -> None:
+        """Run the exact passes so far where ``step`` may be lossy; ``model`` is the one in front of it.
+
+        Raises:
+            VerificationError: a check failed.
+        """
+        if step.effect == "lossy":
+            self._run(model)
+
+    def behind(self, ran: Ran, claims: Claims | None, against: ir.Model | None = None) -> None:
+        """Take what a pass that has just run claims, to be proved, and run the model behind it unless it is exact.
+
+        Args:
+            ran: the pass.
+            claims: what it claims to have done; ``None`` for nothing that could be proved.
+            against: the model that is to fit the claims, if not the one behind the pass.
+
+        Raises:
+            VerificationError: a check failed.
+        """
+        # Passes work in place: the model behind one stays what it is in the copy that was made in front of the next.
+        self._proofs.begin(ran.before)
+        found: list[Check] = []
+        self._found.append(found)
+        name, effect = ran.step.name, ran.report.effect
+        if claims is not None:
+            # A proof stands in front of the run of the same pass.
+            take = partial(self._add, found, ran, place=0)
+            self._proofs.add(Claimed(name, claims, ran.before, against, take))
+        if effect == "exact":
+            self._waiting.append((ran, found))
+        else:
+            self._run(ran.before)
+            self._on_stage(f"checking {name}")
+            self._add(found, ran, self._or_disproved(ran.after, lambda: self._verifier.check(ran.after, name, effect)))
+
+    def finish(self, model: ir.Model) -> list[Check]:
+        """Run the exact passes that are left, behind which is ``model``, and return all checks pass by pass.
+
+        Raises:
+            VerificationError: a check failed.
+        """
+        self._run(model)
+        self._proofs.confirm(model)
+        return [check for found in self._found for check in found]
+
+    def _or_disproved(self, behind: ir.Model, run: Callable[[], Result]) -> Result:
+        """Return what ``run`` returns; where it fails, a proof that fails says more, and is raised instead."""
+        try:
+            return run()
+        except Exception:
+            self._proofs.confirm(behind)
+            raise
+
+    def _run(self, model: ir.Model) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        passes = [ran for ran, _ in waiting]
+        names = [ran.step.name for ran in passes]
+        if is_same_graph(passes[0].before, model):
+            checks = [self._verifier.unchanged(model, name) for name in names]
+        else:
+            self._on_stage(f"checking {', '.join(names)}")
+            # Passes work in place: the model behind one is what was copied in front of the next.
+            behind = [*(ran.before for ran in passes[1:]), model]
+            pairs = list(zip(names, behind, strict=True))
+            checks = self._or_disproved(model, lambda: self._verifier.check_together(pairs))
+        for (ran, found), check in zip(waiting, checks, strict=True):
+            self._add(found, ran, check)
+
+    def _add(self, found: list[Check], ran: Ran, check: Check, place: int | None = None) -> None:
+        found.insert(len(found) if place is None else place, check.model_copy(update={"run": ran.report.run}))
+
+
+def is_same_graph(before: ir.Model, after: ir.Model) -> bool:
+    """Return whether two models have the same nodes between the same ports, with the same functions and weights.
+
+    Weights are the same where they are one tensor, as those of a model and its copy are; nothing is read. What is
+    inside attributes that are graphs is not compared: nodes with such an attribute count as different.
+    """
+    return all(
+        one == other for one, other in itertools.zip_longest(_described(before), _described(after), fillvalue=object())
+    )
+
+
+def _described(model: ir.Model) -> Iterator[object]:
+    graph = model.graph
+    yield model.opset_imports, list(model.functions)
+    for port in (*graph.inputs, *graph.outputs):
+        yield port.name, port.dtype, port.shape
+    for name, value in graph.initializers.items():
+        yield name, id(value.const_value)
+    for body in (graph, *model.functions.values()):
+        for node in body:
+            attributes = {name: _value_of(attribute) for name, attribute in node.attributes.items()}
+            ports = [[value and value.name for value in values] for values in (node.inputs, node.outputs)]
+            yield node.op_identifier(), ports, attributes
+
+
+def _value_of(attribute: ir.Attr) -> object:
+    plain = (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS, ir.AttributeType.TENSOR, ir.AttributeType.TENSORS)
+    return id(attribute.value) if attribute.type in plain else (attribute.type, attribute.value)

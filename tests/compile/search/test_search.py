@@ -1,0 +1,121 @@
+"""A search on the model that ships, from statistics to an artifact of the bytes that were asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from graphopt.cli.commands import found_commands
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.search import CHOICES, Found, search
+from graphopt.compile.search.choices import choice_of, name_of, stored_bytes
+from graphopt.compile.search.losses import Database, Row
+from graphopt.errors import InputError
+from graphopt.passes.recipe import Recipe, load_recipe
+from graphopt.quantization.statistics.options import CalibrationOptions
+
+pytest.importorskip("scipy")  # of the extra `search`
+
+SIZES, FORMATS = (2_400_000, 2_650_000), CHOICES[:2]
+
+
+def recipe() -> Recipe:
+    small = load_recipe("small")
+    return small.model_copy(update={"calibration": CalibrationOptions(windows=2, window=128)})
+
+
+def run(model: Path, size: int, work: Path, **given: Any) -> Found:
+    return search(model, size, work, **{"recipe": recipe(), "choices": FORMATS, "tokens": 64, **given})
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("search")
+
+
+@pytest.fixture(scope="module")
+def found(work: Path, shipped_artifact: Path) -> list[Found]:
+    return [run(shipped_artifact, size, work) for size in SIZES]
+
+
+def test_more_bytes_diverge_less_and_both_are_kept_to(found: list[Found]) -> None:
+    assert all(each.bytes <= size for each, size in zip(found, SIZES, strict=True))
+    # a step from one choice to the next is at most 1% of the model here
+    assert all(each.bytes > 0.98 * size for each, size in zip(found, SIZES, strict=True))
+    assert found[1].loss < found[0].loss
+    assert len({name_of(choice) for choice in found[0].chosen.values()}) > 1
+
+
+def test_the_recipe_makes_what_was_promised(
+    found: list[Found], work: Path, shipped_artifact: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "recipe.yaml").write_text(found[0].recipe.to_yaml(), encoding="utf-8")
+    made = optimize(
+        shipped_artifact, tmp_path / "recipe.yaml", tmp_path / "made", run=False, quality_tokens=0, statistics=work
+    )
+    assert made.manifest.weights is not None
+    # besides weights a model has tables of formats and a few constants
+    assert made.manifest.weights.bytes == pytest.approx(found[0].bytes, rel=0.01)
+
+
+def test_what_was_measured_is_not_measured_again(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
+    (file,) = work.glob("search-*.jsonl")
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+    # cut off in the middle of the last line
+    file.write_text("".join(lines)[:-40], encoding="utf-8")
+    stages: list[str] = []
+    again = run(shipped_artifact, SIZES[0], work, on_stage=lambda stage, done=0, total=None: stages.append(stage))
+    assert [stage for stage in stages if stage.startswith("rounding")] == [
+        f"rounding {json.loads(lines[-1])['weight']}"
+    ]
+    assert file.read_text(encoding="utf-8") == "".join(lines)
+    assert again == found[0]
+
+
+def test_what_cannot_be_searched_is_refused(work: Path, shipped_artifact: Path, found: list[Found]) -> None:
+    with pytest.raises(InputError, match="in the smallest formats"):
+        run(shipped_artifact, 1_000_000, work)
+    with pytest.raises(InputError, match="has no step quantize_weights"):
+        run(shipped_artifact, 2_000_000, work, recipe="rotate")
+    with pytest.raises(InputError, match="is no format with a group"):
+        choice_of("nl9:64")
+    strange = found[0].recipe.setting("quantize_weights", matrices={"no.weight": {"format": "nl4"}})
+    with pytest.raises(InputError, match="weights that no product has, the first to no.weight"):
+        optimize(shipped_artifact, strange, run=False, quality_tokens=0, statistics=work)
+
+
+def test_bytes_are_those_of_packed_codes_and_scales() -> None:
+    assert stored_bytes(choice_of("nl4:64"), 128, 10) == 128 * 10 // 2 + 2 * 2 * 10
+    assert stored_bytes(choice_of("uint4:32"), 128, 10) == 128 * 10 // 2 + (2 + 2) * 4 * 10
+    # a byte for each scale and two for each column, where that is less, and codes are of no ONNX type
+    assert stored_bytes(choice_of("nl4:32"), 128, 10, leveled=True) == 128 * 10 // 2 + (4 + 2) * 10
+    assert stored_bytes(choice_of("nl4:128"), 128, 10, leveled=True) == stored_bytes(choice_of("nl4:128"), 128, 10)
+    assert stored_bytes(choice_of("uint4:32"), 128, 10, leveled=True) == stored_bytes(choice_of("uint4:32"), 128, 10)
+    assert stored_bytes(choice_of("int3:column"), 128, 8) == 128 * 8 * 3 // 8 + 2 * 8
+    assert name_of(choice_of("int3:column")) == "int3:column"
+
+
+def test_the_database_refuses_what_is_no_row(tmp_path: Path) -> None:
+    database = Database(tmp_path / "rows.jsonl")
+    database.add(Row(weight="a", rows=2, columns=3, bytes={"nl4:64": 9}, losses={"nl4:64": 0.5}))
+    assert Database(database.file).rows == database.rows
+    database.file.write_text('{"weight": "a"}\n', encoding="utf-8")
+    with pytest.raises(ValidationError):
+        Database(database.file)
+
+
+def test_the_command_writes_a_recipe(work: Path, shipped_artifact: Path, found: list[Found], tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(recipe().to_yaml(), encoding="utf-8")
+    formats = [name_of(choice) for choice in FORMATS]
+    found_commands()["search"](
+        shipped_artifact, "2.4MB", tmp_path / "out.yaml", recipe=str(mine), formats=formats, tokens=64, work=work
+    )
+    made = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))
+    step = next(step for step in made["steps"] if step["step"] == "quantize_weights")
+    assert {name: choice_of(f"{c['format']}:{c['group']}") for name, c in step["matrices"].items()} == found[0].chosen

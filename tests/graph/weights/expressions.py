@@ -1,0 +1,71 @@
+"""Expressions for hypothesis, each with the array that NumPy says it is."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+from hypothesis import strategies as st
+
+from graphopt.graph.weights import (
+    DOUBLE,
+    Added,
+    Array,
+    Cast,
+    Centered,
+    Expression,
+    Inline,
+    Joined,
+    Reshaped,
+    Rotated,
+    Scaled,
+    Sliced,
+    Transposed,
+    stacked,
+)
+from graphopt.numerics.rotations import HadamardRotation
+
+KINDS = ("transposed", "reshaped", "sliced", "joined", "stacked", "scaled", "added", "centered", "rotated", "float16")
+
+
+@st.composite
+def expressions(draw: st.DrawFn, most: int = 4) -> tuple[Expression, Array]:
+    """Return an expression of up to ``most`` steps on a float64 matrix, and its value."""
+    shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    seed = draw(st.integers(0, 3))
+    array = np.random.default_rng(seed).standard_normal(shape)
+    made: tuple[Expression, Array] = (Inline.of(array), array.copy())
+    for kind in draw(st.lists(st.sampled_from(KINDS), max_size=most)):
+        made = step(kind, *made, draw(st.integers(0, 10)))
+    return made
+
+
+def step(kind: str, of: Expression, array: Array, number: int) -> tuple[Expression, Array]:
+    """Return one expression more, and its value; ``number`` chooses axes and the like."""
+    rank = array.ndim
+    axis = number % rank
+    size = array.shape[axis]
+    if kind == "transposed":
+        order = tuple(np.roll(range(rank), number).tolist())
+        return Transposed(of, order), array.transpose(order)
+    if kind == "reshaped":
+        dims = [(-1,), (1, *array.shape), (*array.shape, 1), (array.shape[0], -1)][number % 4]
+        return Reshaped.to(of, dims), array.reshape(dims)
+    if kind == "sliced":
+        piece = [slice(0, size), slice(None, None, -1), slice(size // 2, None), slice(0, size, 2)][number % 4]
+        return Sliced.cut(of, {axis: piece}), array[(*[slice(None)] * axis, piece)]
+    if kind == "joined":
+        return Joined((of, of), axis), np.concatenate([array, array], axis)
+    if kind == "stacked":
+        return stacked([of, of], axis), np.stack([array, array], axis)
+    if kind == "scaled":
+        factors = np.arange(1.0, size + 1)
+        spread = factors.reshape([-1 if each == axis else 1 for each in range(rank)])
+        return Scaled(of, Inline.of(factors), axis), spread * array
+    if kind == "added":
+        return Added(of, of), array + array
+    if kind == "centered":
+        return Centered(of, axis, (0,), size), array - array.mean(axis, keepdims=True)
+    if kind == "rotated":
+        rotation = HadamardRotation(size, number)
+        return Rotated(of, axis, (0,), rotation.claim()), rotation.apply(array, axis)
+    return Cast(Cast(of, ir.DataType.FLOAT16), DOUBLE), array.astype(np.float16).astype(np.float64)

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.errors import GraphoptError
+from graphopt.graph.weights import Cast, Inline, Scaled, WeightTensor, expression_of, rewrite
+from graphopt.graph.weights import evaluator as evaluate
+from graphopt.graph.weights.data_file import save_model
+from graphopt.graph.weights.evaluator import Evaluator, grouped, run_tasks, workers
+from graphopt.graph.weights.store import Kept, Store
+from graphopt.numerics.formats import FORMATS
+from graphopt.passes.lower.table_layout import Packed
+from graphopt.quantization.rounding.lazy_codes import quantized
+from tests.graph.weights.counting import Counted, loaded_modules
+from tests.graphs import residual_model
+
+
+def rewritten() -> ir.Model:
+    """Return a model with weights of each kind: in memory, scaled, codes, scales, packed, tiny."""
+    model = residual_model(64, 32)
+    initializers = model.graph.initializers
+    rewrite(initializers["up0.weight"], lambda of: Scaled(of, Inline.of(np.arange(1.0, 65)), 0))
+    for name, tensor in quantized(initializers["up0.weight"].const_value, FORMATS["uint4"], 16, "extreme").items():
+        initializers[f"up0.{name}"] = ir.val(f"up0.{name}", const_value=tensor)
+    table = FORMATS["fp6-e3m2"]
+    places = quantized(initializers["up1.weight"].const_value, table, 16, "least_squares", standard=False)
+    codes = WeightTensor(Packed(expression_of(places["codes"]), table.bits))
+    initializers["up1.codes"] = ir.val("up1.codes", const_value=codes)
+    initializers["up1.scales"] = ir.val("up1.scales", const_value=places["scales"])
+    initializers["tiny"] = ir.val("tiny", const_value=WeightTensor(Cast(Inline.of(np.ones(3)), ir.DataType.FLOAT)))
+    return model
+
+
+def saved(model: ir.Model, folder: Path, **options: object) -> tuple[bytes, bytes]:
+    folder.mkdir()
+    save_model(model, folder / "model.onnx", "data", **options)  # type: ignore[arg-type]
+    return (folder / "model.onnx").read_bytes(), (folder / "data").read_bytes()
+
+
+def test_the_files_are_those_of_onnx_ir(tmp_path: Path) -> None:
+    model = rewritten()
+    tensors = [value.const_value for value in model.graph.initializers.values()]
+    ir.save(model, tmp_path / "model.onnx", external_data="data")
+    progress: list[tuple[int, int]] = []
+    found = saved(model, tmp_path / "ours", on_tensor=lambda *counts: progress.append(counts))
+    assert found == ((tmp_path / "model.onnx").read_bytes(), (tmp_path / "data").read_bytes())
+    assert [value.const_value for value in model.graph.initializers.values()] == tensors
+    assert progress[-1][0] == progress[-1][1] == len(progress)
+
+
+def test_any_workers_write_the_same_bytes(tmp_path: Path) -> None:
+    expected = saved(rewritten(), tmp_path / "here")
+    with workers(1) as nobody:
+        assert nobody is None
+    with ThreadPoolExecutor(3) as threads:
+        assert saved(rewritten(), tmp_path / "threads", executor=threads) == expected
+        stored = rewritten()
+        Evaluator(Store(tmp_path / "store"), threads).settle(stored)
+    with workers(2) as processes:
+        assert saved(rewritten(), tmp_path / "processes", executor=processes) == expected
+        assert saved(stored, tmp_path / "settled", executor=processes) == expected
+        again = rewritten()
+        Evaluator(Store(tmp_path / "other"), processes).settle(again)
+        heavy = {"torch", "onnxruntime", "transformers"}
+        assert processes is not None
+        assert not heavy & set(processes.submit(loaded_modules).result())
+    assert saved(again, tmp_path / "again") == expected
+    names = [{file.name: file.read_bytes() for file in (tmp_path / store).iterdir()} for store in ("store", "other")]
+    assert names[0] == names[1]
+
+
+def test_each_weight_is_evaluated_once(tmp_path: Path) -> None:
+    model, name = residual_model(), str(tmp_path)
+    value = model.graph.initializers["up0.weight"]
+    rewrite(value, partial(Counted, name=name))
+    for part, tensor in quantized(value.const_value, FORMATS["int4"], 16, "extreme").items():
+        model.graph.initializers[part] = ir.val(part, const_value=tensor)
+    del model.graph.initializers["up0.weight"]
+    saved(model, tmp_path / "saved")
+    assert Counted.counts[name] == 1
+    expressions = [expression_of(model.graph.initializers[part].const_value) for part in ("codes", "scales")]
+    assert grouped(expressions) == [[0, 1]]
+    evaluator = Evaluator(Store(tmp_path / "store"))
+    evaluator.settle(model)
+    evaluator.values(expressions)
+    assert Counted.counts[name] == 2
+
+
+def test_what_is_kept_is_found_again_under_the_digest_of_what_it_keeps(tmp_path: Path) -> None:
+    store, name = Store(tmp_path / "store"), str(tmp_path)
+    counted = Counted(Inline.of(np.arange(6.0).reshape(2, 3)), name)
+    scaled = Scaled(Kept(counted), Inline.of(np.array([2.0, 3.0])), 0)
+    assert scaled.digest == Scaled(counted, Inline.of(np.array([2.0, 3.0])), 0).digest
+    value = store.obtain(scaled)
+    assert np.array_equal(value.numpy(), [[0, 2, 4], [9, 12, 15]])
+    assert np.array_equal(store.obtain(Cast(counted, ir.DataType.FLOAT)).numpy(), counted.of.numpy())
+    assert Counted.counts[name] == 2  # once for what is kept; the cast asks for it without keeping it
+    assert store.find(counted) is not None
+    assert value.digest == scaled.digest
+
+
+def test_a_file_that_was_cut_off_is_not_a_value(tmp_path: Path) -> None:
+    store, expression = Store(tmp_path), Cast(Inline.of(np.ones(8)), ir.DataType.FLOAT)
+    file = Path(store.obtain(expression).path)
+    file.write_bytes(file.read_bytes()[:-1])
+    assert store.find(expression) is None
+    assert np.array_equal(store.obtain(expression).numpy(), np.ones(8))
+
+
+def test_errors_of_workers_arrive_and_end_the_others() -> None:
+    with ThreadPoolExecutor(1) as executor, pytest.raises(ZeroDivisionError):
+        list(run_tasks(executor, partial(int.__floordiv__, 1), [1, 0, 1]))
+
+
+@pytest.mark.parametrize(("room", "allowed"), [(0, 8), (12, 12)])
+def test_threads_share_the_memory_of_the_largest_task(room: int, allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluate, "processors", lambda: 3)
+    monkeypatch.setattr(evaluate, "_ROOM", room)
+    sizes, running, most, lock = [8, 8, 5, 3, 3, 2, 2, 1], Counter[int](), [], threading.Lock()
+
+    def work(number: int) -> int:
+        with lock:
+            running[number] = sizes[number]
+            most.append((running.total(), len(+running)))
+        time.sleep(0.01)
+        with lock:
+            del running[number]
+        return -number
+
+    found = list(run_tasks(None, work, list(range(len(sizes))), sizes))
+    assert sorted(found) == [(number, -number) for number in range(len(sizes))]
+    # threads share the memory that the largest task takes, or the room that small tasks have in any case
+    assert max(total for total, _ in most) <= allowed
+    assert max(count for _, count in most) == 3
+    with pytest.raises(ZeroDivisionError):
+        list(run_tasks(None, partial(int.__floordiv__, 1), [1, 0, 1], [1, 1, 1]))
+
+
+def test_threads_write_what_one_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = saved(rewritten(), tmp_path / "one")
+    monkeypatch.setattr(evaluate, "processors", lambda: 4)
+    model = rewritten()
+    assert saved(model, tmp_path / "several") == expected
+    Evaluator(Store(tmp_path / "store")).settle(model)
+    assert saved(model, tmp_path / "settled") == expected
+
+
+def test_a_worker_that_dies_is_said_to_have_died() -> None:
+    with (
+        ProcessPoolExecutor(1, get_context("spawn")) as executor,
+        pytest.raises(GraphoptError, match="a worker process ended before it was done.*fewer --jobs"),
+    ):
+        list(run_tasks(executor, _die, [1]))
+
+
+def _die(_: int) -> None:
+    import os
+
+    os._exit(1)
+
+
+def test_workers_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = """
+import os, pathlib, signal, sys, time
+from graphopt.graph.weights.evaluator import workers
+with workers(1 + 1) as executor:
+    print(executor.submit(os.getpid).result(), flush=True)
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{worker}/stat").exists() and " Z " not in Path(f"/proc/{worker}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_an_error_of_ours_survives_the_way_from_a_worker() -> None:
+    error = pickle.loads(pickle.dumps(GraphoptError("what", file="a", shape=[2], remedy="that")))
+    assert (str(error), error.file, error.shape, error.remedy) == ("what [file=a, shape=[2]]: that", "a", [2], "that")

@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphopt.graph.weights import (
+    Array,
+    Cast,
+    Expression,
+    Inline,
+    Rotated,
+    Scaled,
+    Sliced,
+    Stored,
+    VectorTimes,
+    blocks_of,
+    expression_of,
+    nodes_below,
+)
+from graphopt.numerics.formats import FORMATS
+from graphopt.numerics.rotations import RandomRotation
+from graphopt.passes.lower.table_layout import Packed, Tiled
+from graphopt.quantization.rounding.expressions import Rounded, parts_of
+from tests.graph.weights.expressions import expressions
+
+
+@given(made=expressions())
+@settings(max_examples=100, deadline=None)
+def test_an_expression_is_what_numpy_says_it_is(made: tuple[Expression, Array]) -> None:
+    expression, expected = made
+    assert expression.shape == expected.shape
+    # a mean of six numbers may be summed in another order
+    assert np.allclose(expression.numpy(), expected, rtol=1e-12, atol=1e-12)
+
+
+@given(made=expressions(), data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_numbers_have_the_same_bits_in_any_region(made: tuple[Expression, Array], data: st.DataObject) -> None:
+    expression, _ = made
+    region = []
+    for size in expression.shape:
+        start = data.draw(st.integers(0, size))
+        region.append(slice(start, data.draw(st.integers(start, size))))
+    assert np.array_equal(expression.evaluate(tuple(region)), expression.numpy()[tuple(region)])
+
+
+@given(made=expressions())
+@settings(max_examples=50, deadline=None)
+def test_pickling_changes_nothing(made: tuple[Expression, Array]) -> None:
+    expression, _ = made
+    again = pickle.loads(pickle.dumps(expression))
+    assert (again.digest, str(again)) == (expression.digest, str(expression))
+    assert np.array_equal(again.numpy(), expression.numpy())
+
+
+@given(one=expressions(2), two=expressions(2))
+@settings(max_examples=100, deadline=None)
+def test_digests_are_equal_where_expressions_are_equal(
+    one: tuple[Expression, Array], two: tuple[Expression, Array]
+) -> None:
+    def content(expression: Expression) -> object:
+        leaves = [node.array.tobytes() for node in nodes_below(expression) if isinstance(node, Inline)]
+        return str(expression), leaves
+
+    assert (one[0].digest == two[0].digest) == (content(one[0]) == content(two[0]))
+
+
+@pytest.mark.parametrize("dtype", [ir.DataType.FLOAT, ir.DataType.BFLOAT16, ir.DataType.INT4, ir.DataType.INT64])
+def test_stored_bytes_have_the_digest_of_their_array(dtype: ir.DataType, tmp_path: Path) -> None:
+    array = np.arange(-4, 4).reshape(2, 4).astype(dtype.numpy())
+    (tmp_path / "data").write_bytes(b"xx" + ir.Tensor(array, dtype=dtype).tobytes())
+    stored = Stored(str(tmp_path / "data"), 2, dtype, (2, 4))
+    assert np.array_equal(stored.numpy(), array)
+    assert stored.digest == Inline(array, dtype).digest
+    assert stored.digest != dataclasses.replace(stored, offset=1, dims=(8,)).digest
+    assert expression_of(stored.tensor("w")) is stored
+    assert "data, 2" in str(stored)
+
+
+def test_any_field_that_changes_changes_the_digest() -> None:
+    matrix = Inline.of(np.arange(8.0).reshape(4, 2))
+    one = Rounded(matrix, FORMATS["int4"], 2, "extreme")
+    changes: list[dict[str, object]] = [
+        {"table": FORMATS["int8"]},
+        {"group": 4},
+        {"scale": "least_squares"},
+        {"axis": 1},
+        {"half": True},
+        {"standard": False},
+        {"of": Inline.of(np.arange(1.0, 9.0).reshape(4, 2))},
+    ]
+    digests = [one.digest, *(dataclasses.replace(one, **change).digest for change in changes)]
+    assert len(set(digests)) == len(digests)
+    assert len({part.digest for part in parts_of(one).values()}) == 2
+
+
+def test_a_cast_that_saturates_keeps_infinity() -> None:
+    numbers = Inline.of(np.array([1e6, -1e6, np.inf, 1.5], np.float32))
+    assert Cast(numbers, ir.DataType.FLOAT16, saturate=True).numpy().tolist() == [65504, -65504, np.inf, 1.5]
+
+
+def test_a_dense_rotation_has_the_same_bits_whatever_part_is_read() -> None:
+    matrix = Inline.of(np.random.default_rng(0).standard_normal((300, 48)))
+    rotated = Rotated(matrix, 1, (0,), RandomRotation(48, 3).claim())
+    assert np.array_equal(Sliced.cut(rotated, {0: slice(7, 8)}).numpy(), rotated.numpy()[7:8])
+    assert np.allclose(rotated.numpy(), matrix.array @ RandomRotation(48, 3).matrix)
+
+
+def test_a_vector_times_a_matrix() -> None:
+    random = np.random.default_rng(0)
+    vector, matrix = random.standard_normal(5), random.standard_normal((5, 7))
+    product = VectorTimes(Inline.of(vector), Inline.of(matrix))
+    assert np.allclose(product.numpy(), vector @ matrix)
+    assert np.array_equal(Sliced.cut(product, {0: slice(2, 4)}).numpy(), product.numpy()[2:4])
+
+
+def test_an_expression_is_printed_as_it_is_made() -> None:
+    weight = Scaled(Inline.of(np.ones((2, 3))), Inline.of(np.ones(2)), 0)
+    printed = str(Cast(weight, ir.DataType.FLOAT))
+    assert printed == "cast(scaled(inline(array=float64[2, 3], kind=double), inline(array=float64[2], kind=double), axis=0), to=float, saturate=False)"  # fmt: skip  # noqa: E501
+
+
+def test_what_does_not_keep_its_promise_is_caught() -> None:
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Wrong(Scaled):
+        def evaluate(self, region: tuple[slice, ...]) -> Array:
+            return np.zeros((2, 3))
+
+    with pytest.raises(ValueError, match=r"came out as \(2, 3\), promised as \(3, 2\)"):
+        Wrong(Inline.of(np.ones((3, 2))), Inline.of(np.ones(3)), 0).numpy()
+
+
+def test_packed_codes_need_no_rounding_of_their_own() -> None:
+    weight = Inline.of(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
+    parts = parts_of(Rounded(weight, FORMATS["nf4"], 16, "extreme", standard=False))
+    packed = (Packed(parts["codes"], FORMATS["nf4"].bits), Tiled(parts["scales"], ir.DataType.FLOAT))
+    roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, Rounded)}
+    assert len(roundings) == 1
+
+
+def test_a_large_tensor_is_evaluated_in_blocks() -> None:
+    assert [[block[0].stop - block[0].start for block in blocks_of((5000, 512), 1)]] == [[2048, 2048, 904]]

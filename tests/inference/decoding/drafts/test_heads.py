@@ -1,0 +1,215 @@
+"""Heads as drafters: the file, the turn into another basis, what is refused, and that texts never change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from graphopt.analysis.structure.ports import HIDDEN
+from graphopt.artifact.artifact import HEADS, verify_files
+from graphopt.cli import app
+from graphopt.compile.pipeline import optimize
+from graphopt.errors import InputError
+from graphopt.inference.decoding.drafts import Chain, Guess, Heads
+from graphopt.inference.decoding.drafts.heads import lm_head_matrix
+from graphopt.inference.decoding.drafts.heads_file import HeadsFile
+from graphopt.inference.decoding.drafts.names import speculation_named
+from graphopt.inference.decoding.sampling import Sampling
+from graphopt.inference.decoding.speculation import Speculation
+from graphopt.inference.generation import generate
+from graphopt.inference.session import Session, load
+from graphopt.passes.recipe import load_recipe
+from tests.families import HIDDEN as WIDTH
+from tests.families import VOCABULARY
+from tests.native import needs_library
+from tools.train_heads import opened
+
+pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
+
+DRAWN = Sampling(0.8, top_p=0.9, seed=7)
+PROMPTS = [[*range(60, 100), 5, 6, 7], [41], [3, 200, 17, 3, 200], *([number] for number in range(5))]
+
+
+def nonsense(seed: int = 0, heads: int = 3, inner: int = 8, width: int = WIDTH) -> HeadsFile:
+    """Return heads that have learned nothing."""
+    random = np.random.default_rng(seed)
+    shapes = (width, heads, inner), (heads, inner, width), (VOCABULARY, 4), (4, heads, inner)
+    arrays = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    return HeadsFile(*arrays, np.empty(0, np.int64), np.empty((width, 0), np.float32))
+
+
+@pytest.fixture(scope="module")
+def exposed(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small Llama, rotated, in codes of 4 bits and caches in pages, that gives its hidden states."""
+    folder = tmp_path_factory.mktemp("exposed") / "made"
+    recipe = load_recipe("rotate-int4-rtn", add=["expose_hidden"]).lowered("ort-cpu:avx512")
+    recipe = recipe.setting("quantize_weights", lm_head={"format": "fp6-e2m3", "group": 32})
+    optimize(llama_artifact, recipe, folder, quality_tokens=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def session(exposed: Path) -> Session:
+    return load(exposed, threads=1)
+
+
+def test_a_file_is_read_as_it_was_written_and_runs_alone(tmp_path: Path) -> None:
+    made = dataclasses.replace(nonsense(), tokens=np.array([3, 7]), columns=np.ones((WIDTH, 2), np.float32))
+    made.write(tmp_path / HEADS)
+    read = HeadsFile.read(tmp_path / HEADS)
+    assert (read.width, read.count, read.vocabulary) == (WIDTH, 3, VOCABULARY)
+    assert np.array_equal(read.tokens, [3, 7])
+    assert np.array_equal(read.columns, made.columns)
+    # float16 has 11 bits
+    assert np.allclose(read.into, made.into, rtol=2**-11)
+    assert np.allclose(read.out, made.out, rtol=2**-11)
+    h = np.random.default_rng(1).standard_normal((2, 1, WIDTH)).astype(np.float32)
+    states = onnxruntime.InferenceSession(tmp_path / HEADS).run(
+        ["states"], {HIDDEN: h, "token": np.array([[3], [250]])}
+    )[0]
+    x = np.einsum("bpd,dki->bki", h, read.into) + np.einsum("be,eki->bki", read.embedding[[3, 250]], read.mixed)
+    expected = h + np.einsum("bki,kid->bkd", x / (1 + np.exp(-x)), read.out)
+    # sums of 64 and of 8 float32 numbers
+    assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+@settings(max_examples=8)
+@given(
+    seed=st.integers(0, 99),
+    length=st.sampled_from([None, 1, 2, 3, 7, 11]),
+    batch=st.sampled_from([1, 3, 8]),
+    draws=st.booleans(),
+)
+def test_nonsense_changes_nothing(session: Session, seed: int, length: int | None, batch: int, draws: bool) -> None:
+    sampling, prompts = DRAWN if draws else Sampling(), PROMPTS[:batch]
+    plain = generate(session, prompts, max_new_tokens=20, sampling=sampling, logprobs=0)
+    speculation = Speculation(Heads(session, nonsense(seed), least=0.0), length)
+    # log probabilities too: their bits are those of the logits
+    assert generate(session, prompts, max_new_tokens=20, sampling=sampling, logprobs=0, drafter=speculation) == plain
+    if length is not None:
+        assert sum(speculation.stats.checked.values()) > 10
+        assert max(speculation.stats.widths) == 1 + min(length, 3)
+
+
+def test_a_head_of_zeros_guesses_the_newest_token_again(session: Session) -> None:
+    """Without a residual block a head says what the model says of the next token: the guess is the anchor itself."""
+    zeros = dataclasses.replace(nonsense(), out=np.zeros((3, 8, WIDTH), np.float32))
+
+    class Heard(Heads):
+        def propose(self, begun, limits):  # type: ignore[no-untyped-def]
+            drafts = super().propose(begun, limits)
+            for row, draft in zip(self._rows, drafts, strict=True):
+                heard.append((row.tokens[-1], [guess.token for guess in draft]))
+            return drafts
+
+    heard: list[tuple[int, list[int]]] = []
+    generate(session, PROMPTS[:3], max_new_tokens=12, drafter=Speculation(Heard(session, zeros, least=0.0), 3))
+    drafts = [(anchor, draft) for anchor, draft in heard if draft]
+    assert len(drafts) > 15
+    # several rows of a product with codes have the bits of one, so this is so to the last bit
+    assert all(set(draft) == {anchor} for anchor, draft in drafts)
+
+
+def test_heads_go_on_where_another_drafter_stops(session: Session) -> None:
+    class First:
+        def begin(self, rows):  # type: ignore[no-untyped-def]
+            pass
+
+        def propose(self, begun, limits):  # type: ignore[no-untyped-def]
+            return [[Guess(1, 0.9, "first")][:limit] for limit in limits]
+
+        def commit(self, row, tokens):  # type: ignore[no-untyped-def]
+            pass
+
+    heads = Heads(session, nonsense(), least=0.0)
+    chain = Chain(First(), heads)
+    plain = generate(session, [PROMPTS[0]], max_new_tokens=4)
+    assert generate(session, [PROMPTS[0]], max_new_tokens=4, drafter=Speculation(chain, 3)) == plain
+    (row,) = heads._rows
+    first, all_of_them = chain.propose([[]], [2]), heads.propose([[]], [3])
+    assert [guess.token for guess in first[0]] == [1, all_of_them[0][1].token]
+    assert heads.propose([[1, 2, 3]], [4]) == [[]]
+    assert row.hidden is not None
+    assert row.hidden.shape == (WIDTH,)
+
+
+def test_heads_are_turned_into_the_basis_of_the_artifact(
+    llama_artifact: Path, session: Session, tmp_path: Path
+) -> None:
+    """Trained for the float model, used beside one that is rotated, and rounded too: they say the same, or nearly."""
+    trained = opened(llama_artifact, 1)
+    matrix, known = lm_head_matrix(trained), np.arange(0, VOCABULARY, 2)
+    random = nonsense(1)
+    heads = dataclasses.replace(
+        random, into=random.into / 8, out=random.out / 8, mixed=random.mixed / 8, tokens=known, columns=matrix[:, known]
+    )
+    optimize(llama_artifact, load_recipe("rotate", add=["expose_hidden"]), tmp_path / "rotated", quality_tokens=0)
+    ids = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
+    said = []
+    for each in (trained, load(tmp_path / "rotated", threads=1), session):
+        feeds = each.interface.feeds(ids, np.ones_like(ids), each.interface.empty_past(1, ids.shape[1]))
+        hidden = each.inference.run([HIDDEN], feeds)[0]
+        said.append(Heads(each, heads).logits(hidden[0], ids[0].tolist()))
+    before, rotated, rounded = said
+    print(
+        "SEEN",
+        np.abs(rotated - before).max() / np.abs(before).max(),
+        np.corrcoef(rounded.ravel(), before.ravel())[0, 1],
+    )
+    assert before.shape == (8, 3, VOCABULARY)
+    # float32 through a model of two layers, and a least squares of well-conditioned matrices; seen 8e-7
+    assert np.abs(rotated - before).max() < 1e-4 * np.abs(before).max()
+    # 4 bits in all layers and 6 in the lm_head: what a model of random weights says then correlates; seen 0.93
+    assert np.corrcoef(rounded.ravel(), before.ravel())[0, 1] > 0.85
+
+
+def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="does not give its last hidden state.*--add expose_hidden"):
+        speculation_named(load(llama_artifact, threads=1), "heads")
+    with pytest.raises(InputError, match="there is no heads.onnx here.*train_heads"):
+        speculation_named(session, "heads")
+    with pytest.raises(InputError, match="no drafter 'verified:lookup,heads'"):
+        speculation_named(session, "verified:lookup,heads")
+    with pytest.raises(InputError, match="a hidden state of 32, and this model has one of 64"):
+        Heads(session, nonsense(width=32))
+    with pytest.raises(InputError, match=f"a vocabulary of 7, and this model has one of {VOCABULARY}"):
+        Heads(session, dataclasses.replace(nonsense(), embedding=np.zeros((7, 4), np.float32)))
+    random = np.random.default_rng(0).standard_normal((WIDTH, 2 * WIDTH)).astype(np.float32)
+    other = dataclasses.replace(nonsense(), tokens=np.arange(2 * WIDTH), columns=random)
+    with pytest.raises(InputError, match="trained for another model: .*% of this one's lm_head"):
+        Heads(session, other)
+    (tmp_path / HEADS).write_bytes(b"nothing")
+    with pytest.raises(InputError, match="these are no heads"):
+        HeadsFile.read(tmp_path / HEADS)
+    heads = Heads(session, nonsense())
+    shutil.copytree(exposed, tmp_path / "copy")
+    with pytest.raises(InputError, match="another model writes the text"):
+        generate(load(tmp_path / "copy", threads=1), [[1]], drafter=heads)
+
+
+def test_the_heads_that_ship_draft_for_what_is_made_of_the_shipped_model(
+    shipped_artifact: Path, tmp_path: Path
+) -> None:
+    """Export carries them, a recipe with the step carries them on, one without leaves them, the command uses them."""
+    assert (shipped_artifact / HEADS).is_file()
+    verify_files(shipped_artifact)
+    optimize(shipped_artifact, load_recipe("rotate"), tmp_path / "without", quality_tokens=0, run=False)
+    assert not (tmp_path / "without" / HEADS).exists()
+    recipe = load_recipe("rotate-int4-rtn", add=["expose_hidden"]).lowered("ort-cpu:avx512")
+    optimize(shipped_artifact, recipe, tmp_path / "made", quality_tokens=0, run=False)
+    assert (tmp_path / "made" / HEADS).read_bytes() == (shipped_artifact / HEADS).read_bytes()
+    options = ["run", str(tmp_path / "made"), "--prompt", "import os\n\ndef main(", "--json", "--threads", "1"]
+    plain = json.loads(CliRunner().invoke(app, options).output)
+    drafted = CliRunner().invoke(app, [*options, "--speculate", "heads", "--draft-tokens", "3", "--stats"])
+    told = json.loads(drafted.output)
+    assert told["completions"] == plain
+    assert told["drafts"]["acceptance"]["heads"][0] > 0.2

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphopt.errors import InputError
+from graphopt.inference.decoding.drafts import model_beside
+from graphopt.inference.decoding.drafts import thread_choice as turns
+from graphopt.inference.session import Session, load, open_folder, session_from
+from graphopt.ort.session import Entries
+
+
+def opened(folder: Path, calls: list[tuple[int, dict[str, str]]]) -> Any:
+    def open_with(threads: int, entries: Entries) -> Session:
+        calls.append((threads, dict(entries)))
+        return session_from(open_folder(folder, threads=threads, entries=entries))
+
+    return open_with
+
+
+def threads_of(session: Session) -> int:
+    found: int = session.inference.get_session_options().intra_op_num_threads
+    return found
+
+
+@pytest.mark.parametrize(("together", "threads"), [(0.5, 2), (0.97, 1), (2.0, 1)])
+def test_the_faster_number_of_threads_is_kept(
+    llama_artifact: Path, monkeypatch: pytest.MonkeyPatch, together: float, threads: int
+) -> None:
+    def seconds(turn: Any) -> float:
+        return together if threads_of(turn.smaller) == 2 else 1.0
+
+    monkeypatch.setattr(turns._Turn, "seconds", seconds)
+    calls: list[tuple[int, dict[str, str]]] = []
+    chosen = turns.in_turns(load(llama_artifact, threads=2), opened(llama_artifact, calls))
+    assert calls == [(1, {}), (2, turns.STOP)]
+    assert threads_of(chosen) == threads
+
+
+def test_one_thread_is_one_thread(llama_artifact: Path) -> None:
+    calls: list[tuple[int, dict[str, str]]] = []
+    chosen = turns.in_turns(load(llama_artifact, threads=1), opened(llama_artifact, calls))
+    assert (calls, threads_of(chosen)) == ([(1, {})], 1)
+
+
+def test_turns_are_measured(llama_artifact: Path) -> None:
+    session = load(llama_artifact, threads=2)
+    turn = turns._Turn(session, load(llama_artifact, threads=1))
+    assert turn.seconds() > 0
+    assert turn.seconds() > 0  # caches are rewound: a second turn begins where the first did
+
+
+def test_a_model_with_other_tokens_is_refused(llama_artifact: Path, shipped_artifact: Path) -> None:
+    with pytest.raises(InputError, match="tokenizer"):
+        model_beside(load(shipped_artifact, threads=2), llama_artifact)

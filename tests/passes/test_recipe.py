@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx_ir as ir
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphopt.artifact import artifact
+from graphopt.errors import InputError
+from graphopt.ort.session import ACCURACY_LEVEL
+from graphopt.passes import PASSES
+from graphopt.passes.algebra.fold_norms import FoldNormsOptions
+from graphopt.passes.algebra.rotate import RotateOptions
+from graphopt.passes.base import StepOptions
+from graphopt.passes.codes.quantize_activations import QuantizeActivationsOptions
+from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeightsOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lower.flatten_heads import FlattenHeadsOptions
+from graphopt.passes.lower.float16 import Float16Options
+from graphopt.passes.lower.last_logits import LastLogitsOptions
+from graphopt.passes.lower.lower import LowerOptions
+from graphopt.passes.lower.merge_products import MergeProductsOptions
+from graphopt.passes.recipe import Recipe, load_recipe, presets
+from graphopt.runtime_ops.instructions import ISA_VARIABLE
+from graphopt.runtime_ops.library import PATH_VARIABLE
+from tests.graphs import residual_model
+
+FORMATS = st.sampled_from(["int4", "uint8", "fp6-e2m3", "nf4", (-1.0, 0.0, 0.5)])
+LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256, None]))
+STEPS = st.one_of(
+    st.builds(CanonicalizeOptions),
+    st.builds(FoldNormsOptions),
+    st.builds(RotateOptions, residual=st.sampled_from(["hadamard", "random"]), seed=st.integers(0, 2**40)),
+    st.builds(
+        QuantizeWeightsOptions,
+        linear=LINEAR,
+        lm_head=LINEAR,
+        embedding=st.none() | st.builds(EmbeddingFormat, group=st.none() | st.integers(1, 512)),
+        scale=st.sampled_from(["extreme", "least_squares"]),
+        activations=st.sampled_from(["float32", "bfloat16", "int8", "int16", None]),
+    ),
+    st.builds(
+        QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), lm_head=st.booleans()
+    ),
+    st.builds(LastLogitsOptions),
+    st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
+    st.builds(MergeProductsOptions),
+)
+
+
+def in_order(steps: list[StepOptions]) -> tuple[StepOptions, ...]:
+    """Return ``steps`` in the order of their passes, which a recipe wants."""
+    return tuple(sorted(steps, key=lambda step: list(PASSES).index(step.step)))
+
+
+RECIPES = st.builds(
+    Recipe,
+    name=st.text(min_size=1),
+    description=st.text(),
+    steps=st.lists(STEPS, max_size=5).map(in_order),
+    activations=st.sampled_from(["int8", "float32"]),
+)
+
+
+@given(RECIPES)
+def test_yaml_round_trips(recipe: Recipe) -> None:
+    assert Recipe.model_validate(yaml.safe_load(recipe.to_yaml())) == recipe
+
+
+def test_steps_out_of_order_are_refused_with_the_order_that_is_right(tmp_path: Path) -> None:
+    file = tmp_path / "late.yaml"
+    file.write_text("name: late\nsteps: [{step: canonicalize}, {step: quantize_kv}, {step: rotate}]\n")
+    with pytest.raises(InputError, match="canonicalize, rotate, quantize_kv is the right one"):
+        load_recipe(file)
+
+
+def test_any_step_can_be_added_and_set() -> None:
+    recipe = load_recipe(
+        "int4-rtn",
+        add=["rotate", "fold_norms"],
+        options=["rotate.seed=7", "quantize_weights.linear.group=32", "quantize_weights.embedding=null"],
+    )
+    assert [step.step for step in recipe.steps] == ["canonicalize", "fold_norms", "rotate", "quantize_weights"]
+    rotate, weights = recipe.steps[2], recipe.steps[3]
+    assert isinstance(rotate, RotateOptions)
+    assert isinstance(weights, QuantizeWeightsOptions)
+    assert rotate.seed == 7
+    assert weights.linear == LinearFormat(group=32)
+    assert weights.embedding is None
+
+
+@pytest.mark.parametrize(
+    ("add", "options", "message"),
+    [
+        (["quantise"], [], "there is no step 'quantise'.*known are"),
+        ([], ["rotate.seed=7"], "has no step 'rotate'.*--add rotate"),
+        ([], ["quantize_weights.linear.group=17"], "cannot be set so.*linear.group"),
+        ([], ["quantize_weights.liner=null"], "cannot be set so.*its options are linear"),
+        ([], ["quantize_weights"], "sets no option.*STEP.OPTION=VALUE"),
+        ([], ["quantize_weights.linear=[1"], "is not YAML"),
+    ],
+)
+def test_what_cannot_be_added_or_set_is_refused(add: list[str], options: list[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        load_recipe("int4-rtn", add=add, options=options)
+
+
+def test_the_lm_head_may_still_be_called_head(tmp_path: Path) -> None:
+    file = tmp_path / "older.yaml"
+    file.write_text(
+        "name: older\n"
+        "steps: [{step: quantize_weights, head: {format: fp6-e2m3}}, {step: quantize_activations, head: true}]\n"
+    )
+    older = load_recipe(file, options=["quantize_weights.head.group=64", "quantize_activations.head=false"])
+    weights = QuantizeWeightsOptions(lm_head=LinearFormat(format="fp6-e2m3", group=64))
+    assert older.steps == (weights, QuantizeActivationsOptions(lm_head=False))
+    assert "\n  head:" not in older.to_yaml()
+    # so is a manifest's recipe, which spells every option out
+    steps = [{("head" if name == "lm_head" else name): value for name, value in weights.model_dump().items()}]
+    assert Recipe.recorded({"name": "older", "steps": steps}).steps[0] == weights
+
+
+def test_a_manifest_from_before_an_option_means_what_was_done_then() -> None:
+    older = QuantizeWeightsOptions().model_dump()
+    assert older.pop("tied") is True
+    (weights, _) = Recipe.recorded({"name": "older", "steps": [older]}).steps
+    assert weights == QuantizeWeightsOptions(tied=False)
+    (weights, _) = Recipe.recorded({"name": "newer", "steps": [{**older, "tied": True}]}).steps
+    assert weights == QuantizeWeightsOptions()
+
+
+def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "both.yaml"
+    file.write_text("name: both\nsteps: [{step: quantize_weights, head: null, lm_head: null}]\n")
+    with pytest.raises(InputError, match="the option head is called lm_head now; give only lm_head"):
+        load_recipe(file)
+
+
+def test_presets_are_named_as_their_files_and_load_by_name() -> None:
+    fitted = ["fp6", "int3", "int4", "large", "medium", "nf4", "small", "w4a4", "w4a8"]
+    fitted += [f"rotate-{name}" for name in ("int4", "nf4", "w4a8")]
+    quantized = [*fitted, "fp6-e3m2", "w8a8"]
+    caches = ["kv4", "rotate-kv4", "streaming", "retrieval"]
+    rotated = ["rotate", "rotate-online", "rotate-fp6", "rotate-fp6-e3m2"]
+    without_text = [f"{name}-rtn" for name in fitted]
+    assert list(presets()) == sorted([*quantized, *rotated, *caches, *without_text, "float16"])
+    for name, recipe in presets().items():
+        assert load_recipe(name) == recipe
+        assert recipe.description
+
+
+def test_presets_are_calibrated_and_their_twins_need_no_data() -> None:
+    needs = {
+        name
+        for name, recipe in presets().items()
+        for step in recipe.steps
+        if isinstance(step, QuantizeWeightsOptions) and step.rounding.needs is not None
+    }
+    assert needs == {name.removesuffix("-rtn") for name in presets() if name.endswith("-rtn")}
+    assert {"int4", "small", "medium", "large"} < needs
+
+
+def test_rotate_is_exact_only() -> None:
+    assert {step.effect for step in load_recipe("rotate").passes()} == {"exact"}
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("name: mine\nsteps:\n  - step: rotate\n    seed: 7\n")
+    (step,) = load_recipe(file).steps
+    assert step == RotateOptions(seed=7)
+
+
+def test_activations_become_the_session_entry() -> None:
+    recipe = Recipe(name="a", steps=(), activations="float32")
+    assert recipe.session_entries() == {ACCURACY_LEVEL: "0"}
+    assert Recipe(name="a", steps=()).session_entries() == {ACCURACY_LEVEL: "4"}
+
+
+def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
+    steps = (QuantizeWeightsOptions(), QuantizeWeightsOptions(activations="int16"), LowerOptions())
+    for activations in ("int8", "float32"):
+        recipe = Recipe(name="a", steps=steps, activations=activations)
+        made = [step.options.activations for step in recipe.passes()]
+        assert made == [activations, "int16", activations]
+
+
+def test_a_target_sets_the_step_lower_or_adds_it() -> None:
+    recipe = load_recipe("int4-rtn")
+    lowered = recipe.lowered("ort-cpu")
+    assert lowered.steps == (
+        *recipe.steps,
+        MergeProductsOptions(),
+        FlattenHeadsOptions(),
+        LowerOptions(target="ort-cpu"),
+    )
+    assert lowered.lowered("ort-cpu") == lowered
+    assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
+
+
+def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> None:
+    grows, nothing = artifact.read(llama_artifact).model.graph, residual_model().graph
+    plain = load_recipe("int4-rtn")
+
+    def added(recipe: Recipe, graph: ir.Graph) -> bool:
+        before, after = (sum(step.step == "page_kv" for step in each.steps) for each in (recipe, recipe.fitting(graph)))
+        assert before <= after <= 1  # a step is added once, and none goes
+        return after > before
+
+    assert added(plain.lowered("ort-cpu"), grows)
+    assert not added(plain.lowered("ort-cpu"), nothing), "it has no cache"
+    assert not added(plain, grows), "its target is portable"
+    assert not added(plain.lowered("ort-cuda"), grows)
+    assert not added(plain.lowered("ort-cpu").setting("lower", caches="growing"), grows)
+    assert not added(load_recipe("kv4").lowered("ort-cpu"), grows), "another step is about caches"
+
+
+def test_options_of_lower_can_be_set_where_a_recipe_leaves_it_out(llama_artifact: Path) -> None:
+    recipe = load_recipe("int4-rtn", options=["lower.caches=growing"]).lowered("ort-cpu")
+    assert recipe.steps[-1] == LowerOptions(target="ort-cpu", caches="growing")
+    fitted = recipe.fitting(artifact.read(llama_artifact).model.graph)
+    assert "page_kv" not in [step.step for step in fitted.steps]
+
+
+def test_a_target_may_name_the_instruction_set() -> None:
+    recipe = load_recipe("int4-rtn").lowered("ort-cpu:avx2")
+    assert recipe.steps[-1] == LowerOptions(target="ort-cpu", instructions="avx2")
+    assert recipe.lowered("ort-cpu") == recipe
+    assert recipe.lowered("ort-cpu:avx512").steps[-1] == LowerOptions(target="ort-cpu", instructions="avx512")
+
+
+def test_an_instruction_set_that_nobody_names_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PATH_VARIABLE, "")
+    monkeypatch.setenv(ISA_VARIABLE, "avxvnni")
+    recipe = load_recipe("int4-rtn")
+    assert recipe.lowered("ort-cpu").on_this_machine() == recipe.lowered("ort-cpu:avxvnni")
+    for chosen in ("ort-cpu:avx2", "portable", "ort-cuda"):
+        named = recipe.lowered(chosen)  # type: ignore[arg-type]
+        assert named.on_this_machine() == named
+
+
+def test_a_manifest_that_names_neither_instructions_nor_caches_is_an_older_one() -> None:
+    older = {"name": "a", "steps": [{"step": "lower", "target": "ort-cpu"}]}
+    expected = LowerOptions(target="ort-cpu", instructions="avx512", caches="growing")
+    assert Recipe.recorded(older).steps == (expected,)
+
+
+def test_float16_is_the_last_step_and_asked_for_once() -> None:
+    recipe = load_recipe("int4-rtn").adding("float16")
+    assert recipe.steps[-1] == Float16Options()
+    assert recipe.adding("float16") == recipe
+    lowered = [
+        *load_recipe("int4-rtn").steps,
+        MergeProductsOptions(),
+        LowerOptions(target="ort-cuda"),
+        Float16Options(),
+    ]
+    assert list(recipe.lowered("ort-cuda").steps) == lowered
+
+
+def test_last_logits_are_asked_for_once() -> None:
+    recipe = load_recipe("int4-rtn").adding("last_logits")
+    assert recipe.steps[-1] == LastLogitsOptions()
+    assert recipe.adding("last_logits") == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: x\nsteps: []\ncolour: red", "colour: Extra inputs are not permitted"),
+        ("name: x\nsteps: [{step: rotate, sead: 1}]", "sead: Extra inputs are not permitted"),
+        ("name: x\nsteps: [{step: rotat}]", "steps.0.*rotat"),
+        (
+            "name: x\nsteps: [{step: quantize_weights, linear: {format: int9}}]",
+            "no number format 'int9'",
+        ),
+        ("name: x", "steps: Field required"),
+        ("- just\n- a list", "recipe: Input should be"),
+        ("name: [", "not YAML"),
+        ("", "recipe: Input should be"),
+    ],
+)
+def test_a_recipe_that_cannot_be_used_names_the_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_text(text)
+    with pytest.raises(InputError, match=message) as error:
+        load_recipe(file)
+    assert str(error.value.file) == str(file)
+
+
+def test_an_unknown_name_lists_the_presets() -> None:
+    with pytest.raises(InputError, match="no recipe 'int5'.*rotate-int4-rtn"):
+        load_recipe("int5")

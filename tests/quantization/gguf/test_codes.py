@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.graph.weights import Part
+from graphopt.quantization.gguf.blocks import Ggml
+from graphopt.quantization.gguf.codes import KeptCodes, has_codes
+from graphopt.runtime_ops.dequantize.spec.op import reference
+from tests import ggufs
+
+SHAPE = (6, 512)
+EXACT, WITH_MINIMUMS = ("Q4_0", "Q5_0", "Q8_0", "Q6_K"), ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+ORDER = np.array([5, 0, 0, 3], np.int64)
+
+
+def tensor_of(kind: str, folder: Path) -> Ggml:
+    array = np.random.default_rng(3).standard_normal(SHAPE).astype(np.float32)
+    array[2:4, 32:96] = 0  # groups without a step
+    if kind in ("Q5_0", "Q5_1"):
+        import gguf
+
+        stored = gguf.quantize(array, gguf.GGMLQuantizationType[kind])
+    else:
+        stored, _ = ggufs.encoded(array, kind)
+    path = folder / kind
+    path.write_bytes(b"ahead" + stored.tobytes())
+    return Ggml(str(path), 5, kind, SHAPE)
+
+
+def meant(kept: KeptCodes) -> np.ndarray:
+    """Return the matrix that the parts mean by the operators' own definitions, float32 [rows, width]."""
+    parts = kept.evaluate()
+    assert {name: (ir.DataType.from_numpy(part.dtype), part.shape) for name, part in parts.items()} == kept.parts
+    if kept.is_standard:
+        axis = int(kept.looked_up)
+        scales = np.repeat(parts["scales"].astype(np.float32), kept.group, axis)
+        numbers = parts["codes"].astype(np.float32) * scales
+        return numbers if kept.looked_up else numbers.T
+    minimums = "minimums" in parts
+    zeros = parts["minimums"] if minimums else parts.get("zero_points", np.zeros((1, 1), np.float32))
+    table = kept.table.values.astype(np.float32)
+    return reference(parts["codes"], parts["scales"], table, zeros, kept.group, minimums).T
+
+
+@pytest.mark.parametrize("kind", [*EXACT, *WITH_MINIMUMS])
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_codes_mean_the_same_bits(kind: str, looked_up: bool, tmp_path: Path) -> None:
+    tensor = tensor_of(kind, tmp_path)
+    if looked_up and kind in WITH_MINIMUMS:
+        with pytest.raises(ValueError, match="no codes that can be kept"):
+            KeptCodes(tensor, ORDER, looked_up=looked_up)
+        return
+    for standard in (True, False):
+        kept = KeptCodes(tensor, ORDER, looked_up=looked_up, standard=standard)
+        assert np.array_equal(meant(kept), tensor.numpy()[ORDER])
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1"])
+def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path) -> None:
+    kept = KeptCodes(tensor_of(kind, tmp_path), ORDER)
+    bits = {"codes": kept.table.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
+    stored = sum(bits[name] * np.prod(shape) // 8 for name, (_, shape) in kept.parts.items())
+    of_file = kept.of.stored()[ORDER].nbytes
+    # the standard form has scales of 4 bytes, which lower packs into 2
+    assert stored - of_file == (2 * np.prod(kept.parts["scales"][1]) if kept.is_standard else 0)
+    if kept.is_standard:
+        ours = KeptCodes(kept.of, ORDER, standard=False)
+        assert ours.parts["scales"][0] == ir.DataType.FLOAT16
+
+
+@pytest.mark.parametrize("kind", WITH_MINIMUMS)
+def test_minimums_as_zero_points_err_by_rounding_of_float32(kind: str, tmp_path: Path) -> None:
+    tensor = tensor_of(kind, tmp_path)
+    got, expected = meant(KeptCodes(tensor, ORDER, as_zero_points=True)), tensor.numpy()[ORDER]
+    groups = np.abs(expected).reshape(len(ORDER), -1, 32).max(-1, keepdims=True)
+    # |m| and the span of codes times step are at most twice the largest number of a group. Three roundings: of the zero
+    # point, of the difference and of the product, 2^-24 each.
+    assert (np.abs(got - expected).reshape(len(ORDER), -1, 32) <= 2 * 3 * 2.0**-24 * groups).all()
+
+
+def test_types_that_no_format_says_have_no_codes(tmp_path: Path) -> None:
+    assert not has_codes(Ggml("", 0, "F16", SHAPE))
+    assert not has_codes(Ggml("", 0, "IQ4_XS", SHAPE))
+    assert not has_codes(Ggml("", 0, "Q8_0", (512,)))
+    with pytest.raises(ValueError, match="no codes that can be kept"):
+        KeptCodes(Ggml("x", 0, "F16", SHAPE), ORDER)
+    with pytest.raises(ValueError, match="no codes that can be kept"):
+        KeptCodes(tensor_of("Q4_1", tmp_path), ORDER, looked_up=True)
+
+
+def test_codes_are_data_that_travels(tmp_path: Path) -> None:
+    kept = KeptCodes(tensor_of("Q6_K", tmp_path), ORDER)
+    again = pickle.loads(pickle.dumps(kept))
+    assert again.digest == kept.digest
+    assert KeptCodes(kept.of, ORDER[::-1].copy()).digest != kept.digest
+    codes = Part(again, "codes")
+    assert (codes.dtype, codes.shape) == (ir.DataType.UINT8, (512, 4))
+    assert np.array_equal(codes.numpy(), kept.evaluate()["codes"])
+
+
+def test_a_scale_that_is_no_number_is_refused(tmp_path: Path) -> None:
+    tensor = tensor_of("Q8_0", tmp_path)
+    content = bytearray(Path(tensor.path).read_bytes())
+    content[5:7] = np.array(np.nan, np.float16).tobytes()
+    Path(tensor.path).write_bytes(content)
+    with pytest.raises(ValueError, match="beyond its codes"):
+        KeptCodes(tensor, ORDER).evaluate()

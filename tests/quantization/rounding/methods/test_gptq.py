@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from threadpoolctl import threadpool_info
+
+from graphopt.errors import InputError
+from graphopt.numerics.formats import FORMATS, TableFormat
+from graphopt.quantization.rounding import Quantized, round_to_nearest
+from graphopt.quantization.rounding.ldl import factored, filtered
+from graphopt.quantization.rounding.methods.gptq import GPTQ
+from graphopt.quantization.rounding.single_thread import one_thread
+from tests.quantization.rounding.problems import correlated, loss, textbook_gptq, weights
+
+NAMES = st.sampled_from(["int4", "int3", "uint4", "uint3", "nf4", "fp6-e2m3", "fp4", "ternary", "int8"])
+WAYS: list[dict[str, Any]] = [{}, {"order": "natural"}, {"order": "natural", "scales": "reached"}]
+
+
+def gptq(matrix: np.ndarray, hessian: np.ndarray, table: TableFormat, group: int, **options: Any) -> Quantized:
+    method = GPTQ(**options)
+    return method.round(matrix, table, group, "least_squares", scale_type=np.float32, statistics=hessian)
+
+
+@given(
+    name=st.sampled_from(["int4", "nf4", "fp6-e2m3", "ternary"]),
+    seed=st.integers(0, 1000),
+    rows=st.integers(1, 300),
+    group=st.sampled_from([16, 64, 150]),
+)
+@settings(max_examples=25)
+def test_it_is_the_textbook_algorithm_code_by_code(name: str, seed: int, rows: int, group: int) -> None:
+    X, W, table = correlated(rows, 2 * rows + 3, seed), weights(rows, 6, seed), FORMATS[name]
+    made = gptq(W, X.T @ X, table, group, order="natural")
+    expected = textbook_gptq(W, X.T @ X, table, made.scales.astype(np.float64), group, 0.01)
+    # Two orders of the same sums: a number within rounding of halfway between two codes may go either way, and rows
+    # behind it may differ. None did in 2000 examples.
+    assert np.array_equal(made.codes, expected)
+
+
+@given(name=NAMES, seed=st.integers(0, 1000), rows=st.sampled_from([32, 48, 130]), way=st.sampled_from(WAYS))
+@settings(max_examples=40)
+def test_the_product_is_closer_than_with_nearest(name: str, seed: int, rows: int, way: dict[str, Any]) -> None:
+    # No theorem, for one problem; of thousands of 32 rows and columns none was seen to come out worse.
+    X, W, table = correlated(rows, 4 * rows, seed), weights(rows, 32, seed), FORMATS[name]
+    H = X.T @ X
+    assert loss(W, gptq(W, H, table, 16, **way), H) <= loss(W, round_to_nearest(W, table, 16, "least_squares"), H)
+
+
+@given(seed=st.integers(0, 1000), way=st.sampled_from(WAYS))
+@settings(max_examples=15)
+def test_it_lies_between_the_best_of_all_codes_and_nearest(seed: int, way: dict[str, Any]) -> None:
+    X, W, table = correlated(4, 40, seed), weights(4, 1, seed), FORMATS["ternary"]
+    H, made = X.T @ X, gptq(W, X.T @ X, table, 16, **way)
+    losses = []
+    for codes in itertools.product(range(3), repeat=4):
+        made_of = Quantized(table, 16, np.array(codes, np.uint8)[:, None], made.scales, None)
+        losses.append(loss(W, made_of, H))
+    assert min(losses) * (1 - 1e-12) <= loss(W, made, H)
+    nearest = Quantized(table, 16, table.encode(W / made.scales), made.scales, None)
+    # it never looks back, so one column of four rows may come out worse; by how much was seen in 1000 problems
+    assert loss(W, made, H) <= 2.5 * loss(W, nearest, H) + 1e-12
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["int4", "uint4", "nf4"])
+def test_uncorrelated_inputs_of_one_size_leave_the_nearest_code(name: str, way: dict[str, Any]) -> None:
+    W, table = weights(40, 5, 0), FORMATS[name]
+    for hessian in (np.eye(40), np.zeros((40, 40)), np.eye(40) * 1e-300, np.eye(40) * 1e300):
+        made = gptq(W, hessian, table, 16, **way)
+        shift = 0 if made.zero_points is None else table.decode(made.zero_points)[np.arange(40) // 16]
+        assert np.array_equal(made.codes, table.encode(W / made.scales[np.arange(40) // 16].astype(np.float64) + shift))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dead_inputs_neither_give_nor_take_errors(way: dict[str, Any]) -> None:
+    X, W, table = correlated(48, 100, 3), weights(48, 4, 3), FORMATS["int4"]
+    dead = [0, 7, 20, 47]
+    X[:, dead] = 0
+    made = gptq(W, X.T @ X, table, 16, **way)
+    scales = made.scales[np.arange(48) // 16].astype(np.float64)
+    assert np.array_equal(made.codes[dead], table.encode(W[dead] / scales[dead]))
+    assert loss(W, made, X.T @ X) < loss(W, round_to_nearest(W, table, 16, "least_squares"), X.T @ X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("tokens", [1, 3, 47])
+def test_fewer_tokens_than_rows_make_a_singular_hessian_that_works(tokens: int, way: dict[str, Any]) -> None:
+    X, W = correlated(48, tokens, 5), weights(48, 8, 5)
+    made = gptq(W, X.T @ X, FORMATS["int4"], 16, **way)
+    assert np.isfinite(made.dequantize()).all()
+    assert loss(W, made, X.T @ X) < loss(W, round_to_nearest(W, FORMATS["int4"], 16, "least_squares"), X.T @ X)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("factor", [0.0, 1e-40, 1e-30, 1e30])
+def test_weights_of_zero_denormal_and_huge(factor: float, way: dict[str, Any]) -> None:
+    X = correlated(40, 80, 7)
+    W = (weights(40, 4, 7).astype(np.float64) * factor).astype(np.float32)
+    made = gptq(W, X.T @ X, FORMATS["int4"], 16, **way)
+    # scales of the smallest are float32's denormal numbers: those have few bits
+    assert np.abs(made.dequantize() - W).max() <= np.abs(W).max()
+
+
+@given(group=st.integers(1, 320), rows=st.integers(1, 320), name=NAMES, way=st.sampled_from(WAYS))
+@settings(max_examples=30)
+def test_any_group_and_any_number_of_rows(group: int, rows: int, name: str, way: dict[str, Any]) -> None:
+    X, W, table = correlated(rows, rows + 5, group), weights(rows, 2, rows), FORMATS[name]
+    made = gptq(W, X.T @ X, table, min(group, rows), **way)
+    assert made.scales.shape == (-(-rows // min(group, rows)), 2)
+    assert (made.zero_points is not None) == table.zero_point
+    assert np.isfinite(made.dequantize()).all()
+
+
+def test_columns_do_not_know_of_one_another() -> None:
+    X, W, table = correlated(64, 100, 9), weights(64, 1100, 9), FORMATS["uint4"]
+    made, part = gptq(W, X.T @ X, table, 32), gptq(W[:, 1050:], X.T @ X, table, 32)
+    assert np.mean(made.codes[:, 1050:] == part.codes) > 0.999
+
+
+def test_the_factors_make_the_damped_hessian() -> None:
+    X = correlated(30, 50, 1)
+    H, order = X.T @ X, np.random.default_rng(0).permutation(30)
+    upper, left = factored(H.astype(np.float32), 0.01, order)
+    damped = (H / np.diagonal(H).mean() + 0.01 * np.eye(30))[np.ix_(order, order)]
+    assert np.array_equal(np.tril(upper, -1), np.zeros((30, 30)))
+    assert np.array_equal(np.diagonal(upper), np.ones(30))
+    # the Hessian was stored in float32
+    assert np.abs(upper @ np.diag(left) @ upper.T - damped).max() < 1e-6 * np.abs(damped).max()
+
+
+@given(seed=st.integers(0, 1000), noise=st.floats(0.01, 0.3), name=st.sampled_from(["int4", "nl4", "uint3"]))
+@settings(max_examples=15)
+def test_weights_for_rounded_inputs_make_a_better_product_of_them(seed: int, noise: float, name: str) -> None:
+    X, W, table = correlated(64, 200, seed), weights(64, 16, seed), FORMATS[name]
+    H = X.T @ X
+    added = noise * np.diagonal(H).mean()
+
+    def error(made: Quantized) -> float:
+        # what (X + N) Q misses of X W, on average over N
+        return loss(W, made, H) + added * float((made.dequantize().astype(np.float64) ** 2).sum())
+
+    # no theorem for one problem; at least 13% was won in 900 problems
+    assert error(gptq(W, H, table, 16, input_noise=noise)) < 0.95 * error(gptq(W, H, table, 16))
+
+
+def test_the_filter_is_the_regression_on_noisy_inputs() -> None:
+    X, W = correlated(12, 40, 2), weights(12, 3, 2)
+    H, noise = X.T @ X, 0.2
+    added = noise * np.diagonal(H).mean() * np.eye(12)
+    expected = np.linalg.solve(H + added, H @ W)
+    assert np.abs(filtered(W, H, noise) - expected).max() < 1e-6 * np.abs(expected).max()
+    assert np.array_equal(filtered(W, np.zeros((12, 12)), noise), W)
+
+
+def test_what_is_no_hessian_is_refused_by_name() -> None:
+    H = np.eye(8)
+    H[3, 3] = np.nan
+    with pytest.raises(InputError, match="NaN or infinite, the first at input 3"):
+        gptq(weights(8, 2, 0), H, FORMATS["int4"], 8)
+    H = np.eye(8)
+    H[3, 4] = H[4, 3] = np.inf
+    with pytest.raises(InputError, match="cannot be factored"):
+        gptq(weights(8, 2, 0), H, FORMATS["int4"], 8)
+    H = np.eye(8)
+    H[3, 4] = H[4, 3] = 50.0
+    with pytest.raises(InputError, match="cannot be factored, with a damping of 1"):
+        gptq(weights(8, 2, 0), H, FORMATS["int4"], 8)
+
+
+def test_more_damping_is_tried_where_the_first_does_not_do() -> None:
+    H = np.eye(8)
+    H[3, 4] = H[4, 3] = 1.05  # an eigenvalue of -0.05
+    assert np.isfinite(gptq(weights(8, 2, 0), H, FORMATS["int4"], 8).dequantize()).all()
+
+
+def test_scales_are_static_in_the_order_of_activations() -> None:
+    with pytest.raises(ValidationError, match="scales must be static"):
+        GPTQ(order="activation", scales="reached")
+    with pytest.raises(ValidationError, match="greater than 0"):
+        GPTQ(damping=0)
+
+
+def test_it_computes_in_one_thread_and_gives_the_threads_back() -> None:
+    def threads() -> set[int]:
+        return {each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"}
+
+    before = threads()
+    with one_thread(), one_thread():
+        assert threads() == {1}
+    assert threads() == before

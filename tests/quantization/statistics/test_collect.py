@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.analysis.structure.products import linear_nodes
+from graphopt.artifact.artifact import read
+from graphopt.errors import InputError
+from graphopt.graph.weights import Inline, Scaled, rewrite
+from graphopt.ort.runner import Runner
+from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.statistics import Calibration
+from graphopt.quantization.statistics.collect import PIECE_BYTES
+from graphopt.quantization.statistics.moments import Moments
+from graphopt.quantization.statistics.partition import pieces_of
+from graphopt.quantization.statistics.squares import Squares
+from tests.families import POSITIONS, VOCABULARY
+from tests.graphs import canonical, residual_model
+
+
+def texts(number: int = 3, length: int = 20, vocabulary: int = 24) -> list[np.ndarray]:
+    random = np.random.default_rng(7)
+    return [random.integers(0, vocabulary, length + row) for row in range(number)]
+
+
+def calibration(folder: Path, runner: Runner | None, **given: Any) -> Calibration:
+    chosen = given.pop("texts", None) or texts()
+    return Calibration(folder, lambda: chosen, runner, **given)
+
+
+def expected(model: ir.Model, value: ir.Value, rows: list[np.ndarray]) -> np.ndarray:
+    """Run the whole model with one more output, and return all inputs [tokens, rows] in float64."""
+    copy = model.clone()
+    named = {each.name: each for node in copy.graph for each in node.outputs}
+    named[value.name].dtype = ir.DataType.FLOAT
+    copy.graph.outputs.append(named[value.name])
+    with Runner().opened(copy) as session:
+        found = [session.run([value.name], {"input_ids": row[None]})[0] for row in rows]
+    return np.concatenate([each.reshape(-1, each.shape[-1]) for each in found]).astype(np.float64)
+
+
+@pytest.mark.parametrize("limit", [1, 8 * (16**2 + 12**2), PIECE_BYTES])
+def test_hessians_are_those_of_the_inputs_however_the_graph_is_cut(tmp_path: Path, limit: int) -> None:
+    model, rows = residual_model(layers=3), texts()
+    nodes = linear_nodes(model.graph)
+    pieces = pieces_of(model.graph, [node.inputs[0] for node in nodes], limit)
+    assert len(pieces) == {1: 7, PIECE_BYTES: 1}.get(limit, 4)
+    found = calibration(tmp_path, Runner(), texts=rows, limit=limit).inputs(model, nodes)
+    assert list(found) == nodes
+    for node, each in found.items():
+        assert node.inputs[0] is not None
+        X = expected(model, node.inputs[0], rows)
+        H = X.T @ X / len(X)
+        # products of 20 tokens in float32, and the result rounded to it
+        assert np.abs(each.hessian().numpy() - H).max() < 1e-5 * np.abs(H).max()
+        mean, largest = each.means_and_largest()
+        assert np.allclose(mean, X.mean(0), atol=1e-6 * np.abs(X).max())
+        assert np.allclose(largest, np.abs(X).max(0), rtol=1e-5)
+        assert each.tokens == len(X) == sum(map(len, rows))
+        assert each.kurtosis == pytest.approx((X**4).mean() / (X**2).mean() ** 2, rel=1e-4)
+    assert not list(tmp_path.rglob("boundary-*")) + list(tmp_path.rglob("piece-*"))
+
+
+def test_what_is_kept_is_found_without_running_and_by_content_alone(tmp_path: Path) -> None:
+    model = residual_model()
+    first = calibration(tmp_path, Runner()).inputs(model, linear_nodes(model.graph))
+    again = residual_model()
+    found = calibration(tmp_path, None).inputs(again, linear_nodes(again.graph))
+    assert list(found.values()) == list(first.values())
+    for changed in (residual_model(seed=1), residual_model(multiplier=2.0)):
+        with pytest.raises(InputError, match=r"they are not kept.*graphopt calibrate MODEL"):
+            calibration(tmp_path, None).inputs(changed, linear_nodes(changed.graph))
+    with pytest.raises(InputError, match="they are not kept"):
+        calibration(tmp_path, None, texts=texts(2)).inputs(again, linear_nodes(again.graph))
+
+
+def test_weights_that_are_not_evaluated_yet_have_the_digest_that_they_will_have(tmp_path: Path) -> None:
+    model = residual_model()
+    rewrite(model.graph.initializers["up0.weight"], lambda of: Scaled(of, Inline.of(np.arange(1.0, 17)), 0))
+    calibration(tmp_path, Runner()).inputs(model, linear_nodes(model.graph))
+    value = model.graph.initializers["up0.weight"]
+    value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)
+    with pytest.raises(InputError, match="they are not kept"):  # other bytes to begin with, though the same numbers
+        calibration(tmp_path, None).inputs(model, linear_nodes(model.graph))
+
+
+def test_what_was_cut_off_goes_on_at_the_piece_where_it_was(tmp_path: Path) -> None:
+    model = residual_model(layers=3)
+    nodes = linear_nodes(model.graph)
+    whole = calibration(tmp_path / "whole", Runner(), limit=1).inputs(model, nodes)
+
+    class StopError(Exception):
+        pass
+
+    seen: list[str] = []
+
+    def stop(stage: str, done: int = 0, total: int | None = None) -> None:
+        seen.append(stage)
+        if "part 4" in stage and done == 1:
+            raise StopError
+
+    with pytest.raises(StopError):
+        calibration(tmp_path / "cut", Runner(), limit=1, on_stage=stop).inputs(model, nodes)
+    seen.clear()
+    again = calibration(tmp_path / "cut", Runner(), limit=1, on_stage=lambda stage, *_: seen.append(stage))
+    found = again.inputs(model, nodes)
+    assert seen[0] == "collecting statistics, part 4 of 7"
+    assert [each.digest for each in found.values()] == [each.digest for each in whole.values()]
+
+
+def test_inputs_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    model = residual_model()
+    weight = model.graph.initializers["down0.weight"]
+    weight.const_value = ir.tensor(np.full_like(weight.const_value.numpy(), 3e38), name="down0.weight")
+    first, last = (next(node for node in linear_nodes(model.graph) if node.name == name) for name in ("up0", "up1"))
+    assert first.inputs[0] is not None
+    with pytest.raises(InputError, match=r"infinite or too large, the first of them input 0.*to nearest") as error:
+        calibration(tmp_path, Runner()).inputs(model, [first, last])
+    assert last.inputs[0] is not None
+    assert error.value.tensor == last.inputs[0].name
+
+
+def test_an_index_that_lost_a_file_is_refused(tmp_path: Path) -> None:
+    model = residual_model()
+    found = calibration(tmp_path, Runner()).inputs(model, linear_nodes(model.graph))
+    next(iter(found.values())).hessian_file.unlink()
+    with pytest.raises(InputError, match="a file of statistics is missing or cut"):
+        calibration(tmp_path, Runner()).inputs(model, linear_nodes(model.graph))
+
+
+def test_seldom_chosen_experts_say_how_many_tokens_they_saw(
+    make_artifact: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = canonical(make_artifact("mixtral"))
+    nodes = linear_nodes(model.graph)
+    rows = texts(2, 40, VOCABULARY)
+    found = calibration(tmp_path, Runner(), texts=rows, limit=1).inputs(model, nodes)
+    total = sum(map(len, rows))
+    counts = {node.name: each.tokens for node, each in found.items()}
+    assert set(counts.values()) - {total}  # experts
+    assert all(count <= total for count in counts.values())
+
+
+def test_online_rotations_run_in_pieces(llama_artifact: Path, tmp_path: Path) -> None:
+    model = read(llama_artifact).model
+    for step in load_recipe("rotate-online").passes():
+        if step.phase() in ("lift", "algebra"):
+            step(model)
+    assert any(node.op_type == "Hadamard" for node in model.graph)
+    rows, nodes = texts(2, POSITIONS - 8, VOCABULARY), linear_nodes(model.graph)
+    cut = calibration(tmp_path / "cut", Runner(), texts=rows, limit=1).inputs(model, nodes)
+    whole = calibration(tmp_path / "whole", Runner(), texts=rows).inputs(model, nodes)
+    for node in nodes:
+        a, b = cut[node].hessian().numpy(), whole[node].hessian().numpy()
+        # the same float32 computation, fused in another way where it is cut
+        assert np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("rows", [1, 511, 512, 513, 1100])
+def test_blocks_make_the_whole_and_memory_of_another_sum_leaves_nothing(rows: int) -> None:
+    random, spare = np.random.default_rng(rows), []
+    for _ in range(2):
+        x = random.standard_normal((2, 40, rows), np.float32)
+        squares = Squares(rows, spare)
+        assert not squares.over(1).any()
+        for part in x:
+            squares.add(part)
+        exact = sum(part.T.astype(np.float64) @ part for part in x)
+        found = squares.over(1)
+        assert np.array_equal(found, found.T)
+        # 40 products in float32, each off by half of 2^-23 of it, and the sum rounded to it
+        bound = 42 * 2.0**-24 * sum(np.abs(part).T.astype(np.float64) @ np.abs(part) for part in x)
+        assert (np.abs(found - exact) <= bound).all()
+        assert np.allclose(squares.diagonal(), np.diagonal(exact), rtol=1e-5)
+        squares.release()
+        assert not squares.over(1).any()
+    assert len(spare) == {512: 1, 513: 1, 1100: 3}.get(rows, 0)
+
+
+def test_moments_add_up_in_any_portions() -> None:
+    X = np.random.default_rng(0).standard_normal((2500, 6)).astype(np.float32)
+    one, two = Moments(6), Moments(6)
+    one.add(X)
+    for part in np.split(X.reshape(50, 50, 6), 5):
+        two.add(part)
+    assert one.tokens == two.tokens == 2500
+    # sums of 1024 products in float32
+    assert np.allclose(one.squares.over(1), X.T.astype(np.float64) @ X, atol=1e-3)
+    assert np.allclose(one.squares.over(1), two.squares.over(1), atol=1e-3)
+    assert one.kurtosis == pytest.approx(3, abs=0.3)
+    assert Moments(4).kurtosis == 0

@@ -1,0 +1,202 @@
+"""Recipes that need statistics: collected on the way, shared, verified, refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphopt.artifact.artifact import DATA, MODEL
+from graphopt.compile.calibration.inputs import collect
+from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
+from graphopt.compile.shards import assemble, evaluate_shard
+from graphopt.errors import InputError
+from graphopt.passes.codes.quantize_weights import MEASURED, STORED
+from graphopt.passes.recipe import Recipe, load_recipe
+from graphopt.quantization.statistics.options import CalibrationOptions
+
+TEXT = "def add(a, b):\n    return a + b\n\n" * 40
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT)
+    return file
+
+
+def recipe(text: Path | None, name: str = "rotate-int4-rtn", rounding: str = "gptq", **given: Any) -> Recipe:
+    options = [f"quantize_weights.rounding={rounding}", *(f"quantize_weights.{key}={of}" for key, of in given.items())]
+    calibration = CalibrationOptions(text=text, windows=4, window=64)
+    return load_recipe(name, options=options).model_copy(update={"calibration": calibration})
+
+
+def files(folder: Path) -> tuple[bytes, bytes]:
+    return (folder / MODEL).read_bytes(), (folder / DATA).read_bytes()
+
+
+def facts(made: Any) -> list[Any]:
+    report = next(report for report in made.manifest.passes if report.name == "quantize_weights")
+    return [change.what for change in report.changes]
+
+
+def test_any_number_of_jobs_shards_and_verify_agree(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    chosen = recipe(text)
+    made = optimize(llama_artifact, chosen, tmp_path / "one")
+    assert {fact.figures.get("rounding") for fact in facts(made) if fact.code == STORED.code} == {"gptq", None}
+    (measured,) = [fact for fact in facts(made) if fact.code == MEASURED.code]
+    assert measured.figures["tokens"] == 4 * 64
+    kept = tmp_path / "kept"
+    found = collect(llama_artifact, chosen, kept)
+    assert len(found) == measured.figures["products"]
+    # one that may not run the model finds them there, and another folder of weights, made by two processes, is the same
+    optimize(llama_artifact, chosen, tmp_path / "two", jobs=2, run=False, statistics=kept)
+    assert files(tmp_path / "two") == files(tmp_path / "one")
+    for number in range(2):
+        evaluate_shard(llama_artifact, chosen, tmp_path / "three", number, 2, statistics=kept)
+    assemble(tmp_path / "three", run=False, statistics=kept)
+    assert files(tmp_path / "three") == files(tmp_path / "one")
+    checks = verify(llama_artifact, tmp_path / "one").checks
+    assert [check.status for check in checks if check.name == "replay"] == ["proved"]
+    assert verify(llama_artifact, tmp_path / "two", run=False, statistics=kept)
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["kept", "one", "three", "two"]
+
+
+# Optimizes, and kills itself when it collects, or rounds, for the n-th time.
+KILLED = """
+import os, signal, sys
+from graphopt.compile.pipeline import optimize
+from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.rounding.methods.gptq import GPTQ
+from graphopt.quantization.statistics.moments import Moments
+
+source, recipe, out, work, count = sys.argv[1:]
+left = int(count)
+
+def killing(function):
+    def called(*args, **kwargs):
+        global left
+        left -= 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*args, **kwargs)
+    return called
+
+kind, name = {"collecting": (Moments, "add"), "rounding": (GPTQ, "round")}[work]
+setattr(kind, name, killing(getattr(kind, name)))
+optimize(source, load_recipe(recipe), out)
+"""
+
+
+def test_killed_while_it_collects_or_rounds_it_makes_the_same_bytes(
+    llama_artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    chosen = tmp_path / "recipe.yaml"
+    chosen.write_text(recipe(text).to_yaml())
+    optimize(llama_artifact, load_recipe(chosen), tmp_path / "whole")
+    for work in ("collecting", "rounding"):
+        arguments = [str(llama_artifact), str(chosen), str(tmp_path / "out"), work, "3"]
+        ran = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, check=False)
+        assert ran.returncode == -signal.SIGKILL, ran.stderr.decode()[-500:]
+        assert not (tmp_path / "out").exists()
+        assert (tmp_path / ".out-work").is_dir()
+    optimize(llama_artifact, load_recipe(chosen), tmp_path / "out")
+    assert files(tmp_path / "out") == files(tmp_path / "whole")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "recipe.yaml", "whole"]
+
+
+def test_branches_of_what_was_lost_run_and_bring_the_model_nearer(
+    llama_artifact: Path, text: Path, tmp_path: Path
+) -> None:
+    found = {}
+    for rank in (0, 8):
+        made = optimize(
+            llama_artifact,
+            recipe(text, "nf4-rtn", "nearest", low_rank=rank, linear="{format: int3, group: 64}"),
+            tmp_path / str(rank),
+            target="ort-cpu",
+        )
+        found[rank] = next(check.figures for check in made.manifest.checks if check.name == "quality")["kl_mean"]
+    assert 0 < found[8] < found[0]
+    (beside,) = {fact.figures.get("beside") for fact in facts(made) if fact.code == STORED.code} - {None}
+    assert beside == 8
+    optimize(
+        llama_artifact,
+        recipe(text, "nf4-rtn", "nearest", low_rank=8, linear="{format: int3, group: 64}"),
+        tmp_path / "two",
+        target="ort-cpu",
+        jobs=2,
+    )
+    assert files(tmp_path / "two") == files(tmp_path / "8")
+
+
+def test_formats_and_methods_share_what_was_collected(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    collect(llama_artifact, recipe(text, "int4-rtn"), tmp_path)
+    for name, rounding in (
+        ("fp6-rtn", "gptq"),
+        ("nf4-rtn", "weighted"),
+        ("w4a8-rtn", "{method: gptq, order: natural}"),
+    ):
+        made = optimize(llama_artifact, recipe(text, name, rounding), run=False, statistics=tmp_path)
+        assert any(fact.figures.get("rounding") in rounding for fact in facts(made) if "rounding" in fact.figures)
+    assert len(list(tmp_path.iterdir())) == 1
+    with pytest.raises(InputError, match="they are not kept"):
+        optimize(llama_artifact, recipe(text, "rotate-int4-rtn"), run=False, statistics=tmp_path)
+
+
+def test_what_cannot_be_run_says_what_to_do(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    for attempt in (
+        lambda: optimize(llama_artifact, recipe(text), tmp_path / "out", run=False),
+        lambda: evaluate_shard(llama_artifact, recipe(text), tmp_path / "out", 0, 2),
+    ):
+        with pytest.raises(InputError, match=r"needs statistics .* not kept.*graphopt calibrate MODEL -r RECIPE"):
+            attempt()
+    with pytest.raises(InputError, match=r"the recipe int4-rtn needs no statistics.*quantize_weights.rounding=gptq"):
+        collect(llama_artifact, "int4-rtn", tmp_path)
+    with pytest.raises(InputError, match="the text to calibrate on cannot be read"):
+        collect(llama_artifact, recipe(tmp_path / "none.txt"), tmp_path)
+    empty = tmp_path / "empty.txt"
+    empty.write_text("")
+    with pytest.raises(InputError, match="the text to calibrate on is empty"):
+        collect(llama_artifact, recipe(empty), tmp_path)
+
+
+def test_too_few_tokens_are_rounded_to_nearest_and_said_so(llama_artifact: Path, tmp_path: Path) -> None:
+    one = tmp_path / "one.txt"
+    one.write_text("a")
+    made = optimize(llama_artifact, recipe(one), tmp_path / "few")
+    optimize(llama_artifact, "rotate-int4-rtn", tmp_path / "nearest")
+    assert (tmp_path / "few" / DATA).read_bytes() == (tmp_path / "nearest" / DATA).read_bytes()
+    (fact, *_) = [fact for fact in facts(made) if "few" in fact.figures]
+    assert "its inputs were seen for 1 tokens only, too few for gptq" in str(fact)
+    singular = optimize(llama_artifact, recipe(one, fewest_tokens=0), tmp_path / "singular")
+    assert any(fact.figures.get("rounding") == "gptq" for fact in facts(singular))
+
+
+def test_an_encoder_is_calibrated_on_default_text(bert_artifact: Path, tmp_path: Path) -> None:
+    made = optimize(bert_artifact, recipe(None, "int4-rtn"), tmp_path / "out")
+    figures = [check.figures for check in made.manifest.checks if check.name == "hidden states"][-1]
+    nearest = optimize(bert_artifact, "int4-rtn").manifest.checks
+    before = [check.figures for check in nearest if check.name == "hidden states"][-1]
+    assert figures["cosine_with_start_mean"] > 0.9 * before["cosine_with_start_mean"]
+
+
+def test_other_statistics_than_recorded_do_not_verify(llama_artifact: Path, text: Path, tmp_path: Path) -> None:
+    optimize(llama_artifact, recipe(text), tmp_path / "out")
+    text.write_text(TEXT.replace("add", "sub"))
+    try:
+        with pytest.raises(InputError, match=r"chosen by statistics .* come out differently here.*--statistics FOLDER"):
+            verify(llama_artifact, tmp_path / "out")
+    finally:
+        text.write_text(TEXT)
+
+
+def test_the_text_is_looked_for_beside_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "mine.txt").write_text("x")
+    (tmp_path / "r.yaml").write_text("name: r\nsteps: []\ncalibration: {text: mine.txt, windows: 2}\n")
+    assert load_recipe(tmp_path / "r.yaml").calibration == CalibrationOptions(text=tmp_path / "mine.txt", windows=2)

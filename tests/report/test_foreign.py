@@ -1,0 +1,122 @@
+"""Models that graphopt did not make open in every command that reads: with less to say, and no crash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from graphopt.cli import app
+from graphopt.compile.pipeline import optimize
+from graphopt.errors import InputError
+from graphopt.report.trace import Trace
+from graphopt.report.trace_builder import trace
+from tests.once import once
+
+SIZE, PATCH, CLASSES, WIDTH = 16, 4, 5, 32
+
+
+def vision_transformer(folder: Path) -> None:
+    """Export a small ViT with torch's older exporter, as most vision models on the web are."""
+    import torch
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=WIDTH, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48, image_size=SIZE,
+        patch_size=PATCH, num_labels=CLASSES,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = ViTForImageClassification(config).eval()
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, pixels: torch.Tensor) -> torch.Tensor:
+            logits: torch.Tensor = self.model(pixel_values=pixels).logits
+            return logits
+
+    folder.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            Logits(), (torch.zeros(1, 3, SIZE, SIZE),), str(folder / "model.onnx"), input_names=["pixels"],
+            output_names=["logits"], dynamic_axes={"pixels": {0: "batch"}}, opset_version=17, dynamo=False,
+        )  # fmt: skip
+
+
+def optimized_by_onnxruntime(artifact: Path, folder: Path) -> Path:
+    """Let onnxruntime fuse what int4 makes of a model, and save that: its own operators, no metadata."""
+    from graphopt.ort.session import open_session
+
+    optimize(artifact, "int4-rtn", folder / "int4", run=False, quality_tokens=0)
+    (folder / "fused").mkdir()
+    open_session(folder / "int4" / "model.onnx", optimized_to=folder / "fused" / "model.onnx")
+    shutil.copy(folder / "int4" / "model.onnx.data", folder / "fused")
+    return folder / "fused" / "model.onnx"
+
+
+@pytest.fixture
+def foreign(
+    request: pytest.FixtureRequest,
+    llama_artifact: Path,
+    make_genai: Callable[..., Path],
+    tmp_path: Path,
+) -> Path:
+    if request.param == "vision":
+        return once("vit", ("tests/report/test_foreign.py",), vision_transformer) / "model.onnx"
+    if request.param == "onnxruntime":
+        return optimized_by_onnxruntime(llama_artifact, tmp_path)
+    return make_genai("llama") / "model.onnx"
+
+
+# What each consists of, by role.
+ROLES = {
+    "genai": {"attention": 2, "down_proj": 2, "lm_head": 1},
+    "onnxruntime": {"attention": 2, "down_proj": 2, "lm_head": 1},
+    "vision": {"attention": 3, "down_proj": 3, "conv": 1, "head": 1},
+}
+
+
+@pytest.mark.parametrize(("foreign", "maker"), [(name, name) for name in ROLES], indirect=["foreign"])
+def test_every_command_that_reads_opens_it(foreign: Path, maker: str, tmp_path: Path) -> None:
+    def ran(*arguments: object) -> str:
+        result = CliRunner().invoke(app, [str(each) for each in arguments], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    found = Trace.model_validate(json.loads(ran("inspect", foreign, "--json")))
+    roles = Counter(node.role for node in found.nodes if node.role == "attention" or node.weights)
+    assert {name: roles[name] for name in ROLES[maker]} == ROLES[maker]
+    # the first layer may differ: genai adds the residual of all others within their norm
+    assert sum(len(fold.layers) for fold in found.folds) == ROLES[maker]["attention"]
+    assert "no manifest" in ran("inspect", foreign, "role:down_proj")
+    node = next(each for each in found.nodes if each.role == "down_proj" and each.weights)
+    assert "no pass of graphopt" in ran("explain", foreign, node.name)
+    assert "equal" in ran("diff", foreign, foreign)
+    ran("report", foreign, "--before", foreign, "-o", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    for part in ("verdict", "graph", "size", "diff", "nodes"):
+        assert f'id="{part}"' in page
+    # what has no recipe cannot be measured product by product, and is refused with the reason
+    with pytest.raises(InputError, match="no recipe"):
+        ran("report", foreign, "--before", foreign, "--where", "-o", tmp_path / "page.html")
+
+
+def test_a_model_is_told_from_what_onnxruntime_made_of_it(llama_artifact: Path, tmp_path: Path) -> None:
+    fused = optimized_by_onnxruntime(llama_artifact, tmp_path)
+    result = CliRunner().invoke(app, ["diff", str(tmp_path / "int4"), str(fused), "--json"])
+    assert result.exit_code == 1
+    found = json.loads(result.stdout)
+    # its record is gone; products are led back by what they are
+    assert found["record"] is False
+    pairs = [edge for edge in found["edges"] if edge["role"] == "down_proj" and edge["before"] and edge["after"]]
+    assert len(pairs) == 2
+    assert {node.operator for node in trace(fused).nodes if node.role == "down_proj"} == {"com.microsoft::MatMulNBits"}

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from graphopt.numerics.rotations.claims import RotationClaim
+from graphopt.verification.certificate.coordinates import Coordinates, canonical, in_blocks, same
+from graphopt.verification.certificate.rotations import Rotations, of_claim
+
+ROTATIONS = Rotations()
+TWO, FOUR = (ROTATIONS.number(of_claim(RotationClaim(kind="random", width=n, seed=n))) for n in (2, 4))
+
+
+def labels(*triples: tuple[int, int, int]) -> Coordinates:
+    """Labels of a vector, a triple (rotation, copy, index) for each coordinate."""
+    tag = canonical(np.array(triples).T)
+    assert tag is not None
+    return tag
+
+
+def test_copies_are_numbered_as_they_first_occur() -> None:
+    one = labels((0, 5, 5), (TWO, 9, 1), (TWO, 4, 0), (TWO, 9, 0), (TWO, 4, 1))
+    assert one.labels.tolist() == [[0, TWO, TWO, TWO, TWO], [0, 1, 2, 1, 2], [0, 1, 0, 0, 1]]
+    assert same(one, labels((0, 0, 0), (TWO, 1, 1), (TWO, 7, 0), (TWO, 1, 0), (TWO, 7, 1)))
+    assert not same(one, labels((0, 0, 0), (TWO, 1, 1), (TWO, 7, 0), (TWO, 7, 0), (TWO, 1, 1)))
+    assert canonical(np.zeros((3, 4), np.int64)) is None
+    assert not same(one, None)
+    assert not same(in_blocks(TWO, 2, 4), in_blocks(TWO, 2, 6))
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        [(TWO, 1, 0)],
+        [(TWO, 1, 0), (TWO, 1, 0)],
+        [(TWO, 1, 1), (TWO, 1, 2)],
+        [(TWO, 1, 0), (TWO, 1, 1), (TWO, 1, 0)],
+        [(TWO, 1, 0), (FOUR, 1, 1)],
+        [(FOUR, 1, 0), (FOUR, 1, 1), (TWO, 1, 2), (TWO, 1, 3)],
+        [(TWO, 1, 0), (TWO, 1, 1), (FOUR, 2, 0), (FOUR, 2, 1)],
+        [(TWO, 1, 0), (TWO, 2, 1), (TWO, 1, 1)],
+    ],
+)
+def test_a_copy_is_complete_with_each_index_once_and_one_rotation(broken: list[tuple[int, int, int]]) -> None:
+    assert not labels(*broken).is_complete(ROTATIONS)
+
+
+def test_complete_copies_may_lie_in_any_order_between_others() -> None:
+    assert labels(
+        (TWO, 1, 1), (FOUR, 2, 3), (0, 0, 0), (FOUR, 2, 0), (TWO, 1, 0), (FOUR, 2, 2), (FOUR, 2, 1)
+    ).is_complete(ROTATIONS)
+
+
+def test_coordinates_move_in_the_order_of_their_index() -> None:
+    tag = labels((TWO, 1, 1), (0, 0, 0), (TWO, 1, 0))
+    x = np.array([[5.0], [7.0], [3.0]])
+    turned = ROTATIONS[TWO].apply(np.array([3.0, 5.0]))
+    assert np.allclose(tag.apply(x, ROTATIONS).ravel(), [turned[1], 7, turned[0]])
+    assert np.allclose(tag.apply(tag.apply(x, ROTATIONS), ROTATIONS, inverse=True), x)
+
+
+def test_positions_look_alike_although_a_copy_lies_across_them() -> None:
+    # Each slice along axis 0 has two different copies with indices 0 and 1; the copies change places.
+    crossed = canonical(np.array([[[TWO, TWO], [TWO, TWO]], [[1, 2], [2, 1]], [[0, 1], [0, 1]]]))
+    assert crossed is not None
+    assert crossed.is_complete(ROTATIONS)
+    assert crossed.spanned() == {0, 1}
+    assert crossed.reduced([0]) is None
+    straight = in_blocks(TWO, 2, 4).moved(lambda plane: plane.reshape(2, 2))
+    assert straight is not None
+    assert same(straight.reduced([0]), canonical(in_blocks(TWO, 2, 2).labels[:, None]))
+    assert straight.reduced([1]) is None

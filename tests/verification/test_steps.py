@@ -1,0 +1,191 @@
+"""The loop that `optimize` and `verify` share: runs are counted on, reports are found by their run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from graphopt.errors import VerificationError
+from graphopt.graph.diagnostics import TEXT, Check, Effect, PassReport
+from graphopt.graph.weights import Inline, Scaled, own, rewrite
+from graphopt.ort.runner import Runner
+from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.context import Context, Surroundings
+from graphopt.passes.phases import Phase
+from graphopt.tasks import task_of
+from graphopt.verification.equivalence import TOGETHER, TOLERANCE, UNCHANGED, Verifier
+from graphopt.verification.steps import Checks, by_run, is_same_graph, run_passes
+from tests.graphs import residual_model
+
+
+class Rename(Pass[StepOptions]):
+    """Rename the first node."""
+
+    name: ClassVar[str] = "rename"
+    effect: ClassVar[Effect] = "exact"
+    options_type: ClassVar[type[StepOptions]] = StepOptions
+
+    @classmethod
+    def phase(cls) -> Phase:
+        return "algebra"
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        model.graph[0].name = f"{model.graph[0].name}'"
+        context.ledger.changed(model.graph[0], TEXT(text="renamed"))
+
+
+class ScaleOptions(StepOptions):
+    step: Literal["scale"] = "scale"
+    factor: float
+
+
+class Scale(Rename):
+    """Scale the head, and with it all logits: the name says which of several it is."""
+
+    def __init__(self, factor: float, name: str, effect: Effect = "exact") -> None:
+        super().__init__(ScaleOptions(factor=factor))
+        self.factor, self.name, self.effect = factor, name, effect  # type: ignore[misc]
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        if self.factor == 1:
+            return
+        weight = own(next(node for node in model.graph if node.name == "head"), 1)
+        assert weight.const_value is not None
+        factors = Inline.of(np.full(weight.const_value.shape.numpy()[0], self.factor))
+        rewrite(weight, partial(Scaled, factors=factors, axis=0))
+        context.ledger.changed(weight, TEXT(text="scaled"))
+
+
+class Runs:
+    """Passes on a small model, checked as a compilation checks them; counts sessions."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.opened = 0
+        self.model, self.verifier = residual_model(), Verifier(folder, {})
+        open_file = Runner.open
+
+        def counted(runner: Runner, path: Path, **options: Any) -> Any:
+            self.opened += 1
+            return open_file(runner, path, **options)
+
+        patch.setattr(Runner, "open", counted)
+        self.verifier.start(self.model)
+
+    def check(self, passes: Sequence[Pass[Any]]) -> list[Check]:
+        shared = Surroundings(task_of(self.model.graph))
+        with Checks(self.verifier, lambda stage: None) as checks:
+            for ran in run_passes(self.model, passes, shared, on_pass=lambda step: checks.before(step, self.model)):
+                checks.behind(ran, ran.report.claims)
+            return checks.finish(self.model)
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(tmp_path, monkeypatch)
+
+
+def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -> None:
+    passes = [Scale(1 + 1e-5, "first"), Rename(StepOptions(step="rename")), Scale(1.5, "lossy", "lossy")]
+    checks = runs.check([*passes, Scale(1 + 1e-5, "second"), Scale(1, "third")])
+    assert [check.after for check in checks] == ["first", "rename", "lossy", "second", "third"]
+    assert {check.status for check in checks} == {"measured"}
+    # before, behind two exact passes, behind the lossy one, behind the last two
+    assert runs.opened == 4
+    assert [check.reason.code == TOGETHER.code for check in checks] == [True, True, False, True, True]
+    assert checks[0].reason.figures["passes"] == ["first", "rename"]
+    assert [check.figures["largest_change"] for check in checks] == pytest.approx(
+        [1e-5, 1e-5, 0.5, 1e-5, 1e-5], rel=0.1
+    )
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_the_pass_at_fault_is_named_wherever_it_stands_in_the_row(runs: Runs, place: int) -> None:
+    passes: list[Pass[Any]] = [Scale(1 + 1e-6, f"right {number}") for number in range(3)]
+    passes.insert(place, Scale(1 + 3 * TOLERANCE, "wrong"))
+    with pytest.raises(VerificationError, match=r"the pass wrong is exact, but it moved the logits by 3\.0e-04"):
+        runs.check(passes)
+
+
+def test_a_pass_that_breaks_the_model_is_found_behind_a_row_that_cannot_be_run(runs: Runs) -> None:
+    with pytest.raises(VerificationError, match="NaN or infinite.*node=wrong"):
+        runs.check([Scale(1 + 1e-6, "right"), Scale(np.inf, "wrong"), Scale(1 + 1e-6, "next")])
+
+
+def test_a_fault_in_front_of_a_lossy_pass_is_found_before_that_works(runs: Runs) -> None:
+    worked: list[str] = []
+
+    class Lossy(Scale):
+        def rewrite(self, model: ir.Model, context: Context) -> None:
+            worked.append(self.name)
+
+    with pytest.raises(VerificationError, match="the pass wrong"):
+        runs.check([Scale(1.1, "wrong"), Lossy(1.0, "lossy", "lossy")])
+    assert not worked
+
+
+def test_roundings_that_add_up_to_more_than_one_are_judged_pass_by_pass(runs: Runs) -> None:
+    share = 0.6 * TOLERANCE
+    checks = runs.check([Scale(1 + share, "first"), Scale(1 + share, "second")])
+    # float32 rounding of a weight is 6e-8, and of a sum of 16 products 16 times that
+    assert [check.figures["largest_change"] for check in checks] == pytest.approx([share, share], abs=1e-6)
+
+
+def test_what_was_left_as_it_was_is_not_run_again(runs: Runs) -> None:
+    checks = runs.check([Scale(1.5, "lossy", "lossy"), Scale(1, "nothing"), Scale(1, "to do", "lossy")])
+    assert runs.opened == 2
+    assert [check.reason.code for check in checks[1:]] == [UNCHANGED.code] * 2
+    assert [check.figures["largest_change"] for check in checks[1:]] == [0, 0]
+    # figures from the start are those of the model that was run
+    assert checks[2].figures["largest_change_from_start"] == checks[0].figures["largest_change_from_start"]
+
+
+def test_graphs_are_the_same_in_every_node_port_and_weight() -> None:
+    model = residual_model()
+    assert is_same_graph(model, model.clone())
+    for change in (
+        lambda copy: setattr(copy.graph[0], "op_type", "Identity"),
+        lambda copy: copy.graph[0].attributes.add(ir.AttrInt64("axis", 1)),
+        lambda copy: copy.graph.remove(copy.graph[-1]),
+        lambda copy: copy.graph[1].replace_input_with(0, copy.graph.inputs[0]),
+        lambda copy: setattr(copy.graph.inputs[0], "type", ir.TensorType(ir.DataType.INT32)),
+        lambda copy: copy.graph.initializers.pop(next(iter(copy.graph.initializers))),
+        lambda copy: setattr(next(iter(copy.graph.initializers.values())), "const_value", ir.tensor(np.zeros(3))),
+        lambda copy: copy.opset_imports.update({"": 24}),
+    ):
+        copy = model.clone()
+        change(copy)
+        assert not is_same_graph(model, copy)
+
+
+def test_each_pass_is_announced_run_and_numbered_and_the_model_before_is_kept() -> None:
+    model, announced = residual_model(), []
+    name = model.graph[0].name
+    earlier = [PassReport(name="rename", effect="exact"), PassReport(name="other", effect="exact")]
+    steps = [Rename(StepOptions(step="rename")) for _ in range(2)]
+    ran = list(
+        run_passes(
+            model,
+            steps,
+            Surroundings(task_of(model.graph)),
+            earlier=earlier,
+            on_pass=lambda step: announced.append((step, model.graph[0].name)),
+        )
+    )
+    assert announced == [(steps[0], name), (steps[1], f"{name}'")]
+    assert [each.report.run for each in ran] == [2, 3]
+    assert [each.before.graph[0].name for each in ran] == [name, f"{name}'"]
+    assert all(each.after is model for each in ran)
+
+
+def test_reports_are_found_by_their_run_where_they_are_not_numbered_too() -> None:
+    first, second, other = (PassReport(name=name, effect="exact") for name in ("rotate", "rotate", "lower"))
+    found = by_run([first, other, second])
+    assert found["rotate", 1] is first
+    assert found["rotate", 2] is second
+    assert found["lower", 1] is other
