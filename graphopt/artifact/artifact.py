@@ -12,13 +12,9 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.structure.contrib import state_caches
 from graphopt.analysis.structure.heads import ORIGIN
@@ -34,6 +30,12 @@ from graphopt.graph.weights.disk import writing
 from graphopt.runtime_ops import library_path
 from graphopt.tasks import TASKS, task_of
 from graphopt.tasks.causal_lm.interface import Interface
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator, Mapping
+    from concurrent.futures import Executor
+
+    import onnx_ir as ir
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"

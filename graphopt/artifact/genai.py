@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
@@ -20,7 +19,11 @@ from graphopt.analysis.structure.ports import (
     past_port,
 )
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.tasks.causal_lm.interface import Interface
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.tasks.causal_lm.interface import Interface
 
 GENAI_CONFIG = "genai_config.json"
 

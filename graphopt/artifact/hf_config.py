@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel
 
 from graphopt.analysis.structure.ports import MAX_POSITIONS
 from graphopt.errors import InputError
-from graphopt.tasks import TaskName
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from graphopt.tasks import TaskName
 
 GENERATION_CONFIG = "generation_config.json"
 """Where transformers keeps which tokens end a text, and how its maker recommends to draw them."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 from collections import Counter
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
@@ -16,6 +15,9 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Check, Fact, PassReport
 from graphopt.tasks import TaskName
 from graphopt.version import VERSION
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 MANIFEST = "manifest.json"
 

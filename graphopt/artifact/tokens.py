@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from graphopt.errors import InputError
-from graphopt.quantization.statistics.options import CalibrationOptions
-from graphopt.tasks.ports import IntArray
 from graphopt.util.stdlib_text import training_texts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from graphopt.quantization.statistics.options import CalibrationOptions
+    from graphopt.tasks.ports import IntArray
 
 TOKENIZER = "tokenizer.json"
 

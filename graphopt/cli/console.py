@@ -16,11 +16,11 @@ from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColum
 from rich.progress import Progress as Bar
 
 from graphopt.errors import GraphoptError, InputError
-from graphopt.util.progress import Progress
 from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Fact
+    from graphopt.util.progress import Progress
 
 out, err = Console(), Console(stderr=True)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -11,6 +10,8 @@ from graphopt.cli.console import out, print_json, progress
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from graphopt.inference.session import Opened
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,6 +14,8 @@ from graphopt.cli.embeddings import print_embeddings
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.grammar import Grammar
     from graphopt.inference.decoding.speculation import Speculation

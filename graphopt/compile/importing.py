@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.artifact.artifact import Artifact
 from graphopt.passes import imports_of
-from graphopt.passes.base import Pass
 from graphopt.passes.context import Surroundings
 from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.equivalence import Verifier
 from graphopt.verification.steps import Checks, run_passes
+
+if TYPE_CHECKING:
+    from graphopt.passes.base import Pass
 
 
 def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.cost import weight_totals
-from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.hf_config import with_positions
 from graphopt.artifact.manifest import Manifest, installed_versions
-from graphopt.graph.diagnostics import Check, PassReport
-from graphopt.passes.recipe import Recipe
 from graphopt.verification.kernels import KernelReport, quantized_products
 from graphopt.verification.notes import OF_GRAPH, notes_of, precision_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.artifact.artifact import Artifact
+    from graphopt.graph.diagnostics import Check, PassReport
+    from graphopt.passes.recipe import Recipe
 
 
 def manifest_of(

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from onnx_ir.passes.common import NameFixPass
 
@@ -20,7 +19,6 @@ from graphopt.graph.weights import check_finite
 from graphopt.graph.weights.evaluator import Evaluator, workers
 from graphopt.graph.weights.work_folder import new_in, statistics_in, store_in, work_folder
 from graphopt.ort.runner import Runner
-from graphopt.passes.base import Pass
 from graphopt.passes.context import Statistics, Surroundings
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quality.compare import TOKENS, WINDOW
@@ -28,10 +26,15 @@ from graphopt.quality.judge import Ask, confirm, judge, not_judged, reference_be
 from graphopt.quality.verdict import Requirement
 from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
-from graphopt.util.targets import ChosenTarget
 from graphopt.verification.equivalence import NOT_ASKED, Verifier, context_of
 from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.verification.steps import Checks, run_passes
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from graphopt.passes.base import Pass
+    from graphopt.util.targets import ChosenTarget
 
 IN_MEMORY = Rule("pipeline.in-memory", "the model came from memory, and quality is measured on files")
 

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 from pydantic import BaseModel
 
@@ -26,7 +24,6 @@ from graphopt.compile.manifest import manifest_of
 from graphopt.compile.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Finding, PassReport, Rule
-from graphopt.passes.base import Pass
 from graphopt.passes.codes.quantize_weights import MEASURED
 from graphopt.passes.context import Statistics, Surroundings
 from graphopt.passes.recipe import Recipe
@@ -38,6 +35,13 @@ from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes
 from graphopt.verification.same_model import confirm_model
 from graphopt.verification.steps import Checks, by_run, run_passes
 from graphopt.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import onnx_ir as ir
+
+    from graphopt.passes.base import Pass
 
 SAME_AGAIN = Rule(
     "replay.same",

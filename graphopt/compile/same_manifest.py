@@ -6,17 +6,20 @@ What is left out is listed by :func:`left_out` and in :func:`_outline`, each wit
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
-
-from graphopt.artifact.manifest import Manifest, Precision
 from graphopt.errors import VerificationError
-from graphopt.graph.diagnostics import Check
 from graphopt.ort.session import ACCURACY_LEVEL
-from graphopt.passes.recipe import Recipe
 from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, activations_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+    from graphopt.artifact.manifest import Manifest, Precision
+    from graphopt.graph.diagnostics import Check
+    from graphopt.passes.recipe import Recipe
 
 LEFT_OUT = {
     "versions.*": "which packages were installed",

@@ -11,16 +11,13 @@ digest of its expression. The result has the bytes of a plain ``optimize``.
 from __future__ import annotations
 
 import re
-from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact import artifact as artifacts
-from graphopt.artifact.artifact import Artifact
 from graphopt.compile.calibration.statistics import calibration_of
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
@@ -38,6 +35,13 @@ from graphopt.passes.context import Statistics, Surroundings
 from graphopt.passes.recipe import Recipe
 from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    import onnx_ir as ir
+
+    from graphopt.artifact.artifact import Artifact
 
 _REQUEST = "request.json"
 

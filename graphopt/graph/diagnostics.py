@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphopt.numerics.rotations.claims import Claims
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 Effect = Literal["exact", "lossy"]
 """``exact``: the graph computes the same function; ``lossy``: it computes another, and the difference is measured."""

@@ -15,10 +15,13 @@ Older models have ``graphopt.pass`` and ``graphopt.from`` instead, lists that ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import onnx_ir as ir
 
 HISTORY = "graphopt.history"
 SCOPE = "pkg.torch.onnx.name_scopes"

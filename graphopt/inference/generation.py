@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
@@ -18,13 +19,15 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.continuation import Continuation, Settings, Stopped, Taken, start
 from graphopt.inference.decoding.decoder import Decoder, Logits
 from graphopt.inference.decoding.draft_verification import Columns, Verdict
-from graphopt.inference.decoding.drafts import Drafter
-from graphopt.inference.decoding.grammar import Grammar
 from graphopt.inference.decoding.logprobs import TokenLogprob
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.speculation import Drafting, Speculation
-from graphopt.inference.session import Session
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from graphopt.inference.decoding.drafts import Drafter
+    from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.session import Session
+    from graphopt.tasks.ports import IntArray
 
 Prompt = str | Sequence[int]
 

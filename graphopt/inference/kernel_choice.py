@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from graphopt.graph.diagnostics import Fact, PassReport, Rule
 from graphopt.runtime_ops.costs import MEASURED, NOT_MEASURED, Costs, shipped_costs
-from graphopt.util.targets import InstructionSet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphopt.util.targets import InstructionSet
 
 ELSEWHERE = Rule(
     "lower.elsewhere",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from graphopt.analysis.structure.paged_caches import OPERATOR
 from graphopt.artifact import artifact
@@ -19,18 +17,22 @@ from graphopt.artifact.hf_config import facts_of, with_positions
 from graphopt.artifact.manifest import MANIFEST, Manifest, Source, read_manifest
 from graphopt.artifact.tokens import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import Fact
 from graphopt.ort.session import NO_ENTRIES, Entries, native_operators, open_session, run
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.tasks import task_of_ports
 from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.tasks.ports import Array, IntArray
-from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     import onnxruntime
+    from tokenizers import Tokenizer
+
+    from graphopt.graph.diagnostics import Fact
+    from graphopt.tasks.ports import Array, IntArray
+    from graphopt.util.targets import Device
 
 Floats = npt.NDArray[np.float32]
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.errors import GraphoptError, MissingDependencyError, VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule, Status
@@ -17,9 +15,15 @@ from graphopt.models.checkpoint import import_export_packages, quiet
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import import_onnxruntime
 from graphopt.tasks import Probe, Task, task_of
-from graphopt.tasks.base import Floats
 from graphopt.util.memory import available_memory
 from graphopt.verification.equivalence import TOLERANCE
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx_ir as ir
+
+    from graphopt.tasks.base import Floats
 
 AGREES = Rule("agreement.ran", "{tokens} in onnxruntime, in one call without a cache in torch")
 NO_MEMORY = Rule("agreement.no-memory", "no memory to run a model of {size_gb:.1f} GB beside torch's copy")

@@ -11,16 +11,19 @@ import io
 import logging
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.artifact.hf_config import POOLING, SENTENCES
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.weights import Expression
 from graphopt.models.lazy_tensors import lazy_tensors
-from graphopt.tasks.base import TaskName
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from graphopt.graph.weights import Expression
+    from graphopt.tasks.base import TaskName
 
 NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")
 NOT_BESIDE = Rule("export.no-tokenizer-beside", "there is no tokenizer.json beside the model")

@@ -16,13 +16,13 @@ from graphopt.artifact.hf_config import facts_of
 from graphopt.artifact.manifest import Manifest, Source, installed_versions
 from graphopt.compile.importing import imported
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import Fact
 from graphopt.models.agreement import SKIPPED, check_agreement, not_covered
 from graphopt.models.checkpoint import NO_HEAD, NO_TOKENIZER, NOT_BESIDE, NOT_IN_FOLDER
 from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from graphopt.graph.diagnostics import Fact
     from graphopt.models.loading import Loaded
 
 # Files from which transformers can make a tokenizer.json, where a folder has none. Without any of them transformers

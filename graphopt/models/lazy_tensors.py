@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.graph.weights import Cast, Expression, Joined, Reshaped, Sliced, Transposed, stacked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _DTYPES = {
     "float64": ir.DataType.DOUBLE,

@@ -7,10 +7,9 @@ an expression. Nothing behind it asks what kind of file the weights lie in.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,6 +20,9 @@ from graphopt.models.checkpoint import class_of, import_export_packages, load_co
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of, expression_of_tensor
 from graphopt.models.safetensors_files import INDEX, SINGLE, tensors_of_files, tensors_of_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 IN_MEMORY = Rule("export.in-memory", "the whole model was loaded into memory: {why}")
 OTHER_FILES = Rule("export.other-files", "its weights are not in safetensors files alone")

@@ -10,13 +10,16 @@ from __future__ import annotations
 import ast
 import math
 from collections import Counter
-from collections.abc import Mapping
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import WeightTensor
 from graphopt.models.ports import values_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import onnx_ir as ir
 
 
 def name_parts(model: ir.Model, parameters: Mapping[str, tuple[int, ...]]) -> None:

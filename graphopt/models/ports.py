@@ -8,7 +8,7 @@ Nothing here changes what the graph computes.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -21,6 +21,9 @@ from graphopt.analysis.structure.ports import (
     past_port,
 )
 from graphopt.models.states import other_input
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 BATCH, LENGTH, PAST, KEYS = "batch", "length", "past", "past + length"
 """Names of the dimensions that vary."""

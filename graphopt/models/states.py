@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.structure.ports import exported_name
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _PLAIN = (bool, int, float, str)
 

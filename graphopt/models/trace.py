@@ -6,10 +6,7 @@ import contextlib
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
-
-import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, present_port
 from graphopt.errors import InputError, MissingDependencyError
@@ -20,6 +17,9 @@ from graphopt.models.states import confirm_caches
 from graphopt.tasks import TASKS, TaskName
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import onnx_ir as ir
     import torch
 
 OPSET = 23

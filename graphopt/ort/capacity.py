@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.util.memory import available_memory
 from graphopt.util.processors import processors
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 # Times the size of a model: its weights, and as onnxruntime packs them.
 _ALONE = 2

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import onnx_ir as ir
@@ -18,6 +16,9 @@ import onnx_ir as ir
 from graphopt.ort.session import Array, open_session, run, session_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
     import onnxruntime
 
 # Bytes of weights up to which a part is told from others by its content, and of results that are kept.

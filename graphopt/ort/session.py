@@ -18,10 +18,11 @@ import onnx_ir as ir
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.onnx_file import NEWEST_OPSET
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
-from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from graphopt.util.targets import Device
 
 
 ACCURACY_LEVEL = "session.qdq_matmulnbits_accuracy_level"

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.evaluator import Evaluator
 from graphopt.graph.weights.store import Store
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnx_ir as ir
 
 
 class Snapshots:

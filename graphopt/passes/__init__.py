@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
 from graphlib import TopologicalSorter
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from graphopt.passes.base import Pass
 from graphopt.passes.phases import PHASES, Phase
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnx_ir as ir
 
 
 def passes_of(phase: Phase) -> Iterator[type[Pass[Any]]]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -13,9 +13,13 @@ from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Change, Fact, PassReport, Removal, Skip
 from graphopt.ort.runner import Runner
-from graphopt.quantization.statistics import Calibration, InputStatistics
-from graphopt.tasks import Task
-from graphopt.util.targets import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from graphopt.quantization.statistics import Calibration, InputStatistics
+    from graphopt.tasks import Task
+    from graphopt.util.targets import Target
 
 
 class Ledger:

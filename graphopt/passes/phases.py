@@ -6,18 +6,21 @@ tool wrote. That node may stay. A pass must not add another one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import onnx
-import onnx_ir as ir
 
 from graphopt.analysis.structure.product_codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of, feeds_lookups
 from graphopt.analysis.structure.products import reads_packed
 from graphopt.errors import VerificationError
 from graphopt.graph.onnx_file import NEWEST_OPSET
 from graphopt.runtime_ops import DOMAIN, calls_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterator
+
+    import onnx_ir as ir
 
 Phase = Literal["importing", "lift", "algebra", "codes", "cache", "lower"]
 PHASES: tuple[Phase, ...] = get_args(Phase)

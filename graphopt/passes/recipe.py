@@ -6,9 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import onnx_ir as ir
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
 
@@ -17,12 +16,16 @@ from graphopt.errors import InputError
 from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.passes import PASSES, imports_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Statistics
 from graphopt.passes.lower.lower import LowerOptions
 from graphopt.passes.phases import PHASES
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.util.targets import STEPS_OF, ChosenTarget, Target, target_options
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Statistics
 
 
 def _of_registry(step: object) -> object:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
-from graphopt.passes.recipe import Recipe
 from graphopt.quality.groups import SHARE, Group
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphopt.passes.recipe import Recipe
     from graphopt.quality.losses import Losses, ProductLoss
 
 INPUTS = Rule(

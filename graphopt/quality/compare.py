@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +21,13 @@ from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import Session, open_folder, session_from
 from graphopt.ort.session import FEW_CALLS
 from graphopt.quality.figures import Comparison, blocks, log_probabilities, standard_error
-from graphopt.tasks.ports import IntArray
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    from graphopt.tasks.ports import IntArray
 
 WINDOW, TOKENS = 512, 1024
 """Tokens that are seen at once, and tokens that are scored, by default."""

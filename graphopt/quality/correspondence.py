@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +14,11 @@ from graphopt.analysis.structure.folding.trunk import constant_nodes
 from graphopt.analysis.structure.roles import roles_of
 from graphopt.analysis.structure.token_cost import constants_of
 from graphopt.graph.weights import weight_of
-from graphopt.ort.session import Array
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from graphopt.ort.session import Array
 
 _FRONT = 2
 """Nodes in front of a product that a kernel may have taken in."""

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,8 +25,12 @@ from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import GraphoptError, InputError
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.session import Session
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphopt.inference.session import Session
+    from graphopt.tasks.ports import IntArray
 
 LARGEST_DEFAULT_WINDOW = 2048
 """Tokens; a model may have 100 000 positions, but few texts and little memory are meant for that."""

@@ -8,22 +8,26 @@ Layers are halved: a group of layers is looked into only where one of both figur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.graph.weights import weight_of
 from graphopt.ort.session import ACCURACY_LEVEL, run
-from graphopt.quality.correspondence import Product
 from graphopt.quality.figures import Comparison, Floats, log_probabilities
-from graphopt.quality.product_sessions import Open
-from graphopt.quality.products import Pair
 from graphopt.quality.substitution import degradable, restorable, switch_of
-from graphopt.tasks.ports import IntArray
-from graphopt.util.progress import Progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.quality.correspondence import Product
+    from graphopt.quality.product_sessions import Open
+    from graphopt.quality.products import Pair
+    from graphopt.tasks.ports import IntArray
+    from graphopt.util.progress import Progress
 
 SHARE = 0.1
 """Of the divergence, what makes a group worth a closer look."""

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.errors import GraphoptError, VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule
@@ -15,10 +15,14 @@ from graphopt.inference.embeddings import evaluate_embeddings, load_encoder
 from graphopt.quality.compare import TOKENS, WINDOW, Said, compare, reference_says
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
-from graphopt.tasks import TaskName
 from graphopt.util.memory import available_memory
 from graphopt.util.processors import processors
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphopt.tasks import TaskName
 
 CHECK = "quality"
 """The name of the check."""

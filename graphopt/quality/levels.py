@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,10 +12,12 @@ from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.numerics.formats import format_stored_as
-from graphopt.ort.session import Array
 from graphopt.quality.correspondence import Product, matrix_in_floats
 from graphopt.runtime_ops import DOMAIN, Role, signature_of
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
+
+if TYPE_CHECKING:
+    from graphopt.ort.session import Array
 
 Doubles = npt.NDArray[np.float64]
 

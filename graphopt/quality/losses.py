@@ -6,10 +6,9 @@ What no group explains is said, too: token embedding, caches, activations, and e
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.artifact.tokens import tokenizer_among, windows_of_text
@@ -23,8 +22,14 @@ from graphopt.quality.product_sessions import sessions
 from graphopt.quality.products import Pair
 from graphopt.quality.spread import Spread
 from graphopt.quality.texts import held_out_texts
-from graphopt.tasks.ports import IntArray
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.tasks.ports import IntArray
 
 TOKENS, WINDOW = 1024, 256
 """Tokens that errors are taken on, and tokens that are seen at once, by default."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.ort.session import open_session
 from graphopt.ort.snapshots import Snapshots
 from graphopt.runtime_ops import declare
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 Open = Callable[[ir.Model, Mapping[str, str]], Any]
 """Opens a model with session entries."""

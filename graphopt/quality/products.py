@@ -10,16 +10,12 @@ Errors are taken in the basis of the reference, whose exact steps rotate as AFTE
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.artifact import artifact as artifacts
-from graphopt.artifact.artifact import Artifact
 from graphopt.errors import InputError
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import Array, run
@@ -29,8 +25,16 @@ from graphopt.quality.correspondence import Product, products_of
 from graphopt.quality.product_sessions import cut_out, names_of, sessions, tapped
 from graphopt.quality.spread import Moments
 from graphopt.tasks import TASKS
-from graphopt.tasks.ports import IntArray
 from graphopt.verification.steps import run_passes
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+    from graphopt.artifact.artifact import Artifact
+    from graphopt.tasks.ports import IntArray
 
 LIMIT = 1 << 30
 """Bytes of inputs and outputs of products that are held at once."""

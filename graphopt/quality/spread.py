@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.ort.session import Array
+if TYPE_CHECKING:
+    from graphopt.ort.session import Array
 
 
 class Spread(BaseModel):

@@ -10,7 +10,7 @@ One session of each serves every group of products.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -18,6 +18,9 @@ from graphopt.graph.editing import like, take_place
 from graphopt.graph.weights import new_weight
 from graphopt.quality.correspondence import Product, matrix_in_floats
 from graphopt.runtime_ops import declare
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def switch_of(product: Product) -> str:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 Verdict = Literal["as good", "usable", "damaged", "broken"]
 

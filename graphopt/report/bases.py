@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 from pydantic import BaseModel
 
 from graphopt.analysis.bases.axes import Basis, Role, WeightAxis
@@ -12,6 +11,11 @@ from graphopt.analysis.structure.folding import fold
 from graphopt.graph.diagnostics import Fact
 from graphopt.report.escape import plain, ranges
 from graphopt.report.sentences import sentence
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    import onnx_ir as ir
 
 
 class BasisReport(BaseModel):

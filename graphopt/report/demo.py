@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import lzma
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
 from graphopt.artifact.artifact import HEADS
-from graphopt.artifact.manifest import Manifest
 from graphopt.compile.pipeline import optimize
 from graphopt.graph.diagnostics import Fact
 from graphopt.inference.decoding.sampling import Sampling
@@ -20,6 +19,11 @@ from graphopt.quality.evaluation import evaluate
 from graphopt.report.page.write import write
 from graphopt.util.progress import Progress, silent
 from graphopt.util.stdlib_text import held_out_text
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphopt.artifact.manifest import Manifest
 
 MODEL = "stdlib_lm"
 # Six of the held-out modules, 29% of the text: `graphopt eval --held-out` reads them all.

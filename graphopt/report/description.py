@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.cost import format_of, is_weight, parameters_in
-from graphopt.artifact.manifest import Manifest
-from graphopt.graph.diagnostics import PassReport
 from graphopt.graph.weights import source_of
 from graphopt.report.trace import Stage, Weight
 from graphopt.runtime_ops import Coordinates, signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from graphopt.artifact.manifest import Manifest
+    from graphopt.graph.diagnostics import PassReport
 
 
 def stage_of(report: PassReport, manifest: Manifest) -> Stage:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Collection, Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.folding.trunk import constant_nodes
 from graphopt.analysis.structure.token_cost import constants_of
-from graphopt.artifact.manifest import Manifest
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Effect, Fact, Finding, PassReport
@@ -22,6 +19,14 @@ from graphopt.report.measurement import Measured
 from graphopt.report.sentences import sentence
 from graphopt.report.trace import Left, Node
 from graphopt.report.trace_builder import opened, trace_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+    from graphopt.artifact.manifest import Manifest
 
 _HINTS = 3
 _SHOWN = 8

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from graphopt.analysis.structure.heads import Calibration, HeadFigures
 from graphopt.report.escape import ranges
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from graphopt.analysis.structure.heads import Calibration, HeadFigures
 
 NOTABLE = 0.1
 """Share of attention from which on an echo or induction score has a row of its own."""

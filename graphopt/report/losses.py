@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from rich.table import Column, Table
 from rich.text import Text
 
-from graphopt.quality.groups import Group
-from graphopt.quality.losses import Losses, ProductLoss
 from graphopt.quality.spread import Spread
 from graphopt.report.escape import plain, ranges
 from graphopt.report.sentences import sentence
 from graphopt.report.tables import sized
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphopt.quality.groups import Group
+    from graphopt.quality.losses import Losses, ProductLoss
 
 _LINES = 8
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,6 +11,10 @@ from graphopt.quality.losses import ProductLoss, loss_of
 from graphopt.report.losses import percent
 from graphopt.report.times import duration
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 PROMPT, TOKENS, REPEATS = 64, 32, 3
 """What is run for the time of one node: tokens of a prompt, single tokens, and how often the prompt is read."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.report.trace import Diff, Node, Trace
 from graphopt.report.trace_builder import BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from graphopt.report.trace import Diff, Node, Trace
 
 GRAPH = "main"
 """The id of the graph; a file has one."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def open_netron(model: Path, port: int = 0, *, browser: bool = True) -> None:

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Callable
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
 from graphopt.report.escape import plain
-from graphopt.report.trace import Node, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphopt.report.trace import Node, Trace
 
 
 def _words(trace: Trace, node: Node, key: str) -> list[str]:

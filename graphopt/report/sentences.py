@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from graphopt import passes
 from graphopt.analysis.bases import search as bases
 from graphopt.analysis.structure import contrib
 from graphopt.artifact import artifact, genai
 from graphopt.compile import pipeline, replay
-from graphopt.graph.diagnostics import Fact
 from graphopt.inference import kernel_choice
 from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import refusals
 from graphopt.quality import losses
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
+
+if TYPE_CHECKING:
+    from graphopt.graph.diagnostics import Fact
 
 DECLARE_RULES = (
     agreement,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -16,6 +16,9 @@ from graphopt.report.sentences import sentence
 from graphopt.report.tables import sized
 from graphopt.report.trace import Node, Repeat, Trace
 from graphopt.report.trace_builder import BYTES, OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @dataclass

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 from rich.text import Text
 
-from graphopt.artifact.manifest import Manifest
-from graphopt.graph.diagnostics import Check, PassReport, Skip
 from graphopt.passes import PASSES
 from graphopt.passes.algebra.rotate import STAYS
 from graphopt.quality.judge import CHECK as QUALITY
@@ -16,6 +14,12 @@ from graphopt.quality.verdict import verdict_of
 from graphopt.report.escape import plain
 from graphopt.report.sentences import sentence
 from graphopt.tasks import TASKS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from graphopt.artifact.manifest import Manifest
+    from graphopt.graph.diagnostics import Check, PassReport, Skip
 
 
 def passes_table(manifest: Manifest) -> Table:

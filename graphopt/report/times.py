@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 from rich.text import Text
 
 from graphopt.analysis.structure.roles import OTHER, SHARED
-from graphopt.inference.profiling import Profile, Run
 from graphopt.report.escape import counted, plain
-from graphopt.report.trace import Node, Trace
 from graphopt.report.trace_builder import BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphopt.inference.profiling import Profile, Run
+    from graphopt.report.trace import Node, Trace
 
 ROWS, _KERNELS = 25, 3
 OUTSIDE = "between kernels"

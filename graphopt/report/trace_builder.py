@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -19,13 +19,17 @@ from graphopt.artifact.artifact import MODEL
 from graphopt.artifact.manifest import MANIFEST, Manifest, read_manifest
 from graphopt.errors import InputError
 from graphopt.graph import provenance
-from graphopt.graph.diagnostics import PassReport
 from graphopt.graph.onnx_file import load
 from graphopt.ort.session import native_operators
 from graphopt.report.description import is_here, stage_of, weights_of
 from graphopt.report.trace import Fold, Left, Measure, Node, Repeat, Trace
 from graphopt.runtime_ops import DECODING, DOMAIN, Cost, signature_of
 from graphopt.runtime_ops.schema import attributes_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphopt.graph.diagnostics import PassReport
 
 OPERATIONS, BYTES = "operations/token", "bytes/token"
 """Metrics of nodes."""

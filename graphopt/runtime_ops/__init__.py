@@ -13,15 +13,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import pkgutil
-from collections.abc import Iterator
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
 from graphopt.runtime_ops.foreign import FOREIGN
 from graphopt.runtime_ops.library import library_path
 from graphopt.runtime_ops.operator import DOMAIN, Body, Operator
 from graphopt.runtime_ops.schema import DECODING, Coordinates, Cost, Port, Role, Schema, Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnx_ir as ir
 
 
 def _operators() -> Iterator[Operator]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.runtime_ops.schema import Coordinates, Dims, Port, Role, Signature
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _ACTIVATIONS = {0: "float32", 1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}
 

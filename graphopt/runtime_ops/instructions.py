@@ -56,7 +56,7 @@ def instructions_here() -> InstructionSet:
             f"{ISA_VARIABLE} is {asked!r}, which this machine does not have",
             remedy=f"unset it, or name one of {', '.join(get_args(InstructionSet))} that the machine has",
         )
-    return cast(InstructionSet, found)
+    return cast("InstructionSet", found)
 
 
 @lru_cache(maxsize=4)

@@ -10,8 +10,10 @@ import os
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graphopt.util.targets import Device
+if TYPE_CHECKING:
+    from graphopt.util.targets import Device
 
 NAMES: dict[Device, str] = {"cpu": "libgraphopt_ops.so", "cuda": "libgraphopt_ops_cuda.so"}
 

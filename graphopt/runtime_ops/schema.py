@@ -6,13 +6,15 @@ says what is read where, for operators of any domain; a :class:`Schema` is all t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 DOMAIN = "ai.graphopt"
 

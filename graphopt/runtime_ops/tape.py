@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 
 def ints(tape: ir.tape.Tape, *numbers: int) -> ir.Value:

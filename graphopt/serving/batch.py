@@ -10,16 +10,18 @@ from __future__ import annotations
 import json
 import queue
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.hf_config import json_object
 from graphopt.serving.stream import Event, Stream, Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
 
 _EVENTS = 64
 _STUCK = 2  # runs in which nothing moved, before a request has to leave

@@ -15,13 +15,15 @@ import tempfile
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.serving.request import Limits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 _LOOK = 0.1  # seconds between two looks at the processes
 _LONG = 30.0  # seconds after which a process counts as one that worked, and between two starts at most

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.hf_config import GENERATION_CONFIG, json_object
@@ -15,6 +13,10 @@ from graphopt.artifact.tokens import TOKENIZER, beginning_of, read_tokenizer
 from graphopt.errors import InputError
 from graphopt.inference.decoding.grammar import JSON_STYLE, Grammar
 from graphopt.serving.stream import Turn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 _REFUSED = {
     "n": (1, "choices"),

@@ -12,9 +12,8 @@ import contextlib
 import os
 import secrets
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
 from graphopt.inference.conversation.template import ChatTemplate
@@ -23,6 +22,9 @@ from graphopt.serving.journal import Journal
 from graphopt.serving.process import NAMESPACE, end_with_parent
 from graphopt.serving.request import Limits, tokens_of, turn_of
 from graphopt.serving.stream import Event, Stream
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
 
 _MOVING = 60.0  # seconds that a request which moves to another worker may take
 CRASHED = 70

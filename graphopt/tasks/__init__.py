@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.tasks.base import Call, Probe, Task, TaskName
 from graphopt.tasks.causal_lm import CausalLM
 from graphopt.tasks.encoder import Encoder
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import onnx_ir as ir
 
 TASKS: dict[str, Task] = {task.name: task for task in (CausalLM(), Encoder())}
 """The tasks by name, in the order in which a graph's ports are tried."""

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
-
-from graphopt.graph.diagnostics import Fact
-from graphopt.tasks.ports import Array, IntArray
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    import onnx_ir as ir
     import onnxruntime
+
+    from graphopt.graph.diagnostics import Fact
+    from graphopt.tasks.ports import Array, IntArray
 
 TaskName = Literal["causal_lm", "encoder"]
 """The tasks, as a manifest names them."""

@@ -6,13 +6,11 @@ same shape. Outputs: ``last_hidden_state`` [batch, length, width], and perhaps `
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
@@ -30,6 +28,9 @@ from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Task, Task
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    import onnx_ir as ir
     import onnxruntime
 
 TOKENS = Rule("encoder.tokens", "{batch} x {length} random tokens with padding")

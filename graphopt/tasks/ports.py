@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx_ir as ir
     import onnxruntime
 
 IntArray = npt.NDArray[np.int64]

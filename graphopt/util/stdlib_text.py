@@ -7,8 +7,11 @@ out; training sees neither them nor the test files named after them.
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HELD_OUT: tuple[str, ...] = (
     "calendar",

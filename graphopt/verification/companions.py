@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.artifact.artifact import MODEL, Artifact, is_data, write_companions
 from graphopt.artifact.manifest import MANIFEST
 from graphopt.errors import VerificationError
-from graphopt.graph.diagnostics import Fact
+
+if TYPE_CHECKING:
+    from graphopt.graph.diagnostics import Fact
 
 
 def confirm_companions(made: Artifact, folder: Path) -> list[Fact]:

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -27,16 +25,21 @@ from graphopt.analysis.structure.product_codes import ROUND_ACTIVATIONS, coded_n
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Effect, Fact, Rule
 from graphopt.graph.editing import bypass
-from graphopt.graph.weights.evaluator import Evaluator
 from graphopt.ort.capacity import fit_as_floats, fit_beside, no_room_for
 from graphopt.ort.runner import Runner
 from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS, NO_ENTRIES, Entries
 from graphopt.ort.snapshots import Snapshots
-from graphopt.passes.base import Pass
 from graphopt.passes.lower.lower import lowered
 from graphopt.runtime_ops import DOMAIN
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH, Floats
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from graphopt.graph.weights.evaluator import Evaluator
+    from graphopt.passes.base import Pass
 
 TOLERANCE = 1e-4
 """How far an exact pass may move what a model computes, relative to the largest number of it.

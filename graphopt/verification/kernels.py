@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -14,9 +14,13 @@ from graphopt.artifact.manifest import ProductCount
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule
 from graphopt.ort.session import AS_IT_LIES, native_operators, open_session
-from graphopt.ort.snapshots import Snapshots
 from graphopt.runtime_ops import DOMAIN, port, signature_of
 from graphopt.runtime_ops.schema import attributes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.ort.snapshots import Snapshots
 
 FUSED = "MatMulNBits"
 UNKNOWN = "unknown"

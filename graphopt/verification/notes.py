@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -11,10 +11,14 @@ from graphopt.analysis.structure.products import makes_last_logits
 from graphopt.artifact.genai import GENAI_CONFIG
 from graphopt.artifact.manifest import Precision
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.passes.recipe import Recipe
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 from graphopt.verification.kernels import FUSED, UNKNOWN, KernelReport, own_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.passes.recipe import Recipe
 
 NEEDS_OPERATORS = Rule(
     "notes.needs-operators",

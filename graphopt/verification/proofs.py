@@ -5,15 +5,19 @@ A proof is NumPy and Python, a run is onnxruntime: together they take less time 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
-from graphopt.graph.diagnostics import Check
-from graphopt.numerics.rotations.claims import Claims
 from graphopt.verification.certificate.proof import prove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx_ir as ir
+
+    from graphopt.graph.diagnostics import Check
+    from graphopt.numerics.rotations.claims import Claims
 
 
 @dataclass(frozen=True)

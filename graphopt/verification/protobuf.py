@@ -7,13 +7,16 @@ fields that the descriptors do not know.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 # What tells the elements of a repeated field apart for a reader, the first that an element has.
 _NAMES = ("name", "key", "domain", "tensor_name", "op_type")

@@ -7,9 +7,8 @@ external data must be those numbers one after the other and nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_ir as ir
@@ -18,6 +17,10 @@ from graphopt.artifact.artifact import DATA, MODEL, is_data
 from graphopt.errors import VerificationError
 from graphopt.verification.protobuf import Difference, all_messages, first_difference
 from graphopt.verification.up_to_names import without_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 _INSIDE = ("raw_data", "float_data", "int32_data", "string_data", "int64_data", "double_data", "uint64_data")
 _STORAGE = (*_INSIDE, "data_location", "external_data")

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import onnx_ir as ir
 
-from graphopt.graph.diagnostics import Check, PassReport
-from graphopt.numerics.rotations.claims import Claims
-from graphopt.passes.base import Pass
-from graphopt.passes.context import Surroundings
 from graphopt.passes.phases import breaches, confirm
-from graphopt.verification.equivalence import Verifier
 from graphopt.verification.proofs import Claimed, Proofs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from graphopt.graph.diagnostics import Check, PassReport
+    from graphopt.numerics.rotations.claims import Claims
+    from graphopt.passes.base import Pass
+    from graphopt.passes.context import Surroundings
+    from graphopt.verification.equivalence import Verifier
 
 Result = TypeVar("Result")
 

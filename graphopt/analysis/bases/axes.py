@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import networkx as nx
-import onnx_ir as ir
 
 from graphopt.analysis.bases.pins import CONSTANT
-from graphopt.graph.diagnostics import Fact
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.graph.diagnostics import Fact
 
 Role = Literal["residual", "value", "query_key", "weight_input", "weight_output"]
 Side = Literal["made", "observed"]

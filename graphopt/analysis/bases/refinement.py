@@ -10,13 +10,16 @@ from __future__ import annotations
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import networkx as nx
 
 from graphopt.analysis.bases.axes import Axis, Basis, BasisGraph, Pin, Refinement, WeightAxis
 from graphopt.analysis.bases.pins import APART, CUT_OTHERWISE, PARTS_OBSERVED
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @dataclass

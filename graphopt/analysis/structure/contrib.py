@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 MICROSOFT = "com.microsoft"
 PADDING = "graphopt.padding"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Set
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,9 @@ from graphopt.graph.weights import source_of
 from graphopt.numerics.formats import FORMATS
 from graphopt.runtime_ops import DECODING, Role, port, port_at, signature_of
 from graphopt.runtime_ops.schema import attributes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Set
 
 _CODES = frozenset({Role.CODES})
 

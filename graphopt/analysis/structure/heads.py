@@ -7,12 +7,14 @@ meet here.
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ORIGIN = "ai.graphopt.origin"
 """Key of a model's metadata: SHA-256 of the model that it was first made from, which every pass leaves as it is."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.ports import LOGITS
 from graphopt.analysis.structure.products import lm_head_nodes
 from graphopt.graph.diagnostics import Fact, Rule
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 BY_POSITION = ("Add", "Sub", "Mul", "Div", "Tanh", "Cast", "Identity")
 """What may stand between the lm_head and the logits: it treats each position by itself, and has no shape of its own."""

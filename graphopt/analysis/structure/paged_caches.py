@@ -7,12 +7,9 @@ nodes also write them into the model's metadata under :data:`METADATA`.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.structure.ports import BLOCK_TABLE, PAST_LENGTH, STATES, CachePort, past_port
 from graphopt.errors import InputError
@@ -20,6 +17,11 @@ from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING, Dimension, KVAttributes, StateTensor
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import onnx_ir as ir
 
 OPERATOR = SCHEMA.name
 METADATA = "ai.graphopt.kv"

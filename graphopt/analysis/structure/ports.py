@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.runtime_ops import Role
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "position_ids"
 TOKEN_TYPE_IDS = "token_type_ids"

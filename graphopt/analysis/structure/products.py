@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.weights import weight_of
 from graphopt.runtime_ops import DOMAIN, signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx_ir as ir
 
 LAST_POSITIONS = "last_{}"
 """Name of the dimension of logits that are of up to so many of the last positions of a call."""

@@ -12,7 +12,7 @@ A node that only makes the matrix of a product, or rounds its input, has the rol
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -20,6 +20,9 @@ from graphopt.analysis.structure.folding import Folding, mixers
 from graphopt.analysis.structure.folding.labels import matrix_of, rounds
 from graphopt.analysis.structure.folding.trunk import constant_nodes, is_product, readers_of
 from graphopt.runtime_ops import signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 OTHER, SHARED = "other", "shared"
 

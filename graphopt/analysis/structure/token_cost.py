@@ -6,19 +6,23 @@ elementwise arithmetic and activations are left out. Of a product over chosen ex
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from math import prod
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.contrib import head_sizes
 from graphopt.analysis.structure.cost import is_weight, reader_of
-from graphopt.analysis.structure.folding import Mixer
 from graphopt.analysis.structure.folding.labels import dims, matrix_of
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, layer_of
 from graphopt.errors import InputError
 from graphopt.runtime_ops import DECODING, DOMAIN, Cost
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import onnx_ir as ir
+
+    from graphopt.analysis.structure.folding import Mixer
 
 
 def constants_of(node: ir.Node, constant: Collection[ir.Node]) -> list[ir.Value]:

@@ -11,15 +11,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphopt.analysis.structure.heads import Calibration, HeadFigures, LayerFigures, ReadPolicy
-from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact, origin_of
 from graphopt.artifact.tokens import beginning_of, tokenizer_among
@@ -28,9 +25,15 @@ from graphopt.compile.calibration.razor import REPEATS, Repeated, echo_and_induc
 from graphopt.compile.calibration.tap import Tap, tap
 from graphopt.errors import InputError
 from graphopt.passes.cache.sparse_kv import NUMBERS, SparseKVOptions
-from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
-from graphopt.tasks.ports import IntArray
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+    from graphopt.tasks.ports import IntArray
 
 LARGEST_WINDOW = 2048
 """Tokens of a window by default: queries and keys of all layers are in memory at once."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
@@ -12,10 +12,14 @@ from graphopt.graph.weights import check_finite
 from graphopt.ort.runner import Runner
 from graphopt.passes.context import Statistics, Surroundings
 from graphopt.passes.recipe import Recipe, load_recipe
-from graphopt.quantization.statistics import InputStatistics
 from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.steps import run_passes
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from graphopt.quantization.statistics import InputStatistics
 
 
 def collect(

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.compile.calibration.tap import Heads, Singles
 from graphopt.runtime_ops.kv_attention.spec.append import Integers, append
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.stored import read_mask
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.compile.calibration.tap import Heads, Singles
 
 Doubles = npt.NDArray[np.float64]
 

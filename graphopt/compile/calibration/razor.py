@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.compile.calibration.mass import attention
-from graphopt.compile.calibration.tap import Heads
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from graphopt.compile.calibration.tap import Heads
+    from graphopt.tasks.ports import IntArray
 
 REPEATS = 4
 LARGEST_BLOCK = 2500

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.tokens import texts_of
-from graphopt.ort.runner import Runner
-from graphopt.passes.recipe import Recipe
 from graphopt.quantization.statistics import Calibration
-from graphopt.tasks.ports import IntArray
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from graphopt.artifact.artifact import Artifact
+    from graphopt.ort.runner import Runner
+    from graphopt.passes.recipe import Recipe
+    from graphopt.tasks.ports import IntArray
 
 
 def calibration_of(

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
-import onnxruntime
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.structure.paged_caches import PagedLayer, kv_nodes, layer_of
-from graphopt.artifact.artifact import Artifact
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import PassReport
 from graphopt.passes import imports_of
 from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
 from graphopt.passes.context import Surroundings
@@ -24,7 +21,15 @@ from graphopt.runtime_ops import bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
 from graphopt.tasks import task_of
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnxruntime
+
+    from graphopt.artifact.artifact import Artifact
+    from graphopt.graph.diagnostics import PassReport
+    from graphopt.tasks.ports import IntArray
 
 Singles = npt.NDArray[np.float32]
 

@@ -8,12 +8,14 @@ search feasible, as the paper shows. Each generation mutates some of the fittest
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 FIRSTS = (0, 1, 2, 4, 8, 12, 16, 20, 24, 28, 32, 64, 128, 256)
 """How many first tokens may be left as they were: the paper's table 4."""

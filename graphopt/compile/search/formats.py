@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
@@ -24,10 +23,16 @@ from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
 from graphopt.passes.codes.tied_embedding import tied_lookups
 from graphopt.passes.context import Statistics, Surroundings
 from graphopt.passes.recipe import Recipe, load_recipe
-from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import TASKS, task_of
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.steps import run_passes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.quantization.statistics import Calibration
 
 TOKENS, _WINDOW = 512, 256
 """Tokens of the calibration text that divergences are measured on, and tokens that are seen at once."""

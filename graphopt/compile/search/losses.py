@@ -10,13 +10,11 @@ the curvature that the product meets.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.compile.search.choices import Choice, name_of, stored_bytes
@@ -24,9 +22,16 @@ from graphopt.compile.search.jsonl import Lines
 from graphopt.numerics.formats import format_of
 from graphopt.ort.session import Array, ort_value
 from graphopt.quality.figures import Comparison, log_probabilities
-from graphopt.quantization.rounding import Quantized, RoundingMethod
-from graphopt.quantization.rounding.scales import Scale
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+    from graphopt.quantization.rounding import Quantized, RoundingMethod
+    from graphopt.quantization.rounding.scales import Scale
+    from graphopt.tasks.ports import IntArray
 
 Matrix = npt.NDArray[np.float32]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphopt.errors import InputError, MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def solved(losses: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], room: int) -> list[int]:

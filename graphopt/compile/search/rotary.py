@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.artifact import artifact as artifacts
@@ -24,8 +24,12 @@ from graphopt.passes.lift.rescale_rope.methods import METHODS, Method, RescaleRo
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.tasks import TASKS
-from graphopt.tasks.ports import IntArray
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.tasks.ports import IntArray
 
 PAPER = Evolution()
 _STARTS: tuple[Method, ...] = ("linear", "ntk", "yarn")

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.analysis.structure.rotary import rotary_angles
-from graphopt.compile.search.evolution import Candidate
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Skip
 from graphopt.ort.session import run
 from graphopt.passes.lift.rescale_rope.edits import multiply, turn_by
 from graphopt.quality.evaluation import negative_log_likelihood
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.tasks.ports import Array, IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from graphopt.compile.search.evolution import Candidate
+    from graphopt.tasks.ports import Array, IntArray
 
 _SCALE = "rope.attention_factor"
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.graph.editing.builders import Dims
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from graphopt.graph.editing.builders import Dims
 
 
 def insert_behind(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def take_place(old: ir.Value, new: ir.Value) -> None:

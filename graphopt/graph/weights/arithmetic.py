@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,9 @@ import onnx_ir as ir
 from graphopt.graph.weights.expression import Array, Expression, Region, Shape, blocks_of, everything, widened
 from graphopt.graph.weights.same_shape import Like
 from graphopt.numerics.rotations import HadamardRotation, RandomRotation, Rotation
-from graphopt.numerics.rotations.claims import RotationClaim
+
+if TYPE_CHECKING:
+    from graphopt.numerics.rotations.claims import RotationClaim
 
 DOUBLE = ir.DataType.DOUBLE
 

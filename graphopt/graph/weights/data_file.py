@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Hashable, Iterable, Iterator
-from concurrent.futures import Executor
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
 import onnx_ir as ir
@@ -18,6 +16,10 @@ from graphopt.graph.weights.expression import Array, Expression
 from graphopt.graph.weights.leaves import Stored, write_array
 from graphopt.graph.weights.store import with_parts_in_memory
 from graphopt.graph.weights.tensor import WeightTensor, expression_of, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Iterator
+    from concurrent.futures import Executor
 
 INLINE = 256
 """Tensors of at most so many bytes stand in the model file itself: onnxruntime wants constants of shapes there."""

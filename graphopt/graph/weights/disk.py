@@ -6,10 +6,13 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
 
 # No space, quota, and the limit on the size of a file that a shell or a job scheduler may set.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -22,9 +22,7 @@ from concurrent.futures import (
     wait,
 )
 from concurrent.futures.process import BrokenProcessPool
-from typing import TypeVar
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, TypeVar
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.weights.disk import require_space
@@ -33,6 +31,9 @@ from graphopt.graph.weights.leaves import Inline, Stored
 from graphopt.graph.weights.store import Kept, Store
 from graphopt.graph.weights.tensor import WeightTensor
 from graphopt.util.processors import processors
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")

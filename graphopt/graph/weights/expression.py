@@ -14,14 +14,16 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 from pydantic import BaseModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]

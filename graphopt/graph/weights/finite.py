@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Executor
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.graph.weights.evaluator import run_tasks
-from graphopt.graph.weights.expression import Expression
 from graphopt.graph.weights.leaves import Stored
 from graphopt.graph.weights.tensor import expression_of
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+    from pathlib import Path
+
+    from graphopt.graph.weights.expression import Expression
 
 
 def check_finite(model: ir.Model, file: str | Path | None = None, executor: Executor | None = None) -> None:

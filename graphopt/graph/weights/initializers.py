@@ -6,13 +6,17 @@ weight at a time when the model is saved, so a model larger than memory needs th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.graph.weights.arithmetic import DOUBLE, Cast
-from graphopt.graph.weights.expression import Expression
 from graphopt.graph.weights.tensor import WeightTensor, expression_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphopt.graph.weights.expression import Expression
 
 
 def weight_of(node: ir.Node, index: int) -> ir.Value | None:

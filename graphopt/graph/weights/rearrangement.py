@@ -5,12 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.graph.weights.expression import Array, Expression, Region, Shape, everything
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx_ir as ir
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

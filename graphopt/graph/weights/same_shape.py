@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.weights.expression import Expression, Shape
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

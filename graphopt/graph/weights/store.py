@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.graph.weights.disk import writing
 from graphopt.graph.weights.expression import Array, Expression, Node, Part, Region
 from graphopt.graph.weights.leaves import Inline, Stored, write_array
 from graphopt.graph.weights.same_shape import Like
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights.expression import Expression
 from graphopt.graph.weights.leaves import Inline, MappedTensor, Stored
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+
+    from graphopt.graph.weights.expression import Expression
 
 
 class WeightTensor(ir.LazyTensor):

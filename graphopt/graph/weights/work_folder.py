@@ -6,8 +6,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,9 @@ import numpy as np
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.weights.store import Store
 from graphopt.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _MARK = "graphopt-work"
 # NumPy's and BLAS's order of summation, and the rounding of ml_dtypes, may change what an expression evaluates to.

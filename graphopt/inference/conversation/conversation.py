@@ -10,10 +10,9 @@ in another way (some drop the reasoning of old replies), the cache is rewound to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,12 +20,16 @@ from graphopt.errors import InputError
 from graphopt.inference.conversation.template import ChatTemplate, Message
 from graphopt.inference.decoding.continuation import Continuation, Settings, start
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.drafts import Drafter
-from graphopt.inference.decoding.grammar import Grammar
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
-from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import Completion, room_for, run, speculation_of
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+
+    from graphopt.inference.decoding.drafts import Drafter
+    from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.decoding.speculation import Speculation
+    from graphopt.inference.session import Session
 
 MOST = 1024
 """Tokens of a reply at most, by default."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.artifact.hf_config import json_object
 from graphopt.errors import InputError
 from graphopt.inference.conversation.sandbox import environment, import_jinja2
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TEMPLATE = "chat_template.jinja"
 CONFIG = "tokenizer_config.json"

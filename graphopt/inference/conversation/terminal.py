@@ -7,18 +7,21 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from graphopt.errors import GraphoptError, InputError
 from graphopt.inference.conversation.conversation import Conversation
-from graphopt.inference.decoding.continuation import Settings
-from graphopt.inference.decoding.speculation import Speculation
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from graphopt.inference.decoding.continuation import Settings
+    from graphopt.inference.decoding.speculation import Speculation
+    from graphopt.inference.session import Session
 
 _PROMPT, _MORE = ">>> ", "... "
 _HELP = """/reset   begin a new conversation

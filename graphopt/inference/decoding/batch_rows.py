@@ -6,14 +6,17 @@ pages, which take two numbers per row.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from graphopt.errors import InputError
 from graphopt.tasks.causal_lm.interface import Interface, new_lengths
-from graphopt.tasks.ports import Array, IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.tasks.ports import Array, IntArray
 
 
 class Step(NamedTuple):

@@ -16,11 +16,12 @@ import numpy.typing as npt
 
 from graphopt.inference.decoding.large_pages import aligned_zeros
 from graphopt.ort.session import ort_value
-from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 from graphopt.util.memory import available_memory
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 Array = npt.NDArray[Any]
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from graphopt.ort.session import array_of, import_onnxruntime, ort_value
-from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.tasks.ports import IntArray
-from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from graphopt.tasks.causal_lm.interface import Interface
+    from graphopt.tasks.ports import IntArray
+    from graphopt.util.targets import Device
 
 
 class Cache(Protocol):

@@ -11,10 +11,9 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +22,11 @@ from safetensors.numpy import save_file
 
 from graphopt.errors import InputError
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.tasks.ports import IntArray
 
 Array = npt.NDArray[Any]
 

@@ -7,20 +7,23 @@ It knows nothing of batches, caches and models; :mod:`graphopt.inference.generat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Literal
 
 from graphopt.errors import InputError
 from graphopt.inference.decoding.detokenize import TextStream
-from graphopt.inference.decoding.grammar import Grammar
 from graphopt.inference.decoding.logprobs import TokenLogprob, check_top, token_logprob
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.stop_strings import StopStrings
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import numpy as np
+    import numpy.typing as npt
+
+    from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.session import Session
 
 Stopped = Literal["end of text", "stop string", "length", "positions", "interrupted"]
 

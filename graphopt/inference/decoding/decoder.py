@@ -13,8 +13,8 @@ where the graph has pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,8 +30,12 @@ from graphopt.inference.decoding.feeds import Feeds
 from graphopt.inference.decoding.paged import PagedCache
 from graphopt.inference.decoding.rollback_trace import Mark, mark, pages_that_mind, rewinds_exactly, room_for_drafts
 from graphopt.inference.decoding.unpadded_prefill import feed_apart, pay_apart
-from graphopt.inference.session import Session
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphopt.inference.session import Session
+    from graphopt.tasks.ports import IntArray
 
 Logits = npt.NDArray[np.floating]
 Hidden = npt.NDArray[np.floating]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from graphopt.inference.session import Session
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.session import Session
 
 _INCOMPLETE = "\ufffd"  # stands for bytes that are not (yet) a whole character
 

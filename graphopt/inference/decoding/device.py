@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,12 +17,14 @@ import onnx_ir as ir
 from graphopt.errors import InputError
 from graphopt.inference.decoding.buffer import Buffer, HostMemory, Memory
 from graphopt.runtime_ops import library_path
-from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import onnxruntime
 
     from graphopt.inference.session import Session
+    from graphopt.runtime_ops.kv_attention.spec.attributes import StateTensor
 
 Array = npt.NDArray[Any]
 

@@ -10,11 +10,15 @@ never cost more than a small share of the time, however wrong they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from graphopt.inference.decoding.drafts.drafter import Guess
 from graphopt.inference.decoding.step_costs import LONGEST, Costs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.decoding.drafts.drafter import Guess
 
 SHARE = 0.01
 """Of the time of plain decoding, that drafts may lose."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphopt.inference.decoding.drafts.drafter import Guess
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from graphopt.inference.decoding.drafts.drafter import Guess
 
 
 @dataclass

@@ -11,14 +11,18 @@ is what :mod:`graphopt.inference.decoding.rollback_trace` and :mod:`graphopt.inf
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphopt.inference.decoding.continuation import Continuation, Taken
-from graphopt.inference.decoding.decoder import Hidden, Logits
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphopt.inference.decoding.decoder import Hidden, Logits
+    from graphopt.tasks.ports import IntArray
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ Binding an input takes longer than writing the few numbers of a single token.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +13,8 @@ import numpy.typing as npt
 from graphopt.ort.session import ort_value
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import onnxruntime
 
 Array = npt.NDArray[Any]

@@ -10,15 +10,18 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import GraphoptError, InputError, MissingDependencyError
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.session import Session
 
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as ``json.dumps`` writes it, unless the schema's ``x-guidance`` says otherwise: where any white space is

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from graphopt.inference.session import Session
 
 Floats = npt.NDArray[np.floating]
 

@@ -11,22 +11,24 @@ turn.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.errors import InputError
 from graphopt.inference.decoding.buffer import Buffer, HostBuffer, HostMemory, Memory, Row
 from graphopt.inference.decoding.rollback import alike, check_length, moves, rewind_row
 from graphopt.inference.decoding.state import State, move_pages
-from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.tasks.ports import IntArray
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
     import onnxruntime
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.tasks.causal_lm.interface import Interface
+    from graphopt.tasks.ports import IntArray
 
 Array = npt.NDArray[Any]
 

@@ -12,16 +12,19 @@ What was rounded stays rounded: for integers, a page that had left the window of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.errors import InputError
-from graphopt.inference.decoding.buffer import Row
 from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.inference.decoding.buffer import Row
 
 Array = npt.NDArray[Any]
 

@@ -11,16 +11,20 @@ KVAttention itself reads, for each query, the same pages cut at the same places,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.errors import InputError
-from graphopt.inference.decoding.paged import PagedCache
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.inference.decoding.paged import PagedCache
+    from graphopt.tasks.ports import IntArray
 
 _ANY = 1 << 30
 

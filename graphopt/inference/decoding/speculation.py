@@ -7,18 +7,22 @@ Drafting       the drafts of one batch while it grows
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.continuation import Continuation
-from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.draft_lengths import Lengths
 from graphopt.inference.decoding.draft_statistics import DraftStats
 from graphopt.inference.decoding.draft_verification import Columns, Verdict
-from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
 from graphopt.inference.decoding.rollback_trace import Mark, check_drafts
 from graphopt.inference.decoding.step_costs import LONGEST, Costs, costs_of
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.decoding.continuation import Continuation
+    from graphopt.inference.decoding.decoder import Decoder
+    from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
+    from graphopt.inference.session import Session
 
 _STALL = 2.0
 """Times its usual time that a step is charged for, at most: what comes on top was another program's."""

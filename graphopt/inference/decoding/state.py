@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.inference.decoding.buffer import Buffer, HostBuffer
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from graphopt.analysis.structure.paged_caches import PagedLayer
+    from graphopt.tasks.ports import IntArray
 
 
 @dataclass

@@ -10,13 +10,16 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.session import Session
-from graphopt.tasks.ports import IntArray
+
+if TYPE_CHECKING:
+    from graphopt.inference.session import Session
+    from graphopt.tasks.ports import IntArray
 
 WIDTHS = (1, 2, 4, 8, 12)
 """Tokens of a row in a step: what kernels for several rows are made for."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class StopStrings:

@@ -10,14 +10,16 @@ the rows of one prompt as for those of several once there are some tens of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.tasks.ports import IntArray
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from graphopt.tasks.ports import IntArray
 
 Floats = npt.NDArray[np.floating]
 

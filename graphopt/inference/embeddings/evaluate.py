@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
-from graphopt.inference.embeddings.session import EncoderSession
 from graphopt.tasks.encoder import cosines
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphopt.inference.embeddings.session import EncoderSession
 
 
 class EmbeddingEvaluation(BaseModel):

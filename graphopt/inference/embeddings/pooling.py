@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.artifact.hf_config import Pooling
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.artifact.hf_config import Pooling
 
 Floats = npt.NDArray[np.float32]
 

@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-from tokenizers import Tokenizer
 
 from graphopt.analysis.structure.ports import HIDDEN
-from graphopt.artifact.manifest import Manifest
 from graphopt.artifact.tokens import TOKENIZER
 from graphopt.errors import GraphoptError, InputError
 from graphopt.inference.embeddings.pooling import pooled
 from graphopt.inference.session import Opened, open_folder
 from graphopt.ort.session import run
 from graphopt.tasks.encoder import Encoder, EncoderInterface
-from graphopt.tasks.ports import IntArray
-from graphopt.util.targets import Device
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
     import onnxruntime
+    from tokenizers import Tokenizer
+
+    from graphopt.artifact.manifest import Manifest
+    from graphopt.tasks.ports import IntArray
+    from graphopt.util.targets import Device
 
 Floats = npt.NDArray[np.float32]
 

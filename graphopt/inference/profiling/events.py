@@ -7,13 +7,16 @@ are joined with those of the file by what they make: a value that keeps its name
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    import onnx_ir as ir
 
 _KERNEL = "_kernel_time"
 

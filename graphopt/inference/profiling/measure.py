@@ -7,9 +7,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -22,6 +22,9 @@ from graphopt.inference.profiling.events import Event, origins, read_events
 from graphopt.inference.session import Opened, open_folder, session_from
 from graphopt.ort.session import open_session
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
 
 PROMPT, TOKENS, REPEATS = 128, 32, 5
 """Tokens of a prompt, single tokens behind it, and how often the prompt is read."""

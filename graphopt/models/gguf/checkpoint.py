@@ -5,17 +5,19 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphopt.errors import InputError
-from graphopt.graph.weights import Expression
 from graphopt.models.checkpoint import check_config, import_export_packages, quiet, reason_of
 from graphopt.models.gguf.layouts import joined_experts, layout_of
 from graphopt.models.gguf.rope import FREQUENCIES, apply_frequencies
 from graphopt.models.gguf.settings import complete
 from graphopt.quantization.gguf.file import GgufFile, open_gguf
+
+if TYPE_CHECKING:
+    from graphopt.graph.weights import Expression
 
 SUFFIX = ".gguf"
 

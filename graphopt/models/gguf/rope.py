@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
-from graphopt.quantization.gguf.file import GgufFile
+
+if TYPE_CHECKING:
+    from graphopt.quantization.gguf.file import GgufFile
 
 FREQUENCIES = "rope_freqs.weight"
 """A tensor of Llama 3.1 and later, float32 [d/2]: what each rotary frequency is divided by."""

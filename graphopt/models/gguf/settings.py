@@ -8,11 +8,13 @@ known to change nothing, or an error.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.errors import InputError
 from graphopt.models.gguf.rope import rope_parameters
-from graphopt.quantization.gguf.file import GgufFile
+
+if TYPE_CHECKING:
+    from graphopt.quantization.gguf.file import GgufFile
 
 UNKNOWN = ("gemma4", "gpt-oss", "gpt_oss")
 """Architectures that transformers maps, but with settings and layouts that nobody has checked here."""

@@ -14,16 +14,12 @@ Tracing takes minutes for a model of thirty layers, nearly all of which are the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import Expression, Node, WeightTensor, expression_of, nodes_below
 from graphopt.models.checkpoint import quiet
 from graphopt.models.checkpoint_tensors import Parameter
-from graphopt.models.loading import Loaded
 from graphopt.models.ports import name_ports
 from graphopt.models.trace import export_graph, finish, sample_of, trace
 from graphopt.models.unrolling.graph import unroll
@@ -31,6 +27,13 @@ from graphopt.models.unrolling.kinds import plan, shortened
 from graphopt.models.unrolling.refusals import FEW_LAYERS, NotUnderstoodError
 from graphopt.models.unrolling.relations import Relations
 from graphopt.models.unrolling.skeleton import make_skeleton
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import onnx_ir as ir
+
+    from graphopt.models.loading import Loaded
 
 ALL_TRACED = Rule("unroll.all-traced", "every layer was traced: {why}")
 WITH_WEIGHTS = Rule("unroll.with-weights", "every layer was traced, with all weights in memory: {why}")

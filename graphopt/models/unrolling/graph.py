@@ -10,18 +10,21 @@ checked on the other traced layer of the kind, which must be the template with i
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import CachePort, past_port, present_port
 from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import WeightTensor, expression_of
-from graphopt.models.unrolling.kinds import Plan
 from graphopt.models.unrolling.layer_of_node import SHARED, Places
 from graphopt.models.unrolling.refusals import NODES, PORTS, NotUnderstoodError
 from graphopt.models.unrolling.symbols import Symbols
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphopt.models.unrolling.kinds import Plan
 
 Line = tuple[Any, ...]
 _PASSED = ("passed",)

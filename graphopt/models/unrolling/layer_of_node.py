@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -12,8 +12,12 @@ from graphopt.analysis.structure.ports import past_port, present_port
 from graphopt.graph.provenance import SCOPE
 from graphopt.graph.weights import Expression, Node, expression_of, nodes_below
 from graphopt.models.checkpoint_tensors import Parameter
-from graphopt.models.unrolling.kinds import Plan
 from graphopt.models.unrolling.refusals import CROSSING, SUBGRAPHS, NotUnderstoodError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.models.unrolling.kinds import Plan
 
 SHARED = -1
 """The place of what belongs to no layer."""

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import ast
 import bisect
-from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -24,6 +23,9 @@ from graphopt.graph.weights.expression import everything
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of
 from graphopt.models.unrolling.refusals import FOLDED, NotUnderstoodError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # Where onnxscript's constant folding says which values a constant was computed from.
 _FOLDED_FROM = "pkg.onnxscript.optimizer.folded_from"

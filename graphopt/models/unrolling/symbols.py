@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.models.unrolling.layer_of_node import SHARED, Places
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,9 @@ from graphopt.numerics.formats.nonlinear import nonlinear
 from graphopt.numerics.formats.quantile import normal_float4, student_float4
 from graphopt.numerics.formats.steps import integer_step
 from graphopt.numerics.formats.table import TableFormat
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FORMATS: dict[str, TableFormat] = {
     table.name: table

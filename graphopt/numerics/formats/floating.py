@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.numerics.formats.table import TableFormat
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 def floating_point(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.numerics.formats.table import TableFormat
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 
 def signed_integer(bits: int, onnx_type: ir.DataType | None = None) -> TableFormat:

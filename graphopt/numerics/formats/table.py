@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx_ir as ir
 
 from graphopt.numerics.formats.steps import integer_step
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Codes = npt.NDArray[np.uint8]
 Values = npt.NDArray[np.floating[Any]]

@@ -13,16 +13,19 @@ Constructions (Horadam 2007, "Hadamard Matrices and Their Applications", chapter
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, reduce
 from itertools import permutations
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.numerics.rotations.galois import characters, prime_power
 from graphopt.numerics.rotations.williamson import williamson
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Signs = npt.NDArray[np.int8]
 

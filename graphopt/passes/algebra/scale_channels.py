@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,13 @@ from graphopt.graph.weights import Inline, Scaled, own, rewrite, weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.formats import LinearFormat
-from graphopt.passes.context import Context, Ledger
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.single_thread import one_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.passes.context import Context, Ledger
 
 SCALED = Rule(
     "scale_channels.scaled",

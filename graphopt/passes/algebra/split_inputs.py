@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +23,12 @@ from graphopt.graph.weights import (
     weight_of,
 )
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Ledger
 from graphopt.quantization.rounding.single_thread import one_thread
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.passes.context import Context, Ledger
 
 SPLIT = Rule("split_inputs.split", "{rank} directions, {share:.1%} of the mean square of {input}, go past it in floats")
 NONE = Rule(

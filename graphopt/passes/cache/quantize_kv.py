@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
@@ -12,8 +11,12 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.states import change
-from graphopt.passes.context import Context
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context
 
 _PAGE = 64
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -30,12 +30,14 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, name_output, shared
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import page_attention
-from graphopt.passes.context import Context
 from graphopt.passes.lower.last_logits import path_to_lm_head
 from graphopt.runtime_ops import OPERATORS, bodies_aside
 from graphopt.runtime_ops import port as input_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING
 from graphopt.runtime_ops.paged_attention.spec.layout import width
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 _PAGE = 64
 _END = 1 << 62

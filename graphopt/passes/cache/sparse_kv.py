@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import onnx_ir as ir
 from pydantic import Field
 
 from graphopt.analysis.structure.heads import ORIGIN, HeadScores, Rank
@@ -17,8 +15,14 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions
 from graphopt.passes.cache.page_kv.states import change
-from graphopt.passes.context import Context, Ledger, Statistics
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context, Ledger, Statistics
 
 Policy = Literal["dense", "streaming", "retrieval"]
 

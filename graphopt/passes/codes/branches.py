@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 BRANCH = Rule("branches.beside", "{rank} directions of what rounding {weight} lost, in float16 beside the product")
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import onnx_ir as ir
 from pydantic import Field
 
 from graphopt.analysis.structure.ports import past_port
@@ -14,8 +13,12 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import insert_in_front
 from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Ledger
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context, Ledger
 
 INPUT = Rule("emulate_quantization.input", "emulated: {input} as int{bits} per token, read by {readers}")
 CACHE = Rule(

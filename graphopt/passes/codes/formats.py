@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import onnx_ir as ir
 from pydantic import AfterValidator, Field
@@ -11,6 +10,9 @@ from pydantic import AfterValidator, Field
 from graphopt.errors import InputError
 from graphopt.numerics.formats import TableFormat, format_of
 from graphopt.passes.base import Options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 # onnxruntime fuses DequantizeLinear -> MatMul for blocks of these sizes, and for codes of these types, which are ONNX's
 # from these opsets on.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Any
 
 from graphopt.analysis.structure.product_codes import ROUND_ACTIVATIONS, rounding_of
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import drop
-from graphopt.passes.context import Ledger
 from graphopt.runtime_ops import DOMAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Ledger
 
 ROUNDED = Rule(
     "inputs.rounded",

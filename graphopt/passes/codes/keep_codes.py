@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -20,10 +19,14 @@ from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.logical_codes import dequantize, typed
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.codes.tied_embedding import look_up_columns, tied_lookups
-from graphopt.passes.context import Context, Ledger
 from graphopt.quantization.gguf.blocks import Ggml
 from graphopt.quantization.gguf.codes import KeptCodes, has_codes
 from graphopt.quantization.gguf.file import open_gguf
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from graphopt.passes.context import Context, Ledger
 
 KEPT = Rule("keep_codes.kept", "{weight} as the file's {kind}: {format} in groups of {group}")
 LOOKED_UP = Rule("keep_codes.looked-up", "{part} of {table} looked up")

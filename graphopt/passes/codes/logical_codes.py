@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure.product_codes import DEQUANTIZE
 from graphopt.graph.editing import name_output, shared
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def dequantize(

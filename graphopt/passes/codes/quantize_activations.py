@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import onnx_ir as ir
 from pydantic import Field, model_validator
@@ -18,7 +18,9 @@ from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, ro
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.input_rounding import forget_spared, input_of, is_spared, round_input
-from graphopt.passes.context import Context, Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 LM_HEAD = Rule(
     "quantize_activations.lm-head", "it makes the logits: its input is rounded only if the recipe asks for it"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -29,13 +28,17 @@ from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.logical_codes import dequantize, typed
 from graphopt.passes.codes.tables import STORED, quantize_table
 from graphopt.passes.codes.tied_embedding import look_up_columns, tied_lookups
-from graphopt.passes.context import Context, Ledger
 from graphopt.quantization.rounding import RoundingMethod
 from graphopt.quantization.rounding.lazy_codes import quantized
 from graphopt.quantization.rounding.methods import method_of
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 from graphopt.quantization.rounding.scales import Scale
-from graphopt.quantization.statistics import InputStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from graphopt.passes.context import Context, Ledger
+    from graphopt.quantization.statistics import InputStatistics
 
 __all__ = ["MEASURED", "STORED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
 

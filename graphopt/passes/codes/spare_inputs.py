@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
-import onnx_ir as ir
 from pydantic import Field
 
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
@@ -14,9 +12,15 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.input_rounding import spare
-from graphopt.passes.context import Context
 from graphopt.quantization.rounding.single_thread import one_thread
-from graphopt.quantization.statistics import InputStatistics
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context
+    from graphopt.quantization.statistics import InputStatistics
 
 SPARED = Rule(
     "spare_inputs.spared",

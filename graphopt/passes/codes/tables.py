@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import replace
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import format_of
-from graphopt.passes.codes.formats import EmbeddingFormat
 from graphopt.passes.codes.logical_codes import typed
-from graphopt.passes.context import Ledger
 from graphopt.quantization.rounding.lazy_codes import quantized
-from graphopt.quantization.rounding.scales import Scale
+
+if TYPE_CHECKING:
+    from graphopt.passes.codes.formats import EmbeddingFormat
+    from graphopt.passes.context import Ledger
+    from graphopt.quantization.rounding.scales import Scale
 
 STORED = Rule(
     "quantize_weights.stored",

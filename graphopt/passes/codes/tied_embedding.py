@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, token_lookups
@@ -9,7 +11,9 @@ from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import drop
 from graphopt.graph.weights import Transposed, expression_of, weight_of
 from graphopt.passes.codes.logical_codes import columns_of
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 TIED = Rule("quantize_weights.tied", "{table} is looked up in the columns of {weight}: both are stored once")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import onnx_ir as ir
 
@@ -14,10 +14,12 @@ from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.logical_codes import columns_of, dequantize
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.level_scales import join_levels
 from graphopt.passes.lower.table_layout import Unpacked, Untiled
 from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
 UNPACKED_LOOKUP = Rule("unpack.unpacked-lookup", "{op_type} as a Gather of the columns that {product} multiplies by")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import WINDOWED, WINDOWS, cache_inputs, windowed_nodes
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 GROWS = Rule("grow_caches.grows", "its cache was cut to {window} tokens and grows now; the window stays")
 # Of manifests that were written before this pass was one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import onnx_ir as ir
 
@@ -11,7 +11,9 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import bypass
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 WIDENED = Rule("widen_scales.widened", "{scales} in float32, as it is read")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -12,7 +12,9 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import name_output
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 STORED = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")

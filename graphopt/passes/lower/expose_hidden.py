@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from graphopt.analysis.structure.lm_head import lm_head_of
 from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context
 
 EXPOSED = Rule("expose_hidden.exposed", "{tensor}, which {lm_head} reads, is the output {output}")
 OUTPUT_ALREADY = Rule("expose_hidden.output-already", "{tensor}, which the lm_head reads, is an output already")

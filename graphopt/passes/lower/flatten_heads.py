@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, like, remove, take_place
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 FLAT = Rule("flatten_heads.flat", "reads and writes [batch, length, heads x size]: no transposes around it")
 FLAT_ROTARY = Rule("flatten_heads.flat-rotary", "turns heads side by side in one row")

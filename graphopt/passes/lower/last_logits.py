@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +14,9 @@ from graphopt.analysis.structure.products import LAST_POSITIONS, lm_head_nodes, 
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import shared
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 LAST_POSITION = Rule("last_logits.last-position", "only the last position of {tensor} reaches {lm_head}")
 LAST_SOME = Rule("last_logits.last-positions", "only the last {count} positions of {tensor} reach {lm_head}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import ml_dtypes
 import numpy as np
@@ -26,9 +26,11 @@ from graphopt.graph.weights import (
 )
 from graphopt.graph.weights.expression import widened
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
 from graphopt.runtime_ops import OPERATORS, port
 from graphopt.runtime_ops.operator import DOMAIN
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
 FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -11,9 +11,13 @@ from graphopt.analysis.structure.product_codes import StoredCodes, column_lookup
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, name_output, replace
 from graphopt.graph.weights import new_weight, source_of
-from graphopt.passes.context import Ledger
-from graphopt.passes.lower.packing import PackedMatrix
 from graphopt.runtime_ops import OPERATORS
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.passes.context import Ledger
+    from graphopt.passes.lower.packing import PackedMatrix
 
 GATHERED = Rule("lower.gathered", "GatherTable of the codes that {product} reads")
 BESIDE = Rule(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -21,7 +21,6 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop, replace, shared
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
 from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
@@ -29,6 +28,9 @@ from graphopt.runtime_ops.costs import Choice, Costs, estimate, shipped_costs
 from graphopt.runtime_ops.instructions import instructions_here
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
 from graphopt.util.targets import InstructionSet, Target
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
 PACKED = Rule(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -13,8 +12,12 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import like, remove, shared, take_place
 from graphopt.graph.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Ledger
 from graphopt.runtime_ops import signature_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from graphopt.passes.context import Context, Ledger
 
 MERGED = Rule("merge_products.merged", "{products} in one product of {columns} columns")
 SIDE_BY_SIDE = Rule("merge_products.side-by-side", "the codes of {products} side by side")

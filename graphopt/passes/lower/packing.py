@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +14,11 @@ from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_
 from graphopt.numerics.formats import TableFormat
 from graphopt.passes.lower.table_layout import Packed, Tiled
 from graphopt.quantization.rounding.expressions import CodeIndices
-from graphopt.runtime_ops import Operator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.runtime_ops import Operator
 
 _PORTS = ("codes", "scales", "table", "zero_points", "bias")
 

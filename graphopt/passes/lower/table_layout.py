@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights import Array, Expression, Region, Shape
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, UNIT, pack, tile, unpack, untile
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import TableFormat
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

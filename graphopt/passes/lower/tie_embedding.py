@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import onnx_ir as ir
 
@@ -12,7 +12,9 @@ from graphopt.graph.editing import drop, name_output
 from graphopt.graph.weights import weight_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.tied_embedding import tied_lookups
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 TIED = Rule("tie_embedding.tied", "the transposed {table}, in the place of {weight}: both are stored once")
 

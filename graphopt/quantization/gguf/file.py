@@ -5,16 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from graphopt.errors import InputError
-from graphopt.graph.weights import Expression
 from graphopt.quantization.gguf.blocks import Ggml, import_gguf, is_decodable
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from pathlib import Path
+
+    from graphopt.graph.weights import Expression
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.numerics.formats.table import Codes
-from graphopt.quantization.rounding.nearest import Quantized
 from graphopt.quantization.rounding.scales import Doubles, decoded, encoded, stored
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import Codes
+    from graphopt.quantization.rounding.nearest import Quantized
 
 # Rows whose changes are carried to all others by one product, and columns that are polished together.
 _ROWS, _COLUMNS = 128, 512

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.graph.weights import Array, Expression, Like, Part, Region, Several, Shape
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.float16_scales import fits_half
-from graphopt.quantization.rounding.method import RoundingMethod
 from graphopt.quantization.rounding.methods.nearest import NEAREST
-from graphopt.quantization.rounding.nearest import Quantized
-from graphopt.quantization.rounding.scales import Scale
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.method import RoundingMethod
+    from graphopt.quantization.rounding.nearest import Quantized
+    from graphopt.quantization.rounding.scales import Scale
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

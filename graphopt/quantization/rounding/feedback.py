@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.nearest import Quantized
 from graphopt.quantization.rounding.row_rounding import Rows
-from graphopt.quantization.rounding.scale_search import Search
-from graphopt.quantization.rounding.scales import Doubles, Scale
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.scale_search import Search
+    from graphopt.quantization.rounding.scales import Doubles, Scale
 
 # Rows that one product corrects, and columns that are rounded together: what a row touches stays in a core's cache.
 _ROWS, _COLUMNS = 128, 512

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.scales import LEAST_SHARE
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import TableFormat
 
 # Columns that are looked at together.
 _COLUMNS = 1 << 10

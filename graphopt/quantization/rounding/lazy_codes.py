@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import functools
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.weights import Cast, Expression, WeightTensor, expression_of
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.expressions import Rounded, parts_of
 from graphopt.quantization.rounding.low_rank import Corrected
-from graphopt.quantization.rounding.method import RoundingMethod
 from graphopt.quantization.rounding.methods.nearest import NEAREST
-from graphopt.quantization.rounding.scales import Scale
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.method import RoundingMethod
+    from graphopt.quantization.rounding.scales import Scale
 
 
 def quantized(

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.graph.weights import Array, Expression, Shape
 from graphopt.quantization.rounding.expressions import Rounded
 from graphopt.quantization.rounding.single_thread import one_thread
+
+if TYPE_CHECKING:
+    from graphopt.graph.weights import Array, Expression, Shape
 
 Doubles = npt.NDArray[np.float64]
 Halves = npt.NDArray[np.float16]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.numerics.formats.table import TableFormat
-from graphopt.quantization.rounding.nearest import Quantized
-from graphopt.quantization.rounding.scales import Scale
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.nearest import Quantized
+    from graphopt.quantization.rounding.scales import Scale
 
 Need = Literal["hessian"]
 """What a method may need besides the weight: ``hessian`` is X^T X of the inputs X [tokens, rows] of the product."""

@@ -9,14 +9,16 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
-from graphopt.numerics.formats.table import Codes, TableFormat
 from graphopt.runtime_ops.library import library_path
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import Codes, TableFormat
 
 Doubles = npt.NDArray[np.float64]
 

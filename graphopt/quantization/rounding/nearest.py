@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.graph.weights import blocks_of
-from graphopt.numerics.formats.table import Codes, TableFormat
 from graphopt.quantization.rounding.scales import Doubles, Scale, choose
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import Codes, TableFormat
 
 
 @dataclass(frozen=True)

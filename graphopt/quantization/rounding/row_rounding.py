@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from graphopt.numerics.formats.table import Codes, TableFormat
+from typing import TYPE_CHECKING
+
 from graphopt.quantization.rounding import native
 from graphopt.quantization.rounding.scales import Doubles, encoded
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import Codes, TableFormat
 
 
 class Rows:

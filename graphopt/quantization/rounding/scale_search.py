@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphopt.numerics.formats.table import Codes, TableFormat
 from graphopt.quantization.rounding.scales import (
     Chosen,
     Doubles,
@@ -21,6 +19,11 @@ from graphopt.quantization.rounding.scales import (
     scaling_at,
     stored,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphopt.numerics.formats.table import Codes, TableFormat
 
 Singles = npt.NDArray[np.float32]
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.numerics.formats.table import Codes, TableFormat
 from graphopt.quantization.rounding import native
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.numerics.formats.table import Codes, TableFormat
 
 Doubles = npt.NDArray[np.float64]
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from threadpoolctl import threadpool_limits
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 _lock = threading.Lock()
 _inside = 0

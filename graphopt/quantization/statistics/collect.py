@@ -6,11 +6,9 @@ import contextlib
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -19,16 +17,21 @@ from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of
 from graphopt.graph.weights.data_file import save_model
 from graphopt.graph.weights.disk import writing
-from graphopt.ort.runner import Runner
 from graphopt.ort.session import AS_IT_LIES, FEW_CALLS, Array, run
 from graphopt.quantization.rounding.single_thread import one_thread
 from graphopt.quantization.statistics.moments import Moments
 from graphopt.quantization.statistics.partition import Piece, pieces_of
-from graphopt.quantization.statistics.squares import Doubles
 from graphopt.quantization.statistics.store import Index, InputStatistics, read_index, write_index, write_statistics
 from graphopt.tasks import task_of
-from graphopt.tasks.ports import IntArray
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from graphopt.ort.runner import Runner
+    from graphopt.quantization.statistics.squares import Doubles
+    from graphopt.tasks.ports import IntArray
 
 PIECE_BYTES = 1 << 30
 """Bytes that the sums of one piece may take; its weights, and the inputs of its products for one text, come on top."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +16,9 @@ from graphopt.errors import InputError
 from graphopt.graph.weights.disk import writing
 from graphopt.graph.weights.leaves import Stored, digest_of_array
 from graphopt.graph.weights.work_folder import write_whole
-from graphopt.quantization.statistics.moments import Moments
+
+if TYPE_CHECKING:
+    from graphopt.quantization.statistics.moments import Moments
 
 
 class InputStatistics(BaseModel):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure.matching import Matching, Side
 from graphopt.analysis.structure.matching.contents import Difference, difference, sample
 from graphopt.analysis.structure.matching.side import attribute_key, kind
 from graphopt.report.description import stored_as
 from graphopt.report.escape import plain
 from graphopt.report.trace import Change
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from graphopt.analysis.structure.matching import Matching, Side
 
 _DEPTH, _FEW = 12, 8
 

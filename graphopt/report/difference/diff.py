@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.cost import weight_totals
 from graphopt.analysis.structure.matching import CONFIDENCE, Matching, Side, match
 from graphopt.analysis.structure.matching.side import graph_key
-from graphopt.artifact.manifest import Manifest
 from graphopt.report.description import stage_of
 from graphopt.report.difference.changes import Comparer, operator
 from graphopt.report.difference.grouping import grouped
@@ -18,6 +16,12 @@ from graphopt.report.difference.ports import Ports
 from graphopt.report.difference.record import Record, record_of
 from graphopt.report.trace import Change, Diff, Edge
 from graphopt.report.trace_builder import opened
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+    from pathlib import Path
+
+    from graphopt.artifact.manifest import Manifest
 
 
 def diff(before: Path, after: Path, *, numbers: bool = True) -> Diff:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
 
 from graphopt.report.trace import Change, Edge, Group
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
 
 _KINDS = ("replaced", "edited", "added", "removed")
 

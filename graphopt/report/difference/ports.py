@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.folding.labels import dims
-from graphopt.analysis.structure.matching import Matching, Side
 from graphopt.report.escape import plain
 from graphopt.report.trace import Change
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    import onnx_ir as ir
+
+    from graphopt.analysis.structure.matching import Matching, Side
 
 
 class Ports:

@@ -7,16 +7,20 @@ after    qkv              Add (the same)   Attention             .
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure.matching import Side
-from graphopt.artifact.manifest import Manifest
 from graphopt.graph import provenance
-from graphopt.graph.diagnostics import Removal
-from graphopt.graph.provenance import Step
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphopt.analysis.structure.matching import Side
+    from graphopt.artifact.manifest import Manifest
+    from graphopt.graph.diagnostics import Removal
+    from graphopt.graph.provenance import Step
 
 _ENOUGH = 0.9
 """Share of the nodes of the second model that the record must lead back to the first."""

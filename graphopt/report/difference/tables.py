@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.table import Column, Table
 from rich.text import Text
@@ -12,6 +12,9 @@ from rich.text import Text
 from graphopt.report.escape import plain, ranges
 from graphopt.report.tables import sized
 from graphopt.report.trace import Change, Diff, Edge, Group
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Sequence
 
 _CHANGES, _NAME, _LISTED = 4, 44, 6
 _NUMBER = re.compile(r"\d+")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from graphopt.inference.profiling import Run
-from graphopt.quality.levels import Histogram
-from graphopt.quality.losses import ProductLoss
 from graphopt.report.escape import plain
 from graphopt.report.page.html import Html, el
 from graphopt.report.times import OUTSIDE, duration, parts
-from graphopt.report.trace import Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from graphopt.inference.profiling import Run
+    from graphopt.quality.levels import Histogram
+    from graphopt.quality.losses import ProductLoss
+    from graphopt.report.trace import Trace
 
 _WIDTH, _HEIGHT, _LEFT, _BELOW, _TOP = 240, 120, 46, 18, 8
 _STEPS = 12

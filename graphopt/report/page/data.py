@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphopt.quality.losses import Losses
 from graphopt.report.difference.tables import became, cause, told
 from graphopt.report.page.difference import edits
 from graphopt.report.sentences import sentence
-from graphopt.report.trace import Diff, Trace
 from graphopt.report.trace_builder import BYTES, OPERATIONS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from graphopt.quality.losses import Losses
+    from graphopt.report.trace import Diff, Trace
 
 _NAME, _LINE = 4000, 600
 

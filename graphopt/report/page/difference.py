@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphopt.report.difference.tables import became, cause, rows_of, told, where
 from graphopt.report.page.html import Html, el, joined, section, table
-from graphopt.report.trace import Diff, Edge
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.report.trace import Diff, Edge
 
 _SHOWN = 12
 """Nodes of one edit that are shown on each side."""

@@ -6,13 +6,17 @@ cross: each node goes to the mean place of its neighbours, a few times down and 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.roles import OTHER, SHARED
 from graphopt.report.escape import plain
 from graphopt.report.page.html import Html, el
-from graphopt.report.trace import Node, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping, Sequence
+
+    from graphopt.report.trace import Node, Trace
 
 _WIDTH, _HEIGHT, _ACROSS, _DOWN, _MARGIN = 158, 38, 22, 26, 12
 _SWEEPS, _LARGEST, _TEXT = 6, 150, 22

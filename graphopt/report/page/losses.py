@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 from graphopt.quality.losses import Losses, ProductLoss
-from graphopt.quality.spread import Spread
 from graphopt.report.losses import named, recipe_lines, remainder
 from graphopt.report.page.charts import curves, histogram_chart
 from graphopt.report.page.html import Html, bar, el, section, shade, table
 from graphopt.report.tables import sized
+
+if TYPE_CHECKING:
+    from graphopt.quality.spread import Spread
 
 
 def quality_section(lost: Losses | None) -> Html | None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from importlib import resources
+from typing import TYPE_CHECKING
 
-from graphopt.artifact.manifest import Manifest
-from graphopt.inference.profiling import Profile
-from graphopt.quality.losses import Losses
 from graphopt.report.page import sections
 from graphopt.report.page.data import page_data
 from graphopt.report.page.difference import difference_section
@@ -14,8 +12,13 @@ from graphopt.report.page.html import Html, el, section
 from graphopt.report.page.losses import quality_section
 from graphopt.report.page.times import time_section
 from graphopt.report.query import KEYS
-from graphopt.report.trace import Diff, Trace
 from graphopt.version import VERSION
+
+if TYPE_CHECKING:
+    from graphopt.artifact.manifest import Manifest
+    from graphopt.inference.profiling import Profile
+    from graphopt.quality.losses import Losses
+    from graphopt.report.trace import Diff, Trace
 
 # Nothing is loaded, from the network or the disk: not even by a name in the model that were taken for markup.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; base-uri 'none'"

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.roles import OTHER, SHARED
-from graphopt.artifact.manifest import Manifest
-from graphopt.inference.profiling import Profile
 from graphopt.quality.judge import CHECK as QUALITY
-from graphopt.quality.losses import Losses
 from graphopt.report.difference.tables import became, rows_of, where
 from graphopt.report.escape import counted, letters, ranges
 from graphopt.report.explanation import rewrite_of
@@ -21,7 +18,14 @@ from graphopt.report.sentences import sentence
 from graphopt.report.summary import repeats_of, rows, short, stored_size
 from graphopt.report.tables import sized
 from graphopt.report.times import duration
-from graphopt.report.trace import Diff, Stage, Trace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from graphopt.artifact.manifest import Manifest
+    from graphopt.inference.profiling import Profile
+    from graphopt.quality.losses import Losses
+    from graphopt.report.trace import Diff, Stage, Trace
 
 _FIRST, _REASONS = 8, 12
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from graphopt.inference.profiling import Profile
+from typing import TYPE_CHECKING
+
 from graphopt.report.page.charts import icicle
 from graphopt.report.page.html import Html, bar, el, section, table
 from graphopt.report.times import ROWS, duration, kernels_of, reached, rows, told_of
-from graphopt.report.trace import Trace
+
+if TYPE_CHECKING:
+    from graphopt.inference.profiling import Profile
+    from graphopt.report.trace import Trace
 
 
 def time_section(trace: Trace, found: Profile) -> Html:

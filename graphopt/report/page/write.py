@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
 from graphopt.inference.profiling import profile
@@ -11,6 +11,9 @@ from graphopt.report.difference import diff_of
 from graphopt.report.page.report import report
 from graphopt.report.trace_builder import opened, trace_of
 from graphopt.util.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 
 def write(

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import ATTENTION_MASK, LOGITS
 from graphopt.tasks.base import Call, Task, TaskName, random_padding
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.tasks.causal_lm.probe import CausalProbe
-from graphopt.tasks.ports import Array, IntArray
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+
+    import onnx_ir as ir
+
+    from graphopt.tasks.ports import Array, IntArray
 
 
 class CausalLM(Task):

@@ -21,13 +21,11 @@ block, KV heads, head size], which come back in the same shape; of blocks of int
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import PADDING, counts_from_first_column, stated_windows, windows_of
 from graphopt.analysis.structure.paged_caches import PagedLayer, described, layers_of
@@ -50,6 +48,9 @@ from graphopt.errors import InputError
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    import onnx_ir as ir
     import onnxruntime
 
 _LENGTHS = (PAST_LENGTH, NEW_LENGTH)

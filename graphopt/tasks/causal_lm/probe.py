@@ -13,10 +13,11 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
 from graphopt.tasks.base import BATCH, LENGTH, PADDING, PREFILL, Floats
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.tasks.ports import Array, IntArray
 
 if TYPE_CHECKING:
     import onnxruntime
+
+    from graphopt.tasks.ports import Array, IntArray
 
 TOKENS = Rule("causal_lm.tokens", "{batch} x {length} random tokens{behind} with padding, in two calls")
 BEHIND = Rule("causal_lm.behind-context", " behind {tokens} of context")

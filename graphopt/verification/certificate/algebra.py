@@ -5,7 +5,7 @@ The algebra is stated for row vectors, x -> x Q. An op that is not in the table 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from graphopt.verification.certificate.reasons import (
 )
 from graphopt.verification.certificate.site import Rule, Site, static
 from graphopt.verification.certificate.weights import read
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def add(site: Site) -> list[Tag]:

@@ -6,7 +6,7 @@ The past is in the coordinates of what is appended to it. Scale, mask, soft cap 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from graphopt.verification.certificate.reasons import (
     TOKENS_DIFFER,
 )
 from graphopt.verification.certificate.site import Site, static
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _HEADS = ("q_num_heads", "kv_num_heads", "kv_num_heads")
 

@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import re
 import time
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.graph.diagnostics import Finding
-from graphopt.numerics.rotations.claims import Claims
 from graphopt.verification.certificate.claim_labels import Claimed
 from graphopt.verification.certificate.constants import Constants
 from graphopt.verification.certificate.coordinates import same
@@ -52,6 +50,11 @@ from graphopt.verification.certificate.report import Certificate, listed, overal
 from graphopt.verification.certificate.rotations import Rotations
 from graphopt.verification.certificate.site import dims_of
 from graphopt.verification.certificate.walk import Walk
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.numerics.rotations.claims import Claims
 
 _PAST = re.compile(r"past_key_values\.(\d+)\.(key|value)")
 _PRESENT = re.compile(r"present\.(\d+)\.(key|value)")

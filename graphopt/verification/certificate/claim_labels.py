@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.numerics.rotations.claims import Claims, TensorClaim
 from graphopt.verification.certificate.coordinates import Coordinates, Tag, canonical, planes
 from graphopt.verification.certificate.rotations import Rotations, of_claim
 from graphopt.verification.certificate.site import Dims, static
+
+if TYPE_CHECKING:
+    from graphopt.numerics.rotations.claims import Claims, TensorClaim
 
 
 class Claimed:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Finding
 from graphopt.util.processors import processors
-from graphopt.verification.certificate.coordinates import Tag
 from graphopt.verification.certificate.reasons import (
     CHANGED,
     ENTRIES_HOLD,
@@ -24,7 +22,6 @@ from graphopt.verification.certificate.reasons import (
     ROUNDING_UNKNOWN,
     UNCHANGED,
 )
-from graphopt.verification.certificate.rotations import Rotations
 from graphopt.verification.certificate.site import Site
 from graphopt.verification.certificate.weights import (
     Comparison,
@@ -33,6 +30,13 @@ from graphopt.verification.certificate.weights import (
     is_same,
     rounding_is_known,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from graphopt.verification.certificate.coordinates import Tag
+    from graphopt.verification.certificate.rotations import Rotations
 
 _Waiting = tuple[int, Site, int, Future[Comparison]]
 

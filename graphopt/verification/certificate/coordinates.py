@@ -12,14 +12,17 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.verification.certificate.rotations import Doubles, Rotations
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from graphopt.verification.certificate.rotations import Doubles, Rotations
 
 Plane = npt.NDArray[np.int64]
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-import onnx
 import onnx_ir as ir
 
-from graphopt.graph.diagnostics import Fact
 from graphopt.runtime_ops import OPERATORS
 from graphopt.verification.certificate.reasons import ATTRIBUTE, BODY, OPERATOR, OUTPUTS, VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import onnx
+
+    from graphopt.graph.diagnostics import Fact
 
 HADAMARD = ("ai.graphopt", "Hadamard")
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import Check, Rule
-from graphopt.numerics.rotations.claims import Claims
 from graphopt.verification.certificate.checker import check as certify
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.numerics.rotations.claims import Claims
 
 CERTIFIED = Rule(
     "certificate.holds",

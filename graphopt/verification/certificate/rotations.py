@@ -7,17 +7,21 @@ are kept as products of small ones, H_mn = H_m (x) H_n, so a product with thousa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import isqrt, prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.numerics.rotations.claims import RotationClaim
 from graphopt.numerics.rotations.hadamard import hadamard
 from graphopt.numerics.rotations.orthogonal import RandomRotation, signs
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.numerics.rotations.claims import RotationClaim
 
 Doubles = npt.NDArray[np.float64]
 Bytes = npt.NDArray[np.int8]

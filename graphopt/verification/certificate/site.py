@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import onnx_ir as ir
 
-from graphopt.graph.diagnostics import Fact
 from graphopt.verification.certificate.coordinates import Tag
 from graphopt.verification.certificate.correspondence import inputs_of
 from graphopt.verification.certificate.reasons import SHAPE_UNKNOWN
-from graphopt.verification.certificate.rotations import Rotations
+
+if TYPE_CHECKING:
+    from graphopt.graph.diagnostics import Fact
+    from graphopt.verification.certificate.rotations import Rotations
 
 Dims = tuple[int | str | None, ...]
 Pair = tuple[ir.TensorProtocol, ir.TensorProtocol]

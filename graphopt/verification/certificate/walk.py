@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import zip_longest
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Finding
 from graphopt.verification.certificate.algebra import RULES
-from graphopt.verification.certificate.claim_labels import Claimed
-from graphopt.verification.certificate.constants import Constants
 from graphopt.verification.certificate.coordinates import Tag, same
 from graphopt.verification.certificate.correspondence import HADAMARD, constant, difference, inputs_of
 from graphopt.verification.certificate.insertions import coordinates_behind, matrices_of
@@ -28,8 +27,12 @@ from graphopt.verification.certificate.reasons import (
     STANDS_FOR_NONE,
     STANDS_FOR_NOTHING,
 )
-from graphopt.verification.certificate.rotations import Rotations
 from graphopt.verification.certificate.site import Pair, Refused, Site, dims_of
+
+if TYPE_CHECKING:
+    from graphopt.verification.certificate.claim_labels import Claimed
+    from graphopt.verification.certificate.constants import Constants
+    from graphopt.verification.certificate.rotations import Rotations
 
 # Only these make rotated coordinates out of others, by a weight of theirs.
 _WRITERS = ("MatMul", "Gather")

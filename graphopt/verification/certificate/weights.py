@@ -18,17 +18,19 @@ Vectors are compared entry by entry.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.verification.certificate.coordinates import Tag
-from graphopt.verification.certificate.rotations import Doubles, Rotations
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from graphopt.verification.certificate.coordinates import Tag
+    from graphopt.verification.certificate.rotations import Doubles, Rotations
 
 Result = TypeVar("Result")
 Array = npt.NDArray[Any]

@@ -14,8 +14,8 @@ from graphopt.numerics.formats import FORMATS, format_of, format_stored_as
 from graphopt.passes.lower.packing import packed_tensors
 from graphopt.passes.lower.table_layout import Packed, Tiled, Unpacked, Untiled
 from graphopt.quantization.rounding import round_to_nearest
-from graphopt.quantization.rounding.expressions import Scale
 from graphopt.quantization.rounding.lazy_codes import quantized
+from graphopt.quantization.rounding.scales import Scale
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 from tests.graph.weights.counting import Counted

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
-from graphopt.analysis.bases.axes import Axis, BasisGraph
 from graphopt.analysis.bases.pins import HEAD_BY_HEAD, HEAD_SIZE_UNKNOWN, POSITION_BY_POSITION, SOFTMAX, TURNED
 from graphopt.analysis.bases.rules.common import observe, pin_all, rank, ranked
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.analysis.bases.axes import Axis, BasisGraph
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE = range(6)
 

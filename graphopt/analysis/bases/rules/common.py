@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.bases.axes import BasisGraph
 from graphopt.analysis.bases.pins import OBSERVED
-from graphopt.graph.diagnostics import Fact
 from graphopt.graph.weights import weight_of
+
+if TYPE_CHECKING:
+    from graphopt.graph.diagnostics import Fact
 
 Rule = Callable[[BasisGraph, ir.Node], None]
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
-from graphopt.analysis.bases.axes import BasisGraph
+import numpy as np
+
 from graphopt.analysis.bases.pins import (
     CHOSEN,
     COORDINATE_BY_COORDINATE,
@@ -19,8 +19,13 @@ from graphopt.analysis.bases.pins import (
     SAME_ADDED,
 )
 from graphopt.analysis.bases.rules.common import join_through, observe, pin_all, rank, ranked
-from graphopt.graph.diagnostics import Fact
 from graphopt.graph.weights import weight_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.analysis.bases.axes import BasisGraph
+    from graphopt.graph.diagnostics import Fact
 
 
 def add(found: BasisGraph, node: ir.Node) -> None:

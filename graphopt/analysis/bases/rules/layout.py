@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.bases.axes import Axis, BasisGraph, fixed
 from graphopt.analysis.bases.pins import BESIDE, COPIES, CUT_UNKNOWN, MADE_OF_PARTS, MIXED, SINGLE_ENTRIES
 from graphopt.analysis.bases.rules.common import integers, join_through, observe, rank, ranked
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 def regroup(found: BasisGraph, node: ir.Node) -> None:

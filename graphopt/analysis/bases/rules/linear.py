@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
-from graphopt.analysis.bases.axes import BasisGraph
 from graphopt.analysis.bases.pins import CODES, CONSTANT_LEFT, PAIRED, PICKED, ROUNDED, STACKED
 from graphopt.analysis.bases.rules.common import integers, join_through, observe, pin_all, rank, ranked
-from graphopt.graph.diagnostics import Fact
 from graphopt.graph.weights import weight_of
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.analysis.bases.axes import BasisGraph
+    from graphopt.graph.diagnostics import Fact
 
 
 def matmul(found: BasisGraph, node: ir.Node) -> None:

@@ -11,11 +11,9 @@ by what their numbers are stored in they may differ. Repeats are found in the st
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.folding.canonical import Writer, interned
 from graphopt.analysis.structure.folding.labels import parameters_of
@@ -23,6 +21,11 @@ from graphopt.analysis.structure.folding.lockstep import divided
 from graphopt.analysis.structure.folding.mixers import Mixer, mixers
 from graphopt.analysis.structure.folding.repeats import Part, Repeat, repeats
 from graphopt.analysis.structure.folding.trunk import Cuts, Segment, cut, is_product
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    import onnx_ir as ir
 
 
 @dataclass

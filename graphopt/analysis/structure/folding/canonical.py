@@ -6,13 +6,16 @@ order that depends on no name. In that order each node is written down: what it 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
 from functools import cached_property
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.folding.labels import constant_of, dims, kind_of, rounds, stored_inputs
 from graphopt.analysis.structure.folding.trunk import Cuts, Segment, constant_nodes, inputs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable, Mapping
+
+    import onnx_ir as ir
 
 
 class Writer:

@@ -10,15 +10,17 @@ their parameters.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.runtime_ops import DOMAIN, Coordinates, Role, signature_of
 from graphopt.runtime_ops.schema import Signature, attributes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 _STORED = frozenset({Role.CODES, Role.SCALES, Role.ZERO_POINTS, Role.TABLE, Role.GROUPS, Role.MATRIX, Role.STATE})
 """Inputs whose form follows from a format."""

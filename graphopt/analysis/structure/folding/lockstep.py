@@ -12,13 +12,16 @@ without it. OpenVINO's NPUW partitions graphs so, too.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.folding.mixers import mixers
 from graphopt.analysis.structure.folding.trunk import Division, inputs_of, readers_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 _RADIUS, _ROUNDS = 3, 3
 """Edges that neighbours are told apart by; seeds that are left out at most."""

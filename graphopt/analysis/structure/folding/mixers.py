@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops import DOMAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 _FUSED: dict[tuple[str, str], tuple[int, int, int]] = {
     ("", "Attention"): (0, 1, 2),

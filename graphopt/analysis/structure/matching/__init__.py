@@ -8,15 +8,17 @@ for all nodes behind one change (openxla's hlo_diff tells of that trap).
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING, Literal
 
 from graphopt.analysis.structure.matching.align import aligned
 from graphopt.analysis.structure.matching.labels import Scopes, labels
 from graphopt.analysis.structure.matching.side import Side
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping
+
+    import onnx_ir as ir
 
 How = Literal["record", "structure", "surroundings", "neighbours", "similarity"]
 """What two nodes were matched by."""

@@ -10,13 +10,16 @@ that are the same count most: of 32 layers of one structure they say which is go
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.analysis.structure.matching.side import Side
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Sequence
+
+    from graphopt.analysis.structure.matching.side import Side
 
 _STRUCTURE, _WEIGHTS, _ENDS = 1.0, 2.0, 0.01
 _ALIKE = 0.5

@@ -7,14 +7,17 @@ only tensors that became partners are read, in blocks.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights import expression_of, source_of
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
 
 _BLOCK, _PLACES = 256, 16
 _CHUNK = 1 << 22

@@ -6,12 +6,15 @@ Each round adds the labels of the nodes that a node reads, by place, and of thos
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.folding.labels import dims
 from graphopt.analysis.structure.matching.side import Side, kind
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterable
+
+    import onnx_ir as ir
 
 
 def labels(side: Side, radius: int, strict: bool, numbers: dict[Hashable, int]) -> dict[ir.Node, int]:

@@ -6,7 +6,10 @@ of them. Several texts may share one automaton, each with a state of its own at 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 ROOT = 0
 """The state of the empty run, where a text begins."""

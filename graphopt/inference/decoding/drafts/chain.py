@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from graphopt.inference.decoding.continuation import Continuation
-from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.decoding.continuation import Continuation
+    from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
 
 
 class Chain:

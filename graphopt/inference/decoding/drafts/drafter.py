@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from graphopt.inference.decoding.continuation import Continuation
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.decoding.continuation import Continuation
 
 
 class Guess(NamedTuple):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from graphopt.inference.decoding.continuation import Continuation
 from graphopt.inference.decoding.drafts.drafter import Guess
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.decoding.continuation import Continuation
 
 SOURCE = "grammar"
 

@@ -12,7 +12,6 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -24,15 +23,18 @@ from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.artifact.artifact import HEADS
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact
-from graphopt.inference.decoding.continuation import Continuation
 from graphopt.inference.decoding.drafts.drafter import Guess
 from graphopt.inference.decoding.drafts.heads_file import TOKEN, Floats, HeadsFile, ports
-from graphopt.inference.session import Session
 from graphopt.ort.session import open_session, run
-from graphopt.tasks.ports import Array
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import onnxruntime
+
+    from graphopt.inference.decoding.continuation import Continuation
+    from graphopt.inference.session import Session
+    from graphopt.tasks.ports import Array
 
 SOURCE = "heads"
 

@@ -21,7 +21,7 @@ basis. Where these columns do not fit, the heads are another model's.
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ import onnx_ir as ir
 from graphopt.analysis.structure.ports import HIDDEN
 from graphopt.artifact.artifact import HEADS
 from graphopt.errors import InputError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 TOKEN, STATES = "token", "states"
 _ARRAYS = ("into", "out", "embedding", "mixed", "tokens", "columns")

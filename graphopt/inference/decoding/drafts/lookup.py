@@ -9,11 +9,15 @@ the guess before; the draft whose chances sum up to the most wins. Its length is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from graphopt.inference.decoding.continuation import Continuation
 from graphopt.inference.decoding.drafts.automaton import ROOT, SuffixAutomaton
 from graphopt.inference.decoding.drafts.drafter import Guess
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.inference.decoding.continuation import Continuation
 
 SOURCE = "lookup"
 

@@ -11,20 +11,24 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.continuation import Continuation
 from graphopt.inference.decoding.decoder import Decoder, Logits
 from graphopt.inference.decoding.draft_verification import Columns
 from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
 from graphopt.inference.decoding.drafts.thread_choice import in_turns
 from graphopt.inference.session import Session, open_folder, session_from
-from graphopt.ort.session import Entries
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from graphopt.inference.decoding.continuation import Continuation
+    from graphopt.ort.session import Entries
 
 _LEAST = 0.2
 """Chance below which a draft ends: what follows is hardly ever right."""

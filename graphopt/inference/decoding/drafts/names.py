@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
 from graphopt.inference.decoding.drafts.chain import Chain
-from graphopt.inference.decoding.drafts.drafter import Drafter
 from graphopt.inference.decoding.drafts.forced import Forced
 from graphopt.inference.decoding.drafts.heads import Heads
 from graphopt.inference.decoding.drafts.lookup import Lookup
 from graphopt.inference.decoding.drafts.model import ModelDrafter, model_beside
 from graphopt.inference.decoding.drafts.self_draft import own_drafter
 from graphopt.inference.decoding.speculation import Speculation
-from graphopt.inference.session import Session
+
+if TYPE_CHECKING:
+    from graphopt.inference.decoding.drafts.drafter import Drafter
+    from graphopt.inference.session import Session
 
 AUTO = "auto"
 _HEADS, _OWN, _VERIFIED = "heads", "self:", "verified:"

@@ -11,6 +11,7 @@ The graph is changed in memory; its weights are the artifact's files.
 from __future__ import annotations
 
 import dataclasses
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -19,13 +20,15 @@ from graphopt.analysis.structure.folding import fold
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
 from graphopt.analysis.structure.ports import past_port
 from graphopt.errors import InputError
-from graphopt.inference.decoding.drafts.drafter import Drafter
 from graphopt.inference.decoding.drafts.model import ModelDrafter
 from graphopt.inference.decoding.drafts.thread_choice import in_turns
-from graphopt.inference.session import Session
 from graphopt.ort.session import Entries, open_session
 from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING
 from graphopt.tasks.causal_lm.interface import Interface
+
+if TYPE_CHECKING:
+    from graphopt.inference.decoding.drafts.drafter import Drafter
+    from graphopt.inference.session import Session
 
 RECENT = 256
 """Tokens that a draft by streaming or retrieval reads besides the first page, by default."""

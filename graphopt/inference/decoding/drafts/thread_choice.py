@@ -10,13 +10,17 @@ threads go on spinning: without drafts they pay.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.session import Session
-from graphopt.ort.session import Entries
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from graphopt.inference.session import Session
+    from graphopt.ort.session import Entries
 
 STOP = {"session.force_spinning_stop": "1"}
 """The session entry of onnxruntime by which threads stop spinning when a run ends."""

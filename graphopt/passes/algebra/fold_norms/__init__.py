@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import onnx_ir as ir
-
-from graphopt.graph.diagnostics import Effect
 from graphopt.passes.algebra.fold_norms.gains import fold_gains
 from graphopt.passes.algebra.fold_norms.means import fold_means
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.graph.diagnostics import Effect
+    from graphopt.passes.context import Context
 
 
 class FoldNormsOptions(StepOptions):

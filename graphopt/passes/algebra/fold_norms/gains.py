@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -25,7 +26,9 @@ from graphopt.graph.weights import (
     weight_of,
 )
 from graphopt.passes.algebra.fold_norms.readers import Reader, readers_of
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 _BIAS = 2

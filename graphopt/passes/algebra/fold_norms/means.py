@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -11,7 +12,9 @@ from graphopt.analysis.bases.search import find_bases
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import replace
 from graphopt.graph.weights import Centered, Expression, own, rewrite, weight_of
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 CENTERED = Rule("fold_norms.centered", "axis {axis} centered, for the norms that read basis {basis}")
 MEAN_FOLDED = Rule("fold_norms.mean-folded", "its mean moved into the weights before it; it is an RMSNormalization now")

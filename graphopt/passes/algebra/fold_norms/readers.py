@@ -8,12 +8,15 @@ for every row of x, a gain that multiplies it or a bias that is added to it, hol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.graph.weights import weight_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 
 @dataclass(frozen=True)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
-import onnx_ir as ir
 
-from graphopt.analysis.bases.axes import Basis, Role
 from graphopt.analysis.bases.pins import ROTATED
 from graphopt.analysis.bases.search import find_bases
 from graphopt.graph.diagnostics import Effect, Fact, Rule
@@ -16,7 +14,12 @@ from graphopt.passes.algebra.rotate.fused import fuse
 from graphopt.passes.algebra.rotate.online import places_behind_makers
 from graphopt.passes.algebra.rotate.rewrite import Work
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.analysis.bases.axes import Basis, Role
+    from graphopt.passes.context import Context
 
 STAYS = Rule("rotate.stays", "{why}", also=["role", "width"])
 WIDTH_UNKNOWN = Rule("rotate.width-unknown", "its width is not known before run time")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
-import onnx_ir as ir
-
-from graphopt.analysis.bases.axes import WeightAxis
 from graphopt.graph.weights import Expression, Rotated, own, rewrite
-from graphopt.numerics.rotations import Rotation
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx_ir as ir
+
+    from graphopt.analysis.bases.axes import WeightAxis
+    from graphopt.numerics.rotations import Rotation
 
 
 class Fuser:

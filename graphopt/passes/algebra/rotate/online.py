@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import networkx as nx
-import onnx_ir as ir
 
 from graphopt.analysis.bases.axes import Basis, fixed
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import free_name, insert_behind, shared
-from graphopt.numerics.rotations import HadamardRotation
-from graphopt.passes.context import Ledger
 from graphopt.runtime_ops import OPERATORS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.numerics.rotations import HadamardRotation
+    from graphopt.passes.context import Ledger
 
 _BLIND = ("Shape", "Size")
 

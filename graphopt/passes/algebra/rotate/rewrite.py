@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
 from graphopt.analysis.bases.axes import Basis
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.numerics.rotations import HadamardRotation, Rotation
 from graphopt.numerics.rotations.claims import Claims, RotationClaim, TensorClaim
 from graphopt.passes.algebra.rotate.fused import Fuser
 from graphopt.passes.algebra.rotate.online import insert
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.numerics.rotations import HadamardRotation, Rotation
+    from graphopt.passes.context import Ledger
 
 FUSED = Rule(
     "rotate.fused",

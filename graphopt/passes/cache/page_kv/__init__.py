@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import onnx_ir as ir
@@ -16,11 +16,13 @@ from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
 from graphopt.passes.cache.page_kv.rows import as_rows, read_rows
 from graphopt.passes.cache.page_kv.states import connect, graph_input
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
 from graphopt.runtime_ops import OPERATORS, bodies_aside
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 Page = Literal[16, 32, 64, 128]
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import CachePort, past_port
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
+
+if TYPE_CHECKING:
+    from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 
 _QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE, _VALID = range(7)
 _SIZES = range(16, 257, 16)

@@ -16,7 +16,7 @@ In float32 an angle is wrong by 6e-8 of itself: at a million tokens that is 0.06
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -25,8 +25,12 @@ from graphopt.analysis.structure.paged_caches import UNBOUNDED, kv_nodes, layer_
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import like, name_output, replace, shared
 from graphopt.passes.cache.page_kv.states import graph_input
-from graphopt.passes.context import Ledger
 from graphopt.runtime_ops import DOMAIN, port, schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from graphopt.passes.context import Ledger
 
 _POSITIONS = "position_ids"
 _COS, _SIN, _INDICES = 1, 2, 3

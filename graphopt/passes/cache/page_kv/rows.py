@@ -12,13 +12,16 @@ the same for every head. What something else reads too stays as it is, and is tr
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.editing import bypass, like, name_output, shared, take_place
 from graphopt.runtime_ops import DOMAIN
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SWAPPED = (0, 2, 1, 3)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableSequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
@@ -13,6 +12,9 @@ from graphopt.analysis.structure.paged_caches import PagedLayer, layer_of
 from graphopt.analysis.structure.ports import INPUT_IDS, STATES, CachePort
 from graphopt.graph.editing import shared
 from graphopt.runtime_ops import schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, MutableSequence
 
 
 def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import group_heads, take_cache
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune, split_gemm
 from graphopt.passes.lift.canonicalize.flat_heads import take_heads_apart
@@ -29,6 +27,11 @@ from graphopt.passes.lift.canonicalize.scores import lift_scores
 from graphopt.passes.lift.canonicalize.shapes import state_shapes
 from graphopt.passes.phases import CANONICAL_OPSETS
 from graphopt.runtime_ops import bodies_aside
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context, Ledger
 
 OPSET_RAISED = Rule("canonicalize.opset-raised", "opset {opset} raised to {to}")
 

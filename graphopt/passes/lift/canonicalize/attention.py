@@ -12,12 +12,16 @@ Cache:
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import replace
 from graphopt.graph.weights import weight_of
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 _KEY, _VALUE, _PAST_KEY = 1, 2, 4
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import (
@@ -13,7 +15,9 @@ from onnx_ir.passes.common import (
 
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import replace
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 PRUNED = Rule("canonicalize.pruned", "removed {nodes} constant, identity, repeated or unused node(s)")
 GEMM_SPLIT = Rule("canonicalize.gemm-split", "Gemm became MatMul and Add")

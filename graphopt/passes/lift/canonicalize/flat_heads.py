@@ -11,12 +11,16 @@ first form. The step ``flatten_heads`` does the opposite, in the end, for where 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, like, replace
-from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 APART = Rule("canonicalize.heads-apart", "heads that were side by side are apart")
 WIDTH_UNKNOWN = Rule("canonicalize.width-unknown", "{tensor} is not known to be [batch, length, heads x size]")

@@ -9,14 +9,18 @@ Where x is not yet [batch, length, K] (heads still apart, say), one reshape in f
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import bypass, name_output, remove, take_place
 from graphopt.graph.weights import new_weight, weight_of
-from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 RESHAPE_GONE = Rule("canonicalize.reshape-gone", "a reshape to the shape that was there is gone")
 CAST_GONE = Rule("canonicalize.cast-gone", "a cast to the type that was there, or a product with 1, is gone")

@@ -10,13 +10,18 @@ onnxruntime's optimizer writes them. (Gaussian error linear units: Hendrycks and
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import contrib_nodes
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, replace, shared
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Ledger
 
 _APPROXIMATE = {"FastGelu": "tanh", "BiasGelu": "none", "Gelu": "none"}
 _QUICK, _ALPHA = "QuickGelu", 1.702

@@ -9,14 +9,18 @@ onnxruntime's optimizer and its model builders write them; the first lies in the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import MICROSOFT
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, replace, take_place
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from graphopt.passes.context import Ledger
 
 _SUM = 3
 

@@ -15,17 +15,22 @@ is padded on the right.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import PADDING, WINDOWED, contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, replace
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.masks import MaskEvaluator
 from graphopt.passes.lift.canonicalize.padding import padding_mask
 from graphopt.passes.lift.canonicalize.rotary_tables import Angles, position_ids
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Context, Ledger
 
 _OPERATOR = "GroupQueryAttention"
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS, _SINK, _K_SCALE, _V_SCALE, _Q_NORM, _K_NORM = range(5, 16)

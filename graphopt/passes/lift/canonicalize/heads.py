@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import onnx_ir as ir
+from typing import TYPE_CHECKING
 
-from graphopt.graph.editing import Inserter
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.graph.editing import Inserter
 
 
 def apart(insert: Inserter, rows: ir.Value, heads: int, size: int, suffix: str) -> ir.Value:

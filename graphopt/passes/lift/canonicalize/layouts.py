@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.weights import (
@@ -27,7 +27,11 @@ from graphopt.graph.weights import (
     new_weight,
     weight_of,
 )
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Ledger
 
 Layout = Callable[[Expression], Expression]
 """Makes an expression that rearranges the numbers of another, or takes a part of them."""

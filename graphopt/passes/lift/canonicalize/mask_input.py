@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.editing import Inserter, shared
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def one_mask(insert: Inserter, masks: Sequence[tuple[ir.Value, bool]]) -> ir.Value | None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,12 +27,14 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import bypass
 from graphopt.ort.runner import part_of
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.padding import padding_mask
-from graphopt.tasks import Call
 from graphopt.tasks.ports import Array
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
+    from graphopt.tasks import Call
 
 Bools = npt.NDArray[np.bool_]
 

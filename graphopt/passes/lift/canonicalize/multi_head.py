@@ -13,16 +13,20 @@ of whose keys are padding, whose output is meaningless in both.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Dims, Inserter, replace
 from graphopt.graph.weights import Sliced, WeightTensor, expression_of, new_weight, weight_of
-from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.group_query import HEADS_UNKNOWN, LIFTED, SCORES_READ
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 _OPERATOR = "MultiHeadAttention"
 _BIAS, _PADDING, _ADDED, _PAST_KEY, _PAST_VALUE, _PAST_LENGTH, _INDIRECTION = range(3, 10)

@@ -13,15 +13,18 @@ onnxscript has the first rule, the second is here.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import onnx_ir as ir
 from onnx_ir.passes.common import CommonSubexpressionEliminationPass
 from onnxscript.rewriter import MatchResult, onnx_fusions, pattern
 
 from graphopt.graph.diagnostics import Rule
-from graphopt.passes.context import Ledger
 from graphopt.passes.phases import CANONICAL_OPSETS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
+
+    from graphopt.passes.context import Ledger
 
 NEIGHBOURS_LIFTED = Rule("canonicalize.neighbours-lifted", "part of a spelled-out rotation of neighbours, {op} now")
 ROTARY_LIFTED = Rule("canonicalize.rotary-lifted", "{count} spelled-out part(s) became {by}")

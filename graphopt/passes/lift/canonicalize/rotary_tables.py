@@ -11,7 +11,7 @@ float32 candidates, and each is tried. A result is used only if it reproduces ev
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +20,9 @@ import onnx_ir as ir
 from graphopt.analysis.structure.contrib import MICROSOFT
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, replace, shared
-from graphopt.passes.context import Ledger
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 _POSITIONS = "position_ids"
 # Cosines of equal float32 angles by two libraries: one unit in the last place of each, below 1.

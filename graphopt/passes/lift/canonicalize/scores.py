@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, inherit, replace
 from graphopt.graph.weights import weight_of
-from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.cleanup import scalar
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 # Any score set to this or less is hidden: exporters write the lowest float, -inf, or -10000 as GPT-2 did.
 _LOWEST = -1e4

@@ -7,6 +7,8 @@ integer constants go in: no weight is read.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import onnx_ir as ir
 from onnxscript.optimizer import fold_constants
@@ -15,9 +17,11 @@ from graphopt.errors import MissingDependencyError
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import Inserter, bypass, shared
 from graphopt.graph.weights import weight_of
-from graphopt.passes.context import Ledger
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 _SMALL = 64
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -14,9 +14,11 @@ from graphopt.graph.diagnostics import Effect, Rule, Skip
 from graphopt.graph.editing import shared
 from graphopt.numerics.rotations.claims import Claims
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.rescale_rope.edits import multiply, renamed, turn_by
 from graphopt.passes.lift.rescale_rope.methods import METHODS, Radians, RescaleRopeOptions, attention_factor, check
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 RESCALED = Rule(
     "rescale_rope.rescaled",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
-from graphopt.analysis.structure.rotary import RotaryAngles
 from graphopt.graph.editing import drop, free_name, insert_behind, like, name_output
+
+if TYPE_CHECKING:
+    from graphopt.analysis.structure.rotary import RotaryAngles
 
 _SUFFIX = ".rescaled"
 

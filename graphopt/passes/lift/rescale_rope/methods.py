@@ -9,8 +9,7 @@ angles that it has beyond L.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,9 @@ from pydantic import Field
 
 from graphopt.errors import InputError
 from graphopt.passes.base import StepOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 Radians = npt.NDArray[np.float64]
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context
 from graphopt.passes.lower.float16.casts import Casts, keep_outputs
 from graphopt.passes.lower.float16.convert import convert_weights, narrow_values, retype
 from graphopt.passes.lower.float16.wide import NARROW, STAYS_FLOAT32, WIDE, follows, wide_nodes
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context
 
 NARROWED = Rule("float16.narrowed", "{op} in float16")
 

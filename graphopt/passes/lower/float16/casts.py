@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
 from graphopt.analysis.structure.ports import present_port
 from graphopt.graph.diagnostics import Rule
-from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import NARROW, WIDE
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 CAST = Rule("float16.cast", "{tensor} as {to}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -11,9 +11,11 @@ import onnx_ir as ir
 from graphopt.analysis.structure.ports import past_port
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
-from graphopt.passes.context import Ledger
 from graphopt.passes.lower.float16.wide import LARGEST, NARROW, STAYS_FLOAT32, WIDE, follows
 from graphopt.runtime_ops import DOMAIN, schema_of
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Ledger
 
 Weight = npt.NDArray[Any]
 

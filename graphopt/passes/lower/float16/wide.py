@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
@@ -10,6 +10,9 @@ import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.runtime_ops import DOMAIN, port, schema_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 WIDE, NARROW = ir.DataType.FLOAT, ir.DataType.FLOAT16
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.descent import polished
 from graphopt.quantization.rounding.feedback import Rule, round_with_feedback
 from graphopt.quantization.rounding.ldl import factored, filtered
 from graphopt.quantization.rounding.method import Need, RoundingMethod
-from graphopt.quantization.rounding.nearest import Quantized
 from graphopt.quantization.rounding.scale_search import Search
-from graphopt.quantization.rounding.scales import Scale
 from graphopt.quantization.rounding.single_thread import one_thread
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.nearest import Quantized
+    from graphopt.quantization.rounding.scales import Scale
 
 
 class GPTQ(RoundingMethod):

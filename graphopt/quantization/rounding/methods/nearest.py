@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.method import RoundingMethod
 from graphopt.quantization.rounding.nearest import Quantized, round_to_nearest
-from graphopt.quantization.rounding.scales import Scale
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.scales import Scale
 
 
 class Nearest(RoundingMethod):

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.errors import InputError
-from graphopt.numerics.formats.table import TableFormat
 from graphopt.quantization.rounding.method import Need, RoundingMethod
 from graphopt.quantization.rounding.nearest import Quantized
 from graphopt.quantization.rounding.scale_search import Search
-from graphopt.quantization.rounding.scales import Scale
+
+if TYPE_CHECKING:
+    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.quantization.rounding.scales import Scale
 
 # Columns that are searched together: their groups stay in a core's cache.
 _COLUMNS = 256

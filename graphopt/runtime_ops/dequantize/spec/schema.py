@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.schema import OPTIONAL
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SCALES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.packing import UNIT, bits_of
 from graphopt.runtime_ops.matmul_table.spec.schema import OPTIONAL, PORTS, SIZES
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _SHARED = ("codes", "scales", "table", "zero_points")
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:

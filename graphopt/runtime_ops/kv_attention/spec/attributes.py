@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF, Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 DENSE, STREAMING, RETRIEVAL = range(3)
 """What a head reads: everything, sinks and recent tokens, or chosen pages besides."""

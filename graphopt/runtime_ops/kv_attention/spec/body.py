@@ -17,7 +17,6 @@ attention costs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,6 +35,8 @@ from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from onnxscript import OpBuilder
 
 # What a Constant calls a value of that kind.

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     as_stored,
     packed_keys,
@@ -29,6 +28,8 @@ from graphopt.runtime_ops.kv_attention.spec.body_storage import (
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
+
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 
 @dataclass(frozen=True)

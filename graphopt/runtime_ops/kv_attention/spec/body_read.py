@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL
-from graphopt.runtime_ops.kv_attention.spec.body_append import Call
 from graphopt.runtime_ops.kv_attention.spec.body_compensation import Extra, known_part, scaled
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 
 if TYPE_CHECKING:
     from onnxscript import OpBuilder
+
+    from graphopt.runtime_ops.kv_attention.spec.body_append import Call
 
 
 def heads_apart(call: Call, query: ir.Value) -> ir.Value:

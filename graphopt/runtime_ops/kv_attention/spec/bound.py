@@ -42,8 +42,7 @@ retrieval may read the other one. Where rounding may change how many pages hold 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -52,6 +51,9 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttri
 from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, of_queries, scores, softmax_weights
 from graphopt.runtime_ops.kv_attention.spec.selection import UNIT, candidate_pages, is_open, page_scores
 from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 Array = npt.NDArray[Any]
 

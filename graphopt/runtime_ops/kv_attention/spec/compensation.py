@@ -8,13 +8,15 @@ exp(s) for each, N exp(s) = exp(s + log N) together: so one token with the score
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.selection import UNIT
+
+if TYPE_CHECKING:
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]

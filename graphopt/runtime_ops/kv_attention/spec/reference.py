@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.stored import Reading, readings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]

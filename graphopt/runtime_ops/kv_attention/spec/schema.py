@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from graphopt.runtime_ops.schema import Cost, Dims, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
 
 _PAGES = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGE_OF.values()))
 

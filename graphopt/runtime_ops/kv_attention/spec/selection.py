@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+if TYPE_CHECKING:
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]

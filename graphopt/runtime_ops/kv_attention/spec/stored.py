@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +15,9 @@ from graphopt.runtime_ops.kv_attention.spec.check import check
 from graphopt.runtime_ops.kv_attention.spec.compensation import Dropped, dropped
 from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
 from graphopt.runtime_ops.kv_attention.spec.selection import candidate_pages, chosen_pages, page_scores
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -11,6 +10,9 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.runtime_ops.tape import branch, ints
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]

@@ -14,11 +14,13 @@ This layout is part of the operator's meaning: files hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 TILE = 16
 """Columns of a tile; a scale is stored for each of them."""

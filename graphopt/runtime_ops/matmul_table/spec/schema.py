@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.matmul_table.spec.activations import WITH_ZERO_POINTS
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, bits_of
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 

@@ -13,7 +13,6 @@ overload tells bodies apart, as those of ``KVAttention``.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
@@ -24,6 +23,8 @@ from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.paged_attention.spec.schema import SCHEMA
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from onnxscript import OpBuilder
 
 _FIELDS = {

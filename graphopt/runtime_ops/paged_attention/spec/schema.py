@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.schema import SINK_LOGITS, TOKENS, outputs_of, shapes_of
 from graphopt.runtime_ops.paged_attention.spec.layout import STORAGES
 from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _BLOCKS = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGES.values()))
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:

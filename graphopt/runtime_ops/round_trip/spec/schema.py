@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.runtime_ops.schema import Cost, Port, Role, Schema
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:

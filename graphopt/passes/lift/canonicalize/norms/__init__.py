@@ -13,13 +13,14 @@ it) is refused.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import replace, shared
 from graphopt.graph.weights import new_weight
-from graphopt.passes.context import Context, Ledger
 from graphopt.passes.lift.canonicalize.norms.meaning import Norm, Rows, understand
 from graphopt.passes.lift.canonicalize.norms.region import (
     NORMS,
@@ -34,6 +35,9 @@ from graphopt.passes.lift.canonicalize.norms.region import (
     why_not_last_axis,
 )
 from graphopt.passes.lift.canonicalize.norms.run import RESHAPES, Regions
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
 
 LIFTED = Rule("canonicalize.norm-lifted", "{nodes} nodes that compute a norm of {width} numbers became {kind}")
 NO_NORM = Rule("canonicalize.no-norm", "a mean and a root that make no norm: {why}")

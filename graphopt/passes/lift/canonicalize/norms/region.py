@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import weight_of
 from graphopt.passes.lift.canonicalize.cleanup import scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator, Mapping
 
 OTHER_READ = Rule("canonicalize.norm-reads-more", "it reads {tensor} too, which is not made of one row and constants")
 TOO_LONG = Rule("canonicalize.norm-too-long", "it is made of more than {nodes} nodes")

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.ort.runner import Runner
 from graphopt.passes.lift.canonicalize.norms.region import Region, constants
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
+    from types import TracebackType
+
+    from graphopt.ort.runner import Runner
 
 NOT_RUN = Rule("canonicalize.norm-not-run", "onnxruntime cannot run it on its own ({error})")
 RESHAPES = Rule("canonicalize.norm-reshapes", "{before} come out as {after}")

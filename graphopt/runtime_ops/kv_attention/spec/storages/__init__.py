@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from graphopt.runtime_ops.kv_attention.spec.storages.storage import Storage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def _found() -> Iterator[Storage]:

@@ -1,0 +1,35 @@
+"""Names say what a thing is: no new participle or pronoun alone; those that are left are listed and get fewer."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tools.names import assigned, counted, is_offender, listed
+
+
+def test_no_new_name_says_nothing() -> None:
+    new = counted() - listed()
+    assert not new, f"say what it is, see CONTRIBUTING.md: {dict(new)}"
+
+
+def test_the_list_of_offenders_is_current() -> None:
+    assert not listed() - counted(), "some are gone: run python tools/names.py --write"
+
+
+@pytest.mark.parametrize("name", ["found", "_Said", "each", "packed", "there", "ours", "OURS"])
+def test_words_that_say_nothing(name: str) -> None:
+    assert is_offender(name)
+
+
+@pytest.mark.parametrize("name", ["product", "speed", "seed", "is_packed", "packed_codes", "id", "x", "rows"])
+def test_words_that_say_what_it_is(name: str) -> None:
+    assert not is_offender(name)
+
+
+def test_every_kind_of_assignment_counts() -> None:
+    source = (
+        "def a(b, *c, d=1, **e): ...\nclass F:\n    g: int = 1\n    def h(self): self.i = (j := 2)\nfor k in l: m = k\n"
+    )
+    assert {name for name, _ in assigned(ast.parse(source))} == set("abcdeFghijkm") | {"self"}
