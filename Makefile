@@ -75,7 +75,7 @@ demo: $(DEMO_READY)
 	@$(BIN)/graphopt demo
 
 real: $(DEMO_READY)
-	$(BIN)/python tools/real_models.py
+	$(BIN)/python tools/studies/real_models.py
 
 # Modules go to the processes in order: by default those of few tests come last, and the slow ones are among them.
 test: $(READY)
@@ -91,7 +91,7 @@ quick-test: $(READY)
 # nvcc crashes beside a sanitizer. Of the others only what Python prints is captured: a sanitizer's report comes through,
 # as its process ends at once.
 test-native: $(SANITIZED_READY)
-	GRAPHOPT_SANITIZE=1 $(BIN)/pytest tests/tools/test_cuda_resources.py
+	GRAPHOPT_SANITIZE=1 $(BIN)/pytest tests/tools/release/test_cuda_resources.py
 	LD_PRELOAD="$(call LIBRARY,libasan.so) $(call LIBRARY,libstdc++.so.6)" \
 	ASAN_OPTIONS=detect_leaks=0:malloc_context_size=4:quarantine_size_mb=64 UBSAN_OPTIONS=print_stacktrace=1 \
 	GRAPHOPT_OPS_LIBRARY=$(CURDIR)/$(SANITIZED)/graphopt/runtime_ops/libgraphopt_ops.so \
@@ -162,7 +162,7 @@ distclean: clean
 # Both at once: one core compiles while the other unpacks.
 packages:
 	@$(INSTALL) "$(or $(TORCH),$(error pyproject.toml pins no torch))"
-	@$(BIN)/python tools/requirements.py $(EXTRAS) | $(INSTALL) --no-warn-conflicts --requirement /dev/stdin
+	@$(BIN)/python tools/release/requirements.py $(EXTRAS) | $(INSTALL) --no-warn-conflicts --requirement /dev/stdin
 
 native:
 	@$(PIP) install --no-deps --config-settings=cmake.define.GRAPHOPT_CUDA=$(CUDA) \

@@ -1,4 +1,4 @@
-"""Small models of families that transformers knows, with random weights: for the tests and for tools/families.py."""
+"""Small models of families that transformers knows, with random weights: for tests and tools/studies/families.py."""
 
 from __future__ import annotations
 

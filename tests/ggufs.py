@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.families import POSITIONS, VOCABULARY, randomize
 from tests.once import once
-from tools.bench.gguf_file import NAMES
+from tools.bench.parts.gguf_file import NAMES
 
 # Rows of 256 numbers, the super-blocks of Q6_K; 64 per head.
 WIDTH, HEADS, CACHES, LAYERS = 256, 4, 2, 2

@@ -1,4 +1,4 @@
-"""What two graphs must have in common to be the same: for the tests and for tools/families.py."""
+"""What two graphs must have in common to be the same: for the tests and for tools/studies/families.py."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from graphopt.cli import app
 from graphopt.passes.recipe import Recipe, load_recipe
-from tools.reference import PAGES
+from tools.release.reference import PAGES
 
 ROOT = Path(__file__).parents[1]
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,7 +61,7 @@ def test_readme_is_short_and_names_every_page() -> None:
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_current(name: str) -> None:
     written = (ROOT / "docs" / name).read_text("utf-8")
-    assert written == generated(name), f"docs/{name} is out of date: run python tools/reference.py"
+    assert written == generated(name), f"docs/{name} is out of date: run python tools/release/reference.py"
 
 
 def test_command_reference_names_the_options_that_the_command_line_takes() -> None:

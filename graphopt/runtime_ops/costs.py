@@ -129,5 +129,5 @@ def estimate(rows: int, columns: int, bits: int) -> Choice:
 
 @cache
 def shipped_costs() -> Costs:
-    """Return the costs that ship with the package; ``tools/lower_costs.py`` measures them again."""
+    """Return the costs that ship with the package; ``tools/bench/lower_costs.py`` measures them again."""
     return Costs.model_validate_json(resources.files(__package__).joinpath(FILE).read_text(encoding="utf-8"))

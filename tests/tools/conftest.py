@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tools.bench.machine import Memory
+from tools.bench.parts.machine import Memory
 
 
 @pytest.fixture(scope="session")

@@ -1,232 +1,173 @@
-"""Engines for whole models: each builds its folder from one checkpoint, and says how fast it decodes and prefills."""
+"""Decode and prefill of a whole model, graphopt beside onnxruntime-genai and llama.cpp, in interleaved rounds.
+
+    python tools/bench/models.py --folder llama-250m                    # 254 million random parameters; 3 GB of disk
+    python tools/bench/models.py --folder llama-250m --recipes int4,fp6,my-recipe.yaml --ggml build --json models.json
+
+The peers are built from the same checkpoint with the same shapes: onnxruntime-genai by its own model builder (int4,
+blocks of 128, accuracy level 4), llama.cpp by llama-quantize; `tools/bench/ops.py --help` says how to build it. That of
+OpenVINO GenAI is made by optimum-intel, which wants an older transformers: `--optimum` names the Python of its
+environment (`pip install optimum-intel nncf openvino`); openvino-genai itself is installed beside graphopt. What stands
+in the folder is not built again. Each round opens one engine after the other anew, so that no idle engine's threads
+spin beside the one that is timed.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
-import os
-import subprocess
+import random
+import shutil
+import statistics
 import sys
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Column, Table
 
-from tools.bench.engine import optional
-from tools.bench.gguf_file import write_gguf
-from tools.bench.unavailable import UnavailableError
-
-_WARM_UP = 8  # tokens before anything is timed
-
-
-@dataclass(frozen=True)
-class Work:
-    """What all models do, and with how many threads.
-
-    Attributes:
-        threads: of each engine.
-        context: tokens that are there before the first decoded one.
-        decoded: tokens to decode.
-        prompt: tokens to prefill.
-        vocabulary: tokens are drawn from below this.
-        llama_cpp: a build folder of llama.cpp, if there is one.
-        optimum: a Python with optimum-intel and nncf, if there is one.
-    """
-
-    threads: int
-    context: int
-    decoded: int
-    prompt: int
-    vocabulary: int
-    llama_cpp: Path | None
-    optimum: Path | None
-
-    def tokens(self, count: int) -> list[int]:
-        """Return the same random tokens for every engine."""
-        drawn: list[int] = np.random.default_rng(count).integers(0, self.vocabulary, count).tolist()
-        return drawn
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tools.bench.make_llama import make_llama
+from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.models import Model, Speeds, Work, models
+from tools.bench.parts.options import Ggml, JsonFile
+from tools.bench.parts.unavailable import UnavailableError
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """Tokens per second."""
-
-    decode: float
-    prefill: float
-
-
-@dataclass(frozen=True)
-class Model:
-    """One engine.
-
-    Attributes:
-        name: what the table and the JSON file call it.
-        build: makes the engine's file or folder, its second argument, from a checkpoint.
-        speeds: opens that, runs it and closes it again, so that no idle thread spins beside another engine.
-    """
-
-    name: str
-    build: Callable[[Path, Path], None]
-    speeds: Callable[[Path, Work], Speeds]
-
-
-def models(recipes: list[str], work: Work) -> list[Model]:
-    """Return graphopt with every recipe, and the peers."""
-    found = [Model(f"graphopt-{Path(recipe).stem}", partial(_optimize, recipe), _graphopt) for recipe in recipes]
-    # genai computes the logits of all positions of a prompt unless it is built not to: both, and the better one counts.
-    found += [
-        Model(f"genai-int4-g128{suffix}", partial(_build_genai, prune), _genai)
-        for suffix, prune in (("", True), ("-all-logits", False))
+def main(
+    folder: Annotated[Path, typer.Option(help="where models are built, and stay")],
+    recipes: Annotated[str, typer.Option(help="presets or YAML files")] = "int4,fp6",
+    rounds: Annotated[int, typer.Option(min=1)] = 7,
+    threads: Annotated[int, typer.Option(min=1, help="of each engine")] = 2,
+    context: Annotated[int, typer.Option(help="tokens before the first that is decoded")] = 128,
+    decoded: Annotated[int, typer.Option(help="tokens to decode")] = 64,
+    prompt: Annotated[int, typer.Option(help="tokens to prefill")] = 512,
+    layers: int = 16,
+    hidden: int = 1024,
+    inner: int = 2816,
+    ggml: Ggml = None,
+    optimum: Annotated[
+        Path | None, typer.Option(envvar="GRAPHOPT_BENCH_OPTIMUM", help="a Python with optimum-intel and nncf")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Build what is missing, time every engine in every round in an order drawn anew, print medians and ratios."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
+    checkpoint = folder / "checkpoint"
+    if not checkpoint.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        make_llama(checkpoint, layers=layers, hidden=hidden, inner=inner)
+    vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+    work = Work(threads, context, decoded, prompt, vocabulary, ggml, optimum)
+    absent: dict[str, str] = {}
+    ready = [model for model in models(recipes.split(","), work) if _built(model, checkpoint, absent)]
+    console.print(f"{describe()}; {threads} threads, {rounds} rounds", highlight=False)
+    others = Others()
+    speeds = _measure(ready, folder, work, rounds, absent)
+    rows = [
+        {
+            "case": {"context": context, "decoded": decoded, "prompt": prompt},
+            "engine": name,
+            "bytes": _size(folder / name),
+            "decode": statistics.median(speed.decode for speed in found),
+            "prefill": statistics.median(speed.prefill for speed in found),
+            "rounds": [{"decode": speed.decode, "prefill": speed.prefill} for speed in found],
+        }
+        for name, found in speeds.items()
     ]
-    found.append(Model("openvino-int4-g128", partial(_build_openvino, work.optimum), _openvino))
-    return found + [
-        Model(f"llama.cpp-{type_.lower()}", partial(_build_gguf, type_, work.llama_cpp), _llama_cpp)
-        for type_ in ("Q4_0", "Q6_K")
-    ]
+    comparisons = _compare(speeds)
+    share = others.share()
+    console.print(_table(rows))
+    console.print(quiet(share), highlight=False)
+    for found in comparisons:
+        ratios = f"decodes {found['decode']:.2f} and prefills {found['prefill']:.2f} times as fast as {found['peer']}"
+        console.print(f"{found['engine']} {ratios}", highlight=False)
+    for name, reason in absent.items():
+        console.print(f"absent: {name}: {reason}", highlight=False, markup=False)
+    if json_file is not None:
+        report = {"machine": describe(), "threads": threads, "others": share, "absent": absent}
+        lists = {"rows": rows, "comparisons": comparisons}
+        json_file.write_text(json.dumps({**report, **lists}, indent=2) + "\n")
 
 
-def _optimize(recipe: str, checkpoint: Path, target: Path) -> None:
-    from graphopt.compile.pipeline import optimize
-    from graphopt.models.export import export
-
-    exported = checkpoint.with_name("float32")
-    if not exported.exists():
-        export(str(checkpoint), exported)
-    optimize(exported, recipe, target, target="ort-cpu", run=False)
-
-
-def _graphopt(folder: Path, work: Work) -> Speeds:
-    import graphopt
-    from graphopt.inference.generation import stream
-
-    session = graphopt.load(folder, threads=work.threads)
-
-    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
-        begin = time.perf_counter()
-        steps = stream(session, [work.tokens(prompt)], max_new_tokens=decoded + 1)
-        next(steps)
-        middle = time.perf_counter()
-        made = sum(1 for _ in steps)
-        if made != decoded:
-            raise UnavailableError(f"it ended after {made} of {decoded} tokens")
-        return middle - begin, time.perf_counter() - middle
-
-    return _speeds(first_and_rest, work)
+def _built(model: Model, checkpoint: Path, absent: dict[str, str]) -> bool:
+    """Return whether what the engine runs is there, now or from an earlier time; note why not in ``absent``."""
+    target = checkpoint.with_name(model.name)
+    if target.exists():
+        return True
+    unfinished = checkpoint.with_name(f"{model.name}.unfinished")
+    _remove(unfinished)
+    try:
+        model.build(checkpoint, unfinished)
+    except UnavailableError as error:
+        absent[model.name] = str(error)
+    except Exception as error:  # a recipe may need what this graphopt lacks; the others are still run
+        absent[model.name] = f"{type(error).__name__}: {error}"
+    else:
+        unfinished.rename(target)
+        return True
+    _remove(unfinished)
+    return False
 
 
-def _speeds(first_and_rest: Callable[[int, int], tuple[float, float]], work: Work) -> Speeds:
-    """Return speeds from the seconds that a prompt takes, and then so many tokens more."""
-    first_and_rest(work.prompt, _WARM_UP)
-    _, decode = first_and_rest(work.context, work.decoded)
-    prefill, _ = first_and_rest(work.prompt, 1)
-    return Speeds(work.decoded / decode, work.prompt / prefill)
+def _measure(
+    ready: list[Model], folder: Path, work: Work, rounds: int, absent: dict[str, str]
+) -> dict[str, list[Speeds]]:
+    """Return the speeds of every round by engine; one that cannot run is noted in ``absent`` and left out."""
+    speeds: dict[str, list[Speeds]] = {model.name: [] for model in ready}
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        for model in shuffled.sample(ready, len(ready)):
+            if model.name not in speeds:
+                continue
+            try:
+                speeds[model.name].append(model.speeds(folder / model.name, work))
+            except UnavailableError as error:
+                absent[model.name] = str(error)
+                del speeds[model.name]
+            gc.collect()
+    return speeds
 
 
-def _build_genai(prune: bool, checkpoint: Path, target: Path) -> None:
-    optional("onnxruntime_genai")
-    options = ["block_size=128", "accuracy_level=4", f"prune_lm_head={str(prune).lower()}", "hf_token=false"]
-    command = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-i", str(checkpoint), "-o", str(target)]
-    command += ["-p", "int4", "-e", "cpu", "-c", str(target.with_suffix(".cache")), "--extra_options", *options]
-    _run(command)
-
-
-def _genai(folder: Path, work: Work) -> Speeds:
-    genai = optional("onnxruntime_genai")
-    config = genai.Config(str(folder))
-    config.overlay(json.dumps({"model": {"decoder": {"session_options": {"intra_op_num_threads": work.threads}}}}))
-    model = genai.Model(config)
-
-    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
-        params = genai.GeneratorParams(model)
-        # min_length: an end-of-text token, as good as any from random weights, must not end it.
-        length = prompt + decoded + 1
-        params.set_search_options(do_sample=False, max_length=length, min_length=length)
-        generator = genai.Generator(model, params)
-        begin = time.perf_counter()
-        generator.append_tokens(work.tokens(prompt))
-        generator.generate_next_token()
-        middle = time.perf_counter()
-        for _ in range(decoded):
-            generator.generate_next_token()
-        return middle - begin, time.perf_counter() - middle
-
-    return _speeds(first_and_rest, work)
-
-
-def _build_openvino(optimum: Path | None, checkpoint: Path, target: Path) -> None:
-    optional("openvino_genai", package="openvino-genai")
-    if optimum is None:
-        raise UnavailableError("no Python with optimum-intel is named: --optimum PYTHON, or GRAPHOPT_BENCH_OPTIMUM")
-    script = Path(__file__).parents[1] / "peers" / "openvino_llm.py"
-    _run([str(optimum), str(script), str(checkpoint), str(target)])
-
-
-def _openvino(folder: Path, work: Work) -> Speeds:
-    """Return what OpenVINO GenAI says of its own time: to the first token, and for each one behind it."""
-    genai, openvino = optional("openvino_genai", package="openvino-genai"), optional("openvino")
-    pipeline = genai.LLMPipeline(str(folder), "CPU", INFERENCE_NUM_THREADS=work.threads)
-
-    def first_and_rest(prompt: int, decoded: int) -> tuple[float, float]:
-        ids = np.array([work.tokens(prompt)])
-        config = genai.GenerationConfig(max_new_tokens=decoded + 1, ignore_eos=True, do_sample=False)
-        inputs = genai.TokenizedInputs(openvino.Tensor(ids), openvino.Tensor(np.ones_like(ids)))
-        told = pipeline.generate(inputs, config).perf_metrics
-        return told.get_ttft().mean / 1000, told.get_tpot().mean * decoded / 1000
-
-    return _speeds(first_and_rest, work)
-
-
-def _build_gguf(type_: str, llama_cpp: Path | None, checkpoint: Path, target: Path) -> None:
-    source = checkpoint.with_name("float16.gguf")
-    quantize = _tool(llama_cpp, "llama-quantize")
-    if not source.exists():
-        write_gguf(checkpoint, source)
-    _run([str(quantize), str(source), str(target), type_])
-
-
-def _llama_cpp(file: Path, work: Work) -> Speeds:
-    """Return what llama-bench says; it warms up by itself, and computes the logits of the last position only."""
-    command = [
-        str(_tool(work.llama_cpp, "llama-bench")),
-        "-m",
-        str(file),
-        "-t",
-        str(work.threads),
-        "-r",
-        "1",
-        "-o",
-        "json",
+def _compare(speeds: dict[str, list[Speeds]]) -> list[dict[str, Any]]:
+    """Return how many times as fast as each peer each engine of graphopt is: medians over rounds of ratios."""
+    return [
+        {
+            "engine": engine,
+            "peer": peer,
+            "decode": statistics.median(a.decode / b.decode for a, b in zip(ours, theirs, strict=True)),
+            "prefill": statistics.median(a.prefill / b.prefill for a, b in zip(ours, theirs, strict=True)),
+        }
+        for engine, ours in speeds.items()
+        for peer, theirs in speeds.items()
+        if engine.startswith("graphopt") and not peer.startswith("graphopt")
     ]
 
-    def speed(*arguments: object) -> float:
-        (result,) = json.loads(_run([*command, *map(str, arguments)]))
-        return float(result["avg_ts"])
 
-    decode = speed("-p", 0, "-n", work.decoded, "-d", work.context)
-    return Speeds(decode, speed("-p", work.prompt, "-n", 0))
-
-
-def _tool(build: Path | None, name: str) -> Path:
-    if build is None:
-        raise UnavailableError("no build of llama.cpp is named: --ggml FOLDER, or GRAPHOPT_BENCH_GGML")
-    tool = build / "bin" / name
-    if not tool.is_file():
-        raise UnavailableError(f"{tool} is not there: cmake --build {build} --target {name}")
-    return tool
+def _table(rows: list[dict[str, Any]]) -> Table:
+    made = Table(Column("engine", no_wrap=True))
+    for name in ("decode, tokens/s", "prefill, tokens/s", "MB"):
+        made.add_column(name, justify="right")
+    for row in rows:
+        made.add_row(row["engine"], f"{row['decode']:.0f}", f"{row['prefill']:.0f}", f"{row['bytes'] / 1e6:.0f}")
+    return made
 
 
-def _run(command: list[str]) -> str:
-    """Run a program offline and return what it prints.
+def _size(path: Path) -> int:
+    return (
+        sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else path.stat().st_size
+    )
 
-    Raises:
-        UnavailableError: it fails; its last words are passed on.
-    """
-    environment: dict[str, Any] = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
-        raise UnavailableError(f"{Path(command[0]).name} fails: {' '.join(last)}")
-    return done.stdout
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

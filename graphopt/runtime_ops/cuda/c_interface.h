@@ -1,4 +1,4 @@
-// The CUDA operators without onnxruntime: what tests, tools/bench_cuda.py and the operators for onnxruntime call alike.
+// The CUDA operators without onnxruntime: what tests, tools/bench/gpu.py and the operators for onnxruntime call alike.
 //
 // Each call starts kernels on a stream (a cudaStream_t; null for the default one) and returns before they are done. It
 // returns null or an error message, which is valid until the thread's next call. All pointers are to device memory, at

@@ -15,7 +15,7 @@ from graphopt.passes.algebra.rotate import Rotate, RotateOptions
 from graphopt.verification.certificate.checker import check
 from tests.families import VOCABULARY
 from tests.graphs import relative, session
-from tools.families import EVERYTHING, Outcome, fold, outcomes
+from tools.studies.families import EVERYTHING, Outcome, fold, outcomes
 
 # Relative to the largest output: two layers in float32, every weight rounded once more; seen 1.4e-6.
 FLOAT32 = 1e-5

@@ -16,7 +16,7 @@ from graphopt.models.trace import export_graph
 from graphopt.passes.algebra.rotate import RotateOptions
 from tests.checkpoints import ONE_LAYER
 from tests.families import FAMILIES, make_model
-from tools.families import Outcome, examine, fold
+from tools.studies.families import Outcome, examine, fold
 
 # Relative to the largest logit, from the export on. Two layers in float32, norms folded and every weight rounded once
 # more: seen 4e-7 to 1.3e-6. A wrong rotation moves logits by more than 1e-2.

@@ -11,7 +11,7 @@ import pytest
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from tests.runtime_ops.kv_cases import Body, Fed
 from tests.runtime_ops.kv_native import Native
-from tools.bench.haystack import GAP, Haystack, Needle, question
+from tools.bench.parts.haystack import GAP, Haystack, Needle, question
 
 HEADS, SIZE, PAGE = 2, 64, 16
 DEPTHS = 11

@@ -218,5 +218,5 @@ def _check_fits(session: Session, heads: HeadsFile) -> None:
                 f"the heads are for {what} of {theirs}, and this model has one of {ours}",
                 file=session.file.with_name(HEADS),
                 tensor=HIDDEN if what == "a hidden state" else LOGITS,
-                remedy="train heads for this model with tools/train_heads.py",
+                remedy="train heads for this model with tools/train/heads.py",
             )

@@ -90,7 +90,7 @@ class HeadsFile:
             raise InputError(
                 f"there is no {HEADS} here, so no heads to draft with",
                 file=file.parent,
-                remedy="tools/train_heads.py trains some; or draft with --speculate lookup",
+                remedy="tools/train/heads.py trains some; or draft with --speculate lookup",
             )
         try:
             values = ir.load(file).graph.initializers.values()
@@ -106,7 +106,7 @@ class HeadsFile:
                 columns.astype(np.float32).reshape(width, len(tokens)),
             )
         except Exception as error:
-            remedy = "train them again with tools/train_heads.py"
+            remedy = "train them again with tools/train/heads.py"
             raise InputError(f"these are no heads: {error}", file=file, remedy=remedy) from error
 
     def write(self, file: Path) -> None:
@@ -184,7 +184,7 @@ class HeadsFile:
                 file=file,
                 tensor="columns",
                 shape=[*self.columns.shape],
-                remedy="train heads for this model with tools/train_heads.py",
+                remedy="train heads for this model with tools/train/heads.py",
             )
         back = _fit(there, self.columns)
         into = np.einsum("de,ehi->dhi", turn, self.into.astype(np.float64)).astype(np.float32)

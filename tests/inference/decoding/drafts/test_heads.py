@@ -31,7 +31,7 @@ from graphopt.passes.recipe import load_recipe
 from tests.families import HIDDEN as WIDTH
 from tests.families import VOCABULARY
 from tests.native import needs_library
-from tools.train_heads import opened
+from tools.train.heads import opened
 
 pytestmark = [needs_library, pytest.mark.usefixtures("costs_are_measured_briefly")]
 

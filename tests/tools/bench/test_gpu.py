@@ -1,0 +1,126 @@
+"""The benchmark of CUDA operators: what it needs, what it calls wrong, how it compares. Times need a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from tools.bench import gpu as bench_cuda
+from tools.bench.parts import cuda_hadamard, cuda_kv_attention, cuda_matmul
+from tools.bench.parts.cuda_case import Case
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_it_says_so_and_exits_2() -> None:
+    app = typer.Typer()
+    app.command()(bench_cuda.main)
+    said = CliRunner().invoke(app, [])
+    assert said.exit_code == 2
+    assert said.stderr == "nothing was run: torch finds no NVIDIA GPU\n"
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A torch whose events read a clock that calls advance."""
+    state = SimpleNamespace(now=0.0)
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = 0.0
+
+        def record(self) -> None:
+            self.at = state.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, other: Event) -> float:
+            return other.at - self.at
+
+    class CUDAGraph:
+        """Replays by running what was recorded again: the clock stands still while it is recorded."""
+
+        def replay(self) -> None:
+            state.now += self.took
+
+    @contextmanager
+    def graph(made: CUDAGraph) -> Iterator[None]:
+        begun = state.now
+        yield
+        made.took, state.now = state.now - begun, begun
+
+    state.cuda = SimpleNamespace(Event=Event, synchronize=lambda: None, CUDAGraph=CUDAGraph, graph=graph)
+    return state
+
+
+def case(clock: SimpleNamespace, error: float) -> tuple[Case, list[str]]:
+    log: list[str] = []
+
+    def takes(name: str, milliseconds: float):
+        def call(copy: int) -> None:
+            log.append(f"{name} {copy}")
+            clock.now += milliseconds
+
+        return call
+
+    rivals = {"a": takes("a", 0.006)}
+    made = Case("a case", 4000, 3, takes("poison", 0), takes("run", 0.002), lambda _: error, 0.1, rivals)
+    return made, log
+
+
+def test_a_case_is_checked_poisoned_and_timed_beside_its_rivals(clock: SimpleNamespace) -> None:
+    made, log = case(clock, 0.01)
+    row = bench_cuda.measure(clock, made, 5)
+    assert log[:4] == ["poison 0", "run 0", "poison 2", "run 2"]
+    assert row["us"] == pytest.approx({"graphopt": 2, "a": 6})
+    assert row["times_as_fast_as"] == pytest.approx({"a": 3})
+    assert row["bandwidth"] == pytest.approx(2e9)
+    assert bench_cuda.show(row, 4e9).startswith("a case: graphopt 2.0 us, a 6.0 us; 3.00x a; 50% of copy bandwidth")
+
+
+@pytest.mark.parametrize("error", [0.2, float("nan")])
+def test_a_wrong_case_is_not_timed(clock: SimpleNamespace, error: float) -> None:
+    made, log = case(clock, error)
+    row = bench_cuda.measure(clock, made, 5)
+    assert row["wrong"]
+    assert len(log) == 4
+    assert "WRONG" in bench_cuda.show(row, 1.0)
+
+
+def test_cases_of_hadamard_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
+    """On tensors of the CPU, by the host interpreter; the same code runs on a GPU."""
+    for made in cuda_hadamard.cases(interpreted, torch, "cpu", widths=(96, 1024), rows=(1, 3)):
+        made.poison(1)
+        assert not made.error(1) <= made.allowed
+        made.run(1)
+        assert made.error(1) <= made.allowed
+        assert made.moved == 4 * int(made.name.split()[1]) * int(made.name.split()[3])
+        for rival in made.rivals.values():
+            rival(0)
+
+
+def test_products_of_the_benchmark_are_right(interpreted: ctypes.CDLL) -> None:
+    made = list(cuda_matmul.cases(interpreted, torch, "cpu", shapes=((256, 48),), rows=(3, 20)))
+    assert len(made) == 14
+    for case in made:
+        case.poison(1)
+        assert not case.error(1) <= case.allowed
+        case.run(1)
+        assert case.error(1) <= case.allowed
+        for rival in case.rivals.values():
+            rival(0)
+
+
+def test_cases_of_kv_attention_compute_what_they_check(interpreted: ctypes.CDLL) -> None:
+    for made in cuda_kv_attention.cases(interpreted, torch, "cpu", sizes=((2, 192), (1, 640)), heads=(6, 2), size=32):
+        made.poison(1)
+        assert not made.error(1) <= made.allowed
+        made.run(1)
+        assert made.error(1) <= made.allowed

@@ -1,0 +1,36 @@
+"""The benchmark of rounding: what it prints of a small layer and a small model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tools.bench.rounding import calibration, gptq
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_a_layer_is_timed_beside_its_factorization(capsys: pytest.CaptureFixture[str]) -> None:
+    gptq(rows=256, columns=128, formats=["int4", "nf4"], group=32, rounds=2)
+    head, names, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("256 x 128, groups of 32; Cholesky ")
+    assert cells(names)[0] == "format"
+    assert [cells(row)[0] for row in rows] == ["`int4`", "`nf4`"]
+    assert all(float(cell) > 0 for row in rows for cell in cells(row)[1:])
+
+
+def test_a_model_is_timed_beside_a_prefill(
+    llama_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calibration(llama_artifact, windows=2, window=64, output=tmp_path)
+    head, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 x 64 tokens; a layer: ")
+    assert [cells(row)[0] for row in rows] == ["opening", "prefill", "collecting"]
+    # times, and megabytes that Python alone exceeds
+    assert all(float(cells(row)[1]) > 0 and float(cells(row)[3]) > 0 and float(cells(row)[5]) > 10 for row in rows)
+    assert float(cells(rows[2])[2]) > 0
+    assert float(cells(rows[2])[4]) > 0
+    assert list(tmp_path.rglob("*.hessian"))

@@ -1,0 +1,56 @@
+"""The parts of the measurement beyond a trained length: ranges of positions, copies, what is scored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from graphopt.passes.cache.page_kv import PageKVOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.quality.evaluation import negative_log_likelihood
+from tests.families import POSITIONS, VOCABULARY
+from tools.bench.parts.held_out import optimized, without_limit
+from tools.studies import longer_context
+
+
+def test_ranges_double_from_the_trained_length_on() -> None:
+    assert longer_context.buckets(1024, 4096) == [(0, 512), (512, 1024), (1024, 2048), (2048, 4096)]
+
+
+def test_the_file_comes_twice_at_the_distance_and_other_text_stands_between() -> None:
+    ids = np.arange(10_000)
+    found = longer_context.copies(ids, [512, 1536], 3)
+    copied = longer_context.COPIED
+    assert [[len(each) for each in sequences] for sequences in found] == [[512 + copied] * 3, [1536 + copied] * 3]
+    for far, sequences in zip((512, 1536), found, strict=True):
+        for each in sequences:
+            np.testing.assert_array_equal(each[:copied], each[far:])
+            assert not set(each[copied:far]) & set(each[:copied])
+    assert len({each[0] for each in found[0]}) == 3
+    # the same files at every distance, so that columns compare
+    assert [each[0] for each in found[0]] == [each[0] for each in found[1]]
+
+
+def test_tokens_are_scored_where_they_stand(
+    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = without_limit(
+        optimized(llama_artifact, tmp_path / "paged", CanonicalizeOptions(), PageKVOptions(), run=False)
+    )
+    assert session.max_positions is None
+    texts = [np.random.default_rng(seed).integers(0, VOCABULARY, 2 * POSITIONS + 1) for seed in (0, 1)]
+    expected = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:]) for ids in texts]
+    ranges = longer_context.buckets(POSITIONS, 2 * POSITIONS)
+    found = longer_context.by_position(session, texts, ranges, 2 * POSITIONS)
+    assert [len(each) for each in found] == [POSITIONS, POSITIONS, 2 * POSITIONS]
+    for nats, (begin, end) in zip(found, ranges, strict=True):
+        # pieces of another length add in another order: float32
+        np.testing.assert_allclose(nats, np.concatenate([each[begin:end] for each in expected]), atol=1e-4)
+    assert len(longer_context.by_position(session, texts, ranges, POSITIONS)) == 2
+    monkeypatch.setattr(longer_context, "COPIED", 20)
+    (twice,) = longer_context.copies(texts[0], [50], 2)
+    scored = longer_context.second_copies(session, twice)
+    alone = [negative_log_likelihood(session.logits(ids[None, :-1])[0], ids[1:])[50:] for ids in twice]
+    np.testing.assert_allclose(scored, np.concatenate(alone), atol=1e-4)

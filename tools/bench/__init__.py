@@ -1,1 +1,0 @@
-"""What ``tools/bench_ops.py`` is made of: problems, engines, one file for each kind of engine, rounds and reports."""

@@ -1,0 +1,53 @@
+"""Weights rounded to a format in groups, as every engine but ggml is given them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from graphopt.numerics.formats import format_of
+from graphopt.numerics.formats.table import TableFormat
+from tools.bench.parts.problem import Array, Problem
+
+FORMATS = {"fp6": "fp6-e2m3"}
+"""The formats of abbreviations in engines' names; any other name is the format's own."""
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A matrix as codes and scales: W[n, k] = values[codes[n, k]] scales[n, k div group].
+
+    Attributes:
+        codes: uint8 [outer, inner].
+        scales: float16 [outer, groups].
+        format: what a code means.
+        group: columns that share a scale.
+    """
+
+    codes: npt.NDArray[np.uint8]
+    scales: npt.NDArray[np.float16]
+    format: TableFormat
+    group: int
+
+    def product(self, x: Array) -> npt.NDArray[np.float64]:
+        """Return x W^T in float64, [rows, outer]."""
+        W = self.format.decode(self.codes).reshape(*self.scales.shape, self.group)
+        W *= self.scales[..., None].astype(np.float64)
+        y: npt.NDArray[np.float64] = x.astype(np.float64) @ W.reshape(self.codes.shape).T
+        return y
+
+
+def rounded(problem: Problem, name: str, group: int) -> Rounded:
+    """Return the problem's weights in the format called ``name``, in groups scaled by their largest."""
+    return problem.weights.keep((name, group), partial(_round, problem.weights.values, name, group))
+
+
+def _round(values: npt.NDArray[np.float32], name: str, group: int) -> Rounded:
+    format_ = format_of(FORMATS.get(name, name))
+    grouped = values.reshape(len(values), -1, group)
+    scales = (np.abs(grouped).max(axis=2) / np.float32(format_.limit)).astype(np.float16)
+    codes = format_.encode(grouped / scales[..., None].astype(np.float32))
+    return Rounded(codes.reshape(values.shape), scales, format_, group)

@@ -1,0 +1,157 @@
+"""What rounding by GPTQ costs beside what it cannot do without.
+
+    python tools/bench/rounding.py gptq                  # a layer, beside its Cholesky factorization and products
+    python tools/bench/rounding.py calibration FOLDER    # statistics of a model, beside a prefill of the same text
+
+Times of ``gptq`` are processor time on one core, those of ``calibration`` seconds on all cores, and of processors:
+onnxruntime's threads choose their cores themselves. Each part of it runs in a process of its own, whose peak of
+resident memory the system reports; it counts pages of mapped files too.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import typer
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes
+from graphopt.artifact import artifact
+from graphopt.artifact.tokens import texts_of
+from graphopt.compile.calibration.inputs import collect
+from graphopt.graph.weights import weight_of
+from graphopt.numerics.formats import format_of
+from graphopt.ort.session import open_session, run
+from graphopt.passes.recipe import load_recipe
+from graphopt.quantization.rounding.methods.gptq import GPTQ
+from graphopt.quantization.rounding.single_thread import one_thread
+from graphopt.quantization.statistics.options import CalibrationOptions
+from graphopt.tasks import task_of
+
+# Rows that GPTQ corrects by one product.
+_BLOCK = 128
+
+app = typer.Typer(help=__doc__)
+
+
+def seconds_of(call: Callable[[], object], rounds: int = 1) -> float:
+    """Return the least processor time of a call."""
+    times = []
+    for _ in range(rounds):
+        begin = time.process_time()
+        call()
+        times.append(time.process_time() - begin)
+    return min(times)
+
+
+def products(upper: npt.NDArray[np.float64], errors: npt.NDArray[np.float64]) -> None:
+    """Compute what corrects each block of rows for those before it: the products of GPTQ, and nothing else."""
+    for begin in range(_BLOCK, len(upper), _BLOCK):
+        upper[:begin, begin : begin + _BLOCK].T @ errors[:begin]
+
+
+@app.command("gptq")
+def gptq(
+    rows: int = 4096,
+    columns: int = 4096,
+    formats: Annotated[list[str] | None, typer.Option("--format", help="formats of weights")] = None,
+    group: int = 64,
+    rounds: Annotated[int, typer.Option(help="the least of so many times counts")] = 1,
+) -> None:
+    """Round one layer of random weights, for inputs that are correlated."""
+    random = np.random.default_rng(0)
+    inputs = random.standard_normal((2 * rows, rows), np.float32)
+    inputs += inputs @ (random.standard_normal((rows, rows), np.float32) / np.float32(rows) ** 0.5)
+    hessian = inputs.T @ inputs / np.float32(len(inputs))
+    weight = random.standard_normal((rows, columns), np.float32)
+    damped = hessian.astype(np.float64) + 0.01 * np.diagonal(hessian).mean() * np.eye(rows)
+    with one_thread():
+        factor = np.linalg.cholesky(damped)
+        errors = weight.astype(np.float64)
+        cholesky = seconds_of(lambda: np.linalg.cholesky(damped), rounds)
+        needed = cholesky + seconds_of(lambda: products(factor, errors), rounds)
+    print(f"{rows} x {columns}, groups of {group}; Cholesky {cholesky:.2f} s, with the products {needed:.2f} s")
+    print("| format | GPTQ, s | of Cholesky and products |\n| --- | --- | --- |", flush=True)
+    for name in formats or ["int4", "uint4", "nl4", "nf4", "int3", "fp6_e2m3"]:
+        table = format_of(name)
+        spent = seconds_of(
+            lambda table=table: GPTQ().round(  # type: ignore[misc]
+                weight, table, group, "least_squares", scale_type=np.float16, statistics=hessian
+            ),
+            rounds,
+        )
+        print(f"| `{name}` | {spent:.2f} | {spent / needed:.2f} |", flush=True)
+
+
+@app.command("calibration")
+def calibration(
+    model: Annotated[Path, typer.Argument(help="an exported folder, in floating point")],
+    recipe: Annotated[str, typer.Option("-r", "--recipe", help="whose statistics are collected")] = "int4",
+    windows: Annotated[int, typer.Option(help="windows of text")] = 4,
+    window: Annotated[int, typer.Option(help="tokens of a window")] = 1024,
+    output: Annotated[Path, typer.Option("-o", "--output", help="where statistics go")] = Path("statistics"),
+) -> None:
+    """Collect the statistics of a model, beside a prefill of the same text by the model as it is."""
+    graph = artifact.read(model).model.graph
+    nodes = [node for node in linear_nodes(graph) if node not in lm_head_nodes(graph)]
+    shapes = [
+        weight.const_value.shape.numpy() for node in nodes if (weight := weight_of(node, 1)) and weight.const_value
+    ]
+    inputs = {node.inputs[0]: shape[0] for node, shape in zip(nodes, shapes, strict=True)}
+    layers = max(1, sum(node.op_type == "Attention" for node in graph))
+    weights, sums = sum(4 * a * b for a, b in shapes) / layers, sum(8 * rows**2 for rows in inputs.values()) / layers
+    print(f"{windows} x {window} tokens; a layer: {weights / 1e6:.0f} MB of weights, {sums / 1e6:.0f} MB of sums")
+    print("| part | seconds | of the prefill | of processors | of the prefill | peak memory, MB |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    found: dict[str, dict[str, float]] = {}
+    for part in ("opening", "prefill", "collecting"):
+        command = [sys.executable, __file__, "part", part, str(model), recipe, str(windows), str(window), str(output)]
+        said = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
+        found[part] = said
+        cells = []
+        for kind in ("seconds", "worked"):
+            share = f"{said[kind] / found['prefill'][kind]:.2f}" if part == "collecting" else ""
+            cells += [f"{said[kind]:.2f}", share]
+        print(f"| {part} | {' | '.join(cells)} | {said['peak'] / 1e6:.0f} |", flush=True)
+
+
+@app.command("part", hidden=True)
+def part(name: str, model: Path, recipe: str, windows: int, window: int, output: Path) -> None:
+    """Do one part of ``calibration``, and print its seconds and peak memory."""
+    options = CalibrationOptions(windows=windows, window=window)
+    source = artifact.read(model)
+    texts = texts_of(source.companions, options, source.manifest.model.max_positions)
+
+    def prefill() -> None:
+        session = open_session(model / artifact.MODEL)
+        feeds_of = task_of(source.model.graph).text_feeds
+        names = {each.name for each in session.get_inputs()}
+        for text in texts if name == "prefill" else []:
+            feeds = feeds_of(source.model.graph, text[None])
+            run(session, None, {key: value for key, value in feeds.items() if key in names})
+
+    def collecting() -> None:
+        collect(source, load_recipe(recipe).model_copy(update={"calibration": options}), output)
+
+    begin, worked = time.perf_counter(), time.process_time()
+    (collecting if name == "collecting" else prefill)()
+    seconds, worked = time.perf_counter() - begin, time.process_time() - worked
+    print(
+        json.dumps(
+            {"seconds": seconds, "worked": worked, "peak": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+        )
+    )
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,179 @@
+"""Measure the shipped model beyond its trained length: rotary frequencies rescaled, streaming, or nothing done.
+
+    python tools/studies/longer_context.py  # 2, 4 and 8 times its 1024 positions
+    python tools/studies/longer_context.py --factors 2 --texts 2 --methods ntk,yarn
+    python tools/studies/longer_context.py --recipe searched=recipe.yaml --json longer.json
+
+Two tables, in bits per byte.
+
+The first is of held-out text in sequences of the longest length, by the position of the token. Positions see different
+tokens, so numbers compare within a column. ``windows`` is the plain model in windows of its trained length, each token
+with at least half of that in sight: what it can do without a longer context. A context is used where a row is below it.
+
+The second shows what is used: a file, other text, and the same file again. Its second copy costs little where the model
+finds the first one. The columns are distances from copy to copy, in tokens; the first is within the trained length.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt.inference.session import Session
+from graphopt.passes.cache.page_kv import PageKVOptions
+from graphopt.passes.cache.sparse_kv import SparseKVOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lift.rescale_rope.methods import METHODS, RescaleRopeOptions
+from graphopt.passes.recipe import Step, load_recipe
+from graphopt.tasks.ports import IntArray
+from tools.bench.parts.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
+from tools.bench.parts.options import JsonFile
+
+STREAMING = SparseKVOptions(policy="streaming", sinks=16, recent=496)
+COPIED = 384
+"""Tokens of the file that comes twice."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A model and how far it is meant to read.
+
+    Attributes:
+        name: what the table calls it.
+        steps: what is done to the exported model.
+        most: tokens of a sequence; ``None`` for any number.
+    """
+
+    name: str
+    steps: Sequence[Step]
+    most: int | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """Bits per byte of one model.
+
+    Attributes:
+        what: the model.
+        positions: by range of positions.
+        copies: of the second copies, by distance.
+    """
+
+    what: str
+    positions: list[float]
+    copies: list[float]
+
+
+def variants(trained: int, factors: Sequence[int], methods: Sequence[str], recipes: Sequence[str]) -> Iterator[Variant]:
+    """Yield the models of the tables."""
+    yield Variant("plain", [PageKVOptions()])
+    yield Variant("streaming", [STREAMING])
+    for method in methods:
+        for factor in factors:
+            step = RescaleRopeOptions.model_validate({"method": method, "factor": factor, "trained": trained})
+            yield Variant(f"{method} x {factor}", [step, PageKVOptions()], factor * trained)
+    for each in recipes:
+        name, _, file = each.partition("=")
+        found = [step for step in load_recipe(file).steps if isinstance(step, RescaleRopeOptions)]
+        yield Variant(name, [*found, PageKVOptions()], int(found[0].factor * trained))
+
+
+def buckets(trained: int, longest: int) -> list[tuple[int, int]]:
+    """Return ranges of positions: the halves of the trained length, then each twice as long as the one before."""
+    edges = [0, trained // 2, trained]
+    while edges[-1] < longest:
+        edges.append(2 * edges[-1])
+    return list(itertools.pairwise(edges))
+
+
+def by_position(
+    session: Session, texts: Sequence[IntArray], ranges: Sequence[tuple[int, int]], most: int
+) -> list[Nats]:
+    """Return the nats of all texts for each range of positions that lies within ``most``."""
+    nats = [as_one(session, ids[: most + 1])[0] for ids in texts]
+    return [np.concatenate([each[begin:end] for each in nats]) for begin, end in ranges if end <= most]
+
+
+def copies(ids: IntArray, distances: Sequence[int], texts: int) -> list[list[IntArray]]:
+    """Return, by distance, sequences of a file of :data:`COPIED` tokens, other text, and the file again."""
+    starts = np.linspace(0, len(ids) - COPIED - max(distances), texts).astype(int)
+    filler = np.roll(ids, len(ids) // 2)
+    return [
+        [np.concatenate((file := ids[at : at + COPIED], filler[at : at + far - COPIED], file)) for at in starts]
+        for far in distances
+    ]
+
+
+def second_copies(session: Session, sequences: Sequence[IntArray]) -> Nats:
+    """Return the nats of the second copies, but for their first token, which nothing announces."""
+    return np.concatenate([as_one(session, ids)[0][1 - COPIED :] for ids in sequences])
+
+
+def main(
+    factors: Annotated[str, typer.Option(help="how many times the trained length")] = "2,4,8",
+    methods: Annotated[
+        str, typer.Option(help=f"of rescale_rope: {', '.join(METHODS)}; '' for none")
+    ] = "linear,ntk,yarn",
+    texts: Annotated[int, typer.Option(min=1, help="sequences of each kind")] = 4,
+    recipe: Annotated[list[str] | None, typer.Option(help="NAME=FILE: a recipe with a step rescale_rope")] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """Make each variant, score the texts, print both tables."""
+    times = [int(each) for each in factors.split(",")]
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "float32"
+        exported, text = shipped(source, 1 << 20)
+        trained = exported.manifest.model.max_positions or 0
+        longest = max(times) * trained
+        ranges, distances = buckets(trained, longest), [trained // 2, *(trained * each * 3 // 4 for each in times)]
+        starts = np.linspace(0, len(text.ids) - longest - 1, texts).astype(int)
+        long_texts = [text.ids[start : start + longest + 1] for start in starts]
+        twice = copies(text.ids, distances, texts)
+        windows = [nats_in_windows(exported, ids, trained) for ids in long_texts]
+        first = [nats_in_windows(exported, ids[:COPIED], trained) for ids in twice[0]]
+        rows = [
+            Row(
+                "windows", [text.bits_per_byte(np.concatenate([each[b:e] for each in windows])) for b, e in ranges], []
+            ),
+            Row("first copy", [], [text.bits_per_byte(np.concatenate(first))]),
+        ]
+        every = list(variants(trained, times, [each for each in methods.split(",") if each], recipe or ()))
+        for number, variant in enumerate(track(every, console=Console(stderr=True))):
+            made = optimized(source, Path(temporary) / str(number), CanonicalizeOptions(), *variant.steps, run=False)
+            session, most = without_limit(made), variant.most or longest
+            at = by_position(session, long_texts, ranges, min(most, longest))
+            again = [
+                second_copies(session, each) for far, each in zip(distances, twice, strict=True) if far + COPIED <= most
+            ]
+            rows.append(Row(variant.name, *([text.bits_per_byte(each) for each in nats] for nats in (at, again))))
+    _print("tokens at positions", [f"{begin} to {end}" for begin, end in ranges], {r.what: r.positions for r in rows})
+    _print(f"{COPIED} tokens again, behind", [str(each) for each in distances], {r.what: r.copies for r in rows})
+    if json_file is not None:
+        found = {"ranges": ranges, "distances": distances, "rows": [asdict(row) for row in rows]}
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def _print(title: str, columns: Sequence[str], rows: Mapping[str, Sequence[float]]) -> None:
+    table = Table(title, *columns)
+    for name, figures in rows.items():
+        if figures:
+            table.add_row(name, *(f"{each:.3f}" for each in figures))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

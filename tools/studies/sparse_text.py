@@ -1,0 +1,127 @@
+"""Measure what a sparse cache keeps of the shipped model within its trained length, and how much of the cache it reads.
+
+    python tools/studies/sparse_text.py                     # 20000 tokens of held-out text; 3 minutes on two cores
+    python tools/studies/sparse_text.py --tokens 5000 --json sparse_text.json
+
+Text is scored in windows of the trained length, each token with half a window of context at least. Bits per byte are
+bits per token over the bytes that a token of the text has on average. How many pages a query reads besides the first
+and the newest tokens is counted by the operator's definition, on the queries and summaries of the graph itself, for
+every 16th token that is scored in the first windows: all layers and KV heads count alike.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import numpy.typing as npt
+import onnx_ir as ir
+import typer
+from rich.console import Console
+from rich.table import Table
+
+# Run as a script, Python looks for modules in tools/ only.
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from graphopt.analysis.structure.paged_caches import kv_nodes
+from graphopt.artifact import artifact
+from graphopt.inference.session import Session
+from graphopt.ort.session import open_session
+from graphopt.passes.cache.sparse_kv import SparseKVOptions
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL
+from graphopt.runtime_ops.kv_attention.spec.selection import candidate_pages, chosen_pages, page_scores
+from graphopt.tasks.ports import IntArray
+from tools.bench.parts.held_out import nats_in_windows, optimized, shipped, windows
+from tools.bench.parts.options import JsonFile
+
+COUNTED_WINDOWS, COUNTED_STRIDE = 4, 16
+
+
+def variants() -> list[tuple[str, SparseKVOptions]]:
+    """Return what is measured: each with its words."""
+    retrieval = {"policy": "retrieval", "sinks": 16, "recent": 64, "page": 16}
+    streaming = {"policy": "streaming", "sinks": 16, "page": 16}
+    found = []
+    for summary in ("bounds", "mean"):
+        common = {**retrieval, "summary": summary}
+        found.append((f"11 pages by {summary}", {**common, "budget": 11}))
+        found += [(f"mass {mass} by {summary}", {**common, "budget": 0, "mass": mass}) for mass in (0.9, 0.95)]
+        found += [
+            (f"11 pages by {summary}, {channels} channels of 64", {**common, "budget": 11, "channels": channels})
+            for channels in (32, 16)
+        ]
+    for recent in (240, 112):
+        found.append((f"streaming, 16 first and {recent} newest", {**streaming, "recent": recent}))
+        found.append((f"the same, compensated: {recent}", {**streaming, "recent": recent, "compensate": True}))
+    return [(name, SparseKVOptions.model_validate(options)) for name, options in found]
+
+
+def main(
+    tokens: Annotated[int, typer.Option(min=2048, help="of held-out text, at most")] = 20000,
+    json_file: JsonFile = None,
+) -> None:
+    """Export the shipped model, make each variant, score each, count the pages that it reads."""
+    table = Table("", "bits per byte", "pages chosen", "tokens read of 1024, at most")
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        source = Path(temporary) / "float32"
+        plain, text = shipped(source, tokens)
+        ids, window = text.ids, plain.max_positions or len(text.ids)
+        every: list[tuple[str, SparseKVOptions | None]] = [("dense", None), *variants()]
+        for index, (name, step) in enumerate(every):
+            session, chosen, read = plain, None, window
+            if step is not None:
+                made = Path(temporary) / str(index)
+                session = optimized(source, made, CanonicalizeOptions(), step, run=False)
+                read = step.sinks + step.recent
+                if step.policy == "retrieval":
+                    chosen = pages_chosen(made, session, ids, window)
+                    read += round(chosen * (step.page or 0))
+            bits = text.bits_per_byte(nats_in_windows(session, ids, window))
+            table.add_row(name, f"{bits:.4f}", "" if chosen is None else f"{chosen:.1f}", str(read))
+            rows.append({"what": name, "bits_per_byte": bits, "pages": chosen, "read": read, "tokens": len(ids)})
+            if json_file is not None:
+                json_file.write_text(json.dumps(rows, indent=2) + "\n")
+    Console().print(table)
+
+
+def pages_chosen(folder: Path, session: Session, ids: IntArray, window: int) -> float:
+    """Return how many pages a query of a retrieving head chooses, on average.
+
+    Args:
+        folder: the artifact.
+        session: the same, open.
+        ids: the text.
+        window: tokens of a sequence.
+    """
+    model = artifact.read(folder).model
+    queries = [node.inputs[0] for node in kv_nodes(model.graph)]
+    model.graph.outputs.extend(value for value in queries if value is not None)
+    counts: list[int] = []
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "model.onnx"
+        ir.save(model, path, external_data="model.onnx.data")
+        runner, interface = open_session(path), session.interface
+        names = [value.name for value in queries if value is not None]
+        summaries = [layer.port("summaries").replace("past_key_values", "present") for layer in interface.layers]
+        for part in windows(ids, window)[:COUNTED_WINDOWS]:
+            tokens = part[None, :-1]
+            past = interface.empty_past(1, tokens.shape[1])
+            found = runner.run([*names, *summaries], interface.feeds(tokens, np.ones_like(tokens), past))
+            for layer, query, known in zip(interface.layers, found, found[len(names) :], strict=False):
+                kv = layer.attributes
+                split = query[0].reshape(tokens.shape[1], kv.kv_heads, -1, layer.head_size).astype(np.float64)
+                for head in (head for head in range(kv.kv_heads) if kv.policy(head) == RETRIEVAL):
+                    for position in range(tokens.shape[1] // 2, tokens.shape[1], COUNTED_STRIDE):
+                        pages: npt.NDArray[np.int64] = candidate_pages(kv, position)
+                        scores = page_scores(kv, known[0, head, pages], split[position, head])
+                        counts.append(len(chosen_pages(kv, scores)))
+    return float(np.mean(counts))
+
+
+if __name__ == "__main__":
+    typer.run(main)

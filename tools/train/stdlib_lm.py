@@ -1,0 +1,264 @@
+r"""Train the models that ship with graphopt: a small Llama on the source of the Python standard library, and a sibling.
+
+Writes a Hugging Face folder (``config.json``, fp16 ``model.safetensors``, ``tokenizer.json``, ``README.md`` with the
+run). The learning-rate schedule follows the processor's time, not the step count: a run takes as long as it was told
+to on any machine, and may be stopped for a while.
+
+    python tools/train/stdlib_lm.py --minutes 75 -o graphopt/models/stdlib_lm
+    python tools/train/stdlib_lm.py --minutes 17 -o graphopt/models/stdlib_lm_draft --dtype float32 \
+        --batch-tokens 4096 --sibling-of graphopt/models/stdlib_lm
+
+The sibling drafts for the other: it has its tokenizer, a fifth of its parameters, and learns its chances of the next
+token, which says more about a token than the token itself (Hinton et al., arXiv 1503.02531).
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import platform
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from graphopt.util.stdlib_text import HELD_OUT, held_out_text, training_texts
+
+END_OF_TEXT = "<|endoftext|>"
+VOCABULARY = 4096
+CONTEXT = 1024
+
+
+def train_tokenizer(texts: list[str]) -> Tokenizer:
+    """Return a byte-level BPE tokenizer that puts ``END_OF_TEXT`` in front of every text."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.train_from_iterator(
+        texts,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        ),
+    )
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{END_OF_TEXT} $A", special_tokens=[(END_OF_TEXT, end)]
+    )
+    return tokenizer
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of a Llama with heads of 64 and a tied embedding."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    key_value_heads: int
+
+    def model(self) -> LlamaForCausalLM:
+        """Return an untrained model of this shape."""
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=VOCABULARY,
+                hidden_size=self.hidden,
+                intermediate_size=self.inner,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.heads,
+                num_key_value_heads=self.key_value_heads,
+                head_dim=64,
+                max_position_embeddings=CONTEXT,
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+                tie_word_embeddings=True,
+                bos_token_id=0,
+                eos_token_id=0,
+                # On a CPU the compiler fuses plain attention better than it can call the flash kernel.
+                attn_implementation="eager",  # type: ignore[call-arg]
+            )
+        )
+
+
+# The widths of their MLPs are 20 * 2^5 and 5 * 2^6: there are Hadamard matrices of both.
+SHIPPED = Shape(hidden=256, inner=640, layers=6, heads=4, key_value_heads=2)
+SIBLING = Shape(hidden=128, inner=320, layers=3, heads=2, key_value_heads=1)
+
+
+def learning_rate_share(progress: float) -> float:
+    """Return the share of the peak learning rate at ``progress`` in [0, 1]: 2% warm-up, constant, linear decay."""
+    return min(progress / 0.02, 1.0, (1.0 - progress) / 0.5)
+
+
+def context_length(progress: float) -> int:
+    """Return the window that is trained on at ``progress``: short ones are cheaper, the last fifth learns the rest."""
+    return CONTEXT // 2 if progress < 0.8 else CONTEXT
+
+
+def bits_per_byte(model: LlamaForCausalLM, ids: torch.Tensor, size: int) -> float:
+    """Return the bits that ``model`` needs per byte of a text of ``size`` bytes, in windows that overlap by half."""
+    stride, nats = CONTEXT // 2, 0.0
+    model.eval()
+    with torch.no_grad():
+        for start in range(0, len(ids) - 1, stride):
+            window = ids[start : start + CONTEXT + 1]
+            losses = torch.nn.functional.cross_entropy(
+                model(window[None, :-1]).logits[0].float(), window[1:], reduction="none"
+            )
+            nats += losses[0 if start == 0 else stride :].sum().item()
+            if start + CONTEXT + 1 >= len(ids):
+                break
+    model.train()
+    return nats / math.log(2) / size
+
+
+def loss_of(
+    model: LlamaForCausalLM, windows: torch.Tensor, teacher: LlamaForCausalLM | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return the mean cross entropy in nats of ``windows``, int64 ``[batch, length + 1]``.
+
+    With a teacher it is that of the model's chances against the teacher's, in place of the tokens that follow.
+    """
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
+        logits = model(windows[:, :-1]).logits.flatten(0, 1).float()
+        if teacher is None:
+            return torch.nn.functional.cross_entropy(logits, windows[:, 1:].flatten())
+        with torch.no_grad():
+            chances = teacher(windows[:, :-1]).logits.flatten(0, 1).float().softmax(-1)
+    return torch.nn.functional.cross_entropy(logits, chances)
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="how long to train")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="folder to write")],
+    batch_tokens: Annotated[int, typer.Option(help="tokens per step")] = 12 * CONTEXT,
+    seed: int = 0,
+    checkpoint_minutes: Annotated[float, typer.Option(help="how often to save and judge")] = 10.0,
+    sibling_of: Annotated[Path | None, typer.Option(help="train the sibling of the model in this folder")] = None,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="of products; see what is faster")] = "bfloat16",
+) -> None:
+    """Train, judge on the held-out modules against ``xz -9e``, and save."""
+    torch.manual_seed(seed)
+    texts = list(training_texts().values())
+    if sibling_of is None:
+        shape, teacher, tokenizer = SHIPPED, None, train_tokenizer(texts)
+    else:
+        shape, teacher = SIBLING, LlamaForCausalLM.from_pretrained(sibling_of, dtype=torch.float32).eval()
+        tokenizer = Tokenizer.from_file(str(sibling_of / "tokenizer.json"))
+    ids = torch.tensor([token for encoded in tokenizer.encode_batch(texts) for token in encoded.ids])
+    held_out = held_out_text()
+    held_out_ids = torch.tensor(tokenizer.encode(held_out).ids)
+    size = len(held_out.encode())
+    xz = 8 * len(lzma.compress(held_out.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
+    model = shape.model()
+    compiled = torch.compile(loss_of, dynamic=False)
+    parameters = sum(p.numel() for p in model.parameters())
+    print(f"{len(ids):,} training tokens, {len(held_out_ids):,} held out, {parameters:,} parameters, xz {xz:.3f}")
+
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    optimizers = [
+        torch.optim.Muon(matrices, lr=0.02, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(others, lr=0.006, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+    peaks = [optimizer.param_groups[0]["lr"] for optimizer in optimizers]
+
+    def clock() -> float:
+        return time.process_time() / torch.get_num_threads()
+
+    started = saved = clock()
+    steps, smoothed, result = 0, float("nan"), {}
+    while True:
+        progress = (clock() - started) / (60 * minutes)
+        if progress >= 1 or clock() - saved > 60 * checkpoint_minutes:
+            result = {
+                "bits_per_byte": bits_per_byte(model, held_out_ids, size),
+                "xz_bits_per_byte": xz,
+                "training_loss": smoothed,
+                "steps": steps,
+                "tokens": steps * batch_tokens,
+                "distinct_tokens": len(ids),
+                "minutes": (clock() - started) / 60,
+                "finished": progress >= 1,
+            }
+            print(json.dumps(result), flush=True)
+            save(model, tokenizer, output, shape, sibling_of, result)
+            saved = clock()
+            if progress >= 1:
+                break
+        for optimizer, peak in zip(optimizers, peaks, strict=True):
+            optimizer.param_groups[0]["lr"] = peak * learning_rate_share(progress)
+        length = context_length(progress)
+        starts = torch.randint(len(ids) - length - 1, (batch_tokens // length,))
+        windows = torch.stack([ids[start : start + length + 1] for start in starts])
+        loss = compiled(model, windows, teacher, getattr(torch, dtype))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(others, 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        steps += 1
+        smoothed = loss.item() if steps == 1 else 0.98 * smoothed + 0.02 * loss.item()
+        if steps % 20 == 0:
+            rate = steps * batch_tokens / (clock() - started)
+            print(f"step {steps} loss {smoothed:.3f} progress {progress:.3f} {rate:,.0f} tokens/s", flush=True)
+
+
+def save(
+    model: LlamaForCausalLM,
+    tokenizer: Tokenizer,
+    output: Path,
+    shape: Shape,
+    sibling_of: Path | None,
+    run: Mapping[str, object],
+) -> None:
+    """Write the Hugging Face folder: fp16 weights, tokenizer, model card."""
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, model_max_length=CONTEXT
+    ).save_pretrained(output)
+    halves = {name: value.half() for name, value in model.state_dict().items()}
+    half = shape.model().half()
+    half.load_state_dict(halves)
+    half.save_pretrained(output)
+    rows = "\n".join(
+        f"| {name.replace('_', ' ')} | {f'{value:.4f}' if isinstance(value, float) else value} |"
+        for name, value in run.items()
+    )
+    parameters = sum(p.numel() for p in model.parameters())
+    taught = (
+        "It completes Python code, badly; it exists so that graphopt can be tried and tested on a model\n"
+        "that has really learned something."
+        if sibling_of is None
+        else f"It drafts for `{sibling_of.name}`, whose tokenizer it has and whose chances of the next token it learnt."
+    )
+    (output / "README.md").write_text(
+        f"""# {output.name}
+
+A Llama of {parameters:,} parameters ({shape.layers} layers, {shape.hidden} wide, {shape.heads} query and
+{shape.key_value_heads} KV heads of 64, SwiGLU of width {shape.inner}, tied embedding of {VOCABULARY} byte-level BPE
+tokens, {CONTEXT} positions), trained from scratch by `tools/train/stdlib_lm.py` on the source text of the standard
+library of Python {platform.python_version()} (PSF License). {taught}
+
+Held out, with the test files named after them: {", ".join(f"`{name}`" for name in HELD_OUT)}.
+
+| run | |
+| --- | --- |
+{rows}
+
+Muon (lr 0.02) on the matrices, AdamW (lr 0.006) on the embedding and norms, 2% warm-up, linear decay over the second
+half, windows of {CONTEXT // 2} tokens and {CONTEXT} in the last fifth, {torch.get_num_threads()} CPU threads, torch
+{torch.__version__}. `graphopt eval` on the held-out text gives the figures of the exported and of the optimized model.
+"""
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
