@@ -9,7 +9,7 @@ import gc
 
 import typer
 
-from graphopt.cli.commands import found_commands
+from graphopt.cli.commands import COMMANDS
 from graphopt.cli.console import show_error
 from graphopt.errors import GraphoptError
 
@@ -33,7 +33,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for _name, _command in found_commands().items():
+for _name, _command in COMMANDS.items():
     app.command(_name)(_command)
 
 

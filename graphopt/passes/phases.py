@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import onnx
 
-from graphopt.analysis.structure.product_codes import DEQUANTIZE, ROUND_ACTIVATIONS, dequantize_of, feeds_lookups
+from graphopt.analysis.structure.product_codes import dequantize_of, feeds_lookups
 from graphopt.analysis.structure.products import reads_packed
 from graphopt.errors import VerificationError
 from graphopt.graph.onnx_file import NEWEST_OPSET
 from graphopt.runtime_ops import DOMAIN, calls_of
+from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
+from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

@@ -32,7 +32,7 @@ def _of_registry(step: object) -> object:
     """Return the options of a step that is given as a mapping, by the pass that its ``step`` names."""
     if isinstance(step, StepOptions) or not isinstance(step, Mapping):
         return step
-    name = step.get("step")
+    name = str(step.get("step"))
     if name not in PASSES:
         raise ValueError(f"there is no step {name!r}; known are {', '.join(PASSES)}")
     return PASSES[name].options_type.model_validate(step)

@@ -4,15 +4,13 @@ Each folder holds what the operator means (its schema and its body in standard O
 written from the definition, and its kernels. A model carries the body, so it runs in any onnxruntime; where graphopt's
 library is registered, the kernel takes the node.
 
-A folder with a part ``spec`` is an operator: ``spec/op.py`` holds it under the folder's name in capitals. Nothing else
+A folder with a part ``spec`` is an operator: ``spec/op.py`` holds it. Nothing else
 names it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
-import pkgutil
 from typing import TYPE_CHECKING
 
 from graphopt.errors import InputError
@@ -20,6 +18,7 @@ from graphopt.runtime_ops.foreign import FOREIGN
 from graphopt.runtime_ops.library import library_path
 from graphopt.runtime_ops.operator import DOMAIN, Body, Operator
 from graphopt.runtime_ops.schema import DECODING, Coordinates, Cost, Port, Role, Schema, Signature
+from graphopt.util.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -27,18 +26,12 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
 
-def _operators() -> Iterator[Operator]:
-    for folder in pkgutil.iter_modules(__path__):
-        name = f"{__name__}.{folder.name}"
-        if folder.ispkg and any(part.name == "spec" for part in pkgutil.iter_modules([*_path_of(name)])):
-            yield getattr(importlib.import_module(f"{name}.spec.op"), folder.name.upper())
-
-
-def _path_of(package: str) -> list[str]:
-    return list(importlib.import_module(package).__path__)
-
-
-OPERATORS: dict[str, Operator] = {operator.name: operator for operator in _operators()}
+OPERATORS: Registry[Operator] = Registry(
+    __name__,
+    kind="operator",
+    name_of=lambda member: member.name if isinstance(member, Operator) else None,
+    part="spec.op",
+)
 """Every operator by its name, as found in the folders."""
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import contrib_nodes
-from graphopt.analysis.structure.product_codes import ROUND_ACTIVATIONS, coded_nodes, dequantize_of
+from graphopt.analysis.structure.product_codes import coded_nodes, dequantize_of
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Effect, Fact, Rule
 from graphopt.graph.editing import bypass
@@ -31,6 +31,7 @@ from graphopt.ort.session import ACCURACY_LEVEL, AS_IT_LIES, FEW_CALLS, NO_ENTRI
 from graphopt.ort.snapshots import Snapshots
 from graphopt.passes.lower.lower import lowered
 from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 from graphopt.tasks import Probe, Task, task_of
 from graphopt.tasks.base import LENGTH, Floats
 

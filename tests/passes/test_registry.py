@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
 import graphopt.passes.algebra
-from graphopt.passes import PASSES, passes_of
+from graphopt.passes import PASSES
 from graphopt.passes.phases import PHASES
 from graphopt.passes.recipe import load_recipe
+from tests.added import file_added
 
 FILE = '''
 """Names end with an exclamation mark."""
@@ -37,20 +35,12 @@ class Shout(Pass[ShoutOptions]):
 '''
 
 
-def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "shout.py").write_text(FILE)
-    monkeypatch.setattr(graphopt.passes.algebra, "__path__", [*graphopt.passes.algebra.__path__, str(tmp_path)])
-    monkeypatch.setattr(
-        "graphopt.passes.recipe.PASSES", {each.name: each for phase in PHASES for each in passes_of(phase)}
-    )
-    try:
+def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(tmp_path: Path) -> None:
+    with file_added(PASSES, "graphopt.passes.algebra", tmp_path, FILE):
         recipe = load_recipe("rotate-int4-rtn", add=["shout"], options=["shout.loudly=false"])
-    finally:
-        sys.modules.pop("graphopt.passes.algebra.shout", None)
-    assert [step.step for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]
-    assert recipe.steps[3].model_dump()["loudly"] is False
+        assert [step.step for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]
+        assert recipe.steps[3].model_dump()["loudly"] is False
+    assert "shout" not in PASSES
 
 
 def test_passes_are_listed_by_phase_and_each_behind_those_it_comes_after() -> None:

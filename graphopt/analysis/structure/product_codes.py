@@ -20,8 +20,10 @@ import onnx_ir as ir
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import weight_of
 from graphopt.numerics.formats import TableFormat, format_stored_as
-from graphopt.runtime_ops import OPERATORS, Role, signature_of
+from graphopt.runtime_ops import Role, signature_of
+from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 from graphopt.runtime_ops.operator import DOMAIN
+from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 
 NOT_QUANTIZED = Rule("codes.not-quantized", "its weights are not quantized")
 NOT_CONSTANT = Rule("codes.not-constant", "its codes, scales or zero points are no constants")
@@ -29,8 +31,6 @@ NO_TABLE = Rule("codes.no-table", "codes of {type} have no table")
 NOT_IN_ROWS = Rule("codes.not-in-rows", "its scales are not in groups of rows")
 SCALES_NOT_FLOAT = Rule("codes.scales-not-float", "its scales are {type}, not float32")
 ODD_GROUP = Rule("codes.odd-group", "its groups have {group} rows, which is no multiple of 16")
-
-DEQUANTIZE, ROUND_ACTIVATIONS = OPERATORS["Dequantize"], OPERATORS["RoundActivations"]
 
 LOGICAL = (DEQUANTIZE.name, ROUND_ACTIVATIONS.name)
 """Our operators that stand for codes before they are packed; none is left after the step ``lower``."""

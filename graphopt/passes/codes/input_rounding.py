@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from graphopt.analysis.structure.product_codes import ROUND_ACTIVATIONS, rounding_of
+from graphopt.analysis.structure.product_codes import rounding_of
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import drop
 from graphopt.runtime_ops import DOMAIN
+from graphopt.runtime_ops.round_activations.spec.op import ROUND_ACTIVATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.product_codes import DEQUANTIZE
 from graphopt.graph.editing import name_output, shared
+from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

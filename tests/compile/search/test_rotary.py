@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphopt.artifact import artifact
-from graphopt.cli.commands import found_commands
+from graphopt.cli.commands import COMMANDS
 from graphopt.compile.search import FoundFactors, search_rope
 from graphopt.compile.search.evolution import Breeder, Candidate, Evolution, evolve
 from graphopt.compile.search.rotary_inputs import Turnable
@@ -129,7 +129,7 @@ def test_the_command_writes_the_recipe(
     found: FoundFactors, llama_artifact: Path, work: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sizes = {"population": 6, "mutations": 2, "crossovers": 2, "generations": 2}
-    found_commands()["search-rope"](
+    COMMANDS["search-rope"](
         llama_artifact, 1.5, tmp_path / "out.yaml", text=work / "text.py", texts=2, work=work, as_json=True, **sizes
     )
     assert load_recipe(tmp_path / "out.yaml") == found.recipe

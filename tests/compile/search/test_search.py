@@ -10,7 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from graphopt.cli.commands import found_commands
+from graphopt.cli.commands import COMMANDS
 from graphopt.compile.pipeline import optimize
 from graphopt.compile.search import CHOICES, Found, search
 from graphopt.compile.search.choices import choice_of, name_of, stored_bytes
@@ -113,7 +113,7 @@ def test_the_command_writes_a_recipe(work: Path, shipped_artifact: Path, found: 
     mine = tmp_path / "mine.yaml"
     mine.write_text(recipe().to_yaml(), encoding="utf-8")
     formats = [name_of(choice) for choice in FORMATS]
-    found_commands()["search"](
+    COMMANDS["search"](
         shipped_artifact, "2.4MB", tmp_path / "out.yaml", recipe=str(mine), formats=formats, tokens=64, work=work
     )
     made = yaml.safe_load((tmp_path / "out.yaml").read_text(encoding="utf-8"))

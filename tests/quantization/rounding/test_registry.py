@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from pydantic import ValidationError
 
-import graphopt.quantization.rounding.methods
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.inference.generation import generate
@@ -17,7 +15,8 @@ from graphopt.inference.session import load
 from graphopt.numerics.formats import FORMATS, TableFormat
 from graphopt.passes.codes.quantize_weights import STORED, QuantizeWeightsOptions
 from graphopt.passes.recipe import load_recipe
-from graphopt.quantization.rounding.methods import METHODS, found_methods
+from graphopt.quantization.rounding.methods import METHODS
+from tests.added import file_added
 
 FILE = '''
 """Rounds down."""
@@ -59,18 +58,10 @@ def test_a_format_is_one_line(llama_artifact: Path, tmp_path: Path, monkeypatch:
     assert generate(load(tmp_path / "out"), ["def"], max_new_tokens=4)[0].tokens
 
 
-def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "down.py").write_text(FILE)
-    monkeypatch.setattr(
-        graphopt.quantization.rounding.methods,
-        "__path__",
-        [*graphopt.quantization.rounding.methods.__path__, str(tmp_path)],
-    )
-    try:
-        found = found_methods()
-        monkeypatch.setitem(METHODS, "down", found["down"])
-        asked = ["quantize_weights.rounding=down", "quantize_weights.rounding.by=0.25"]
-        recipe = load_recipe("int4-rtn", options=asked)
+def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path) -> None:
+    with file_added(METHODS, "graphopt.quantization.rounding.methods", tmp_path, FILE):
+        options = ["quantize_weights.rounding=down", "quantize_weights.rounding.by=0.25"]
+        recipe = load_recipe("int4-rtn", options=options)
         assert recipe == load_recipe("int4-rtn", options=["quantize_weights.rounding={method: down, by: 0.25}"])
         made = optimize(llama_artifact, recipe, tmp_path / "out")
         assert ("int4", "down") in stored(made)
@@ -83,8 +74,6 @@ def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path, mon
         down, nearest = (np.asarray(each[name].const_value.numpy(), np.int64) for each in codes)
         assert down.shape == nearest.shape
         assert down.mean() < nearest.mean()
-    finally:
-        sys.modules.pop("graphopt.quantization.rounding.methods.down", None)
 
 
 def test_methods_are_found_by_name_and_say_which_there_are() -> None:
