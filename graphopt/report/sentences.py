@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphopt import passes
 from graphopt.analysis.bases import search as bases
 from graphopt.analysis.structure import contrib
 from graphopt.artifact import artifact, genai
@@ -12,6 +11,7 @@ from graphopt.compile import pipeline, replay
 from graphopt.inference import kernel_choice
 from graphopt.models import agreement, export, loading
 from graphopt.models.unrolling import refusals
+from graphopt.passes import PASSES
 from graphopt.quality import losses
 from graphopt.verification import kernels, notes
 from graphopt.verification.certificate import checker
@@ -32,10 +32,10 @@ DECLARE_RULES = (
     loading,
     losses,
     notes,
-    passes,
     pipeline,
     replay,
     refusals,
+    *PASSES.values(),
 )
 """Imported for the rules that they and what they import declare, so that facts read from a file have their words."""
 
