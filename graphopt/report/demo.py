@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
-from graphopt.artifact.artifact import HEADS
 from graphopt.compile.pipeline import optimize
 from graphopt.graph.diagnostics import Fact
 from graphopt.inference.decoding.sampling import Sampling
@@ -122,7 +121,7 @@ def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: floa
     return Stage(
         name=name,
         folder=str(folder),
-        bytes=sum(file.stat().st_size for file in folder.iterdir() if file.name != HEADS),
+        bytes=sum(file.stat().st_size for file in folder.iterdir()),
         bits_per_weight=manifest.weights.bits_per_weight if manifest.weights else 0.0,
         bits_per_byte=evaluate(session, text).bits_per_byte,
         largest_logit_change=moved[-1] if moved else 0.0,

@@ -7,7 +7,7 @@
 llama.cpp's drafts are those of n-grams, which need no second model: `llama-server --spec-type`. With `--draft` and
 `--draft-gguf` a smaller model drafts too, the same for both:
 
-    python tools/bench/make_gguf.py graphopt/models/stdlib_lm_draft draft.gguf
+    python tools/bench/make_gguf.py stdlib_lm_draft draft.gguf
     python tools/bench/speculation.py made --gguf model.gguf --draft made-draft --draft-gguf draft.gguf --ggml build
 
 Each round starts one engine after the other, in an order drawn anew. Only what comes behind the prompt is timed:

@@ -1,7 +1,7 @@
 r"""Train heads that draft for an exported model: they read its last hidden state and guess the tokens behind the next.
 
     graphopt export stdlib_lm -o float32
-    python tools/train/heads.py float32 -o graphopt/models/stdlib_lm/heads.onnx
+    python tools/train/heads.py float32 -o heads.onnx
 
 Texts are windows of the training text, and what the model makes of their beginnings: drafts are for what a model says,
 which is not what people write. Each window is run once; of its hidden states follow both what heads read and what they

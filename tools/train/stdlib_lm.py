@@ -1,11 +1,11 @@
-r"""Train the models that ship with graphopt: a small Llama on the source of the Python standard library, and a sibling.
+r"""Train the model that ships with graphopt, a small Llama on the source of the Python standard library, or a sibling.
 
 Writes a Hugging Face folder (``config.json``, fp16 ``model.safetensors``, ``tokenizer.json``, ``README.md`` with the
 run). The learning-rate schedule follows the processor's time, not the step count: a run takes as long as it was told
 to on any machine, and may be stopped for a while.
 
     python tools/train/stdlib_lm.py --minutes 75 -o graphopt/models/stdlib_lm
-    python tools/train/stdlib_lm.py --minutes 17 -o graphopt/models/stdlib_lm_draft --dtype float32 \
+    python tools/train/stdlib_lm.py --minutes 17 -o stdlib_lm_draft --dtype float32 \
         --batch-tokens 4096 --sibling-of graphopt/models/stdlib_lm
 
 The sibling drafts for the other: it has its tokenizer, a fifth of its parameters, and learns its chances of the next

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from graphopt.analysis.structure.ports import HIDDEN
-from graphopt.artifact.artifact import HEADS, verify_files
+from graphopt.artifact.artifact import HEADS
 from graphopt.cli import app
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
@@ -175,7 +175,7 @@ def test_heads_are_turned_into_the_basis_of_the_artifact(
 def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not give its last hidden state.*--add expose_hidden"):
         speculation_named(load(llama_artifact, threads=1), "heads")
-    with pytest.raises(InputError, match="there is no heads.onnx here.*train_heads"):
+    with pytest.raises(InputError, match=r"there is no heads.onnx here.*tools/train/heads"):
         speculation_named(session, "heads")
     with pytest.raises(InputError, match="no drafter 'verified:lookup,heads'"):
         speculation_named(session, "verified:lookup,heads")
@@ -196,20 +196,13 @@ def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, 
         generate(load(tmp_path / "copy", threads=1), [[1]], drafter=heads)
 
 
-def test_the_heads_that_ship_draft_for_what_is_made_of_the_shipped_model(
-    shipped_artifact: Path, tmp_path: Path
-) -> None:
-    """Export carries them, a recipe with the step carries them on, one without leaves them, the command uses them."""
-    assert (shipped_artifact / HEADS).is_file()
-    verify_files(shipped_artifact)
-    optimize(shipped_artifact, load_recipe("rotate"), tmp_path / "without", quality_tokens=0, run=False)
-    assert not (tmp_path / "without" / HEADS).exists()
-    recipe = load_recipe("rotate-int4-rtn", add=["expose_hidden"]).lowered("ort-cpu:avx512")
-    optimize(shipped_artifact, recipe, tmp_path / "made", quality_tokens=0, run=False)
-    assert (tmp_path / "made" / HEADS).read_bytes() == (shipped_artifact / HEADS).read_bytes()
-    options = ["run", str(tmp_path / "made"), "--prompt", "import os\n\ndef main(", "--json", "--threads", "1"]
+def test_the_command_line_drafts_with_the_heads_beside_a_model(exposed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "exposed"
+    shutil.copytree(exposed, folder)
+    nonsense().write(folder / HEADS)
+    options = ["run", str(folder), "--prompt", "import os", "--json", "--threads", "1", "--max-new-tokens", "12"]
     plain = json.loads(CliRunner().invoke(app, options).output)
-    drafted = CliRunner().invoke(app, [*options, "--speculate", "heads", "--draft-tokens", "3", "--stats"])
-    told = json.loads(drafted.output)
-    assert told["completions"] == plain
-    assert told["drafts"]["acceptance"]["heads"][0] > 0.2
+    result = CliRunner().invoke(app, [*options, "--speculate", "heads", "--draft-tokens", "3", "--stats"])
+    report = json.loads(result.output)
+    assert report["completions"] == plain
+    assert report["drafts"]["acceptance"]["heads"]  # by place, as far as any guess came
