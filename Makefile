@@ -8,6 +8,7 @@
 #                     nvcc is, also every CUDA kernel for sm_80 and sm_90a with warnings as errors, none of which may spill;
 #                     where qemu-user and g++-aarch64-linux-gnu are, also the kernels for ARM on an emulated processor
 #   make lint       style and types
+#   make docs       the pages of docs/ as a site with search, in build/site
 #   make clean      removes what builds, tests and the demo left behind
 #   make distclean  removes .venv too
 #
@@ -64,7 +65,7 @@ NOT_EMULATED := $(EMULATION) tests/runtime_ops/cuda tests/runtime_ops/kv_attenti
 	tests/runtime_ops/paged_attention/test_hostile.py
 WARNINGS := -std=c++17 -O1 -Wall -Wextra -Werror
 
-.PHONY: help setup packages native demo real test quick quick-test test-native test-emulated emulated lint clean distclean
+.PHONY: help setup docs packages native demo real test quick quick-test test-native test-emulated emulated lint clean distclean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -134,6 +135,10 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
 
 clean:
 	rm -rf build dist graphopt-demo .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import re
 import shlex
 from pathlib import Path
 
+import mkdocs.commands.build
+import mkdocs.config
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -17,7 +20,7 @@ from graphopt.passes.recipe import Recipe, load_recipe
 from tools.release.reference import PAGES
 
 ROOT = Path(__file__).parents[1]
-FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NAMES = [str(file.relative_to(ROOT)) for file in FILES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -113,3 +116,17 @@ def test_names_of_headings_are_those_of_github(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Rotations, and their proof\n\n## fold_norms\n\n```sh\n# a comment\n```\n", "utf-8")
     assert anchors(page) == {"rotations-and-their-proof", "fold_norms"}
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link or an anchor that leads nowhere, or a page that no menu names, is a warning, and strict refuses it."""
+    monkeypatch.chdir(ROOT)
+    config = mkdocs.config.load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    mkdocs.commands.build.build(config)
+    site = tmp_path / "site"
+    assert "make demo" in (site / "index.html").read_text("utf-8")
+    words = {
+        entry["location"] for entry in json.loads((site / "search" / "search_index.json").read_text("utf-8"))["docs"]
+    }
+    assert "passes/algebra/#rotate" in words

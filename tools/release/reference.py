@@ -6,6 +6,8 @@ python tools/release/reference.py [DOCS]
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +24,7 @@ from typer.utils import get_params_from_function
 from graphopt.cli import EXIT_CODES, app
 from graphopt.passes import PASSES
 from graphopt.passes.base import Pass
-from graphopt.passes.phases import PHASES
+from graphopt.passes.phases import PHASES, Phase
 from graphopt.passes.recipe import presets
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -45,19 +47,31 @@ def commands_page() -> str:
 
 
 def passes_page() -> str:
-    """Return the reference of presets and passes, from the recipes, docstrings and option types."""
+    """Return the presets, and the list of all passes."""
     lines = ["# Presets and passes", "", _made_by("graphopt recipes` and `graphopt passes` show the same"), ""]
     lines += ["How to write a recipe: [recipes.md](recipes.md). Our words: [concepts.md](concepts.md#words).", ""]
     lines += ["## Presets", ""]
     rows = [(f"`{r.name}`", ", ".join(step.step for step in r.steps), r.description) for r in presets().values()]
     lines += _table(("preset", "steps", "what it does"), rows)
     lines += ["", "## Passes", "", "In the order of a recipe.", ""]
-    links = [(f"[`{p.name}`](#{p.name})", p.phase(), p.effect, _summary(p)) for p in PASSES.values()]
+    links: list[tuple[str, str, str, str]] = []
+    for step in PASSES.values():
+        page = f"passes/{step.phase()}.md"
+        links.append((f"[`{step.name}`]({page}#{step.name})", f"[{step.phase()}]({page})", step.effect, _summary(step)))
     lines += _table(("pass", "phase", "effect", "what it does"), links)
-    for each in sorted(PASSES.values(), key=lambda p: PHASES.index(p.phase())):
-        lines += ["", f"### {each.name}", "", f"Phase `{each.phase()}`, {each.effect}.", ""]
-        lines += [*_markdown(inspect.getdoc(each) or ""), ""]
-        options = list(_options(each.options_type))
+    return "\n".join(lines) + "\n"
+
+
+def phase_page(phase: Phase) -> str:
+    """Return the reference of the passes of one phase, from their docstrings and options."""
+    folder = importlib.import_module(f"graphopt.passes.{phase}")
+    purpose = (inspect.getdoc(folder) or "").split(": ", 1)[-1]
+    lines = [f"# Passes of the phase {phase}", "", _made_by("graphopt passes` shows the same"), ""]
+    lines += [f"{purpose[:1].upper()}{purpose[1:]} All passes: [passes.md](../passes.md)."]
+    for step in (step for step in PASSES.values() if step.phase() == phase):
+        lines += ["", f"## {step.name}", "", f"{step.effect.capitalize()}.", ""]
+        lines += [*_markdown(inspect.getdoc(step) or ""), ""]
+        options = list(_options(step.options_type))
         if options:
             lines += _table(("option", "values", "default", "meaning"), options)
         else:
@@ -65,7 +79,11 @@ def passes_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-PAGES = {"commands.md": commands_page, "passes.md": passes_page}
+PAGES: dict[str, Callable[[], str]] = {
+    "commands.md": commands_page,
+    "passes.md": passes_page,
+    **{f"passes/{phase}.md": functools.partial(phase_page, phase) for phase in PHASES},
+}
 """The pages that are generated, by their names in docs/."""
 
 
