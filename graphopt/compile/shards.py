@@ -22,8 +22,8 @@ from graphopt.compile.calibration.statistics import calibration_of
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.graph.weights import Expression, WeightTensor
-from graphopt.graph.weights.evaluator import Evaluator, cost_of, grouped, unevaluated, workers
-from graphopt.graph.weights.store import Kept
+from graphopt.graph.weights.evaluator import Evaluator, computed_weights, cost_of, group_expressions, workers
+from graphopt.graph.weights.store import StoreEntry
 from graphopt.graph.weights.work_folder import (
     default_work_folder,
     open_work_folder,
@@ -122,7 +122,7 @@ def evaluate_shard(
         if step(graph, shared).report.claims is not None:
             # The proof reads these weights, so `assemble` looks for them.
             _keep(graph)
-    expressions = [tensor.expression for _, tensor in unevaluated(graph)]
+    expressions = [tensor.expression for _, tensor in computed_weights(graph)]
     with workers(jobs) as executor:
         evaluator = Evaluator(store_in(folder), executor)
         evaluator.values(share(expressions, shard, shards), lambda done, of: on_stage("evaluating weights", done, of))
@@ -189,7 +189,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def share(expressions: list[Expression], shard: int, shards: int) -> list[Expression]:
     """Return the expressions that one shard evaluates: those that share work together, the load about equal."""
     loads, mine = [0] * shards, []
-    for group in grouped(expressions):
+    for group in group_expressions(expressions):
         least = loads.index(min(loads))
         members = [expressions[number] for number in group]
         loads[least] += cost_of(members)
@@ -199,8 +199,8 @@ def share(expressions: list[Expression], shard: int, shards: int) -> list[Expres
 
 
 def _keep(model: ir.Model) -> None:
-    for value, tensor in unevaluated(model):
-        value.const_value = WeightTensor(Kept(tensor.expression), tensor.name)
+    for value, tensor in computed_weights(model):
+        value.const_value = WeightTensor(StoreEntry(tensor.expression), tensor.name)
 
 
 def _agree(file: Path, request: Request) -> None:

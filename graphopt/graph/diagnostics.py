@@ -61,8 +61,8 @@ class Fact(BaseModel):
         rule = RULES.get(self.code)
         if rule is not None:
             return rule.sentence(self.figures)
-        shown = ", ".join(f"{name} {_Words().format_field(value, '')}" for name, value in self.figures.items())
-        return f"{self.code} ({shown})" if shown else self.code
+        figures = ", ".join(f"{name} {_Words().format_field(value, '')}" for name, value in self.figures.items())
+        return f"{self.code} ({figures})" if figures else self.code
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -103,16 +103,16 @@ class Rule:
         missing, unknown = self.required - figures.keys(), figures.keys() - self.required - self.optional
         if missing or unknown:
             raise TypeError(f"{self.code}: missing figures {sorted(missing)}, unknown figures {sorted(unknown)}")
-        given: dict[str, Any] = {}
+        content: dict[str, Any] = {}
         for name, value in figures.items():
             if value is None and name not in self.required:
                 continue
             plain: Any = value if isinstance(value, _PLAIN) else list(value)
-            if not all(isinstance(each, _PLAIN) for each in (plain if isinstance(plain, list) else ())):
+            if not all(isinstance(element, _PLAIN) for element in (plain if isinstance(plain, list) else ())):
                 raise TypeError(f"{self.code}: the figure {name} holds what is no JSON: {plain}")
-            given[name] = plain
+            content[name] = plain
         # Checked above; validation by pydantic takes ten times as long, and analyses state facts by the thousand.
-        return Fact.model_construct(code=self.code, figures=given)
+        return Fact.model_construct(code=self.code, figures=content)
 
     def sentence(self, figures: Mapping[str, Figure]) -> str:
         """Fill the template."""
@@ -134,7 +134,7 @@ class _Words(string.Formatter):
             return ""
         if isinstance(value, (list, tuple)):
             plain = f" {format_spec} " if format_spec else ", "
-            return ("; " if any(isinstance(each, Fact) for each in value) else plain).join(map(str, value))
+            return ("; " if any(isinstance(element, Fact) for element in value) else plain).join(map(str, value))
         return str(value) if isinstance(value, str) else format(value, format_spec)
 
 

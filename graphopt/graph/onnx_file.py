@@ -63,25 +63,28 @@ def _check_external_data(model: ir.Model, onnx_file: Path, weights: bool) -> Non
                 tensor=value.name,
                 remedy="copy the file itself, not a link, beside the model if you trust it",
             )
-        if not weights and not data.exists():
-            continue
-        if not data.is_file():
-            raise InputError(
-                "external data is missing", file=data, tensor=value.name, remedy=f"{onnx_file.name} needs it"
-            )
-        start, length = tensor.offset or 0, tensor.nbytes if tensor.length is None else tensor.length
-        if start < 0 or length != tensor.nbytes:
-            raise InputError(
-                f"external data is declared as {length} bytes at offset {start}, but the tensor has {tensor.nbytes}",
-                file=onnx_file,
-                tensor=value.name,
-                shape=list(tensor.shape),
-                remedy="the file is damaged; export it again",
-            )
-        if data.stat().st_size < start + length:
-            raise InputError(
-                f"external data is truncated: it has {data.stat().st_size} bytes, the tensor ends at {start + length}",
-                file=data,
-                tensor=value.name,
-                shape=list(tensor.shape),
-            )
+        if weights or data.exists():
+            _check_extent(tensor, value.name, data, onnx_file)
+
+
+def _check_extent(tensor: ir.ExternalTensor, name: str | None, data: Path, onnx_file: Path) -> None:
+    """Confirm that the bytes that a tensor names are there."""
+    if not data.is_file():
+        raise InputError("external data is missing", file=data, tensor=name, remedy=f"{onnx_file.name} needs it")
+    start, length = tensor.offset or 0, tensor.nbytes if tensor.length is None else tensor.length
+    if start < 0 or length != tensor.nbytes:
+        raise InputError(
+            f"external data is declared as {length} bytes at offset {start}, but the tensor has {tensor.nbytes}",
+            file=onnx_file,
+            tensor=name,
+            shape=list(tensor.shape),
+            remedy="the file is damaged; export it again",
+        )
+    size = data.stat().st_size
+    if size < start + length:
+        raise InputError(
+            f"external data is truncated: it has {size} bytes, the tensor ends at {start + length}",
+            file=data,
+            tensor=name,
+            shape=list(tensor.shape),
+        )

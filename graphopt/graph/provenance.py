@@ -8,8 +8,6 @@
 What a pass makes of a node takes over the steps of that node, and of every other that it is made from; so the record
 leads back to the model as it came in, though the nodes between are gone. What was removed is in the report of the pass,
 :class:`graphopt.graph.diagnostics.PassReport`.
-
-Older models have ``graphopt.pass`` and ``graphopt.from`` instead, lists that are separated by spaces. They are read.
 """
 
 from __future__ import annotations
@@ -27,11 +25,9 @@ HISTORY = "graphopt.history"
 SCOPE = "pkg.torch.onnx.name_scopes"
 """Where the torch exporter writes the modules that a node came from."""
 
-_OLD_PASS, _OLD_FROM = "graphopt.pass", "graphopt.from"
-
 
 @dataclass(frozen=True)
-class Step:
+class HistoryStep:
     """One step of a history.
 
     Attributes:
@@ -50,23 +46,16 @@ def record(item: ir.Node | ir.Value, pass_name: str, sources: Iterable[ir.Node |
     sources = list(sources)
     names = [source if isinstance(source, str) else source.name or "?" for source in sources]
     before = [step for source in sources if not isinstance(source, str) for step in steps(source)]
-    new = Step(pass_name, item.name or "?", tuple(dict.fromkeys(names)))
-    found = dict.fromkeys([*before, *steps(item), new])
-    content = [{"pass": step.pass_name, "made": step.made, "from": list(step.sources)} for step in found]
+    new = HistoryStep(pass_name, item.name or "?", tuple(dict.fromkeys(names)))
+    history = dict.fromkeys([*before, *steps(item), new])
+    content = [{"pass": step.pass_name, "made": step.made, "from": list(step.sources)} for step in history]
     item.metadata_props[HISTORY] = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-    for old in (_OLD_PASS, _OLD_FROM):
-        item.metadata_props.pop(old, None)
 
 
-def steps(item: ir.Node | ir.Value) -> list[Step]:
+def steps(item: ir.Node | ir.Value) -> list[HistoryStep]:
     """Return what became of ``item``, and of all that it was made from, oldest first."""
-    written = item.metadata_props.get(HISTORY)
-    if written is not None:
-        return [Step(each["pass"], each["made"], tuple(each["from"])) for each in json.loads(written)]
-    passes = item.metadata_props.get(_OLD_PASS, "").split()
-    sources = tuple(item.metadata_props.get(_OLD_FROM, "").split())
-    # The older record has one list of sources: those of the first pass that named any.
-    return [Step(name, item.name or "?", sources if number == 0 else ()) for number, name in enumerate(passes)]
+    entries = json.loads(item.metadata_props.get(HISTORY, "[]"))
+    return [HistoryStep(entry["pass"], entry["made"], tuple(entry["from"])) for entry in entries]
 
 
 def history(item: ir.Node | ir.Value) -> tuple[list[str], list[str]]:
@@ -74,11 +63,11 @@ def history(item: ir.Node | ir.Value) -> tuple[list[str], list[str]]:
 
     The names are those that no step made: nodes and weights of the model as it came in.
     """
-    found = steps(item)
-    made: set[str] = set()
+    path = steps(item)
+    products: set[str] = set()
     origins: dict[str, None] = {}
-    for step in found:
+    for step in path:
         # Without sources it was edited in place.
-        origins.update(dict.fromkeys(name for name in step.sources or (step.made,) if name not in made))
-        made.add(step.made)
-    return list(dict.fromkeys(step.pass_name for step in found)), list(origins)
+        origins.update(dict.fromkeys(name for name in step.sources or (step.made,) if name not in products))
+        products.add(step.made)
+    return list(dict.fromkeys(step.pass_name for step in path)), list(origins)

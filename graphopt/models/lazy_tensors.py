@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
-from graphopt.graph.weights import Cast, Expression, Joined, Reshaped, Sliced, Transposed, stacked
+from graphopt.graph.weights import Cast, Concat, Expression, Reshape, Slice, Transpose, stack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -115,11 +115,11 @@ def _operations(aten: Any) -> dict[Any, Callable[..., Any]]:
     views = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
     return {
         **dict.fromkeys(same, lambda x, **_: x),
-        **dict.fromkeys(views, lambda x, dims: Reshaped.to(x, dims)),
+        **dict.fromkeys(views, lambda x, dims: Reshape.to(x, dims)),
         aten._to_copy.default: lambda x, dtype=None, **_: x if dtype is None else _cast(x, dtype_of(dtype)),
         aten.t.default: lambda x: _swapped(x, 0, 1) if len(x.shape) == 2 else x,
         aten.transpose.int: _swapped,
-        aten.permute.default: lambda x, order: Transposed(x, tuple(axis % len(x.shape) for axis in order)),
+        aten.permute.default: lambda x, order: Transpose(x, tuple(axis % len(x.shape) for axis in order)),
         aten.unsqueeze.default: _unsqueezed,
         aten.squeeze.dim: lambda x, axis: _selected(x, axis, 0) if x.shape[axis] == 1 else x,
         aten.slice.Tensor: _sliced,
@@ -127,8 +127,8 @@ def _operations(aten: Any) -> dict[Any, Callable[..., Any]]:
         aten.split.Tensor: _split,
         aten.split_with_sizes.default: _split_with_sizes,
         aten.unbind.int: lambda x, axis=0: [_selected(x, axis, index) for index in range(x.shape[axis])],
-        aten.cat.default: lambda xs, axis=0: Joined(tuple(xs), axis % len(xs[0].shape)),
-        aten.stack.default: lambda xs, axis=0: stacked(xs, axis % (len(xs[0].shape) + 1)),
+        aten.cat.default: lambda xs, axis=0: Concat(tuple(xs), axis % len(xs[0].shape)),
+        aten.stack.default: lambda xs, axis=0: stack(xs, axis % (len(xs[0].shape) + 1)),
         aten.equal.default: lambda x, y: x.shape == y.shape and x.digest == y.digest,
     }
 
@@ -144,24 +144,24 @@ def _cast(x: Expression, to: ir.DataType) -> Expression:
 def _swapped(x: Expression, first: int, second: int) -> Expression:
     order = list(range(len(x.shape)))
     order[first], order[second] = order[second], order[first]
-    return Transposed(x, tuple(order))
+    return Transpose(x, tuple(order))
 
 
 def _unsqueezed(x: Expression, axis: int) -> Expression:
     place = axis % (len(x.shape) + 1)
-    return Reshaped.to(x, (*x.shape[:place], 1, *x.shape[place:]))
+    return Reshape.to(x, (*x.shape[:place], 1, *x.shape[place:]))
 
 
 def _sliced(
     x: Expression, axis: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> Expression:
-    return Sliced.cut(x, {axis % len(x.shape): slice(start, end, step)})
+    return Slice.cut(x, {axis % len(x.shape): slice(start, end, step)})
 
 
 def _selected(x: Expression, axis: int, index: int) -> Expression:
     place = axis % len(x.shape)
     row = index % x.shape[place]
-    return Reshaped.to(_sliced(x, place, row, row + 1), (*x.shape[:place], *x.shape[place + 1 :]))
+    return Reshape.to(_sliced(x, place, row, row + 1), (*x.shape[:place], *x.shape[place + 1 :]))
 
 
 def _split(x: Expression, size: int, axis: int = 0) -> list[Expression]:

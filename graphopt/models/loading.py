@@ -114,7 +114,7 @@ def weights_of(model: Any, known: Mapping[str, Expression] | None = None) -> dic
             found[id(tensor)] = expression
     for tensor in tensors.values():
         if id(tensor) not in found:
-            found[id(tensor)] = Inline.of(np.asarray(tensor.detach().contiguous().numpy()))
+            found[id(tensor)] = Inline.from_array(np.asarray(tensor.detach().contiguous().numpy()))
     return {name: found[id(tensor)] for name, tensor in tensors.items()}
 
 

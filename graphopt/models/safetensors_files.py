@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.graph.weights import Expression, Stored
+from graphopt.graph.weights import Expression, StoredBytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,7 +74,7 @@ def tensors_of_file(file: Path) -> Iterator[tuple[str, Expression]]:
             raise _damaged(file, f"{last - first} bytes are not a {kind.name} tensor", name, dims)
         if start + last > end:
             raise _damaged(file, f"it ends at byte {end}, within this tensor", name, dims)
-        yield name, Stored(str(file.absolute()), start + first, kind, dims)
+        yield name, StoredBytes(str(file.absolute()), start + first, kind, dims)
 
 
 def _header(file: Path) -> tuple[Mapping[str, Any], int]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.graph.editing import like, take_place
+from graphopt.graph.editing import clone_node, take_place
 from graphopt.graph.weights import new_weight
 from graphopt.quality.correspondence import Product, matrix_in_floats
 from graphopt.runtime_ops import declare
@@ -38,7 +38,7 @@ def restorable(after: ir.Model, products: Sequence[Product]) -> ir.Model:
         made = []
         for turned in product.front:
             read = [data if value is turned.inputs[0] else _copied(value, model) for value in turned.inputs]
-            made.append(like(turned, read, f"{product.name}.{turned.name}"))
+            made.append(clone_node(turned, read, f"{product.name}.{turned.name}"))
             data = made[-1].outputs[0]
             data.name = f"{product.name}.{turned.outputs[0].name}"
         made.append(ir.node("MatMul", [data, matrix], name=f"{product.name}.float"))

@@ -197,7 +197,7 @@ def _makers(node: ir.Node, constant: set[ir.Node]) -> list[ir.Node]:
     return made
 
 
-def _edge(step: provenance.Step, manifest: Manifest | None) -> Edge:
+def _edge(step: provenance.HistoryStep, manifest: Manifest | None) -> Edge:
     edited = not step.sources or step.sources == (step.made,)
     edge = Edge(
         stage=step.pass_name,
@@ -223,7 +223,7 @@ def _edge(step: provenance.Step, manifest: Manifest | None) -> Edge:
     )
 
 
-def _report(step: provenance.Step, manifest: Manifest) -> PassReport | None:
+def _report(step: provenance.HistoryStep, manifest: Manifest) -> PassReport | None:
     """Return the run of the pass that the step is of: the one that says so, or the first."""
     runs = [report for report in manifest.passes if report.name == step.pass_name]
     said = (report for report in runs if any(change.where == step.made for change in report.changes))

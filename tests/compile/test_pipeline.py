@@ -19,7 +19,7 @@ from graphopt.artifact.manifest import MANIFEST, read_manifest
 from graphopt.cli.run import run
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError, VerificationError
-from graphopt.graph.weights import Expression, Inline, Scaled
+from graphopt.graph.weights import Expression, Inline, Scale
 from graphopt.inference.session import load
 from graphopt.ort import capacity as room
 from graphopt.ort.session import open_session
@@ -59,11 +59,11 @@ def test_rotate_keeps_the_logits_of_the_export(llama_artifact: Path, tmp_path: P
 
 
 def forget_the_gain(of: Expression, factors: Expression, axis: int) -> Expression:
-    return Scaled(of, Inline.of(np.full(factors.shape, factors.numpy().mean())), axis)
+    return Scale(of, Inline.from_array(np.full(factors.shape, factors.numpy().mean())), axis)
 
 
 def wrong_row(of: Expression, factors: Expression, axis: int) -> Expression:
-    return Scaled(of, Inline.of(np.roll(factors.numpy(), 1)), axis)
+    return Scale(of, Inline.from_array(np.roll(factors.numpy(), 1)), axis)
 
 
 @pytest.mark.parametrize("wrong", [forget_the_gain, wrong_row])

@@ -19,7 +19,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.compile.shards import assemble, evaluate_shard, share
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.weights import disk
-from graphopt.graph.weights.evaluator import unevaluated
+from graphopt.graph.weights.evaluator import computed_weights
 from graphopt.graph.weights.store import Store
 from graphopt.graph.weights.work_folder import default_work_folder, open_work_folder
 from graphopt.passes.algebra.fold_norms import gains
@@ -135,7 +135,7 @@ def test_shards_and_assemble_make_what_one_process_makes(
 
 def test_each_weight_is_in_one_shard(llama_artifact: Path) -> None:
     made = optimize(llama_artifact, "rotate", run=False)
-    expressions = [tensor.expression for _, tensor in unevaluated(made.model)]
+    expressions = [tensor.expression for _, tensor in computed_weights(made.model)]
     parts = [share(expressions, number, 3) for number in range(3)]
     assert sorted(map(id, [each for part in parts for each in part])) == sorted(map(id, expressions))
 

@@ -40,7 +40,7 @@ OPERATIONS: dict[str, Callable[[Any, Any], Any]] = {
 def test_operation_is_that_of_torch(operation: Callable[[Any, Any], Any]) -> None:
     random = np.random.default_rng(0)
     x, y = (random.standard_normal((2, 3, 4)).astype(np.float32) for _ in range(2))
-    lazy = lazy_tensors({"x": Inline.of(x), "y": Inline.of(y)})
+    lazy = lazy_tensors({"x": Inline.from_array(x), "y": Inline.from_array(y)})
     made, expected = operation(lazy["x"], lazy["y"]), operation(torch.from_numpy(x), torch.from_numpy(y))
     expression = expression_of_tensor(made)
     assert expression is not None
@@ -50,7 +50,9 @@ def test_operation_is_that_of_torch(operation: Callable[[Any, Any], Any]) -> Non
 
 def test_equal_tensors_are_equal() -> None:
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
-    lazy = lazy_tensors({"x": Inline.of(x), "same": Inline.of(x.copy()), "other": Inline.of(x + 1)})
+    lazy = lazy_tensors(
+        {"x": Inline.from_array(x), "same": Inline.from_array(x.copy()), "other": Inline.from_array(x + 1)}
+    )
     assert torch.equal(lazy["x"], lazy["same"])
     assert not torch.equal(lazy["x"], lazy["other"])
 
@@ -66,7 +68,7 @@ def test_equal_tensors_are_equal() -> None:
     ],
 )
 def test_what_computes_is_refused(operation: Callable[[Any], Any]) -> None:
-    (lazy,) = lazy_tensors({"x": Inline.of(np.ones((2, 3), np.float32))}).values()
+    (lazy,) = lazy_tensors({"x": Inline.from_array(np.ones((2, 3), np.float32))}).values()
     with pytest.raises(NotLazyError):
         operation(lazy)
 

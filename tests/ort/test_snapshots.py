@@ -7,7 +7,7 @@ import onnx
 import onnx_ir as ir
 import pytest
 
-from graphopt.graph.weights import own, rewrite
+from graphopt.graph.weights import own_input, rewrite
 from graphopt.ort.session import open_session
 from graphopt.ort.snapshots import Snapshots
 from tests.graph.weights.counting import Counted
@@ -16,7 +16,7 @@ from tests.graphs import residual_model
 
 def with_lazy_weight(name: str) -> ir.Model:
     model = residual_model()
-    weight = own(next(node for node in model.graph if node.name == "up0"), 1)
+    weight = own_input(next(node for node in model.graph if node.name == "up0"), 1)
     rewrite(weight, lambda expression: Counted(expression, name=name))
     return model
 
@@ -62,7 +62,7 @@ def test_weights_that_lie_in_files_stay_there(tmp_path: Path) -> None:
     """The graph is written, and what is in memory; onnxruntime reads the rest where it is."""
     ir.save(residual_model(), tmp_path / "source.onnx", external_data="source.data")
     model = ir.load(tmp_path / "source.onnx")
-    rewrite(own(next(node for node in model.graph if node.name == "up0"), 1), lambda expression: expression)
+    rewrite(own_input(next(node for node in model.graph if node.name == "up0"), 1), lambda expression: expression)
     head = next(node for node in model.graph if node.name == "head").inputs[1]
     head.const_value = ir.tensor(head.const_value.numpy().copy(), name=head.name)
     folder = tmp_path / "snapshots"

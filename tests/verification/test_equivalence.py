@@ -8,7 +8,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import VerificationError
-from graphopt.graph.weights import Inline, Scaled, own, rewrite
+from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort import capacity as room
 from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.verification.equivalence import Verifier
@@ -24,10 +24,10 @@ def started(model: ir.Model, folder: Path) -> Verifier:
 
 def scale_weight(model: ir.Model, name: str, factor: float) -> None:
     node = next(node for node in model.graph if node.name == name)
-    weight = own(node, 1)
+    weight = own_input(node, 1)
     assert weight.const_value is not None
     factors = np.full(weight.const_value.shape.numpy()[0], factor)
-    rewrite(weight, partial(Scaled, factors=Inline.of(factors), axis=0))
+    rewrite(weight, partial(Scale, factors=Inline.from_array(factors), axis=0))
 
 
 def test_nothing_changed_is_measured_as_nothing(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_pat
 def test_lazy_weights_are_computed_once_per_check(tmp_path: Path) -> None:
     model = residual_model()
     verifier = started(model, tmp_path)
-    weight = own(next(node for node in model.graph if node.name == "up0"), 1)
+    weight = own_input(next(node for node in model.graph if node.name == "up0"), 1)
     rewrite(weight, partial(Counted, name=str(tmp_path)))
     verifier.check(model, "one", "exact")
     verifier.check(model, "two", "exact")

@@ -13,7 +13,7 @@ import pytest
 
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import TEXT, Check, Effect, PassReport
-from graphopt.graph.weights import Inline, Scaled, own, rewrite
+from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort.runner import Runner
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.context import Context, Surroundings
@@ -45,7 +45,7 @@ class ScaleOptions(StepOptions):
     factor: float
 
 
-class Scale(Rename):
+class ScaleHead(Rename):
     """Scale the head, and with it all logits: the name says which of several it is."""
 
     def __init__(self, factor: float, name: str, effect: Effect = "exact") -> None:
@@ -55,10 +55,10 @@ class Scale(Rename):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         if self.factor == 1:
             return
-        weight = own(next(node for node in model.graph if node.name == "head"), 1)
+        weight = own_input(next(node for node in model.graph if node.name == "head"), 1)
         assert weight.const_value is not None
-        factors = Inline.of(np.full(weight.const_value.shape.numpy()[0], self.factor))
-        rewrite(weight, partial(Scaled, factors=factors, axis=0))
+        factors = Inline.from_array(np.full(weight.const_value.shape.numpy()[0], self.factor))
+        rewrite(weight, partial(Scale, factors=factors, axis=0))
         context.ledger.changed(weight, TEXT(text="scaled"))
 
 
@@ -91,8 +91,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -> None:
-    passes = [Scale(1 + 1e-5, "first"), Rename(StepOptions(step="rename")), Scale(1.5, "lossy", "lossy")]
-    checks = runs.check([*passes, Scale(1 + 1e-5, "second"), Scale(1, "third")])
+    passes = [ScaleHead(1 + 1e-5, "first"), Rename(StepOptions(step="rename")), ScaleHead(1.5, "lossy", "lossy")]
+    checks = runs.check([*passes, ScaleHead(1 + 1e-5, "second"), ScaleHead(1, "third")])
     assert [check.after for check in checks] == ["first", "rename", "lossy", "second", "third"]
     assert {check.status for check in checks} == {"measured"}
     # before, behind two exact passes, behind the lossy one, behind the last two
@@ -106,38 +106,38 @@ def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_the_pass_at_fault_is_named_wherever_it_stands_in_the_row(runs: Runs, place: int) -> None:
-    passes: list[Pass[Any]] = [Scale(1 + 1e-6, f"right {number}") for number in range(3)]
-    passes.insert(place, Scale(1 + 3 * TOLERANCE, "wrong"))
+    passes: list[Pass[Any]] = [ScaleHead(1 + 1e-6, f"right {number}") for number in range(3)]
+    passes.insert(place, ScaleHead(1 + 3 * TOLERANCE, "wrong"))
     with pytest.raises(VerificationError, match=r"the pass wrong is exact, but it moved the logits by 3\.0e-04"):
         runs.check(passes)
 
 
 def test_a_pass_that_breaks_the_model_is_found_behind_a_row_that_cannot_be_run(runs: Runs) -> None:
     with pytest.raises(VerificationError, match="NaN or infinite.*node=wrong"):
-        runs.check([Scale(1 + 1e-6, "right"), Scale(np.inf, "wrong"), Scale(1 + 1e-6, "next")])
+        runs.check([ScaleHead(1 + 1e-6, "right"), ScaleHead(np.inf, "wrong"), ScaleHead(1 + 1e-6, "next")])
 
 
 def test_a_fault_in_front_of_a_lossy_pass_is_found_before_that_works(runs: Runs) -> None:
     worked: list[str] = []
 
-    class Lossy(Scale):
+    class Lossy(ScaleHead):
         def rewrite(self, model: ir.Model, context: Context) -> None:
             worked.append(self.name)
 
     with pytest.raises(VerificationError, match="the pass wrong"):
-        runs.check([Scale(1.1, "wrong"), Lossy(1.0, "lossy", "lossy")])
+        runs.check([ScaleHead(1.1, "wrong"), Lossy(1.0, "lossy", "lossy")])
     assert not worked
 
 
 def test_roundings_that_add_up_to_more_than_one_are_judged_pass_by_pass(runs: Runs) -> None:
     share = 0.6 * TOLERANCE
-    checks = runs.check([Scale(1 + share, "first"), Scale(1 + share, "second")])
+    checks = runs.check([ScaleHead(1 + share, "first"), ScaleHead(1 + share, "second")])
     # float32 rounding of a weight is 6e-8, and of a sum of 16 products 16 times that
     assert [check.figures["largest_change"] for check in checks] == pytest.approx([share, share], abs=1e-6)
 
 
 def test_what_was_left_as_it_was_is_not_run_again(runs: Runs) -> None:
-    checks = runs.check([Scale(1.5, "lossy", "lossy"), Scale(1, "nothing"), Scale(1, "to do", "lossy")])
+    checks = runs.check([ScaleHead(1.5, "lossy", "lossy"), ScaleHead(1, "nothing"), ScaleHead(1, "to do", "lossy")])
     assert runs.opened == 2
     assert [check.reason.code for check in checks[1:]] == [UNCHANGED.code] * 2
     assert [check.figures["largest_change"] for check in checks[1:]] == [0, 0]

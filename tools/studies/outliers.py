@@ -31,7 +31,7 @@ from graphopt.analysis.structure.products import token_lookups
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
 from graphopt.errors import GraphoptError
-from graphopt.graph.weights import Inline, Scaled, own, rewrite
+from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort.session import session_of
 from graphopt.passes.algebra.fold_norms import FoldNormsOptions
 from graphopt.passes.algebra.rotate import RotateOptions
@@ -161,7 +161,7 @@ def principal_components(model: ir.Model, ids: Array) -> None:
     components = np.linalg.eigh(moments)[1][:, ::-1]
 
     for site in (*basis.writers, *basis.readers):
-        weight = own(site.node, site.input)
+        weight = own_input(site.node, site.input)
         assert weight.const_value is not None
         old = weight.const_value.numpy()
         turned = np.moveaxis(np.moveaxis(old.astype(np.float64), site.axis, -1) @ components, -1, site.axis)
@@ -170,11 +170,11 @@ def principal_components(model: ir.Model, ids: Array) -> None:
 
 def scale(node: ir.Node, axis: int, channels: Sequence[int], factor: float) -> None:
     """Scale channels along one axis of the weight that ``node`` multiplies by."""
-    weight = own(node, 1)
+    weight = own_input(node, 1)
     assert weight.const_value is not None
     factors = np.ones(weight.const_value.shape.numpy()[axis])
     factors[list(channels)] = factor
-    rewrite(weight, partial(Scaled, factors=Inline.of(factors), axis=axis))
+    rewrite(weight, partial(Scale, factors=Inline.from_array(factors), axis=axis))
 
 
 def size_of(x: Array) -> Array:

@@ -15,9 +15,9 @@ Dims = Sequence[int | str | ir.SymbolicDim | None] | ir.Shape
 """Dimensions of a value: numbers, names, or ``None`` where one is unknown."""
 
 
-def like(node: ir.Node, inputs: Sequence[ir.Value | None], name: str | None = None) -> ir.Node:
+def clone_node(node: ir.Node, inputs: Sequence[ir.Value | None], name: str | None = None) -> ir.Node:
     """Return a node that does to ``inputs`` what ``node`` does to its own, with its attributes and its history."""
-    made = ir.node(
+    copy = ir.node(
         node.op_type,
         inputs,
         domain=node.domain,
@@ -26,16 +26,16 @@ def like(node: ir.Node, inputs: Sequence[ir.Value | None], name: str | None = No
         num_outputs=len(node.outputs),
         name=node.name if name is None else name,
     )
-    made.attributes.update(node.attributes)
-    made.metadata_props.update(node.metadata_props)
-    return made
+    copy.attributes.update(node.attributes)
+    copy.metadata_props.update(node.metadata_props)
+    return copy
 
 
-def shared(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
+def shared_constant(graph: ir.Graph, name: str, array: npt.NDArray[Any]) -> ir.Value:
     """Return the initializer ``name`` that holds ``array``, made unless it is there."""
-    there = graph.initializers.get(name)
-    if there is not None and there.const_value is not None and _equal(there.const_value.numpy(), array):
-        return there
+    constant = graph.initializers.get(name)
+    if constant is not None and constant.const_value is not None and _equal(constant.const_value.numpy(), array):
+        return constant
     return new_weight(graph, name, ir.tensor(array, name=name))
 
 
@@ -45,9 +45,9 @@ def _equal(a: npt.NDArray[Any], b: npt.NDArray[Any]) -> bool:
 
 def free_name(graph: ir.Graph, name: str) -> str:
     """Return ``name``, or with a number behind it, as no node of ``graph`` is called yet."""
-    taken = {node.name for node in graph}
+    names = {node.name for node in graph}
     unique, number = name, 1
-    while unique in taken:
+    while unique in names:
         unique, number = f"{name}.{number}", number + 1
     return unique
 
@@ -99,4 +99,4 @@ class Inserter:
 
     def integers(self, numbers: Sequence[int] | int) -> ir.Value:
         """Return a constant, the same one for equal numbers."""
-        return shared(self.graph, f"integers.{numbers}".replace(" ", ""), np.array(numbers, np.int64))
+        return shared_constant(self.graph, f"integers.{numbers}".replace(" ", ""), np.array(numbers, np.int64))

@@ -37,15 +37,14 @@ def replace(
     """
     graph, nodes = node.graph, [new] if isinstance(new, ir.Node) else list(new)
     assert graph is not None
-    read = [value for value in node.inputs if value is not None]
-    graph.insert_before(node, [each for each in nodes if each.graph is None])
-    for old, made in (dict(zip(node.outputs, nodes[-1].outputs, strict=False)) if outputs is None else outputs).items():
-        take_place(old, made)
-    for each in nodes:
-        inherit(each, node)
-    graph.remove(node, safe=True)
-    for value in read:
-        drop(graph, value)
+    graph.insert_before(node, [successor for successor in nodes if successor.graph is None])
+    if outputs is None:
+        outputs = dict(zip(node.outputs, nodes[-1].outputs, strict=False))
+    for old, substitute in outputs.items():
+        take_place(old, substitute)
+    for successor in nodes:
+        inherit(successor, node)
+    remove(node)
 
 
 def bypass(node: ir.Node, value: ir.Value) -> None:
@@ -66,18 +65,18 @@ def inherit(node: ir.Node, old: ir.Node) -> None:
 
 def remove(node: ir.Node) -> None:
     """Remove a node that nothing reads, and with it all that nothing else reads."""
-    graph, read = node.graph, [value for value in node.inputs if value is not None]
+    graph, operands = node.graph, [value for value in node.inputs if value is not None]
     assert graph is not None
     graph.remove(node, safe=True)
-    for value in read:
+    for value in operands:
         drop(graph, value)
 
 
 def drop(graph: ir.Graph | ir.Function, value: ir.Value) -> None:
     """Remove what makes ``value``, a node or an initializer, if nothing reads it, and so on with what that read."""
     producer = value.producer()
-    made = [value] if producer is None else producer.outputs
-    if any(each.uses() or each.is_graph_output() or each.is_graph_input() for each in made):
+    siblings = [value] if producer is None else producer.outputs
+    if any(sibling.uses() or sibling.is_graph_output() or sibling.is_graph_input() for sibling in siblings):
         return
     if producer is None and isinstance(graph, ir.Graph) and value.is_initializer():
         graph.initializers.pop(value.name or "", None)

@@ -1,64 +1,63 @@
 """Weights as expressions: plain data that says how a tensor is made from stored bytes, and one evaluator of them.
 
-    expression.py   what an expression is: type, shape, children, digest, evaluation in blocks
-    leaves.py       bytes of a file, arrays in memory
-    layout.py       transposed, sliced, reshaped, joined, stacked
-    like.py         what keeps the type and shape of another expression
-    arithmetic.py   cast, scaled, added, centered, rotated, vector times matrix
-    tensor.py       a tensor of the graph that is an expression
-    graph.py        the weights of a graph: find, own, rewrite, make
-    finite.py       NaN and infinity are refused; each stored tensor gets its digest
-    evaluate.py     the evaluator: tasks, worker processes
-    store.py        evaluated tensors on disk, found again by digest
-    work.py         the folder of one compilation, which goes on where it was cut off
-    data_file.py    a model and the file of its weights
-    disk.py         a full disk is an error like any other
+    expression.py      what an expression is: type, shape, children, digest, evaluation in blocks
+    leaves.py          bytes of a file, arrays in memory
+    rearrangement.py   transpose, slice, reshape, concatenate, stack
+    arithmetic.py      cast, scale, sum, center, rotate, vector times matrix
+    tensor.py          a tensor of the graph that is an expression
+    initializers.py    the weights of a graph: find, own, rewrite, make
+    finite.py          NaN and infinity are refused; each stored tensor gets its digest
+    evaluator.py       the evaluator: tasks, worker processes
+    store.py           evaluated tensors on disk, found again by digest
+    work_folder.py     the folder of one compilation, which goes on where it was cut off
+    data_file.py       a model and the file of its weights
+    disk.py            a full disk is an error like any other
 
 Expressions that need more than that live where it is: rounding to codes and packing in
 :mod:`graphopt.quantization.rounding`.
 """
 
-from graphopt.graph.weights.arithmetic import DOUBLE, Added, Cast, Centered, Rotated, Scaled, VectorTimes
+from graphopt.graph.weights.arithmetic import DOUBLE, Cast, Center, Rotate, Scale, Sum, VectorTimes
 from graphopt.graph.weights.expression import (
     Array,
+    Bundle,
     Expression,
     Node,
     Part,
     Region,
-    Several,
     Shape,
     blocks_of,
     nodes_below,
 )
 from graphopt.graph.weights.finite import check_finite
-from graphopt.graph.weights.initializers import new_weight, own, rewrite, weight_of
-from graphopt.graph.weights.leaves import Inline, MappedTensor, Stored
-from graphopt.graph.weights.rearrangement import Joined, Reshaped, Sliced, Transposed, stacked
-from graphopt.graph.weights.same_shape import Like
+from graphopt.graph.weights.initializers import new_weight, own_input, rewrite, weight_of
+from graphopt.graph.weights.leaves import Inline, MappedTensor, StoredBytes
+from graphopt.graph.weights.rearrangement import Concat, Reshape, Slice, Transpose, stack
+from graphopt.graph.weights.same_shape import SameShape
 from graphopt.graph.weights.tensor import WeightTensor, expression_of, map_on_demand, source_of
 
 __all__ = [
     "DOUBLE",
-    "Added",
     "Array",
+    "Bundle",
     "Cast",
-    "Centered",
+    "Center",
+    "Concat",
     "Expression",
     "Inline",
-    "Joined",
-    "Like",
     "MappedTensor",
     "Node",
     "Part",
     "Region",
-    "Reshaped",
-    "Rotated",
-    "Scaled",
-    "Several",
+    "Reshape",
+    "Rotate",
+    "SameShape",
+    "Scale",
     "Shape",
-    "Sliced",
-    "Stored",
-    "Transposed",
+    "Slice",
+    "StoredBytes",
+    "Sum",
+    "Transpose",
     "VectorTimes",
     "WeightTensor",
     "blocks_of",
@@ -67,9 +66,9 @@ __all__ = [
     "map_on_demand",
     "new_weight",
     "nodes_below",
-    "own",
+    "own_input",
     "rewrite",
     "source_of",
-    "stacked",
+    "stack",
     "weight_of",
 ]

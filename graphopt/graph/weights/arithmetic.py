@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights.expression import Array, Expression, Region, Shape, blocks_of, everything, widened
-from graphopt.graph.weights.same_shape import Like
+from graphopt.graph.weights.expression import Array, Expression, Region, Shape, blocks_of, whole_region, widen
+from graphopt.graph.weights.same_shape import SameShape
 from graphopt.numerics.rotations import HadamardRotation, RandomRotation, Rotation
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ DOUBLE = ir.DataType.DOUBLE
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cast(Like):
+class Cast(SameShape):
     """Each number rounded to another type, to nearest even.
 
     Attributes:
@@ -38,7 +38,7 @@ class Cast(Like):
 
     def evaluate(self, region: Region) -> Array:
         """Cast what lies in the region."""
-        numbers = self.of.evaluate(region)
+        numbers = self.source.evaluate(region)
         if self.saturate:
             limit = float(ml_dtypes.finfo(self.to.numpy()).max)  # type: ignore[no-untyped-call]
             numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit, limit), numbers)
@@ -46,8 +46,8 @@ class Cast(Like):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scaled(Like):
-    """diag(factors) W along ``axis``: coordinate i times factors[i], in the type of ``of``."""
+class Scale(SameShape):
+    """diag(factors) W along ``axis``: coordinate i times factors[i], in the type of ``source``."""
 
     factors: Expression
     axis: int
@@ -57,22 +57,22 @@ class Scaled(Like):
         factors = self.factors.evaluate((region[self.axis],))
         spread = [1] * len(region)
         spread[self.axis] = -1
-        return np.asarray(factors.reshape(spread) * self.of.evaluate(region), self.dtype.numpy())
+        return np.asarray(factors.reshape(spread) * self.source.evaluate(region), self.dtype.numpy())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Added(Like):
-    """The sum of two tensors of one shape, in the type of ``of``."""
+class Sum(SameShape):
+    """The sum of two tensors of one shape, in the type of ``source``."""
 
     other: Expression
 
     def evaluate(self, region: Region) -> Array:
         """Add what lies in the region."""
-        return np.asarray(self.of.evaluate(region) + self.other.evaluate(region), self.dtype.numpy())
+        return np.asarray(self.source.evaluate(region) + self.other.evaluate(region), self.dtype.numpy())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Along(Like):
+class _RunMap(SameShape):
     """Maps runs of coordinates along ``axis``: those from each of ``starts`` on, ``width`` each. The rest stays."""
 
     axis: int
@@ -81,17 +81,17 @@ class _Along(Like):
     @property
     def whole(self) -> frozenset[int]:
         """The axis, and what the original wants whole."""
-        return self.of.whole | {self.axis}
+        return self.source.whole | {self.axis}
 
-    def _mapped(self, region: Region, width: int) -> Array:
+    def _map_runs(self, region: Region, width: int) -> Array:
         array: Array = np.require(
-            self.of.evaluate(widened(region, self.axis, self.shape[self.axis])), requirements=["W"]
+            self.source.evaluate(widen(region, self.axis, self.shape[self.axis])), requirements=["W"]
         )
         for block in blocks_of(array.shape, self.axis):
             for start in self.starts:
                 piece = (*block[: self.axis], slice(start, start + width), *block[self.axis + 1 :])
                 array[piece] = self._map(array[piece])
-        cut: Array = array[(*everything(array.shape)[: self.axis], region[self.axis])]
+        cut: Array = array[(*whole_region(array.shape)[: self.axis], region[self.axis])]
         return cut
 
     def _map(self, run: Array) -> Array:
@@ -99,14 +99,14 @@ class _Along(Like):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Centered(_Along):
+class Center(_RunMap):
     """The mean of each run along ``axis`` taken away: W (I - 1 1^T / width)."""
 
     width: int
 
     def evaluate(self, region: Region) -> Array:
         """Center what lies in the region; the axis is evaluated whole."""
-        return self._mapped(region, self.width)
+        return self._map_runs(region, self.width)
 
     def _map(self, run: Array) -> Array:
         # NumPy sums contiguous runs pairwise, and others one by one: always the first, whatever the region is.
@@ -115,7 +115,7 @@ class Centered(_Along):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rotated(_Along):
+class Rotate(_RunMap):
     """Each run along ``axis`` times an orthogonal matrix Q: W Q on a last axis, Q^T W on a first.
 
     Attributes:
@@ -132,8 +132,8 @@ class Rotated(_Along):
     def evaluate(self, region: Region) -> Array:
         """Rotate what lies in the region; the axis is evaluated whole."""
         if self.claim.kind == "hadamard":
-            return self._mapped(region, self.claim.width)
-        return self._mapped(everything(self.shape), self.claim.width)[region]
+            return self._map_runs(region, self.claim.width)
+        return self._map_runs(whole_region(self.shape), self.claim.width)[region]
 
     def _map(self, run: Array) -> Array:
         return rotation_of(self.claim).apply(run, self.axis)
@@ -161,8 +161,8 @@ class VectorTimes(Expression):
         b = self.vector.numpy().astype(np.float64)
         blocks = (self.matrix.evaluate(block).astype(np.float64) for block in blocks_of(self.matrix.shape, 0))
         # Vector by vector: how a product of matrices is summed depends on the threads that share it.
-        found = [np.stack([each @ block for each in b]) if b.ndim > 1 else b @ block for block in blocks]
-        return np.concatenate(found, axis=-1)[region]
+        products = [np.stack([row @ block for row in b]) if b.ndim > 1 else b @ block for block in blocks]
+        return np.concatenate(products, axis=-1)[region]
 
 
 def rotation_of(claim: RotationClaim) -> Rotation:

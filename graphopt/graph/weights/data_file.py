@@ -1,33 +1,39 @@
-"""A model, and its weights in a file or several: they are evaluated by many workers, each into its place there."""
+"""A model, and its weights in a file or several: they are evaluated by many workers, each at its offset there."""
 
 from __future__ import annotations
 
 import contextlib
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights.disk import require_space, reserve, writing
-from graphopt.graph.weights.evaluator import OnTensor, cost_of, grouped, run_tasks
+from graphopt.graph.weights.evaluator import OnTensor, cost_of, group_expressions, run_tasks
 from graphopt.graph.weights.expression import Array, Expression
-from graphopt.graph.weights.leaves import Stored, write_array
+from graphopt.graph.weights.leaves import StoredBytes, write_array
 from graphopt.graph.weights.store import with_parts_in_memory
 from graphopt.graph.weights.tensor import WeightTensor, expression_of, source_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable, Iterator
+    from collections.abc import Hashable, Iterator
     from concurrent.futures import Executor
 
 INLINE = 256
 """Tensors of at most so many bytes stand in the model file itself: onnxruntime wants constants of shapes there."""
 
-# A file of weights, and the offset of a tensor in it.
-_Place = tuple[Path, int]
-# For each expression its place, or None for one that is returned instead.
-_Task = list[tuple[Expression, _Place | None]]
+
+class _Location(NamedTuple):
+    """Where a tensor lies: a file of weights, and the offset in it, in bytes."""
+
+    file: Path
+    offset: int
+
+
+# For each expression its location, or None for one that is returned instead.
+_Task = list[tuple[Expression, _Location | None]]
 
 
 def part_name(data: str, part: int) -> str:
@@ -53,7 +59,7 @@ def save_model(
 ) -> None:
     """Write a model to ``file`` and its weights, in the order of the graph and without gaps, to ``data`` beside it.
 
-    What two initializers share, a tensor or a place in a file, is written once: both then name the same bytes.
+    What two initializers share, a tensor or bytes of a file, is written once: both then name the same bytes.
 
     The model stays as it is. Weights are evaluated one by one in each worker, so each holds its largest, not their sum.
 
@@ -73,120 +79,126 @@ def save_model(
     Raises:
         InputError: the disk is too small.
     """
-    found = [value for graph in model.graphs() for value in graph.initializers.values()]
-    before = {value: value.const_value for value in found if value.const_value is not None}
-    large = [value for value, tensor in before.items() if tensor.nbytes > INLINE and tensor.dtype != ir.DataType.STRING]
-    if not weights:
-        large = [value for value, tensor in before.items() if isinstance(tensor, WeightTensor)]
+    values = [value for graph in model.graphs() for value in graph.initializers.values()]
+    tensors = {value: value.const_value for value in values if value.const_value is not None}
+    external = [value for value, tensor in tensors.items() if _is_external(tensor, weights)]
     file = file.absolute() if in_place else file
-    base = Path(file.anchor) if in_place else file.parent
-    there = _places_of({value: before[value] for value in large}, base) if in_place else {}
+    root = Path(file.anchor) if in_place else file.parent
+    existing = _locations_below(root, {value: tensors[value] for value in external}) if in_place else {}
     first: dict[Hashable, ir.Value] = {}
-    same = {value: first.setdefault(source_of(before[value]), value) for value in large}
-    written = [value for value in large if same[value] is value and value not in there]
-    sizes = [before[value].nbytes for value in written]
-    numbered = _places(sizes, part_size)
-    places = {
-        value: (file.parent / part_name(data, part), offset)
-        for value, (part, offset) in zip(written, numbered, strict=True)
-    }
+    originals = {value: first.setdefault(source_of(tensors[value]), value) for value in external}
+    sizes = {v: tensors[v].nbytes for v in external if originals[v] is v and v not in existing}
+    locations = _new_locations(sizes, file.parent, data, part_size)
     if weights:
-        require_space(file.parent, sum(sizes))
-        for part in range(max((part for part, _ in numbered), default=0) + 1):
-            here = (size for size, (of, _) in zip(sizes, numbered, strict=True) if of == part)
-            reserve(file.parent / part_name(data, part), sum(here))
+        _reserve_files(file.parent / data, sizes, locations)
     try:
-        once = {v: tensor for v, tensor in before.items() if v not in there and same.get(v, v) is v}
-        small = _write_tensors(once, places, executor, on_tensor) if weights else {}
+        unique = {v: tensor for v, tensor in tensors.items() if v not in existing and originals.get(v, v) is v}
+        small = _write_tensors(unique, locations, executor, on_tensor) if weights else {}
         for value, array in small.items():
-            value.const_value = ir.Tensor(array, dtype=before[value].dtype, name=before[value].name)
-        for value in large:
-            tensor, (place, offset) = before[value], there.get(value) or places[same[value]]
-            shape, name = ir.Shape(tensor.shape.numpy()), tensor.name or ""
-            location = place.relative_to(base).as_posix()
-            value.const_value = ir.ExternalTensor(
-                location, offset, tensor.nbytes, tensor.dtype, shape=shape, name=name, base_dir=base
-            )
+            value.const_value = ir.Tensor(array, dtype=tensors[value].dtype, name=tensors[value].name)
+        for value in external:
+            location = existing.get(value) or locations[originals[value]]
+            value.const_value = _external_tensor(tensors[value], location, root)
         with writing(file.parent):
             ir.save(model, file)
     finally:
-        for value, tensor in before.items():
+        for value, tensor in tensors.items():
             value.const_value = tensor
 
 
-def _places_of(tensors: dict[ir.Value, ir.TensorProtocol], root: Path) -> dict[ir.Value, _Place]:
+def _is_external(tensor: ir.TensorProtocol, weights: bool) -> bool:
+    if not weights:
+        return isinstance(tensor, WeightTensor)
+    return tensor.nbytes > INLINE and tensor.dtype != ir.DataType.STRING
+
+
+def _external_tensor(tensor: ir.TensorProtocol, location: _Location, root: Path) -> ir.ExternalTensor:
+    path, shape = location.file.relative_to(root).as_posix(), ir.Shape(tensor.shape.numpy())
+    return ir.ExternalTensor(
+        path, location.offset, tensor.nbytes, tensor.dtype, shape=shape, name=tensor.name or "", base_dir=root
+    )
+
+
+def _locations_below(root: Path, tensors: dict[ir.Value, ir.TensorProtocol]) -> dict[ir.Value, _Location]:
     """Return where the tensors lie that lie in files below ``root``."""
-    places = {}
+    locations = {}
     for value, tensor in tensors.items():
-        stored = expression_of(tensor) if isinstance(tensor, (WeightTensor, ir.ExternalTensor)) else None
-        if isinstance(stored, Stored) and Path(stored.path).anchor == str(root):
-            places[value] = (Path(stored.path), stored.offset)
-    return places
+        source = expression_of(tensor) if isinstance(tensor, (WeightTensor, ir.ExternalTensor)) else None
+        if isinstance(source, StoredBytes) and Path(source.path).anchor == str(root):
+            locations[value] = _Location(Path(source.path), source.offset)
+    return locations
 
 
-def _places(sizes: Iterable[int], part_size: int | None) -> list[tuple[int, int]]:
-    """Return in which file each tensor lies, and where in it."""
-    places, part, end = [], 0, 0
-    for size in sizes:
+def _new_locations(
+    sizes: dict[ir.Value, int], folder: Path, data: str, part_size: int | None
+) -> dict[ir.Value, _Location]:
+    """Return where each tensor goes: one behind the other, in a new file where ``part_size`` is reached."""
+    locations, part, end = {}, 0, 0
+    for value, size in sizes.items():
         if part_size is not None and end and end + size > part_size:
             part, end = part + 1, 0
-        places.append((part, end))
+        locations[value] = _Location(folder / part_name(data, part), end)
         end += size
-    return places
+    return locations
+
+
+def _reserve_files(first: Path, sizes: dict[ir.Value, int], locations: dict[ir.Value, _Location]) -> None:
+    require_space(first.parent, sum(sizes.values()))
+    totals = {first: 0}  # the first file is there even where no tensor is written
+    for value, location in locations.items():
+        totals[location.file] = totals.get(location.file, 0) + sizes[value]
+    for file, size in totals.items():
+        reserve(file, size)
 
 
 def _write_tensors(
     tensors: dict[ir.Value, ir.TensorProtocol],
-    places: dict[ir.Value, _Place],
+    locations: dict[ir.Value, _Location],
     executor: Executor | None,
     on_tensor: OnTensor | None,
 ) -> dict[ir.Value, Array]:
-    """Write tensors to their places, and return the arrays of those that have none and are not in memory."""
-    done, elsewhere = 0, []
-    for value, tensor in tensors.items():
-        if isinstance(tensor, (WeightTensor, ir.ExternalTensor)):
-            elsewhere.append(value)
-        elif value in places:
-            # What is in memory is not sent to another process only to be written.
-            with _at(places[value]) as stream:
-                stream.write(tensor.tobytes())
-            done = _count(done, value, places, on_tensor)
-    expressions = [expression_of(tensors[value]) for value in elsewhere]
-    groups = grouped(expressions)
-    tasks: list[_Task] = [
-        [(expressions[number], places.get(elsewhere[number])) for number in group] for group in groups
-    ]
+    """Write tensors to their locations, and return the arrays of those that have none and are not in memory."""
+    written = 0
+
+    def count(value: ir.Value) -> None:
+        nonlocal written
+        written += value in locations
+        if value in locations and on_tensor is not None:
+            on_tensor(written, len(locations))
+
+    lazy = [value for value, tensor in tensors.items() if isinstance(tensor, (WeightTensor, ir.ExternalTensor))]
+    # What is in memory is not sent to another process only to be written.
+    for value in [value for value in locations if not isinstance(tensors[value], (WeightTensor, ir.ExternalTensor))]:
+        with _open_at(locations[value]) as stream:
+            stream.write(tensors[value].tobytes())
+        count(value)
+    expressions = [expression_of(tensors[value]) for value in lazy]
+    groups = group_expressions(expressions)
+    tasks: list[_Task] = [[(expressions[number], locations.get(lazy[number])) for number in group] for group in groups]
     sizes = [cost_of([expressions[number] for number in group]) for group in groups]
     small: dict[ir.Value, Array] = {}
     for index, arrays in run_tasks(executor, _write, tasks, sizes):
         for number, array in zip(groups[index], arrays, strict=True):
             if array is not None:
-                small[elsewhere[number]] = array
-            done = _count(done, elsewhere[number], places, on_tensor)
+                small[lazy[number]] = array
+            count(lazy[number])
     return small
 
 
 @contextlib.contextmanager
-def _at(place: _Place) -> Iterator[BinaryIO]:
-    file, offset = place
-    with writing(file.parent), file.open("r+b") as stream:
-        stream.seek(offset)
+def _open_at(location: _Location) -> Iterator[BinaryIO]:
+    with writing(location.file.parent), location.file.open("r+b") as stream:
+        stream.seek(location.offset)
         yield stream
 
 
-def _count(done: int, value: ir.Value, places: dict[ir.Value, _Place], on_tensor: OnTensor | None) -> int:
-    done += value in places
-    if value in places and on_tensor is not None:
-        on_tensor(done, len(places))
-    return done
-
-
 def _write(task: _Task) -> list[Array | None]:
-    evaluated, small = with_parts_in_memory([expression for expression, _ in task]), []
-    for expression, (_, place) in zip(evaluated, task, strict=True):
+    """Write what has a location; return an array for each expression that has none."""
+    expressions, small = with_parts_in_memory([expression for expression, _ in task]), []
+    for expression, (_, location) in zip(expressions, task, strict=True):
         array = expression.numpy()
-        small.append(np.array(array) if place is None else None)
-        if place is not None:
-            with _at(place) as stream:
+        small.append(np.array(array) if location is None else None)
+        if location is not None:
+            with _open_at(location) as stream:
                 write_array(array, expression.dtype, stream)
     return small

@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def require_space(folder: Path, needed: int) -> None:
-    """Refuse to write ``needed`` bytes into a folder whose disk has less free.
+def require_space(folder: Path, nbytes: int) -> None:
+    """Refuse to write ``nbytes`` bytes into a folder whose disk has less free.
 
     Raises:
         InputError: it has less; says how much.
     """
     free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise _full(folder, needed, free)
+    if free < nbytes:
+        raise _full(folder, nbytes, free)
 
 
 @contextlib.contextmanager
-def writing(folder: Path, needed: int | None = None) -> Iterator[None]:
+def writing(folder: Path, nbytes: int | None = None) -> Iterator[None]:
     """Turn the system's errors about a full disk, a quota or a limit on the size of files into one of ours.
 
     Args:
         folder: where is written.
-        needed: how many bytes the block writes, where that is known.
+        nbytes: how many bytes the block writes, where that is known.
 
     Raises:
         InputError: the block ran out of space.
@@ -45,7 +45,7 @@ def writing(folder: Path, needed: int | None = None) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise _full(folder, needed, shutil.disk_usage(folder).free, error.errno) from error
+        raise _full(folder, nbytes, shutil.disk_usage(folder).free, error.errno) from error
 
 
 def reserve(file: Path, size: int) -> None:
@@ -62,11 +62,11 @@ def reserve(file: Path, size: int) -> None:
             stream.truncate(size)
 
 
-def _full(folder: Path, needed: int | None, free: int, code: int = errno.ENOSPC) -> InputError:
-    why = "the disk is full" if code == errno.ENOSPC else f"the file cannot be written ({os.strerror(code)})"
-    size = "" if needed is None else f"{needed / 1e6:,.1f} MB are needed, "
+def _full(folder: Path, nbytes: int | None, free: int, code: int = errno.ENOSPC) -> InputError:
+    problem = "the disk is full" if code == errno.ENOSPC else f"the file cannot be written ({os.strerror(code)})"
+    size = "" if nbytes is None else f"{nbytes / 1e6:,.1f} MB are needed, "
     return InputError(
-        f"{why}: {size}{free / 1e6:,.1f} MB are free",
+        f"{problem}: {size}{free / 1e6:,.1f} MB are free",
         file=folder,
         remedy="make room, or write to another disk (-o, and --work for intermediate weights)",
     )

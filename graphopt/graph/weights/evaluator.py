@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
     FIRST_COMPLETED,
@@ -26,9 +27,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from graphopt.errors import GraphoptError
 from graphopt.graph.weights.disk import require_space
-from graphopt.graph.weights.expression import Expression, Node, Several, nodes_below
-from graphopt.graph.weights.leaves import Inline, Stored
-from graphopt.graph.weights.store import Kept, Store
+from graphopt.graph.weights.expression import Bundle, Expression, Node, nodes_below
+from graphopt.graph.weights.leaves import Inline, StoredBytes
+from graphopt.graph.weights.store import Store, StoreEntry
 from graphopt.graph.weights.tensor import WeightTensor
 from graphopt.util.processors import processors
 
@@ -119,40 +120,41 @@ def _in_threads(
 ) -> Iterator[tuple[int, Result]]:
     threads = 1 if sizes is None else min(processors(), len(tasks))
     if threads < 2 or sizes is None:
-        for number, task in enumerate(tasks):
-            yield number, function(task)
+        yield from ((number, function(task)) for number, task in enumerate(tasks))
         return
-    most, used, numbers = max(*sizes, _ROOM), 0, iter(range(len(tasks)))
+    room, used, numbers = max(*sizes, _ROOM), 0, deque(range(len(tasks)))
     running: dict[Future[Result], int] = {}
-    following = next(numbers, None)
     with ThreadPoolExecutor(threads) as pool:
-        while running or following is not None:
-            while following is not None and len(running) < threads and used + sizes[following] <= most:
-                running[pool.submit(function, tasks[following])] = following
-                used, following = used + sizes[following], next(numbers, None)
+        while running or numbers:
+            while numbers and len(running) < threads and used + sizes[numbers[0]] <= room:
+                number = numbers.popleft()
+                running[pool.submit(function, tasks[number])] = number
+                used += sizes[number]
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 number = running.pop(future)
                 used -= sizes[number]
                 yield number, future.result()
 
 
-def grouped(expressions: Sequence[Expression]) -> list[list[int]]:
+def group_expressions(expressions: Sequence[Expression]) -> list[list[int]]:
     """Return the numbers of expressions in groups that share what is computed together or kept, the largest first."""
     import networkx as nx  # as slow to import as numpy, and a session needs none
 
     graph: nx.Graph[object] = nx.Graph()
     for number, expression in enumerate(expressions):
         graph.add_node(number)
-        shared = (node for node in nodes_below(expression) if isinstance(node, (Several, Kept)))
-        graph.add_edges_from((number, node) for node in shared)
-    groups = [sorted(each for each in found if isinstance(each, int)) for found in nx.connected_components(graph)]
+        joint = (node for node in nodes_below(expression) if isinstance(node, (Bundle, StoreEntry)))
+        graph.add_edges_from((number, node) for node in joint)
+    groups = [
+        sorted(member for member in members if isinstance(member, int)) for members in nx.connected_components(graph)
+    ]
     return sorted(groups, key=lambda group: (-cost_of([expressions[number] for number in group]), group))
 
 
 def cost_of(expressions: Sequence[Expression]) -> int:
     """Return the bytes of all leaves of some expressions: what evaluating them takes is about proportional."""
     nodes: set[Node] = {node for expression in expressions for node in nodes_below(expression)}
-    return sum(node.nbytes for node in nodes if isinstance(node, (Stored, Inline)))
+    return sum(node.nbytes for node in nodes if isinstance(node, (StoredBytes, Inline)))
 
 
 class Evaluator:
@@ -172,47 +174,57 @@ class Evaluator:
         Raises:
             InputError: the disk is too small for them.
         """
-        weights = unevaluated(model)
-        settled = self.values([tensor.expression for _, tensor in weights], on_tensor)
-        for (value, tensor), stored in zip(weights, settled, strict=True):
-            value.const_value = stored.tensor(tensor.name)
+        weights = computed_weights(model)
+        results = self.values([tensor.expression for _, tensor in weights], on_tensor)
+        for (value, tensor), result in zip(weights, results, strict=True):
+            value.const_value = result.tensor(tensor.name)
 
-    def values(self, expressions: Sequence[Expression], on_tensor: OnTensor | None = None) -> list[Stored]:
+    def values(self, expressions: Sequence[Expression], on_tensor: OnTensor | None = None) -> list[StoredBytes]:
         """Return the stored values of expressions, evaluated where they are not in the store yet.
 
         Raises:
             InputError: the disk is too small for them.
         """
-        found = [self.store.find(expression) for expression in expressions]
-        missing = [number for number, stored in enumerate(found) if stored is None]
+        values = [self.store.find(expression) for expression in expressions]
+        missing = [number for number, value in enumerate(values) if value is None]
         if missing:
             self.store.folder.mkdir(parents=True, exist_ok=True)
             require_space(self.store.folder, sum(expressions[number].nbytes for number in missing))
-        groups = [[missing[each] for each in group] for group in grouped([expressions[number] for number in missing])]
-        tasks = [(self.store, [expressions[number] for number in group]) for group in groups]
-        done = len(found) - len(missing)
-        sizes = [cost_of([expressions[number] for number in group]) for group in groups]
-        for index, results in run_tasks(self.executor, _obtain, tasks, sizes):
-            for number, stored in zip(groups[index], results, strict=True):
-                found[number] = stored
-            done += len(results)
+            self._evaluate(expressions, missing, values, on_tensor)
+        return [value for value in values if value is not None]
+
+    def _evaluate(
+        self,
+        expressions: Sequence[Expression],
+        missing: list[int],
+        values: list[StoredBytes | None],
+        on_tensor: OnTensor | None,
+    ) -> None:
+        """Fill in those of ``values`` that are missing."""
+        lacking = [expressions[number] for number in missing]
+        groups = group_expressions(lacking)
+        tasks = [(self.store, [lacking[index] for index in group]) for group in groups]
+        count = len(values) - len(missing)
+        for task, results in run_tasks(self.executor, _obtain, tasks, [cost_of(batch) for _, batch in tasks]):
+            for index, value in zip(groups[task], results, strict=True):
+                values[missing[index]] = value
+            count += len(results)
             if on_tensor is not None:
-                on_tensor(done, len(found))
-        return [stored for stored in found if stored is not None]
+                on_tensor(count, len(values))
 
 
-def unevaluated(model: ir.Model) -> list[tuple[ir.Value, WeightTensor]]:
+def computed_weights(model: ir.Model) -> list[tuple[ir.Value, WeightTensor]]:
     """Return the weights of a model that are computed when they are read."""
     return [
         (value, value.const_value)
         for graph in model.graphs()
         for value in graph.initializers.values()
         if isinstance(value.const_value, WeightTensor)
-        and not isinstance(value.const_value.expression, (Stored, Inline))
+        and not isinstance(value.const_value.expression, (StoredBytes, Inline))
     ]
 
 
-def _obtain(task: tuple[Store, list[Expression]]) -> list[Stored]:
+def _obtain(task: tuple[Store, list[Expression]]) -> list[StoredBytes]:
     store, expressions = task
     return [store.obtain(expression) for expression in expressions]
 

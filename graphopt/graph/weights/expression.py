@@ -5,7 +5,7 @@
 To add a kind of expression, derive one frozen dataclass from :class:`Expression` with ``dtype``, ``shape`` and
 ``evaluate``; its fields may be expressions, numbers, strings, arrays, and frozen dataclasses of these. Children,
 digest, printing and replacing follow from the fields. What yields several tensors at once derives from
-:class:`Several`.
+:class:`Bundle`.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Node:
         the leaves.
         """
         fields = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
-        return hashlib.sha256(_encoded((type(self).__name__, fields))).hexdigest()
+        return hashlib.sha256(_encode((type(self).__name__, fields))).hexdigest()
 
     def replacing(self, replacements: Mapping[Node, Node]) -> Self:
         """Return this expression with each node that is a key of ``replacements``, below it, replaced by its value."""
-        made: Self = _replaced(self, replacements, {})
-        return made
+        copy: Self = _replace_nodes(self, replacements, {})
+        return copy
 
     def __str__(self) -> str:
         fields = ((field.name, getattr(self, field.name)) for field in dataclasses.fields(self))
@@ -99,17 +99,17 @@ class Expression(Node, ABC):
         """
         regions = list(blocks(self.shape, self.whole))
         if len(regions) == 1:
-            return self._checked(regions[0])
+            return self._evaluate_checked(regions[0])
         array = np.empty(self.shape, self.dtype.numpy())
         for region in regions:
-            array[region] = self._checked(region)
+            array[region] = self._evaluate_checked(region)
         return array
 
-    def _checked(self, region: Region) -> Array:
+    def _evaluate_checked(self, region: Region) -> Array:
         array = self.evaluate(region)
-        promised = tuple(piece.stop - piece.start for piece in region)
-        if array.shape != promised:
-            raise ValueError(f"a part of {self} came out as {array.shape}, promised as {promised}")
+        expected = tuple(piece.stop - piece.start for piece in region)
+        if array.shape != expected:
+            raise ValueError(f"a part of {self} came out as {array.shape}, promised as {expected}")
         return np.asarray(array, self.dtype.numpy())
 
     @property
@@ -119,7 +119,7 @@ class Expression(Node, ABC):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Several(Node, ABC):
+class Bundle(Node, ABC):
     """Several tensors that are computed together, such as codes and scales. Each is taken out by :class:`Part`."""
 
     @property
@@ -136,46 +136,46 @@ class Several(Node, ABC):
 class Part(Expression):
     """One of several tensors that are computed together."""
 
-    of: Several
+    source: Bundle
     name: str
 
     @property
     def dtype(self) -> ir.DataType:
         """As the group says."""
-        return self.of.parts[self.name][0]
+        return self.source.parts[self.name][0]
 
     @property
     def shape(self) -> Shape:
         """As the group says."""
-        return self.of.parts[self.name][1]
+        return self.source.parts[self.name][1]
 
     def evaluate(self, region: Region) -> Array:
         """Evaluate the whole group; whoever needs several parts evaluates the group and replaces the parts."""
-        return self.of.evaluate()[self.name][region]
+        return self.source.evaluate()[self.name][region]
 
 
-def everything(shape: Shape) -> Region:
+def whole_region(shape: Shape) -> Region:
     """Return the region that is all of a tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
-def widened(region: Region, axis: int, size: int) -> Region:
+def widen(region: Region, axis: int, size: int) -> Region:
     """Return ``region`` with all of ``axis``, which has ``size`` coordinates."""
     return (*region[:axis], slice(0, size), *region[axis + 1 :])
 
 
 def blocks(shape: Shape, whole: Iterable[int]) -> Iterator[Region]:
     """Yield regions of about 2^20 numbers that cover a tensor: it is cut along its largest axis that is not whole."""
-    kept = set(whole)
-    others = [axis for axis in range(len(shape)) if axis not in kept]
-    if not others or not math.prod(shape):
-        yield everything(shape)
+    fixed = set(whole)
+    candidates = [axis for axis in range(len(shape)) if axis not in fixed]
+    if not candidates or not math.prod(shape):
+        yield whole_region(shape)
         return
-    cut = max(others, key=lambda axis: shape[axis])
+    cut = max(candidates, key=lambda axis: shape[axis])
     step = max(1, _BLOCK * shape[cut] // math.prod(shape))
     for start in range(0, shape[cut], step):
         piece = slice(start, min(start + step, shape[cut]))
-        yield (*everything(shape[:cut]), piece, *everything(shape[cut + 1 :]))
+        yield (*whole_region(shape[:cut]), piece, *whole_region(shape[cut + 1 :]))
 
 
 def blocks_of(shape: Shape, axis: int) -> Iterator[Region]:
@@ -185,11 +185,11 @@ def blocks_of(shape: Shape, axis: int) -> Iterator[Region]:
 
 def nodes_below(root: Node) -> Iterator[Node]:
     """Yield each node of an expression once, children before what is made of them."""
-    seen: set[Node] = set()
+    visited: set[Node] = set()
 
     def walk(node: Node) -> Iterator[Node]:
-        if node not in seen:
-            seen.add(node)
+        if node not in visited:
+            visited.add(node)
             for child in node.children:
                 yield from walk(child)
             yield node
@@ -201,23 +201,23 @@ def _nodes_in(value: object) -> Iterator[Node]:
     if isinstance(value, Node):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _nodes_in(each)
+        for element in value:
+            yield from _nodes_in(element)
 
 
-def _replaced(value: Any, replacements: Mapping[Node, Node], made: dict[Node, Node]) -> Any:
+def _replace_nodes(value: Any, replacements: Mapping[Node, Node], copies: dict[Node, Node]) -> Any:
     if isinstance(value, tuple):
-        return tuple(_replaced(each, replacements, made) for each in value)
+        return tuple(_replace_nodes(element, replacements, copies) for element in value)
     if not isinstance(value, Node):
         return value
     if value in replacements:
         return replacements[value]
-    if value not in made:
+    if value not in copies:
         old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        new = {name: _replaced(field, replacements, made) for name, field in old.items()}
-        same = all(_is_same(old[name], new[name]) for name in old)
-        made[value] = value if same else dataclasses.replace(value, **new)
-    return made[value]
+        new = {name: _replace_nodes(field, replacements, copies) for name, field in old.items()}
+        unchanged = all(_is_same(old[name], new[name]) for name in old)
+        copies[value] = value if unchanged else dataclasses.replace(value, **new)
+    return copies[value]
 
 
 def _is_same(old: object, new: object) -> bool:
@@ -226,7 +226,7 @@ def _is_same(old: object, new: object) -> bool:
     return old is new
 
 
-def _encoded(value: object) -> bytes:
+def _encode(value: object) -> bytes:
     """Return bytes that differ where values differ: each part with its kind and its length."""
     if isinstance(value, Node):
         kind, content = "node", value.digest.encode()
@@ -234,14 +234,14 @@ def _encoded(value: object) -> bytes:
         body = np.ascontiguousarray(value)
         kind, content = f"array {body.dtype.str} {body.dtype.name} {body.shape}", body.tobytes()
     elif isinstance(value, (list, tuple)):
-        kind, content = "sequence", b"".join(_encoded(each) for each in value)
+        kind, content = "sequence", b"".join(_encode(element) for element in value)
     elif isinstance(value, BaseModel):
         kind, content = type(value).__name__, value.model_dump_json().encode()
     elif isinstance(value, ir.DataType):
         kind, content = "type", value.name.encode()
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
-        kind, content = type(value).__name__, _encoded(fields)
+        kind, content = type(value).__name__, _encode(fields)
     elif value is None or isinstance(value, (bool, int, float, str)):
         kind, content = type(value).__name__, repr(value).encode()
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -9,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.errors import InputError
 from graphopt.graph.weights.evaluator import run_tasks
-from graphopt.graph.weights.leaves import Stored
+from graphopt.graph.weights.leaves import StoredBytes
 from graphopt.graph.weights.tensor import expression_of
 
 if TYPE_CHECKING:
@@ -31,31 +32,29 @@ def check_finite(model: ir.Model, file: str | Path | None = None, executor: Exec
         InputError: a weight is not finite; names the tensor, its shape and the first bad index.
     """
     # What a graph within the graph has is not looked at for NaN; functions have no initializers.
-    values = [value for value in model.graph.initializers.values() if value.const_value is not None]
-    stored = [value for value in values if isinstance(value.const_value, ir.ExternalTensor)]
-    expressions = [expression_of(value.const_value) for value in stored]
-    found: dict[ir.Value, str | None] = {}
-    sizes = [expression.nbytes for expression in expressions]
-    for number, (digest, fault) in run_tasks(executor, _look_at, expressions, sizes):
-        value, expression = stored[number], expressions[number]
-        found[value] = fault
-        if isinstance(expression, Stored) and value.const_value is not None:
-            place = Stored(expression.path, expression.offset, expression.kind, expression.dims, digest)
-            value.const_value = place.tensor(value.const_value.name)
-    for value in values:
-        assert value.const_value is not None
-        fault = found[value] if value in found else _fault(expression_of(value.const_value))
+    tensors = {v: v.const_value for v in model.graph.initializers.values() if v.const_value is not None}
+    external = [value for value, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)]
+    expressions = [expression_of(tensors[value]) for value in external]
+    faults: dict[ir.Value, str | None] = {}
+    for number, (digest, fault) in run_tasks(executor, _inspect, expressions, [e.nbytes for e in expressions]):
+        value, expression = external[number], expressions[number]
+        faults[value] = fault
+        if isinstance(expression, StoredBytes):
+            source = dataclasses.replace(expression, known_digest=digest)
+            value.const_value = source.tensor(tensors[value].name)
+    for value, tensor in tensors.items():
+        fault = faults[value] if value in faults else _fault(expression_of(tensor))
         if fault is not None:
             raise InputError(
                 fault,
                 file=file,
                 tensor=value.name,
-                shape=value.const_value.shape.numpy(),
+                shape=tensor.shape.numpy(),
                 remedy="the checkpoint is damaged or was converted with overflow; export it again",
             )
 
 
-def _look_at(expression: Expression) -> tuple[str, str | None]:
+def _inspect(expression: Expression) -> tuple[str, str | None]:
     return expression.digest, _fault(expression)
 
 

@@ -25,7 +25,7 @@ def weight_of(node: ir.Node, index: int) -> ir.Value | None:
     return value if value is not None and value.is_initializer() and value.const_value is not None else None
 
 
-def own(node: ir.Node, index: int) -> ir.Value:
+def own_input(node: ir.Node, index: int) -> ir.Value:
     """Return input ``index`` of ``node`` as an initializer that no other node uses, copied (lazily) if it was shared.
 
     Exporters give equal constants one initializer, and tied models share embedding and head: a pass that edits a
@@ -59,7 +59,7 @@ def rewrite(weight: ir.Value, *steps: Callable[[Expression], Expression]) -> Non
     They are computed in float64, and the result is rounded once, at the end, to the type that the tensor has.
 
     Args:
-        weight: an initializer that its reader owns, see :func:`own`.
+        weight: an initializer that its reader owns, see :func:`own_input`.
         steps: each takes the float64 expression of what is before it, and returns one of the same shape.
 
     Raises:

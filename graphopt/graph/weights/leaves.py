@@ -25,7 +25,7 @@ class MappedTensor(ir.ExternalTensor):
         expression: the expression that the tensor was made from, if it was.
     """
 
-    expression: Stored | None = None
+    expression: StoredBytes | None = None
 
     def numpy(self) -> Array:
         """Return the array, read-only; the mapping ends when the array does."""
@@ -35,9 +35,9 @@ class MappedTensor(ir.ExternalTensor):
 
     def tobytes(self) -> bytes:
         """Return a copy of the stored bytes."""
-        stored = super().tobytes()
+        content = super().tobytes()
         self._array = self.raw = None
-        return stored
+        return content
 
     def __array__(self, dtype: Any = None) -> Array:
         return self.numpy().__array__(dtype)
@@ -57,7 +57,7 @@ class _Leaf(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Stored(_Leaf):
+class StoredBytes(_Leaf):
     """Bytes of a file.
 
     Attributes:
@@ -93,11 +93,11 @@ class Stored(_Leaf):
     def tensor(self, name: str | None = None) -> MappedTensor:
         """Return the tensor as the ONNX IR has it; it remembers this expression."""
         file, dims = Path(self.path), ir.Shape(self.dims)
-        made = MappedTensor(
+        tensor = MappedTensor(
             file.name, self.offset, self.nbytes, self.kind, shape=dims, name=name or "", base_dir=file.parent
         )
-        made.expression = self
-        return made
+        tensor.expression = self
+        return tensor
 
     def evaluate(self, region: Region) -> Array:
         """Map the file and return a read-only view of it."""
@@ -124,7 +124,7 @@ class Inline(_Leaf):
     kind: ir.DataType
 
     @classmethod
-    def of(cls, array: Array) -> Inline:
+    def from_array(cls, array: Array) -> Inline:
         """Return the expression of an array whose NumPy type names its ONNX type."""
         return cls(array, ir.DataType.from_numpy(array.dtype))
 

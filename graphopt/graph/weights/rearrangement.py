@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.graph.weights.expression import Array, Expression, Region, Shape, everything
+from graphopt.graph.weights.expression import Array, Expression, Region, Shape, whole_region
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -18,58 +18,58 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Transposed(Expression):
+class Transpose(Expression):
     """Axes in another order: axis i is axis ``order[i]`` of the original, as ``numpy.transpose`` has it."""
 
-    of: Expression
+    source: Expression
     order: tuple[int, ...]
 
     @property
     def dtype(self) -> ir.DataType:
         """As the original."""
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
         """The original's dimensions in the new order."""
-        return tuple(self.of.shape[axis] for axis in self.order)
+        return tuple(self.source.shape[axis] for axis in self.order)
 
     @property
     def whole(self) -> frozenset[int]:
         """The original's, renumbered."""
-        return frozenset(axis for axis, before in enumerate(self.order) if before in self.of.whole)
+        return frozenset(axis for axis, before in enumerate(self.order) if before in self.source.whole)
 
     def evaluate(self, region: Region) -> Array:
         """Evaluate the region of the original and turn it, without a copy."""
         before = [slice(0)] * len(region)
         for axis, piece in zip(self.order, region, strict=True):
             before[axis] = piece
-        return self.of.evaluate(tuple(before)).transpose(self.order)
+        return self.source.evaluate(tuple(before)).transpose(self.order)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Sliced(Expression):
+class Slice(Expression):
     """The coordinates start, start + step, ... of each axis.
 
     Attributes:
-        of: the original.
+        source: the original.
         pieces: start, stop and step for each axis, as :meth:`cut` normalizes them: stop is -1 where a negative step
             goes down to coordinate 0.
     """
 
-    of: Expression
+    source: Expression
     pieces: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def cut(cls, of: Expression, pieces: dict[int, slice]) -> Sliced:
+    def cut(cls, of: Expression, pieces: dict[int, slice]) -> Slice:
         """Return the coordinates of each axis that Python's slices pick; axes without one stay."""
-        picked = [pieces.get(axis, slice(None)).indices(size) for axis, size in enumerate(of.shape)]
-        return cls(of, tuple(picked))
+        bounds = [pieces.get(axis, slice(None)).indices(size) for axis, size in enumerate(of.shape)]
+        return cls(of, tuple(bounds))
 
     @property
     def dtype(self) -> ir.DataType:
         """As the original."""
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
@@ -79,7 +79,7 @@ class Sliced(Expression):
     @property
     def whole(self) -> frozenset[int]:
         """As the original."""
-        return self.of.whole
+        return self.source.whole
 
     def evaluate(self, region: Region) -> Array:
         """Evaluate the smallest region of the original that holds what is picked."""
@@ -91,29 +91,29 @@ class Sliced(Expression):
             before.append(slice(low, max(first, last) + 1 if count else 0))
             end = last - low + (1 if step > 0 else -1)
             inside.append(slice(first - low, end if end >= 0 else None, step) if count else slice(0))
-        return self.of.evaluate(tuple(before))[tuple(inside)]
+        return self.source.evaluate(tuple(before))[tuple(inside)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Reshaped(Expression):
+class Reshape(Expression):
     """The same numbers, in row-major order, with other dimensions."""
 
-    of: Expression
+    source: Expression
     dims: Shape
 
     @classmethod
-    def to(cls, of: Expression, dims: Sequence[int]) -> Reshaped:
-        """Return ``of`` with the dimensions ``dims``, one of which may be -1 for what is left."""
-        known = math.prod(size for size in dims if size != -1)
-        filled = tuple(math.prod(of.shape) // known if size == -1 else size for size in dims)
-        if math.prod(filled) != math.prod(of.shape):
+    def to(cls, of: Expression, dims: Sequence[int]) -> Reshape:
+        """Return ``source`` with the dimensions ``dims``, one of which may be -1 for what is left."""
+        product = math.prod(size for size in dims if size != -1)
+        shape = tuple(math.prod(of.shape) // product if size == -1 else size for size in dims)
+        if math.prod(shape) != math.prod(of.shape):
             raise ValueError(f"{list(of.shape)} cannot be reshaped to {list(dims)}")
-        return cls(of, filled)
+        return cls(of, shape)
 
     @property
     def dtype(self) -> ir.DataType:
         """As the original."""
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
@@ -124,26 +124,26 @@ class Reshaped(Expression):
     def whole(self) -> frozenset[int]:
         """The original's where only axes of size 1 come and go; else none if the original can be cut anywhere."""
         if self._only_ones_move():
-            kept = {self._wide(self.dims)[self._wide(self.of.shape).index(axis)] for axis in self._wide_whole()}
-            return frozenset(kept)
-        return frozenset() if not self.of.whole else frozenset(range(len(self.dims)))
+            axes = {self._wide(self.dims)[self._wide(self.source.shape).index(axis)] for axis in self._wide_whole()}
+            return frozenset(axes)
+        return frozenset() if not self.source.whole else frozenset(range(len(self.dims)))
 
     def evaluate(self, region: Region) -> Array:
         """Evaluate the region where only axes of size 1 come and go, else the original as a whole."""
         if not self._only_ones_move():
-            return self.of.evaluate(everything(self.of.shape)).reshape(self.dims)[region]
-        before = [slice(0, 1)] * len(self.of.shape)
-        for old, new in zip(self._wide(self.of.shape), self._wide(self.dims), strict=True):
+            return self.source.evaluate(whole_region(self.source.shape)).reshape(self.dims)[region]
+        before = [slice(0, 1)] * len(self.source.shape)
+        for old, new in zip(self._wide(self.source.shape), self._wide(self.dims), strict=True):
             before[old] = region[new]
         sizes = [1 if size == 1 else piece.stop - piece.start for size, piece in zip(self.dims, region, strict=True)]
         inside = tuple(piece if size == 1 else slice(None) for size, piece in zip(self.dims, region, strict=True))
-        return self.of.evaluate(tuple(before)).reshape(sizes)[inside]
+        return self.source.evaluate(tuple(before)).reshape(sizes)[inside]
 
     def _wide_whole(self) -> set[int]:
-        return set(self.of.whole) & set(self._wide(self.of.shape))
+        return set(self.source.whole) & set(self._wide(self.source.shape))
 
     def _only_ones_move(self) -> bool:
-        return [n for n in self.of.shape if n != 1] == [n for n in self.dims if n != 1]
+        return [n for n in self.source.shape if n != 1] == [n for n in self.dims if n != 1]
 
     @staticmethod
     def _wide(shape: Shape) -> list[int]:
@@ -151,7 +151,7 @@ class Reshaped(Expression):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Joined(Expression):
+class Concat(Expression):
     """Tensors one behind the other along an axis; all other dimensions and the type agree."""
 
     parts: tuple[Expression, ...]
@@ -181,17 +181,17 @@ class Joined(Expression):
     def evaluate(self, region: Region) -> Array:
         """Evaluate the part of each tensor that lies in the region, and join them."""
         ends = list(itertools.accumulate((part.shape[self.axis] for part in self.parts), initial=0))
-        wanted, found = region[self.axis], []
+        window, arrays = region[self.axis], []
         for part, begin, end in zip(self.parts, ends, ends[1:], strict=False):
-            piece = slice(max(wanted.start, begin) - begin, min(wanted.stop, end) - begin)
+            piece = slice(max(window.start, begin) - begin, min(window.stop, end) - begin)
             if piece.start < piece.stop:
-                found.append(part.evaluate((*region[: self.axis], piece, *region[self.axis + 1 :])))
-        if not found:
+                arrays.append(part.evaluate((*region[: self.axis], piece, *region[self.axis + 1 :])))
+        if not arrays:
             return np.empty([piece.stop - piece.start for piece in region], self.dtype.numpy())
-        return np.concatenate(found, axis=self.axis)
+        return np.concatenate(arrays, axis=self.axis)
 
 
-def stacked(parts: Sequence[Expression], axis: int = 0) -> Joined:
+def stack(parts: Sequence[Expression], axis: int = 0) -> Concat:
     """Return tensors of one shape along a new axis."""
     shapes = [(*part.shape[:axis], 1, *part.shape[axis:]) for part in parts]
-    return Joined(tuple(Reshaped(part, shape) for part, shape in zip(parts, shapes, strict=True)), axis)
+    return Concat(tuple(Reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)), axis)

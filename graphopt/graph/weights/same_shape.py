@@ -12,22 +12,22 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Like(Expression):
-    """An expression with the type and shape of ``of``, evaluated in the same blocks unless it says otherwise."""
+class SameShape(Expression):
+    """An expression with the type and shape of ``source``, evaluated in the same blocks unless it says otherwise."""
 
-    of: Expression
+    source: Expression
 
     @property
     def dtype(self) -> ir.DataType:
         """As the original."""
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
         """As the original."""
-        return self.of.shape
+        return self.source.shape
 
     @property
     def whole(self) -> frozenset[int]:
         """As the original."""
-        return self.of.whole
+        return self.source.whole

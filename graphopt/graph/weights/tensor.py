@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights.leaves import Inline, MappedTensor, Stored
+from graphopt.graph.weights.leaves import Inline, MappedTensor, StoredBytes
 
 if TYPE_CHECKING:
     from collections.abc import Hashable
@@ -24,10 +24,10 @@ class WeightTensor(ir.LazyTensor):
     """
 
     def __init__(self, expression: Expression, name: str | None = None) -> None:
-        super().__init__(self._evaluated, expression.dtype, ir.Shape(expression.shape), name=name)
+        super().__init__(self._evaluate_tensor, expression.dtype, ir.Shape(expression.shape), name=name)
         self.expression = expression
 
-    def _evaluated(self) -> ir.TensorProtocol:
+    def _evaluate_tensor(self) -> ir.TensorProtocol:
         return tensor_in_memory(self.expression, self.name)
 
 
@@ -49,7 +49,9 @@ def expression_of(tensor: ir.TensorProtocol | None) -> Expression:
     if isinstance(tensor, MappedTensor) and tensor.expression is not None:
         return tensor.expression
     if isinstance(tensor, ir.ExternalTensor):
-        return Stored(str(Path(tensor.path).absolute()), tensor.offset or 0, tensor.dtype, tuple(tensor.shape.numpy()))
+        return StoredBytes(
+            str(Path(tensor.path).absolute()), tensor.offset or 0, tensor.dtype, tuple(tensor.shape.numpy())
+        )
     return Inline(tensor.numpy(), tensor.dtype)
 
 
@@ -60,7 +62,7 @@ def source_of(tensor: ir.TensorProtocol) -> Hashable:
     """
     if isinstance(tensor, WeightTensor):
         expression = tensor.expression
-        if not isinstance(expression, Stored):
+        if not isinstance(expression, StoredBytes):
             return expression
         return (expression.path, expression.offset, expression.nbytes)
     if isinstance(tensor, ir.ExternalTensor):

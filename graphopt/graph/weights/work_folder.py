@@ -83,8 +83,8 @@ def work_folder(output: Path, chosen: Path | None = None) -> Iterator[Path]:
     Raises:
         InputError: as for :func:`open_work_folder`.
     """
-    place = (chosen or default_work_folder(output)).absolute()
-    made = [parent for parent in place.parents if not parent.exists()]
+    target = (chosen or default_work_folder(output)).absolute()
+    created = [parent for parent in target.parents if not parent.exists()]
     folder = open_work_folder(output, chosen)
     # What a run that was killed left of the artifact itself.
     shutil.rmtree(folder / _NEW, ignore_errors=True)
@@ -94,7 +94,7 @@ def work_folder(output: Path, chosen: Path | None = None) -> Iterator[Path]:
         if chosen is None:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # others may have put something there
-                for parent in made:
+                for parent in created:
                     parent.rmdir()
         raise
     shutil.rmtree(folder, ignore_errors=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from graphopt.graph.weights import Added, Expression, Inline, Joined, Reshaped, Transposed
+from graphopt.graph.weights import Concat, Expression, Inline, Reshape, Sum, Transpose
 
 Layout = Callable[[str, Expression, Any], Expression]
 
@@ -27,22 +27,22 @@ def _llama(name: str, of: Expression, config: Any) -> Expression:
     if found is None:
         return of
     rows, *columns = of.shape
-    pairs = Reshaped.to(of, (found, rows // found // 2, 2, *columns))
-    turned = Transposed(pairs, (0, 2, 1, *range(3, len(pairs.shape))))
-    return Reshaped.to(turned, of.shape)
+    pairs = Reshape.to(of, (found, rows // found // 2, 2, *columns))
+    turned = Transpose(pairs, (0, 2, 1, *range(3, len(pairs.shape))))
+    return Reshape.to(turned, of.shape)
 
 
 def _one_less(name: str, of: Expression, config: Any) -> Expression:
     """The gain of a norm is stored as 1 + w."""
     if "norm.weight" not in name:
         return of
-    return Added(of, Inline.of(np.full(of.shape, -1, np.float32)))
+    return Sum(of, Inline.from_array(np.full(of.shape, -1, np.float32)))
 
 
 def _gpt2(name: str, of: Expression, config: Any) -> Expression:
     """GPT-2 keeps matrices as [in, out]."""
     turned = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")
-    return Transposed(of, (1, 0)) if name.endswith(turned) else of
+    return Transpose(of, (1, 0)) if name.endswith(turned) else of
 
 
 def _bloom(name: str, of: Expression, config: Any) -> Expression:
@@ -51,13 +51,13 @@ def _bloom(name: str, of: Expression, config: Any) -> Expression:
         return of
     rows, *columns = of.shape
     heads = config.n_head
-    split = Reshaped.to(of, (3, heads, rows // 3 // heads, *columns))
-    return Reshaped.to(Transposed(split, (1, 0, *range(2, len(split.shape)))), of.shape)
+    split = Reshape.to(of, (3, heads, rows // 3 // heads, *columns))
+    return Reshape.to(Transpose(split, (1, 0, *range(2, len(split.shape)))), of.shape)
 
 
 def _shared_gate(name: str, of: Expression, config: Any) -> Expression:
     """The gate of the shared expert is a matrix of one row."""
-    return Reshaped.to(of, (1, *of.shape)) if "ffn_gate_inp_shexp" in name and len(of.shape) == 1 else of
+    return Reshape.to(of, (1, *of.shape)) if "ffn_gate_inp_shexp" in name and len(of.shape) == 1 else of
 
 
 LAYOUTS: dict[str, Layout] = {
@@ -87,7 +87,7 @@ def joined_experts(parts: dict[str, Expression]) -> Expression:
     ups = [each for name, each in parts.items() if "ffn_up_exps" in name]
     if len(gates) != 1 or len(ups) != 1 or len(parts) != 2:
         raise ValueError(f"these cannot be one weight: {', '.join(parts)}")
-    return Joined((gates[0], ups[0]), 1)
+    return Concat((gates[0], ups[0]), 1)
 
 
 def layout_of(architecture: str) -> Layout | None:

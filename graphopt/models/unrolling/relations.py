@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights import Added, Array, Expression, Inline, Reshaped, Scaled, Sliced, Transposed
-from graphopt.graph.weights.expression import everything
+from graphopt.graph.weights import Array, Expression, Inline, Reshape, Scale, Slice, Sum, Transpose
+from graphopt.graph.weights.expression import whole_region
 from graphopt.models.checkpoint_tensors import Parameter, stored_tensors
 from graphopt.models.lazy_tensors import dtype_of
 from graphopt.models.unrolling.refusals import FOLDED, NotUnderstoodError
@@ -83,7 +83,7 @@ class Relations:
     def _view(self, value: ir.Value, array: Array, name: str) -> Expression:
         for found in _views(self._leaves[name], array, _address(array) - _address(self._arrays[name])):
             seen = found.replacing({self._leaves[name]: Inline(self._arrays[name], self._leaves[name].kind)})
-            got = seen.evaluate(everything(found.shape))
+            got = seen.evaluate(whole_region(found.shape))
             if _address(got) == _address(array) and got.shape == array.shape and _steps(got) == _steps(array):
                 return found
         raise NotUnderstoodError(FOLDED(weight=value.name, parameters=[name]))
@@ -99,11 +99,11 @@ class Relations:
             for constant in _near(float(np.median(array - wide))):
                 offset = np.full(array.shape, constant, array.dtype)
                 if np.array_equal(parameter + offset, array):
-                    return Added(leaf, Inline(offset, leaf.kind))
+                    return Sum(leaf, Inline(offset, leaf.kind))
             for constant in _near(float(np.median(array / wide))) if array.ndim else ():
                 factors = np.full(array.shape[:1], constant, array.dtype)
                 if np.array_equal(parameter * array.dtype.type(constant), array):
-                    return Scaled(leaf, Inline(factors, leaf.kind), 0)
+                    return Scale(leaf, Inline(factors, leaf.kind), 0)
         raise NotUnderstoodError(FOLDED(weight=value.name, parameters=list(parents)))
 
 
@@ -128,7 +128,7 @@ def _views(leaf: Parameter, array: Array, offset: int) -> Iterator[Expression]:
     if array.size == np.prod(leaf.dims):
         if array.shape == leaf.dims:
             yield leaf
-        yield Reshaped(leaf, array.shape)
+        yield Reshape(leaf, array.shape)
     # Which axis of the parameter each axis of the view runs along, axes of one coordinate aside.
     wide = [axis for axis, many in enumerate(array.shape) if many > 1]
     order = [strides.index(array.strides[axis]) for axis in wide if array.strides[axis] in strides]
@@ -139,8 +139,8 @@ def _views(leaf: Parameter, array: Array, offset: int) -> Iterator[Expression]:
     pieces = {axis: slice(start, start + counts.get(axis, 1)) for axis, start in enumerate(starts)}
     found: Expression = leaf
     if any(counts.get(axis, 1) != many for axis, many in enumerate(leaf.dims)):
-        found = Sliced.cut(found, pieces)
+        found = Slice.cut(found, pieces)
     order += [axis for axis in range(len(leaf.dims)) if axis not in order]
     if order != sorted(order):
-        found = Transposed(found, tuple(order))
-    yield found if found.shape == array.shape else Reshaped.to(found, array.shape)
+        found = Transpose(found, tuple(order))
+    yield found if found.shape == array.shape else Reshape.to(found, array.shape)

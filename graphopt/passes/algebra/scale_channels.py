@@ -13,7 +13,7 @@ from pydantic import Field
 
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.graph.weights import Inline, Scaled, own, rewrite, weight_of
+from graphopt.graph.weights import Inline, Scale, own_input, rewrite, weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.formats import LinearFormat
@@ -127,13 +127,13 @@ class ScaleChannels(Pass[ScaleChannelsOptions]):
                 ledger.skipped(node, NO_BETTER())
             return
         for node in nodes:
-            weight = own(node, 1)
-            rewrite(weight, partial(Scaled, factors=Inline.of(scales), axis=0))
+            weight = own_input(node, 1)
+            rewrite(weight, partial(Scale, factors=Inline.from_array(scales), axis=0))
             share = errors[best] / errors[0]
             figures = {"least": float(scales.min()), "largest": float(scales.max()), "share": share}
             ledger.changed(weight, SCALED(power=float(powers[best]), **figures))
-        divided = own(writer.node, 1)
-        rewrite(divided, partial(Scaled, factors=Inline.of(1 / scales), axis=writer.axis))
+        divided = own_input(writer.node, 1)
+        rewrite(divided, partial(Scale, factors=Inline.from_array(1 / scales), axis=writer.axis))
         ledger.changed(divided, DIVIDED(by=[node.name or "?" for node in nodes]))
 
     def _error(self, matrices: Sequence[Doubles], scales: Doubles, hessian: npt.NDArray[Any]) -> float:

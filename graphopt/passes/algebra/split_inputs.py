@@ -15,7 +15,7 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import (
     Cast,
     Inline,
-    Transposed,
+    Transpose,
     VectorTimes,
     WeightTensor,
     expression_of,
@@ -141,8 +141,8 @@ def _split(
     graph: ir.Graph, x: ir.Value, nodes: Sequence[ir.Node], U: npt.NDArray[np.float32], share: float, ledger: Ledger
 ) -> None:
     name, rank = x.name or "x", U.shape[1]
-    stored = new_weight(graph, f"{name}.directions", WeightTensor(Inline.of(U)))
-    transposed = Transposed(expression_of(stored.const_value), (1, 0))
+    stored = new_weight(graph, f"{name}.directions", WeightTensor(Inline.from_array(U)))
+    transposed = Transpose(expression_of(stored.const_value), (1, 0))
     turned = new_weight(graph, f"{name}.directions.turned", WeightTensor(transposed))
     inside = _node(graph, nodes[0], "MatMul", [x, stored], f"{name}.inside", x, rank)
     back = _node(graph, nodes[0], "MatMul", [inside, turned], f"{name}.back", x, U.shape[0])

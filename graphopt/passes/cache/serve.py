@@ -27,7 +27,7 @@ from graphopt.analysis.structure.ports import (
     CachePort,
 )
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import Inserter, name_output, shared
+from graphopt.graph.editing import Inserter, name_output, shared_constant
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import page_attention
 from graphopt.passes.lower.last_logits import path_to_lm_head
@@ -237,7 +237,7 @@ def _share_blocks(
         pools |= {part: ir.val(CachePort(layer.number, part).past, ir.DataType.FLOAT, shape[:3]) for part in SCALES}
     inputs = {name: input_of(node, name) for name in ("query", "key", "value", "sink_logits")}
     inputs |= dict(zip(("starts", "past", "block_table"), ports, strict=True))
-    none = shared(graph, "serve.no_scales", np.zeros(0, np.float32))
+    none = shared_constant(graph, "serve.no_scales", np.zeros(0, np.float32))
     states = dict(zip((*GROWING, *SCALES), ("keys", "values", "key_scales", "value_scales"), strict=True))
     inputs |= {state: pools.get(part, none) for part, state in states.items()}
     made = OPERATORS["PagedAttention"].node(inputs, attributes, name=node.name)
@@ -274,7 +274,7 @@ def _last_of_each(graph: ir.Graph, path: list[ir.Node], starts: ir.Value) -> Non
     make = Inserter(graph, lm_head, "last")
     bounds = make.integers([1]), make.integers([_END])
     ends = make.op("Slice", [starts, *bounds], ["batch_size"], starts.dtype, "ends")
-    one = shared(graph, "serve.one_int32", np.array(1, np.int32))
+    one = shared_constant(graph, "serve.one_int32", np.array(1, np.int32))
     newest = make.op("Sub", [ends, one], ["batch_size"], starts.dtype, "newest")
     taken = make.op("Gather", [x, newest], [1, "batch_size", x.shape[2]], x.dtype, "rows", axis=1)
     lm_head.replace_input_with(0, taken)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.editing import name_output, shared
+from graphopt.graph.editing import name_output, shared_constant
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 
 if TYPE_CHECKING:
@@ -39,7 +39,9 @@ def dequantize(
     """
     if zero_points is None:
         assert scales.dtype is not None
-        zero_points = shared(graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy()))
+        zero_points = shared_constant(
+            graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy())
+        )
     inputs = {"codes": codes, "scales": scales, "table": table, "zero_points": zero_points}
     attributes = {"group": group, **({"minimums": 1} if minimums else {})}
     return DEQUANTIZE.node(inputs, attributes, name=f"{product.name}.dequantize")

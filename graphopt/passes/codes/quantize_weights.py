@@ -18,7 +18,7 @@ from graphopt.analysis.structure.products import (
     token_lookups,
 )
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import drop, shared
+from graphopt.graph.editing import drop, shared_constant
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import TableFormat, format_of
 from graphopt.passes.base import Pass, StepOptions
@@ -279,5 +279,5 @@ def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: in
 def _dequantize(
     graph: ir.Graph, product: ir.Node, made: Mapping[str, ir.Value], group: int, table: TableFormat
 ) -> ir.Node:
-    values = shared(graph, f"{table.name}.table", table.values.astype(np.float32))
+    values = shared_constant(graph, f"{table.name}.table", table.values.astype(np.float32))
     return dequantize(graph, product, made["codes"], made["scales"], values, made.get("zero_points"), group)

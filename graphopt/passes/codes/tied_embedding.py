@@ -9,7 +9,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, token_lookups
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.editing import drop
-from graphopt.graph.weights import Transposed, expression_of, weight_of
+from graphopt.graph.weights import Transpose, expression_of, weight_of
 from graphopt.passes.codes.logical_codes import columns_of
 
 if TYPE_CHECKING:
@@ -66,5 +66,5 @@ def _is_transposed(matrix: ir.TensorProtocol, table: ir.TensorProtocol) -> bool:
     if (columns, rows) != tuple(table.shape.numpy()) or matrix.dtype != table.dtype:
         return False
     stored, turned = expression_of(matrix), expression_of(table)
-    pairs = ((stored, Transposed(turned, (1, 0))), (Transposed(stored, (1, 0)), turned))
+    pairs = ((stored, Transpose(turned, (1, 0))), (Transpose(stored, (1, 0)), turned))
     return any(a.digest == b.digest for a, b in pairs)

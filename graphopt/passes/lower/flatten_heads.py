@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import Inserter, like, remove, take_place
+from graphopt.graph.editing import Inserter, clone_node, remove, take_place
 from graphopt.passes.base import Pass, StepOptions
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _flatten(graph: ir.Graph, node: ir.Node, ledger: Ledger) -> Fact | None:
     if behind is None:
         return READ_BY_HEADS(tensor=made.name)
     flat = [_rows(graph, source, node, ledger) for source in found]
-    new = like(node, [*flat, *node.inputs[3:]])
+    new = clone_node(node, [*flat, *node.inputs[3:]])
     new.attributes["q_num_heads"] = ir.AttrInt64("q_num_heads", found[0].heads)
     new.attributes["kv_num_heads"] = ir.AttrInt64("kv_num_heads", found[1].heads)
     graph.insert_before(node, new)
@@ -128,7 +128,7 @@ def _rows(graph: ir.Graph, source: _Source, node: ir.Node, ledger: Ledger) -> ir
         ledger.changed(insert.nodes[0], JOINED(), [source.transpose])
     if source.rotary is None:
         return rows
-    turned = like(source.rotary, [rows, *source.rotary.inputs[1:]], f"{source.rotary.name}.rows")
+    turned = clone_node(source.rotary, [rows, *source.rotary.inputs[1:]], f"{source.rotary.name}.rows")
     turned.attributes["num_heads"] = ir.AttrInt64("num_heads", source.heads)
     made = turned.outputs[0]
     made.name, made.type, made.shape = f"{turned.name}.output", source.rotary.outputs[0].type, ir.Shape(dims)

@@ -12,7 +12,7 @@ from pydantic import Field
 from graphopt.analysis.structure.lm_head import BY_POSITION, same_for_all_positions
 from graphopt.analysis.structure.products import LAST_POSITIONS, lm_head_nodes, makes_last_logits
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import shared
+from graphopt.graph.editing import shared_constant
 from graphopt.passes.base import Pass, StepOptions
 
 if TYPE_CHECKING:
@@ -82,9 +82,11 @@ class LastLogits(Pass[LastLogitsOptions]):
         x = lm_head.inputs[0]
         assert x is not None and x.shape is not None
         count = self.options.positions
-        starts = shared(graph, "last_position" if count == 1 else "last_positions", np.array([-count], np.int64))
-        ends = shared(graph, "behind_last_position", np.array([np.iinfo(np.int64).max], np.int64))
-        axes = shared(graph, "position_axis", np.array([1], np.int64))
+        starts = shared_constant(
+            graph, "last_position" if count == 1 else "last_positions", np.array([-count], np.int64)
+        )
+        ends = shared_constant(graph, "behind_last_position", np.array([np.iinfo(np.int64).max], np.int64))
+        axes = shared_constant(graph, "position_axis", np.array([1], np.int64))
         cut = ir.node("Slice", [x, starts, ends, axes], name=f"{lm_head.name}.last_position")
         made = cut.outputs[0]
         made.name, made.type, made.shape = f"{cut.name}.output", x.type, _cut(x.shape, count)

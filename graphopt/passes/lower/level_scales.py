@@ -14,17 +14,17 @@ from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import bypass
 from graphopt.graph.weights import (
     Array,
+    Bundle,
     Expression,
     Part,
     Region,
-    Several,
     Shape,
     WeightTensor,
     expression_of,
     new_weight,
     weight_of,
 )
-from graphopt.graph.weights.expression import widened
+from graphopt.graph.weights.expression import widen
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.runtime_ops import OPERATORS, port
 from graphopt.runtime_ops.operator import DOMAIN
@@ -50,7 +50,7 @@ class LevelScalesOptions(StepOptions):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Levels(Several):
+class Levels(Bundle):
     """Scales [tiles, groups, 16] as ``levels``, uint8 of that shape, times ``steps``, bfloat16 [tiles, 1, 16].
 
     A step is the largest scale of a column over 253, 254 or 255, whichever leaves the least error. A level is the
@@ -58,17 +58,17 @@ class Levels(Several):
     Scales that were levels times steps come out as they are.
     """
 
-    of: Expression
+    source: Expression
 
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
         """Levels and steps."""
-        tiles, _, columns = self.of.shape
-        return {"levels": (ir.DataType.UINT8, self.of.shape), "steps": (ir.DataType.BFLOAT16, (tiles, 1, columns))}
+        tiles, _, columns = self.source.shape
+        return {"levels": (ir.DataType.UINT8, self.source.shape), "steps": (ir.DataType.BFLOAT16, (tiles, 1, columns))}
 
     def evaluate(self) -> dict[str, Array]:
         """Round the scales once."""
-        scales, kind = self.of.numpy().astype(np.float64), self.of.dtype.numpy()
+        scales, kind = self.source.numpy().astype(np.float64), self.source.dtype.numpy()
         largest = scales.max(_GROUPS, keepdims=True)
         steps, levels = np.zeros(largest.shape, ml_dtypes.bfloat16), np.zeros(scales.shape, np.uint8)
         least = np.full(largest.shape, np.inf)
@@ -104,7 +104,7 @@ class Leveled(Expression):
 
     def evaluate(self, region: Region) -> Array:
         """Multiply what lies in the region."""
-        steps = self.steps.evaluate(widened(region, _GROUPS, 1)).astype(np.float32)
+        steps = self.steps.evaluate(widen(region, _GROUPS, 1)).astype(np.float32)
         return (self.levels.evaluate(region).astype(np.float32) * steps).astype(self.to.numpy())
 
 

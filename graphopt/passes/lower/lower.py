@@ -18,7 +18,7 @@ from graphopt.analysis.structure.product_codes import (
 )
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import drop, replace, shared
+from graphopt.graph.editing import drop, replace, shared_constant
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
@@ -242,7 +242,7 @@ def _replace_dynamic(
 ) -> None:
     x, rotation = rounding.inputs[0], _rotation_in_front(rounding)
     assert x is not None
-    one = shared(graph, "no_rotation", np.ones((1, 1), np.int8))
+    one = shared_constant(graph, "no_rotation", np.ones((1, 1), np.int8))
     matrices, sources = (one, one), [stored.reader, rounding, node]
     if rotation is not None:
         x, left, right = (value for value in rotation.inputs if value is not None)

@@ -9,8 +9,8 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.product_codes import NOT_CONSTANT, NOT_IN_ROWS, coded_nodes, dequantize_of
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import like, remove, shared, take_place
-from graphopt.graph.weights import Joined, WeightTensor, expression_of, new_weight, weight_of
+from graphopt.graph.editing import clone_node, remove, shared_constant, take_place
+from graphopt.graph.weights import Concat, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.runtime_ops import signature_of
 
@@ -139,7 +139,7 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
     y = product.outputs[0]
     y.name, y.type = f"{product.name}.output", old.type
     y.shape = None if old.shape is None else ir.Shape([*_dims(old)[:-1], sum(columns)])
-    sizes = shared(graph, f"columns.{'.'.join(map(str, columns))}", np.array(columns, np.int64))
+    sizes = shared_constant(graph, f"columns.{'.'.join(map(str, columns))}", np.array(columns, np.int64))
     split = ir.node("Split", [y, sizes], {"axis": -1}, num_outputs=len(nodes), name=f"{product.name}.split")
     graph.insert_before(first.node, [made, product, split])
     for made_output, node in zip(split.outputs, nodes, strict=True):
@@ -153,7 +153,7 @@ def _merge(graph: ir.Graph, products: Sequence[_Product], ledger: Ledger) -> Non
 
 def _like(nodes: Sequence[ir.Node], inputs: Sequence[ir.Value | None]) -> ir.Node:
     """Return a node that does to ``inputs`` what each of ``nodes`` does to its own; it keeps the metadata of all."""
-    made = like(nodes[0], inputs, f"{nodes[0].name}.merged")
+    made = clone_node(nodes[0], inputs, f"{nodes[0].name}.merged")
     made.metadata_props.clear()
     made.metadata_props.update(_common(nodes))
     return made
@@ -164,7 +164,7 @@ def _joined(graph: ir.Graph, values: Sequence[ir.Value | None]) -> ir.Value:
     tensors = [value.const_value for value in values if value is not None and value.const_value is not None]
     first = values[0]
     assert first is not None and len(tensors) == len(values)
-    tensor = WeightTensor(Joined(tuple(map(expression_of, tensors)), 1))
+    tensor = WeightTensor(Concat(tuple(map(expression_of, tensors)), 1))
     made = new_weight(graph, f"{first.name}.merged", tensor)
     made.metadata_props.update(_common([value for value in values if value is not None]))
     return made

@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.analysis.structure.product_codes import StoredCodes, feeds_lookups
-from graphopt.graph.editing import shared
+from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight
 from graphopt.numerics.formats import TableFormat
 from graphopt.passes.lower.table_layout import Packed, Tiled
@@ -74,9 +74,9 @@ def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
     inputs = (
         parts["codes"],
         scales,
-        shared(graph, f"{table.name}.table", stored.values) if isinstance(table, TableFormat) else table,
-        parts.get("zero_points") or shared(graph, f"no_zero_points.{scales.dtype.name.lower()}", placeholder),
-        shared(graph, "no_bias", np.zeros(1, np.float32)),
+        shared_constant(graph, f"{table.name}.table", stored.values) if isinstance(table, TableFormat) else table,
+        parts.get("zero_points") or shared_constant(graph, f"no_zero_points.{scales.dtype.name.lower()}", placeholder),
+        shared_constant(graph, "no_bias", np.zeros(1, np.float32)),
     )
     rows, columns = stored.shape
     sizes = {"rows": rows, "columns": columns, "group": stored.group}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Packed(Expression):
     """Code indices [rows, columns] of ``bits`` bits in tiles and bit planes: uint8 [tiles, units, 32 bits]."""
 
-    of: Expression
+    source: Expression
     bits: int
 
     @property
@@ -30,12 +30,12 @@ class Packed(Expression):
     @property
     def shape(self) -> Shape:
         """Tiles of columns, units of rows, and the bytes of a unit."""
-        rows, columns = self.of.shape
+        rows, columns = self.source.shape
         return (-(-columns // TILE), -(-rows // UNIT), 32 * self.bits)
 
     def evaluate(self, region: Region) -> Array:
         """Pack all codes."""
-        return pack(self.of.numpy(), self.bits)[region]
+        return pack(self.source.numpy(), self.bits)[region]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,12 +43,12 @@ class Tiled(Expression):
     """Numbers [groups, columns] as [tiles, groups, 16], in a type that holds each of them exactly.
 
     Attributes:
-        of: scales, or zero points as codes.
+        source: scales, or zero points as codes.
         to: the type.
         table: the format whose codes they are, or ``None`` where they are numbers.
     """
 
-    of: Expression
+    source: Expression
     to: ir.DataType
     table: TableFormat | None = None
 
@@ -60,7 +60,7 @@ class Tiled(Expression):
     @property
     def shape(self) -> Shape:
         """Tiles of columns, groups, and the columns of a tile."""
-        groups, columns = self.of.shape
+        groups, columns = self.source.shape
         return (-(-columns // TILE), groups, TILE)
 
     def evaluate(self, region: Region) -> Array:
@@ -69,7 +69,7 @@ class Tiled(Expression):
         Raises:
             ValueError: the type does not hold them exactly.
         """
-        numbers = self.of.numpy()
+        numbers = self.source.numpy()
         numbers = numbers if self.table is None else self.table.decode(numbers)
         kept = numbers.astype(self.to.numpy())
         if not np.array_equal(kept.astype(np.float64), numbers.astype(np.float64)):
@@ -81,7 +81,7 @@ class Tiled(Expression):
 class Unpacked(Expression):
     """What :class:`Packed` was made of: uint8 [rows, columns]."""
 
-    of: Expression
+    source: Expression
     rows: int
     columns: int
 
@@ -97,26 +97,26 @@ class Unpacked(Expression):
 
     def evaluate(self, region: Region) -> Array:
         """Unpack all codes."""
-        return unpack(self.of.numpy(), self.rows, self.columns)[region]
+        return unpack(self.source.numpy(), self.rows, self.columns)[region]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Untiled(Expression):
     """What :class:`Tiled` was made of: numbers [groups, columns]."""
 
-    of: Expression
+    source: Expression
     columns: int
 
     @property
     def dtype(self) -> ir.DataType:
         """As it is."""
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
         """Groups and columns of the matrix."""
-        return (self.of.shape[1], self.columns)
+        return (self.source.shape[1], self.columns)
 
     def evaluate(self, region: Region) -> Array:
         """Take all tiles apart."""
-        return untile(self.of.numpy(), self.columns)[region]
+        return untile(self.source.numpy(), self.columns)[region]

@@ -16,7 +16,7 @@ import dataclasses
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights import Array, Several, Shape
+from graphopt.graph.weights import Array, Bundle, Shape
 from graphopt.numerics.formats import FORMATS, TableFormat
 from graphopt.quantization.gguf.blocks import Ggml, block_of, decode, import_gguf
 
@@ -40,11 +40,11 @@ def has_codes(tensor: object) -> bool:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class KeptCodes(Several):
+class KeptCodes(Bundle):
     """Codes, scales and perhaps minimums of rows of a tensor.
 
     Attributes:
-        of: the tensor, of a type in the table above.
+        source: the tensor, of a type in the table above.
         order: the rows, int64.
         looked_up: rows stay rows and codes are int8, as a table that is looked up wants them. Otherwise rows become
             columns, as a product reads them, and codes have the type that ONNX has for the format: int4 or int8. Where
@@ -54,25 +54,25 @@ class KeptCodes(Several):
         as_zero_points: minimums become zero points, values of the format's table in float32.
     """
 
-    of: Ggml
+    source: Ggml
     order: Array
     looked_up: bool = False
     standard: bool = True
     as_zero_points: bool = False
 
     def __post_init__(self) -> None:
-        if not has_codes(self.of) or (self.looked_up and self.has_minimums):
-            raise ValueError(f"{self.of} has no codes that can be kept")
+        if not has_codes(self.source) or (self.looked_up and self.has_minimums):
+            raise ValueError(f"{self.source} has no codes that can be kept")
 
     @property
     def table(self) -> TableFormat:
         """The format."""
-        return FORMATS[_FORMATS[self.of.kind][0]]
+        return FORMATS[_FORMATS[self.source.kind][0]]
 
     @property
     def group(self) -> int:
         """Numbers that share a scale."""
-        return _FORMATS[self.of.kind][1]
+        return _FORMATS[self.source.kind][1]
 
     @property
     def has_minimums(self) -> bool:
@@ -88,12 +88,12 @@ class KeptCodes(Several):
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
         """Scales and minimums of one level are float16, as in the file, but for a product in standard form."""
-        rows, columns = len(self.order), self.of.dims[1]
+        rows, columns = len(self.order), self.source.dims[1]
         codes, scales = (rows, columns), (rows, columns // self.group)
         if not self.looked_up:
             codes, scales = codes[::-1], scales[::-1]
         kind = ir.DataType.INT8 if self.looked_up else self.table.onnx_type if self.is_standard else None
-        half = self.of.kind in _ONE_LEVEL and (self.looked_up or not self.is_standard) and not self.as_zero_points
+        half = self.source.kind in _ONE_LEVEL and (self.looked_up or not self.is_standard) and not self.as_zero_points
         numbers = ir.DataType.FLOAT16 if half else ir.DataType.FLOAT
         parts: dict[str, tuple[ir.DataType, Shape]] = {
             "codes": (kind or ir.DataType.UINT8, codes),
@@ -108,18 +108,18 @@ class KeptCodes(Several):
         Raises:
             ValueError: the file means numbers that its own scales cannot make, as a NaN among them.
         """
-        blocks = np.ascontiguousarray(self.of.blocks()[self.order])
-        numbers = decode(blocks, self.of.kind).reshape(len(self.order), -1, self.group).astype(np.float64)
-        scales, minimums = scales_of(blocks, self.of.kind)
+        blocks = np.ascontiguousarray(self.source.blocks()[self.order])
+        numbers = decode(blocks, self.source.kind).reshape(len(self.order), -1, self.group).astype(np.float64)
+        scales, minimums = scales_of(blocks, self.source.kind)
         # A group without a step is its minimum, everywhere.
         steps = np.where(scales == 0, 1, scales.astype(np.float64))
         places = np.rint((numbers - minimums[..., None]) / steps[..., None])
         low, high = self.table.values.min(), self.table.values.max()
         if not ((low <= places) & (places <= high)).all():
-            raise ValueError(f"{self.of} has numbers beyond its codes")
+            raise ValueError(f"{self.source} has numbers beyond its codes")
         again = places.astype(np.float32) * scales[..., None] + minimums[..., None]
         if not np.array_equal(again, numbers.astype(np.float32)):
-            raise ValueError(f"{self.of} has numbers that are not codes times scales, and minimums")
+            raise ValueError(f"{self.source} has numbers that are not codes times scales, and minimums")
         if self.has_minimums and self.as_zero_points:
             made = {"scales": steps, "zero_points": -minimums.astype(np.float64) / steps}
         else:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_ir as ir
 
-from graphopt.graph.weights import Array, Expression, Like, Part, Region, Several, Shape
+from graphopt.graph.weights import Array, Bundle, Expression, Part, Region, SameShape, Shape
 from graphopt.quantization.rounding.float16_scales import fits_half
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Rounded(Several):
+class Rounded(Bundle):
     """What a rounding method makes of a matrix: ``codes``, ``scales``, ``zero_points``.
 
     Attributes:
-        of: the matrix [rows, columns].
+        source: the matrix [rows, columns].
         table: the format.
         group: numbers that share a scale; the last group may have fewer.
         scale: how scales are chosen.
@@ -36,7 +36,7 @@ class Rounded(Several):
         statistics: what the method needs to know of the weight's inputs; ``None`` where it needs nothing.
     """
 
-    of: Expression
+    source: Expression
     table: TableFormat
     group: int
     scale: Scale
@@ -55,10 +55,10 @@ class Rounded(Several):
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
         """Codes have the matrix's shape; of scales and zero points there is one for each group."""
-        groups = list(self.of.shape)
+        groups = list(self.source.shape)
         groups[self.axis] = -(-groups[self.axis] // self.group)
         codes = self.table.onnx_type if self.standard and self.table.onnx_type is not None else ir.DataType.UINT8
-        parts = {"codes": (codes, self.of.shape), "scales": (self.of.dtype, tuple(groups))}
+        parts = {"codes": (codes, self.source.shape), "scales": (self.source.dtype, tuple(groups))}
         return parts | {"zero_points": (codes, tuple(groups))} if self.table.zero_point else parts
 
     def evaluate(self) -> dict[str, Array]:
@@ -67,10 +67,10 @@ class Rounded(Several):
 
     def rounded(self) -> tuple[npt.NDArray[np.float32], Quantized]:
         """Return the matrix with groups along its rows, and what the method made of it."""
-        matrix = np.asarray(self.of.numpy(), dtype=np.float32)
+        matrix = np.asarray(self.source.numpy(), dtype=np.float32)
         matrix = matrix.T if self.axis else matrix
         half = self.half and fits_half(matrix, self.table, self.group)
-        stored = np.float16 if half else self.of.dtype.numpy()
+        stored = np.float16 if half else self.source.dtype.numpy()
         statistics = None if self.statistics is None else self.statistics.numpy()
         return matrix, self.method.round(
             matrix, self.table, self.group, self.scale, scale_type=stored, statistics=statistics
@@ -85,19 +85,19 @@ class Rounded(Several):
 
     def _as_promised(self, name: str, array: Array) -> Array:
         if name == "scales":
-            array = array.astype(self.of.dtype.numpy(), copy=False)
+            array = array.astype(self.source.dtype.numpy(), copy=False)
         elif self.standard:
             array = self.table.to_onnx(array)
         return np.ascontiguousarray(array.T if self.axis else array)
 
 
-def parts_of(rounding: Several) -> dict[str, Part]:
+def parts_of(rounding: Bundle) -> dict[str, Part]:
     """Return each tensor of a rounding as an expression, by name."""
     return {name: Part(rounding, name) for name in rounding.parts}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class CodeIndices(Like):
+class CodeIndices(SameShape):
     """Codes of an integer type as places in the format's table, uint8: two's complement becomes 0 .. 2^bits - 1."""
 
     bits: int
@@ -109,7 +109,7 @@ class CodeIndices(Like):
 
     def evaluate(self, region: Region) -> Array:
         """Convert what lies in the region."""
-        codes = self.of.evaluate(region)
+        codes = self.source.evaluate(region)
         if codes.dtype == np.uint8:
             return codes
         return np.asarray((codes.astype(np.int16) & (2**self.bits - 1)).astype(np.uint8))

@@ -40,7 +40,7 @@ class Corrected(Rounded):
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
         """Beside those of :class:`Rounded` two matrices in float16."""
-        rows, columns = self.of.shape
+        rows, columns = self.source.shape
         half = ir.DataType.FLOAT16
         return super().parts | {"left": (half, (rows, self.rank)), "right": (half, (self.rank, columns))}
 

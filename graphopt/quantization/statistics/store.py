@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 
 from graphopt.errors import InputError
 from graphopt.graph.weights.disk import writing
-from graphopt.graph.weights.leaves import Stored, digest_of_array
+from graphopt.graph.weights.leaves import StoredBytes, digest_of_array
 from graphopt.graph.weights.work_folder import write_whole
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class InputStatistics(BaseModel):
     hessian_file: Path
     mean_file: Path
 
-    def hessian(self) -> Stored:
+    def hessian(self) -> StoredBytes:
         """Return X^T X / tokens as an expression, float32 [rows, rows]."""
-        return Stored(str(self.hessian_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.digest)
+        return StoredBytes(str(self.hessian_file), 0, ir.DataType.FLOAT, (self.rows, self.rows), self.digest)
 
     def means_and_largest(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Return the mean and the largest magnitude of each row, float32 [rows]."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphopt.analysis.structure.matching import Side
     from graphopt.artifact.manifest import Manifest
     from graphopt.graph.diagnostics import Removal
-    from graphopt.graph.provenance import Step
+    from graphopt.graph.provenance import HistoryStep
 
 _ENOUGH = 0.9
 """Share of the nodes of the second model that the record must lead back to the first."""
@@ -96,7 +96,7 @@ class _Reader:
         self._gone(found, steps)
         return found
 
-    def _steps(self, node: ir.Node) -> Iterator[Step]:
+    def _steps(self, node: ir.Node) -> Iterator[HistoryStep]:
         """Yield the steps of a node and of its constants that the first model does not have."""
         items: list[ir.Node | ir.Value] = [node, *self.after.made_of(node)]
         items += [v for each in list(items) if isinstance(each, ir.Node) for v in each.inputs if v is not None]
@@ -109,7 +109,7 @@ class _Reader:
                     seen.add(step)
                     yield step
 
-    def _origins(self, steps: list[Step]) -> tuple[bool, list[ir.Node]]:
+    def _origins(self, steps: list[HistoryStep]) -> tuple[bool, list[ir.Node]]:
         """Return whether steps lead back to the first model, and the nodes that they lead to, weights left out."""
         made, known = {step.made for step in steps}, not steps
         found: dict[ir.Node, None] = {}
@@ -121,7 +121,7 @@ class _Reader:
                     found[node] = None
         return known, list(found)
 
-    def _gone(self, found: Record, steps: dict[ir.Node, list[Step]]) -> None:
+    def _gone(self, found: Record, steps: dict[ir.Node, list[HistoryStep]]) -> None:
         mentioned: dict[str, ir.Node] = {}
         for node, own in steps.items():
             for name in (node.name or "", *(step.made for step in own)):

@@ -74,7 +74,7 @@ def test_what_a_new_node_knows_of_its_output_stays() -> None:
 def test_what_only_the_old_node_read_goes_and_the_rest_stays() -> None:
     model = chain("Neg", "Abs", "Neg")
     graph = model.graph
-    alone, both = (editing.shared(graph, name, np.ones(4, np.float32)) for name in ("alone", "both"))
+    alone, both = (editing.shared_constant(graph, name, np.ones(4, np.float32)) for name in ("alone", "both"))
     inner = ir.node("Add", [graph.inputs[0], alone], name="inner")
     outer = ir.node("Add", [inner.outputs[0], both], name="outer")
     old = ir.node("Add", [graph[2].outputs[0], outer.outputs[0]], name="old")
@@ -126,8 +126,8 @@ def test_a_node_goes_between_a_value_and_some_of_its_readers() -> None:
 def test_a_node_behind_an_output_of_the_graph_takes_its_name() -> None:
     model = chain("Neg")
     value = model.graph.outputs[0]
-    one = editing.shared(model.graph, "one", np.ones(4, np.float32))
-    editing.insert_behind(value, ir.node("Add", [value, one], name="add"), renamed="v0.before")
+    one = editing.shared_constant(model.graph, "one", np.ones(4, np.float32))
+    editing.insert_behind(value, ir.node("Add", [value, one], name="add"), value_name="v0.before")
     assert [output.name for output in model.graph.outputs] == ["v0"]
     assert model.graph[0].outputs[0].name == "v0.before"
     np.testing.assert_array_equal(run(model)[0], 1 - X)
@@ -158,17 +158,17 @@ def test_a_node_is_gone_around() -> None:
 
 def test_equal_constants_are_shared_and_others_get_a_name_of_their_own() -> None:
     graph = chain("Neg").graph
-    first = editing.shared(graph, "c", np.array([1, 2]))
-    assert editing.shared(graph, "c", np.array([1, 2])) is first
+    first = editing.shared_constant(graph, "c", np.array([1, 2]))
+    assert editing.shared_constant(graph, "c", np.array([1, 2])) is first
     for other in (np.array([1, 3]), np.array([1, 2], np.int32), np.array([[1, 2]])):
-        assert editing.shared(graph, "c", other) is not first
+        assert editing.shared_constant(graph, "c", other) is not first
     assert list(graph.initializers) == ["c", "c.1", "c.2", "c.3"]
 
 
 def test_a_node_like_another_has_its_attributes_and_history() -> None:
     node = ir.node("Split", [ir.val("x", F)], {"axis": 1, "num_outputs": 2}, num_outputs=2, name="split")
     node.metadata_props["scope"] = "mlp"
-    made = editing.like(node, [ir.val("y", F)], "other")
+    made = editing.clone_node(node, [ir.val("y", F)], "other")
     assert (made.name, len(made.outputs), made.attributes.get_int("axis")) == ("other", 2, 1)
     assert made.metadata_props["scope"] == "mlp"
 
@@ -185,13 +185,13 @@ def test_any_sequence_of_edits_keeps_the_graph_valid_and_what_it_computes(edits:
             there, turned = ir.node("Relu", [value]), ir.node("Neg", [value])
             back = ir.node("Relu", [turned.outputs[0]])
             whole = ir.node("Sub", [there.outputs[0], back.outputs[0]], name=f"whole{number}")
-            like = editing.like(node, node.inputs)
+            like = editing.clone_node(node, node.inputs)
             for each in (there, turned):
                 each.replace_input_with(0, like.outputs[0])
             editing.replace(node, [like, there, turned, back, whole])
         elif kind == 1:
             renamed = f"{value.name}.before{number}" if value.is_graph_output() else None
-            editing.insert_behind(value, ir.node("Identity", [value], name=f"behind{number}"), renamed=renamed)
+            editing.insert_behind(value, ir.node("Identity", [value], name=f"behind{number}"), value_name=renamed)
         elif kind == 2:
             editing.insert_in_front(node, 0, ir.node("Identity", [node.inputs[0]], name=f"front{number}"))
         elif node.op_type == "Identity" and not value.is_graph_output():

@@ -14,23 +14,23 @@ from graphopt.graph.weights import Array, Expression, Region, Shape
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Counted(Expression):
-    """As ``of``; each evaluation is counted under ``name``, in this process."""
+    """As ``source``; each evaluation is counted under ``name``, in this process."""
 
-    of: Expression
+    source: Expression
     name: str
     counts: ClassVar[Counter[str]] = Counter()
 
     @property
     def dtype(self) -> ir.DataType:
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
-        return self.of.shape
+        return self.source.shape
 
     def evaluate(self, region: Region) -> Array:
         self.counts[self.name] += 1
-        return self.of.evaluate(region)
+        return self.source.evaluate(region)
 
 
 def loaded_modules() -> list[str]:

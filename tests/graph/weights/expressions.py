@@ -8,19 +8,19 @@ from hypothesis import strategies as st
 
 from graphopt.graph.weights import (
     DOUBLE,
-    Added,
     Array,
     Cast,
-    Centered,
+    Center,
+    Concat,
     Expression,
     Inline,
-    Joined,
-    Reshaped,
-    Rotated,
-    Scaled,
-    Sliced,
-    Transposed,
-    stacked,
+    Reshape,
+    Rotate,
+    Scale,
+    Slice,
+    Sum,
+    Transpose,
+    stack,
 )
 from graphopt.numerics.rotations import HadamardRotation
 
@@ -33,7 +33,7 @@ def expressions(draw: st.DrawFn, most: int = 4) -> tuple[Expression, Array]:
     shape = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
     seed = draw(st.integers(0, 3))
     array = np.random.default_rng(seed).standard_normal(shape)
-    made: tuple[Expression, Array] = (Inline.of(array), array.copy())
+    made: tuple[Expression, Array] = (Inline.from_array(array), array.copy())
     for kind in draw(st.lists(st.sampled_from(KINDS), max_size=most)):
         made = step(kind, *made, draw(st.integers(0, 10)))
     return made
@@ -46,26 +46,26 @@ def step(kind: str, of: Expression, array: Array, number: int) -> tuple[Expressi
     size = array.shape[axis]
     if kind == "transposed":
         order = tuple(np.roll(range(rank), number).tolist())
-        return Transposed(of, order), array.transpose(order)
+        return Transpose(of, order), array.transpose(order)
     if kind == "reshaped":
         dims = [(-1,), (1, *array.shape), (*array.shape, 1), (array.shape[0], -1)][number % 4]
-        return Reshaped.to(of, dims), array.reshape(dims)
+        return Reshape.to(of, dims), array.reshape(dims)
     if kind == "sliced":
         piece = [slice(0, size), slice(None, None, -1), slice(size // 2, None), slice(0, size, 2)][number % 4]
-        return Sliced.cut(of, {axis: piece}), array[(*[slice(None)] * axis, piece)]
+        return Slice.cut(of, {axis: piece}), array[(*[slice(None)] * axis, piece)]
     if kind == "joined":
-        return Joined((of, of), axis), np.concatenate([array, array], axis)
+        return Concat((of, of), axis), np.concatenate([array, array], axis)
     if kind == "stacked":
-        return stacked([of, of], axis), np.stack([array, array], axis)
+        return stack([of, of], axis), np.stack([array, array], axis)
     if kind == "scaled":
         factors = np.arange(1.0, size + 1)
         spread = factors.reshape([-1 if each == axis else 1 for each in range(rank)])
-        return Scaled(of, Inline.of(factors), axis), spread * array
+        return Scale(of, Inline.from_array(factors), axis), spread * array
     if kind == "added":
-        return Added(of, of), array + array
+        return Sum(of, of), array + array
     if kind == "centered":
-        return Centered(of, axis, (0,), size), array - array.mean(axis, keepdims=True)
+        return Center(of, axis, (0,), size), array - array.mean(axis, keepdims=True)
     if kind == "rotated":
         rotation = HadamardRotation(size, number)
-        return Rotated(of, axis, (0,), rotation.claim()), rotation.apply(array, axis)
+        return Rotate(of, axis, (0,), rotation.claim()), rotation.apply(array, axis)
     return Cast(Cast(of, ir.DataType.FLOAT16), DOUBLE), array.astype(np.float16).astype(np.float64)

@@ -16,11 +16,11 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.errors import GraphoptError
-from graphopt.graph.weights import Cast, Inline, Scaled, WeightTensor, expression_of, rewrite
+from graphopt.graph.weights import Cast, Inline, Scale, WeightTensor, expression_of, rewrite
 from graphopt.graph.weights import evaluator as evaluate
 from graphopt.graph.weights.data_file import save_model
-from graphopt.graph.weights.evaluator import Evaluator, grouped, run_tasks, workers
-from graphopt.graph.weights.store import Kept, Store
+from graphopt.graph.weights.evaluator import Evaluator, group_expressions, run_tasks, workers
+from graphopt.graph.weights.store import Store, StoreEntry
 from graphopt.numerics.formats import FORMATS
 from graphopt.passes.lower.table_layout import Packed
 from graphopt.quantization.rounding.lazy_codes import quantized
@@ -32,7 +32,7 @@ def rewritten() -> ir.Model:
     """Return a model with weights of each kind: in memory, scaled, codes, scales, packed, tiny."""
     model = residual_model(64, 32)
     initializers = model.graph.initializers
-    rewrite(initializers["up0.weight"], lambda of: Scaled(of, Inline.of(np.arange(1.0, 65)), 0))
+    rewrite(initializers["up0.weight"], lambda of: Scale(of, Inline.from_array(np.arange(1.0, 65)), 0))
     for name, tensor in quantized(initializers["up0.weight"].const_value, FORMATS["uint4"], 16, "extreme").items():
         initializers[f"up0.{name}"] = ir.val(f"up0.{name}", const_value=tensor)
     table = FORMATS["fp6-e3m2"]
@@ -40,7 +40,9 @@ def rewritten() -> ir.Model:
     codes = WeightTensor(Packed(expression_of(places["codes"]), table.bits))
     initializers["up1.codes"] = ir.val("up1.codes", const_value=codes)
     initializers["up1.scales"] = ir.val("up1.scales", const_value=places["scales"])
-    initializers["tiny"] = ir.val("tiny", const_value=WeightTensor(Cast(Inline.of(np.ones(3)), ir.DataType.FLOAT)))
+    initializers["tiny"] = ir.val(
+        "tiny", const_value=WeightTensor(Cast(Inline.from_array(np.ones(3)), ir.DataType.FLOAT))
+    )
     return model
 
 
@@ -92,7 +94,7 @@ def test_each_weight_is_evaluated_once(tmp_path: Path) -> None:
     saved(model, tmp_path / "saved")
     assert Counted.counts[name] == 1
     expressions = [expression_of(model.graph.initializers[part].const_value) for part in ("codes", "scales")]
-    assert grouped(expressions) == [[0, 1]]
+    assert group_expressions(expressions) == [[0, 1]]
     evaluator = Evaluator(Store(tmp_path / "store"))
     evaluator.settle(model)
     evaluator.values(expressions)
@@ -101,19 +103,19 @@ def test_each_weight_is_evaluated_once(tmp_path: Path) -> None:
 
 def test_what_is_kept_is_found_again_under_the_digest_of_what_it_keeps(tmp_path: Path) -> None:
     store, name = Store(tmp_path / "store"), str(tmp_path)
-    counted = Counted(Inline.of(np.arange(6.0).reshape(2, 3)), name)
-    scaled = Scaled(Kept(counted), Inline.of(np.array([2.0, 3.0])), 0)
-    assert scaled.digest == Scaled(counted, Inline.of(np.array([2.0, 3.0])), 0).digest
+    counted = Counted(Inline.from_array(np.arange(6.0).reshape(2, 3)), name)
+    scaled = Scale(StoreEntry(counted), Inline.from_array(np.array([2.0, 3.0])), 0)
+    assert scaled.digest == Scale(counted, Inline.from_array(np.array([2.0, 3.0])), 0).digest
     value = store.obtain(scaled)
     assert np.array_equal(value.numpy(), [[0, 2, 4], [9, 12, 15]])
-    assert np.array_equal(store.obtain(Cast(counted, ir.DataType.FLOAT)).numpy(), counted.of.numpy())
+    assert np.array_equal(store.obtain(Cast(counted, ir.DataType.FLOAT)).numpy(), counted.source.numpy())
     assert Counted.counts[name] == 2  # once for what is kept; the cast asks for it without keeping it
     assert store.find(counted) is not None
     assert value.digest == scaled.digest
 
 
 def test_a_file_that_was_cut_off_is_not_a_value(tmp_path: Path) -> None:
-    store, expression = Store(tmp_path), Cast(Inline.of(np.ones(8)), ir.DataType.FLOAT)
+    store, expression = Store(tmp_path), Cast(Inline.from_array(np.ones(8)), ir.DataType.FLOAT)
     file = Path(store.obtain(expression).path)
     file.write_bytes(file.read_bytes()[:-1])
     assert store.find(expression) is None

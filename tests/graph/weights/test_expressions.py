@@ -15,10 +15,10 @@ from graphopt.graph.weights import (
     Cast,
     Expression,
     Inline,
-    Rotated,
-    Scaled,
-    Sliced,
-    Stored,
+    Rotate,
+    Scale,
+    Slice,
+    StoredBytes,
     VectorTimes,
     blocks_of,
     expression_of,
@@ -76,7 +76,7 @@ def test_digests_are_equal_where_expressions_are_equal(
 def test_stored_bytes_have_the_digest_of_their_array(dtype: ir.DataType, tmp_path: Path) -> None:
     array = np.arange(-4, 4).reshape(2, 4).astype(dtype.numpy())
     (tmp_path / "data").write_bytes(b"xx" + ir.Tensor(array, dtype=dtype).tobytes())
-    stored = Stored(str(tmp_path / "data"), 2, dtype, (2, 4))
+    stored = StoredBytes(str(tmp_path / "data"), 2, dtype, (2, 4))
     assert np.array_equal(stored.numpy(), array)
     assert stored.digest == Inline(array, dtype).digest
     assert stored.digest != dataclasses.replace(stored, offset=1, dims=(8,)).digest
@@ -85,7 +85,7 @@ def test_stored_bytes_have_the_digest_of_their_array(dtype: ir.DataType, tmp_pat
 
 
 def test_any_field_that_changes_changes_the_digest() -> None:
-    matrix = Inline.of(np.arange(8.0).reshape(4, 2))
+    matrix = Inline.from_array(np.arange(8.0).reshape(4, 2))
     one = Rounded(matrix, FORMATS["int4"], 2, "extreme")
     changes: list[dict[str, object]] = [
         {"table": FORMATS["int8"]},
@@ -94,7 +94,7 @@ def test_any_field_that_changes_changes_the_digest() -> None:
         {"axis": 1},
         {"half": True},
         {"standard": False},
-        {"of": Inline.of(np.arange(1.0, 9.0).reshape(4, 2))},
+        {"source": Inline.from_array(np.arange(1.0, 9.0).reshape(4, 2))},
     ]
     digests = [one.digest, *(dataclasses.replace(one, **change).digest for change in changes)]
     assert len(set(digests)) == len(digests)
@@ -102,43 +102,46 @@ def test_any_field_that_changes_changes_the_digest() -> None:
 
 
 def test_a_cast_that_saturates_keeps_infinity() -> None:
-    numbers = Inline.of(np.array([1e6, -1e6, np.inf, 1.5], np.float32))
+    numbers = Inline.from_array(np.array([1e6, -1e6, np.inf, 1.5], np.float32))
     assert Cast(numbers, ir.DataType.FLOAT16, saturate=True).numpy().tolist() == [65504, -65504, np.inf, 1.5]
 
 
 def test_a_dense_rotation_has_the_same_bits_whatever_part_is_read() -> None:
-    matrix = Inline.of(np.random.default_rng(0).standard_normal((300, 48)))
-    rotated = Rotated(matrix, 1, (0,), RandomRotation(48, 3).claim())
-    assert np.array_equal(Sliced.cut(rotated, {0: slice(7, 8)}).numpy(), rotated.numpy()[7:8])
+    matrix = Inline.from_array(np.random.default_rng(0).standard_normal((300, 48)))
+    rotated = Rotate(matrix, 1, (0,), RandomRotation(48, 3).claim())
+    assert np.array_equal(Slice.cut(rotated, {0: slice(7, 8)}).numpy(), rotated.numpy()[7:8])
     assert np.allclose(rotated.numpy(), matrix.array @ RandomRotation(48, 3).matrix)
 
 
 def test_a_vector_times_a_matrix() -> None:
     random = np.random.default_rng(0)
     vector, matrix = random.standard_normal(5), random.standard_normal((5, 7))
-    product = VectorTimes(Inline.of(vector), Inline.of(matrix))
+    product = VectorTimes(Inline.from_array(vector), Inline.from_array(matrix))
     assert np.allclose(product.numpy(), vector @ matrix)
-    assert np.array_equal(Sliced.cut(product, {0: slice(2, 4)}).numpy(), product.numpy()[2:4])
+    assert np.array_equal(Slice.cut(product, {0: slice(2, 4)}).numpy(), product.numpy()[2:4])
 
 
 def test_an_expression_is_printed_as_it_is_made() -> None:
-    weight = Scaled(Inline.of(np.ones((2, 3))), Inline.of(np.ones(2)), 0)
+    weight = Scale(Inline.from_array(np.ones((2, 3))), Inline.from_array(np.ones(2)), 0)
     printed = str(Cast(weight, ir.DataType.FLOAT))
-    assert printed == "cast(scaled(inline(array=float64[2, 3], kind=double), inline(array=float64[2], kind=double), axis=0), to=float, saturate=False)"  # fmt: skip  # noqa: E501
+    assert (
+        printed
+        == "cast(scale(inline(array=float64[2, 3], kind=double), inline(array=float64[2], kind=double), axis=0), to=float, saturate=False)"  # noqa: E501
+    )
 
 
 def test_what_does_not_keep_its_promise_is_caught() -> None:
     @dataclasses.dataclass(frozen=True, eq=False)
-    class Wrong(Scaled):
+    class Wrong(Scale):
         def evaluate(self, region: tuple[slice, ...]) -> Array:
             return np.zeros((2, 3))
 
     with pytest.raises(ValueError, match=r"came out as \(2, 3\), promised as \(3, 2\)"):
-        Wrong(Inline.of(np.ones((3, 2))), Inline.of(np.ones(3)), 0).numpy()
+        Wrong(Inline.from_array(np.ones((3, 2))), Inline.from_array(np.ones(3)), 0).numpy()
 
 
 def test_packed_codes_need_no_rounding_of_their_own() -> None:
-    weight = Inline.of(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
+    weight = Inline.from_array(np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32))
     parts = parts_of(Rounded(weight, FORMATS["nf4"], 16, "extreme", standard=False))
     packed = (Packed(parts["codes"], FORMATS["nf4"].bits), Tiled(parts["scales"], ir.DataType.FLOAT))
     roundings = {node for each in packed for node in nodes_below(each) if isinstance(node, Rounded)}

@@ -15,12 +15,12 @@ from graphopt.graph.weights import (
     Expression,
     Inline,
     Region,
-    Reshaped,
-    Scaled,
+    Reshape,
+    Scale,
     blocks_of,
     check_finite,
     new_weight,
-    own,
+    own_input,
     rewrite,
     weight_of,
 )
@@ -29,31 +29,31 @@ from tests.graphs import residual_model
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Watched(Expression):
-    """As ``of``; remembers type and shape of each block that is evaluated."""
+    """As ``source``; remembers type and shape of each block that is evaluated."""
 
-    of: Expression
+    source: Expression
     seen: ClassVar[list[tuple[np.dtype, tuple[int, ...]]]] = []
 
     @property
     def dtype(self) -> ir.DataType:
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.of.shape
+        return self.source.shape
 
     @property
     def whole(self) -> frozenset[int]:
         return frozenset({0})
 
     def evaluate(self, region: Region) -> Array:
-        array = self.of.evaluate(region)
+        array = self.source.evaluate(region)
         self.seen.append((array.dtype, array.shape))
         return array
 
 
 def doubled(of: Expression) -> Expression:
-    return Scaled(of, Inline.of(np.full(of.shape[0], 2.0)), 0)
+    return Scale(of, Inline.from_array(np.full(of.shape[0], 2.0)), 0)
 
 
 def node_of(model: ir.Model, name: str) -> ir.Node:
@@ -64,18 +64,18 @@ def test_owning_a_shared_weight_leaves_the_other_user_alone() -> None:
     model = residual_model()
     one, two = node_of(model, "up0"), node_of(model, "up1")
     two.replace_input_with(1, one.inputs[1])
-    mine = own(one, 1)
+    mine = own_input(one, 1)
     rewrite(mine, doubled)
     theirs = weight_of(two, 1)
     assert theirs is not None
     assert theirs is not mine
     assert np.array_equal(mine.const_value.numpy(), 2 * theirs.const_value.numpy())
-    assert own(one, 1) is mine  # a second time there is nothing to copy
+    assert own_input(one, 1) is mine  # a second time there is nothing to copy
 
 
 def test_a_rewrite_is_computed_when_it_is_read_and_not_before() -> None:
     model = residual_model()
-    weight = own(node_of(model, "up0"), 1)
+    weight = own_input(node_of(model, "up0"), 1)
     before = weight.const_value.numpy().copy()
     Watched.seen.clear()
     rewrite(weight, doubled, Watched)
@@ -88,9 +88,9 @@ def test_a_rewrite_is_computed_when_it_is_read_and_not_before() -> None:
 
 
 def test_a_rewrite_to_another_shape_is_refused() -> None:
-    weight = own(node_of(residual_model(), "up0"), 1)
+    weight = own_input(node_of(residual_model(), "up0"), 1)
     with pytest.raises(ValueError, match=r"up0.weight came out as \(192,\), promised as \(16, 12\)"):
-        rewrite(weight, lambda of: Reshaped.to(of, [-1]))
+        rewrite(weight, lambda of: Reshape.to(of, [-1]))
 
 
 def test_new_names_never_take_an_old_one() -> None:
@@ -128,7 +128,7 @@ def test_a_large_weight_is_rewritten_in_blocks() -> None:
     large = np.random.default_rng(0).standard_normal((512, 9000)).astype(np.float32)
     node.inputs[1].const_value = ir.tensor(large, name="up0.weight")
     Watched.seen.clear()
-    rewrite(own(node, 1), doubled, Watched)
+    rewrite(own_input(node, 1), doubled, Watched)
     assert np.array_equal(node.inputs[1].const_value.numpy(), 2 * large)
     # 2^20 numbers a block: 2048 columns of 512
     assert [shape[1] for _, shape in Watched.seen] == [2048, 2048, 2048, 2048, 808]

@@ -41,7 +41,7 @@ def test_a_layout_is_what_transformers_makes_of_it(architecture: str, name: str)
     array = np.random.default_rng(0).standard_normal(TENSORS[name]).astype(np.float32)
     processor = theirs.TENSOR_PROCESSORS[architecture](config=CONFIG)
     expected = processor.process(array.copy(), name, tensor_key_mapping={}, parsed_parameters={"tensors": {}}).weights
-    got = LAYOUTS[architecture](name, Inline.of(array), SimpleNamespace(**CONFIG))
+    got = LAYOUTS[architecture](name, Inline.from_array(array), SimpleNamespace(**CONFIG))
     assert got.shape == expected.shape
     assert np.array_equal(got.numpy(), expected)
 
@@ -55,12 +55,12 @@ def test_gates_come_before_ups_in_joined_experts() -> None:
     processor = theirs.Qwen2MoeTensorProcessor()
     for name, array in arrays.items():
         processor.process(array, name, tensor_key_mapping=keys, parsed_parameters=parsed)
-    got = joined_experts({name: Inline.of(array) for name, array in arrays.items()})
+    got = joined_experts({name: Inline.from_array(array) for name, array in arrays.items()})
     assert np.array_equal(got.numpy(), parsed["tensors"]["experts.gate_up_proj"].numpy())
 
 
 def test_only_two_different_parts_are_joined() -> None:
-    part = Inline.of(np.zeros((3, 4, 5), np.float32))
+    part = Inline.from_array(np.zeros((3, 4, 5), np.float32))
     with pytest.raises(ValueError, match="blk.0.ffn_up_exps.weight"):
         joined_experts({"blk.0.ffn_up_exps.weight": part, "blk.1.ffn_up_exps.weight": part})
 
@@ -68,7 +68,7 @@ def test_only_two_different_parts_are_joined() -> None:
 def test_an_architecture_with_a_processor_and_no_layout_is_not_guessed() -> None:
     assert layout_of("mamba") is None
     layout = layout_of("qwen2")
-    part = Inline.of(np.zeros((3, 4), np.float32))
+    part = Inline.from_array(np.zeros((3, 4), np.float32))
     assert layout is not None
     assert layout("blk.0.attn_q.weight", part, None) is part
     # every processor that transformers has is either mirrored here or refused

@@ -59,7 +59,7 @@ def test_a_view_is_found_and_holds_for_other_numbers(model: Any, name: str, view
     (leaf,) = [node for node in nodes_below(found) if isinstance(node, Parameter)]
     assert leaf.name == name
     numbers = np.random.default_rng(0).standard_normal(leaf.shape).astype(np.float32)
-    assert np.array_equal(found.replacing({leaf: Inline.of(numbers)}).numpy(), view(numbers))
+    assert np.array_equal(found.replacing({leaf: Inline.from_array(numbers)}).numpy(), view(numbers))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_computed_gain_is_found(model: Any, compute: Any) -> None:
     found = relation(model, compute(model.gain.detach().numpy()), "gain", "one")
     (leaf,) = [node for node in nodes_below(found) if isinstance(node, Parameter)]
     numbers = np.random.default_rng(0).standard_normal(64).astype(np.float32)
-    assert np.array_equal(found.replacing({leaf: Inline.of(numbers)}).numpy(), compute(numbers))
+    assert np.array_equal(found.replacing({leaf: Inline.from_array(numbers)}).numpy(), compute(numbers))
 
 
 def test_a_constant_of_its_own_stays_a_constant(model: Any) -> None:

@@ -283,20 +283,20 @@ def flipped(array: np.ndarray) -> np.ndarray:
 class Faulty(Expression):
     """``wrong`` of a rotation and what it is applied to."""
 
-    of: Expression
+    source: Expression
     turn: Callable[[Expression], Expression]
     wrong: Callable[..., np.ndarray]
 
     @property
     def dtype(self) -> ir.DataType:
-        return self.of.dtype
+        return self.source.dtype
 
     @property
     def shape(self) -> Shape:
-        return self.of.shape
+        return self.source.shape
 
     def evaluate(self, region: Region) -> Array:
-        return self.wrong(lambda array: self.turn(Inline.of(array)).numpy(), self.of.numpy())[region]
+        return self.wrong(lambda array: self.turn(Inline.from_array(array)).numpy(), self.source.numpy())[region]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

@@ -30,7 +30,7 @@ def packed(group: int = 16) -> ir.Model:
 @given(st.integers(0, 2**32 - 1), st.sampled_from([1e-6, 1.0, 1e3]), st.sampled_from([np.float16, np.float32]))
 def test_a_level_is_off_by_half_a_step_at_most(seed: int, size: float, kind: type) -> None:
     scales = np.abs(np.random.default_rng(seed).standard_normal((2, 7, 16)) * size).astype(kind)
-    made = Levels(Inline.of(scales)).evaluate()
+    made = Levels(Inline.from_array(scales)).evaluate()
     levels, steps = made["levels"].astype(np.float64), made["steps"].astype(np.float64)
     largest = scales.astype(np.float64).max(1, keepdims=True)
     # the largest scale is over 253 or more, and bfloat16 moves that by one
@@ -47,13 +47,13 @@ def test_a_level_is_off_by_half_a_step_at_most(seed: int, size: float, kind: typ
 def test_what_was_leveled_stays_as_it_is(seed: int, groups: int) -> None:
     scales = np.abs(np.random.default_rng(seed).standard_normal((2, groups, 16))).astype(np.float16)
     for _ in range(2):
-        parts = {name: Inline.of(array) for name, array in Levels(Inline.of(scales)).evaluate().items()}
+        parts = {name: Inline.from_array(array) for name, array in Levels(Inline.from_array(scales)).evaluate().items()}
         before, scales = scales, Leveled(parts["levels"], parts["steps"], ir.DataType.FLOAT16).numpy()
     assert np.array_equal(scales, before)
 
 
 def test_zero_scales_are_no_error() -> None:
-    made = Levels(Inline.of(np.zeros((1, 3, 16), np.float16))).evaluate()
+    made = Levels(Inline.from_array(np.zeros((1, 3, 16), np.float16))).evaluate()
     assert not (made["levels"] * made["steps"]).any()
 
 

@@ -17,7 +17,7 @@ from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.compile.pipeline import optimize
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
-from graphopt.graph.editing import shared
+from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import WeightTensor, expression_of
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.input_rounding import round_input
@@ -156,18 +156,18 @@ def reader_of(model: ir.Model, name: str) -> ir.Node:
 
 
 def other_table(reader: ir.Node) -> None:
-    reader.replace_input_with(2, shared(reader.graph, "other.table", np.arange(16, dtype=np.float32)))
+    reader.replace_input_with(2, shared_constant(reader.graph, "other.table", np.arange(16, dtype=np.float32)))
 
 
 def zero_points(reader: ir.Node) -> None:
     ones = np.ones(reader.inputs[1].shape.numpy(), np.float16)
-    reader.replace_input_with(3, shared(reader.graph, "points", ones))
+    reader.replace_input_with(3, shared_constant(reader.graph, "points", ones))
 
 
 def wider_scales(reader: ir.Node) -> None:
     scales = reader.inputs[1].const_value.numpy().astype(np.float32)
-    reader.replace_input_with(1, shared(reader.graph, "wide", scales))
-    reader.replace_input_with(3, shared(reader.graph, "none", np.zeros((1, 1), np.float32)))
+    reader.replace_input_with(1, shared_constant(reader.graph, "wide", scales))
+    reader.replace_input_with(3, shared_constant(reader.graph, "none", np.zeros((1, 1), np.float32)))
 
 
 @pytest.mark.parametrize("what", [other_table, zero_points, wider_scales])
@@ -197,7 +197,9 @@ def test_groups_that_differ_stay_apart() -> None:
     model, other = readers(32, 16, activations="float32"), readers(32, 16, activations="float32", group=16)
     reader, odd = reader_of(model, "y1"), reader_of(other, "y1")
     for index in (0, 1):
-        reader.replace_input_with(index, shared(model.graph, f"odd{index}", odd.inputs[index].const_value.numpy()))
+        reader.replace_input_with(
+            index, shared_constant(model.graph, f"odd{index}", odd.inputs[index].const_value.numpy())
+        )
     reader.attributes["group"] = ir.AttrInt64("group", 16)
     report = merge(model)
     assert not report.changes
@@ -209,7 +211,7 @@ def test_zero_points_are_joined() -> None:
     for name in ("y0", "y1"):
         reader = reader_of(model, name)
         points = np.random.default_rng(len(name)).standard_normal(reader.inputs[1].shape.numpy()).astype(np.float16)
-        reader.replace_input_with(3, shared(model.graph, f"{name}.points", points))
+        reader.replace_input_with(3, shared_constant(model.graph, f"{name}.points", points))
     before = run(model)
     merge(model)
     assert kinds(lowered(model))["MatMulTable"] == 2
@@ -241,7 +243,7 @@ def test_codes_that_are_computed_stay() -> None:
 def test_scales_per_column_of_the_standard_form_stay() -> None:
     model = readers(32, 16, format_="int8")
     dequantize = next(node for node in model.graph if node.name == "y1.dequantize")
-    scales = shared(model.graph, "per_column", np.ones(16, np.float32))
+    scales = shared_constant(model.graph, "per_column", np.ones(16, np.float32))
     dequantize.replace_input_with(1, scales)
     dequantize.attributes["axis"] = ir.AttrInt64("axis", 1)
     assert ("y1", "its scales are not in groups of rows") in [

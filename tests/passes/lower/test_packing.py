@@ -128,7 +128,10 @@ def test_unpacking_undoes_packing(rows: int, columns: int, bits: int, groups: in
     random = np.random.default_rng(seed)
     codes = random.integers(0, 2**bits, (rows, columns)).astype(np.uint8)
     numbers = random.standard_normal((groups, columns)).astype(np.float16)
-    back = Unpacked(Packed(Inline.of(codes), bits), rows, columns), Untiled(Tiled(Inline.of(numbers), FLOAT16), columns)
+    back = (
+        Unpacked(Packed(Inline.from_array(codes), bits), rows, columns),
+        Untiled(Tiled(Inline.from_array(numbers), FLOAT16), columns),
+    )
     for expression, expected in zip(back, (codes, numbers), strict=True):
         assert (expression.shape, expression.dtype.numpy()) == (expected.shape, expected.dtype)
         assert np.array_equal(expression.numpy(), expected)

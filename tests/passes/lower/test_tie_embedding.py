@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.weights import own
+from graphopt.graph.weights import own_input
 from graphopt.ort.session import open_session
 from graphopt.passes.recipe import load_recipe
 from tests.graphs import VOCABULARY, residual_model, run_pass, save
@@ -43,7 +43,7 @@ def test_a_head_that_is_another_matrix_stays() -> None:
     for model in (residual_model(), residual_model(tied=True)):
         run_pass(model, "canonicalize")
         head = next(node for node in model.graph if node.name == "head")
-        weight = own(head, 1)
+        weight = own_input(head, 1)
         assert weight.const_value is not None
         changed = weight.const_value.numpy().copy()
         changed[0, 0] += 1e-3

@@ -65,11 +65,11 @@ def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path
     kept = KeptCodes(tensor_of(kind, tmp_path), ORDER)
     bits = {"codes": kept.table.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
     stored = sum(bits[name] * np.prod(shape) // 8 for name, (_, shape) in kept.parts.items())
-    of_file = kept.of.stored()[ORDER].nbytes
+    of_file = kept.source.stored()[ORDER].nbytes
     # the standard form has scales of 4 bytes, which lower packs into 2
     assert stored - of_file == (2 * np.prod(kept.parts["scales"][1]) if kept.is_standard else 0)
     if kept.is_standard:
-        ours = KeptCodes(kept.of, ORDER, standard=False)
+        ours = KeptCodes(kept.source, ORDER, standard=False)
         assert ours.parts["scales"][0] == ir.DataType.FLOAT16
 
 
@@ -97,7 +97,7 @@ def test_codes_are_data_that_travels(tmp_path: Path) -> None:
     kept = KeptCodes(tensor_of("Q6_K", tmp_path), ORDER)
     again = pickle.loads(pickle.dumps(kept))
     assert again.digest == kept.digest
-    assert KeptCodes(kept.of, ORDER[::-1].copy()).digest != kept.digest
+    assert KeptCodes(kept.source, ORDER[::-1].copy()).digest != kept.digest
     codes = Part(again, "codes")
     assert (codes.dtype, codes.shape) == (ir.DataType.UINT8, (512, 4))
     assert np.array_equal(codes.numpy(), kept.evaluate()["codes"])

@@ -11,7 +11,7 @@ import pytest
 from graphopt.analysis.structure.products import linear_nodes
 from graphopt.artifact.artifact import read
 from graphopt.errors import InputError
-from graphopt.graph.weights import Inline, Scaled, rewrite
+from graphopt.graph.weights import Inline, Scale, rewrite
 from graphopt.ort.runner import Runner
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics import Calibration
@@ -81,7 +81,7 @@ def test_what_is_kept_is_found_without_running_and_by_content_alone(tmp_path: Pa
 
 def test_weights_that_are_not_evaluated_yet_have_the_digest_that_they_will_have(tmp_path: Path) -> None:
     model = residual_model()
-    rewrite(model.graph.initializers["up0.weight"], lambda of: Scaled(of, Inline.of(np.arange(1.0, 17)), 0))
+    rewrite(model.graph.initializers["up0.weight"], lambda of: Scale(of, Inline.from_array(np.arange(1.0, 17)), 0))
     calibration(tmp_path, Runner()).inputs(model, linear_nodes(model.graph))
     value = model.graph.initializers["up0.weight"]
     value.const_value = ir.tensor(value.const_value.numpy(), name=value.name)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from graphopt.artifact import artifact
-from graphopt.graph.weights import Added, Array, Expression, Inline, Transposed, WeightTensor, expression_of
+from graphopt.graph.weights import Array, Expression, Inline, Sum, Transpose, WeightTensor, expression_of
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
 from graphopt.quantization.gguf.blocks import Ggml, block_of
 from graphopt.quantization.gguf.file import GgufFile, open_gguf
@@ -36,7 +36,7 @@ def dithered(file: GgufFile, seed: int) -> GgufFile:
         tensors[name] = tensor
         if isinstance(tensor, Ggml) and tensor.kind in STEPPED:
             noise = np.random.default_rng((seed, number)).uniform(-0.5, 0.5, tensor.shape).astype(np.float32)
-            tensors[name] = Added(tensor, Inline.of(noise * steps_of(tensor)))
+            tensors[name] = Sum(tensor, Inline.from_array(noise * steps_of(tensor)))
     return dataclasses.replace(file, tensors=tensors)
 
 
@@ -73,7 +73,7 @@ def put_weights(exported: Path, file: GgufFile, other: GgufFile, name: str, outp
         old, new = before[weight], after[weight]
         stored = expression_of(value.const_value)
         if stored.shape != old.shape or not np.array_equal(stored.numpy(), old.numpy()):
-            old, new = Transposed(old, (1, 0)), Transposed(new, (1, 0))
+            old, new = Transpose(old, (1, 0)), Transpose(new, (1, 0))
         if stored.shape != old.shape or not np.array_equal(stored.numpy(), old.numpy()):
             raise ValueError(f"{weight} of {exported} is not what {file.path} holds")
         value.const_value = WeightTensor(new, weight)

@@ -12,16 +12,16 @@ from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import insert_behind
 from graphopt.graph.weights import (
     DOUBLE,
-    Added,
     Cast,
     Expression,
     Inline,
-    Scaled,
+    Scale,
+    Sum,
     VectorTimes,
     WeightTensor,
     expression_of,
     new_weight,
-    own,
+    own_input,
     rewrite,
     weight_of,
 )
@@ -59,7 +59,7 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
         if reason is not None:
             ledger.skipped(node, reason)
             continue
-        gain = own(node, 1)
+        gain = own_input(node, 1)
         assert gain.const_value is not None
         factors = Cast(expression_of(gain.const_value), DOUBLE)
         bias = weight_of(node, _BIAS)
@@ -70,8 +70,8 @@ def fold_gains(model: ir.Model, ledger: Ledger) -> None:
             assert product is not None
             if bias is not None and bias.const_value is not None:
                 _add_behind(product, bias, ledger)
-            weight = own(product, 1)
-            rewrite(weight, partial(Scaled, factors=factors, axis=0))
+            weight = own_input(product, 1)
+            rewrite(weight, partial(Scale, factors=factors, axis=0))
             ledger.changed(weight, ROWS_SCALED(norm=node.name), [gain])
         ones = np.ones(factors.shape, gain.const_value.dtype.numpy())
         gain.const_value = WeightTensor(Inline(ones, gain.const_value.dtype), gain.name)
@@ -109,7 +109,7 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     shift = VectorTimes(expression_of(bias.const_value), expression_of(weight.const_value))
     add = _bias_of(product)
     if add is not None:
-        there = own(add[0], add[1])
+        there = own_input(add[0], add[1])
         rewrite(there, partial(_added, other=shift))
         ledger.changed(there, BIAS_TAKEN(weight=weight.name), [bias, weight])
         return
@@ -117,12 +117,12 @@ def _add_behind(product: ir.Node, bias: ir.Value, ledger: Ledger) -> None:
     assert graph is not None
     made = new_weight(graph, f"{product.name}.bias", WeightTensor(Cast(shift, weight.const_value.dtype)))
     behind = ir.node("Add", [output, made], name=f"{product.name}.add_bias")
-    insert_behind(output, behind, renamed=f"{output.name}.unbiased")
+    insert_behind(output, behind, value_name=f"{output.name}.unbiased")
     ledger.changed(behind, BIAS_ADDED(weight=weight.name), [bias, weight])
 
 
 def _added(of: Expression, other: Expression) -> Expression:
-    return Added(of, other)
+    return Sum(of, other)
 
 
 def _bias_of(product: ir.Node) -> tuple[ir.Node, int] | None:

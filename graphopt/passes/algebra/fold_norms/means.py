@@ -11,7 +11,7 @@ from graphopt.analysis.bases.axes import Axis, Basis
 from graphopt.analysis.bases.search import find_bases
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import replace
-from graphopt.graph.weights import Centered, Expression, own, rewrite, weight_of
+from graphopt.graph.weights import Center, Expression, own_input, rewrite, weight_of
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
@@ -44,7 +44,7 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
                 ledger.skipped(node, KEEPS_MEAN(why=reason))
             continue
         for site in basis.writers:
-            weight = own(site.node, site.input)
+            weight = own_input(site.node, site.input)
             assert basis.width is not None
             rewrite(weight, partial(_centered, axis=site.axis, starts=tuple(site.starts), width=basis.width))
             ledger.changed(weight, CENTERED(axis=site.axis, basis=basis.name))
@@ -53,7 +53,7 @@ def fold_means(model: ir.Model, ledger: Ledger) -> None:
 
 
 def _centered(of: Expression, axis: int, starts: tuple[int, ...], width: int) -> Expression:
-    return Centered(of, axis % len(of.shape), starts, width)
+    return Center(of, axis % len(of.shape), starts, width)
 
 
 def _reason_to_stay(basis: Basis, norms: list[ir.Node]) -> Fact | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from graphopt.graph.weights import Expression, Rotated, own, rewrite
+from graphopt.graph.weights import Expression, Rotate, own_input, rewrite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,10 +24,10 @@ class Fuser:
 
     def add(self, site: WeightAxis, rotation: Rotation) -> ir.Value:
         """Multiply ``rotation`` into one axis of a weight, W Q for a writer, Q^T W for a reader; return the weight."""
-        weight = own(site.node, site.input)
+        weight = own_input(site.node, site.input)
         assert weight.const_value is not None
         axis = site.axis % len(weight.const_value.shape)
-        turn = partial(Rotated, axis=axis, starts=tuple(site.starts), claim=rotation.claim())
+        turn = partial(Rotate, axis=axis, starts=tuple(site.starts), claim=rotation.claim())
         self._steps.setdefault(weight, []).append(turn)
         return weight
 

@@ -9,7 +9,7 @@ import networkx as nx
 
 from graphopt.analysis.bases.axes import Basis, fixed
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import free_name, insert_behind, shared
+from graphopt.graph.editing import free_name, insert_behind, shared_constant
 from graphopt.runtime_ops import OPERATORS
 
 if TYPE_CHECKING:
@@ -127,5 +127,5 @@ def matrices(graph: ir.Graph, rotation: HadamardRotation) -> list[ir.Value]:
     found: list[ir.Value] = []
     for matrix in rotation.pair:
         name = f"hadamard.{rotation.kind}.{len(found)}".replace(" ", "_").replace(",", "")
-        found.append(shared(graph, name, matrix))
+        found.append(shared_constant(graph, name, matrix))
     return found

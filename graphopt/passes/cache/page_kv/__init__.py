@@ -11,7 +11,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
 from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import inherit, remove, shared
+from graphopt.graph.editing import inherit, remove, shared_constant
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
 from graphopt.passes.cache.page_kv.rows import as_rows, read_rows
@@ -126,7 +126,7 @@ def _rewrite(
     graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
 ) -> None:
     rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None]
-    unused = shared(graph, "no_sinks", np.zeros(0, np.float32))
+    unused = shared_constant(graph, "no_sinks", np.zeros(0, np.float32))
     layer = PagedLayer(
         number=meaning.number,
         head_size=meaning.head_size,

@@ -23,7 +23,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.paged_caches import UNBOUNDED, kv_nodes, layer_of
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import like, name_output, replace, shared
+from graphopt.graph.editing import clone_node, name_output, replace, shared_constant
 from graphopt.passes.cache.page_kv.states import graph_input
 from graphopt.runtime_ops import DOMAIN, port, schema_of
 
@@ -115,7 +115,7 @@ def exact_angles(graph: ir.Graph) -> dict[ir.Node, str]:
             _cast(graph, _before_cast(value), ir.DataType.DOUBLE, node) for value in node.inputs if value is not None
         ]
         product = ir.node(node.op_type, wide, name=f"{name}.float64")
-        turn = shared(graph, "two_pi", np.array(2 * np.pi, np.float64))
+        turn = shared_constant(graph, "two_pi", np.array(2 * np.pi, np.float64))
         rest = ir.node("Mod", [product.outputs[0], turn], {"fmod": 1}, name=f"{name}.turn")
         back = ir.node("Cast", [rest.outputs[0]], {"to": ir.DataType.FLOAT}, name=f"{name}.angle")
         for each, dtype in ((product, ir.DataType.DOUBLE), (rest, ir.DataType.DOUBLE), (back, ir.DataType.FLOAT)):
@@ -153,7 +153,7 @@ class CappedQueries:
         if value not in self._made:
             node = value.producer()
             if value.name == _POSITIONS and node is None:
-                cap = shared(self._graph, f"position.{self._cap}", np.array(self._cap, np.int64))
+                cap = shared_constant(self._graph, f"position.{self._cap}", np.array(self._cap, np.int64))
                 least = ir.node("Min", [value, cap], name=f"{_POSITIONS}.capped.{self._cap}")
                 self._graph.insert_before(self._graph[0], least)
                 self._made[value] = name_output(least, value)
@@ -167,7 +167,7 @@ class CappedQueries:
         return self._made[value]
 
     def _copy(self, node: ir.Node, inputs: list[ir.Value | None], after: ir.Node) -> ir.Value:
-        made = like(node, inputs, f"{node.name}.sinks")
+        made = clone_node(node, inputs, f"{node.name}.sinks")
         self._graph.insert_after(after, made)
         return name_output(made, node.outputs[0], name=f"{node.outputs[0].name}.sinks")
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.editing import bypass, like, name_output, shared, take_place
+from graphopt.graph.editing import bypass, clone_node, name_output, shared_constant, take_place
 from graphopt.runtime_ops import DOMAIN
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def read_rows(graph: ir.Graph, old: ir.Value, rows: ir.Value, after: ir.Node) ->
     if not old.uses() and not old.is_graph_output():
         return
     heads, size = old.shape[1], old.shape[3]
-    target = shared(graph, f"{rows.name}.heads", np.array([0, 0, int(str(heads)), int(str(size))], np.int64))
+    target = shared_constant(graph, f"{rows.name}.heads", np.array([0, 0, int(str(heads)), int(str(size))], np.int64))
     apart = ir.node("Reshape", [rows, target], name=f"{rows.name}.apart")
     name_output(apart, old, [rows.shape[0], rows.shape[1], heads, size])
     swap = ir.node("Transpose", [apart.outputs[0]], {"perm": _SWAPPED}, name=f"{rows.name}.turned")
@@ -96,7 +96,7 @@ def _joined(graph: ir.Graph, value: ir.Value, shape: ir.Shape, before: ir.Node) 
     whole = node.inputs[0] if node is not None and node.op_type == "Reshape" else None
     if whole is not None and whole.shape is not None and len(whole.shape) == 3 and whole.shape[-1] == shape[-1]:
         return whole
-    target = shared(graph, f"rows_of_{shape[-1]}", np.array([0, 0, shape[-1]], np.int64))
+    target = shared_constant(graph, f"rows_of_{shape[-1]}", np.array([0, 0, shape[-1]], np.int64))
     join = ir.node("Reshape", [value, target], name=f"{value.name}.joined")
     graph.insert_before(before, join)
     return name_output(join, value, shape)
@@ -120,7 +120,7 @@ def _by_head_size(node: ir.Node) -> bool:
 
 def _copy(node: ir.Node, inputs: Sequence[ir.Value | None]) -> ir.Node:
     """Return a node like ``node`` on other inputs, whose last axis is the same."""
-    made = like(node, inputs)
+    made = clone_node(node, inputs)
     if made.op_type == "RMSNormalization":
         made.attributes["axis"] = ir.AttrInt64("axis", -1)
     return made

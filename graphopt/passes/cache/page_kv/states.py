@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.paged_caches import PagedLayer, layer_of
 from graphopt.analysis.structure.ports import INPUT_IDS, STATES, CachePort
-from graphopt.graph.editing import shared
+from graphopt.graph.editing import shared_constant
 from graphopt.runtime_ops import schema_of
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def connect(graph: ir.Graph, node: ir.Node, layer: PagedLayer) -> None:
                 graph.inputs.remove(port)
             if made.is_graph_output():
                 graph.outputs.remove(made)
-            unused = shared(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
+            unused = shared_constant(graph, "no_state", np.zeros((0, 0, 0, 0), np.float32))
             node.replace_input_with(index, unused)
             made.name, made.dtype, made.shape = f"{node.name}.no_{state}", ir.DataType.FLOAT, ir.Shape([0, 0, 0, 0])
             continue

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Rule
-from graphopt.graph.editing import Inserter, like, replace
+from graphopt.graph.editing import Inserter, clone_node, replace
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 
 if TYPE_CHECKING:
@@ -63,14 +63,14 @@ def _take_apart(graph: ir.Graph, node: ir.Node, heads: tuple[int, int, int], led
             read.append(_by_heads(insert, value, each, which))
             continue
         rows = _by_heads(insert, x, each, which)
-        turned = like(rotary, [rows, *rotary.inputs[1:]], f"{rotary.name}.heads")
+        turned = clone_node(rotary, [rows, *rotary.inputs[1:]], f"{rotary.name}.heads")
         made = turned.outputs[0]
         made.name, made.type, made.shape = f"{turned.name}.output", value.type, rows.shape
         graph.insert_before(node, turned)
         insert.nodes.append(turned)
         sources.append(rotary)
         read.append(made)
-    new = like(node, [*read, *node.inputs[3:]])
+    new = clone_node(node, [*read, *node.inputs[3:]])
     for name in ("q_num_heads", "kv_num_heads"):
         del new.attributes[name]
     graph.insert_before(node, new)

@@ -16,7 +16,7 @@ import numpy as np
 
 from graphopt.analysis.structure.contrib import contrib_nodes
 from graphopt.graph.diagnostics import Rule
-from graphopt.graph.editing import Inserter, replace, shared
+from graphopt.graph.editing import Inserter, replace, shared_constant
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -44,7 +44,9 @@ def lift_fused_activations(model: ir.Model, ledger: Ledger) -> None:
             scaled = x
             if alpha != 1:
                 number = np.array(alpha, np.float32 if dtype is None else dtype.numpy())
-                scaled = insert.op("Mul", [x, shared(model.graph, f"alpha.{alpha:g}", number)], dims, dtype, "scaled")
+                scaled = insert.op(
+                    "Mul", [x, shared_constant(model.graph, f"alpha.{alpha:g}", number)], dims, dtype, "scaled"
+                )
             made = insert.op("Mul", [x, insert.op("Sigmoid", [scaled], dims, dtype)], dims, dtype)
         else:
             made = insert.op("Gelu", [x], dims, dtype, approximate=_APPROXIMATE[what])

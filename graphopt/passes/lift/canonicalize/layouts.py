@@ -19,9 +19,9 @@ import numpy as np
 from graphopt.graph.diagnostics import Rule
 from graphopt.graph.weights import (
     Expression,
-    Reshaped,
-    Sliced,
-    Transposed,
+    Reshape,
+    Slice,
+    Transpose,
     WeightTensor,
     expression_of,
     new_weight,
@@ -81,7 +81,7 @@ def _constants(node: ir.Node, index: int) -> list[int] | None:
 
 def _transpose(node: ir.Node, shape: _Shape) -> _Found:
     permutation = tuple(node.attributes.get_ints("perm", ())) or tuple(reversed(range(len(shape))))
-    return [(".transposed", lambda of: Transposed(of, permutation))]
+    return [(".transposed", lambda of: Transpose(of, permutation))]
 
 
 def _split(node: ir.Node, shape: _Shape) -> _Found:
@@ -116,9 +116,9 @@ def _cut(pieces: dict[int, slice | int]) -> Layout:
     slices = {axis: piece for axis, piece in pieces.items() if isinstance(piece, slice)}
 
     def layout(of: Expression) -> Expression:
-        cut = Sliced.cut(of, {**slices, **numbers})
+        cut = Slice.cut(of, {**slices, **numbers})
         kept = [size for axis, size in enumerate(cut.shape) if axis not in numbers]
-        return Reshaped.to(cut, kept) if numbers else cut
+        return Reshape.to(cut, kept) if numbers else cut
 
     return layout
 
@@ -150,7 +150,7 @@ def _reshape(node: ir.Node, shape: _Shape) -> _Found:
 
 
 def _to(dims: list[int]) -> _Found:
-    return [("", lambda of: Reshaped.to(of, dims))]
+    return [("", lambda of: Reshape.to(of, dims))]
 
 
 _LAYOUTS: dict[str, Callable[[ir.Node, _Shape], _Found]] = {

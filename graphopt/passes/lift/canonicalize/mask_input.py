@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.graph.editing import Inserter, shared
+from graphopt.graph.editing import Inserter, shared_constant
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -39,7 +39,7 @@ def one_mask(insert: Inserter, masks: Sequence[tuple[ir.Value, bool]]) -> ir.Val
     if boolean is None or added is None:
         return added if boolean is None else boolean
     dtype = added.dtype or ir.DataType.FLOAT
-    lowest = shared(insert.graph, f"lowest.{dtype.name}", np.array(dtype.min, dtype.numpy()))
+    lowest = shared_constant(insert.graph, f"lowest.{dtype.name}", np.array(dtype.min, dtype.numpy()))
     return insert.op("Where", [boolean, added, lowest], _wide(boolean, added), added.dtype, "mask")
 
 

@@ -20,7 +20,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.contrib import contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Dims, Inserter, replace
-from graphopt.graph.weights import Sliced, WeightTensor, expression_of, new_weight, weight_of
+from graphopt.graph.weights import Slice, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.lift.canonicalize.group_query import HEADS_UNKNOWN, LIFTED, SCORES_READ
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
 from graphopt.passes.lift.canonicalize.mask_input import one_mask, with_queries
@@ -148,7 +148,7 @@ def _bias(graph: ir.Graph, node: ir.Node, widths: list[int], number: int, which:
     value = weight_of(node, _BIAS)
     assert value is not None and value.const_value is not None
     begin, name = sum(widths[:number]), f"{value.name}.{which}"
-    part = Sliced.cut(expression_of(value.const_value), {0: slice(begin, begin + widths[number])})
+    part = Slice.cut(expression_of(value.const_value), {0: slice(begin, begin + widths[number])})
     return new_weight(graph, name, WeightTensor(part, name))
 
 

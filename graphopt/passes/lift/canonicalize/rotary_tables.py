@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import MICROSOFT
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import Inserter, replace, shared
+from graphopt.graph.editing import Inserter, replace, shared_constant
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Ledger
@@ -94,7 +94,7 @@ class Angles:
             self._ledger.report_change(cos.name or "?", TABLE_LOOKED_UP())
             return made[0], made[1]
         insert = Inserter(graph, graph[0], f"{cos.name}.angles")
-        numbers = shared(graph, f"{cos.name}.frequencies", frequencies)
+        numbers = shared_constant(graph, f"{cos.name}.frequencies", frequencies)
         wide = insert.op("Unsqueeze", [positions, insert.integers([2])], [*positions.shape, 1], ir.DataType.INT64)
         wide = insert.op("Cast", [wide], [*positions.shape, 1], ir.DataType.FLOAT, to=ir.DataType.FLOAT)
         angle = insert.op("Mul", [wide, numbers], dims, ir.DataType.FLOAT)

@@ -15,7 +15,7 @@ from onnxscript.optimizer import fold_constants
 
 from graphopt.errors import MissingDependencyError
 from graphopt.graph.diagnostics import Rule
-from graphopt.graph.editing import Inserter, bypass, shared
+from graphopt.graph.editing import Inserter, bypass, shared_constant
 from graphopt.graph.weights import weight_of
 from graphopt.passes.lift.canonicalize.attention import attentions
 from graphopt.passes.lift.canonicalize.cleanup import merge_and_prune
@@ -85,7 +85,7 @@ def _pick_sizes(model: ir.Model) -> None:
             continue
         size = dims[place.item()]
         if isinstance(size, int):
-            known = shared(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
+            known = shared_constant(model.graph, f"size.{size}.{place.ndim}", np.full(place.shape, size, np.int64))
             bypass(node, known)
         elif tokens is not None and shape.inputs[0] is not tokens:
             _pick_from_tokens(model.graph, node, size, tokens, scalar=place.ndim == 0)

@@ -11,7 +11,7 @@ from graphopt.analysis.structure.ports import MAX_POSITIONS
 from graphopt.analysis.structure.rotary import RotaryAngles, rotary_angles
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule, Skip
-from graphopt.graph.editing import shared
+from graphopt.graph.editing import shared_constant
 from graphopt.numerics.rotations.claims import Claims
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.lift.rescale_rope.edits import multiply, renamed, turn_by
@@ -121,7 +121,7 @@ class RescaleRope(Pass[RescaleRopeOptions]):
         if np.array_equal(array, stored):
             return False
         kept = _number(graph, "first_tokens", options.first, angles.positions) if options.first else None
-        turn_by(graph, angles, shared(graph, renamed(weight.name), array), kept)
+        turn_by(graph, angles, shared_constant(graph, renamed(weight.name), array), kept)
         what = {"method": options.method, "factor": options.factor, "first": options.first}
         ledger.changed(product, RESCALED(frequencies=weight.name, **what), [product, weight])
         return True
@@ -130,4 +130,4 @@ class RescaleRope(Pass[RescaleRopeOptions]):
 def _number(graph: ir.Graph, name: str, number: float, beside: ir.Value) -> ir.Value:
     """Return a constant of one number, of the type that ``beside`` has."""
     dtype = beside.dtype or ir.DataType.FLOAT
-    return shared(graph, f"{name}.{dtype.name.lower()}", np.array(number, dtype.numpy()))
+    return shared_constant(graph, f"{name}.{dtype.name.lower()}", np.array(number, dtype.numpy()))

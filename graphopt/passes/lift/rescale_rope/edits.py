@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.graph.editing import drop, free_name, insert_behind, like, name_output
+from graphopt.graph.editing import clone_node, drop, free_name, insert_behind, name_output
 
 if TYPE_CHECKING:
     from graphopt.analysis.structure.rotary import RotaryAngles
@@ -29,7 +29,7 @@ def turn_by(graph: ir.Graph, angles: RotaryAngles, frequencies: ir.Value, first:
     """
     product, old, made = angles.product, angles.product.inputs[angles.side], frequencies
     for node in angles.path:
-        copy = like(node, [made, *node.inputs[1:]], free_name(graph, renamed(node.name)))
+        copy = clone_node(node, [made, *node.inputs[1:]], free_name(graph, renamed(node.name)))
         graph.insert_before(product, copy)
         made = name_output(copy, node.outputs[0])
     if first is None:
@@ -38,7 +38,7 @@ def turn_by(graph: ir.Graph, angles: RotaryAngles, frequencies: ir.Value, first:
         drop(graph, old)
         return
     sides = [made if index == angles.side else value for index, value in enumerate(product.inputs)]
-    other = like(product, sides, free_name(graph, renamed(product.name)))
+    other = clone_node(product, sides, free_name(graph, renamed(product.name)))
     early = ir.node("Less", [angles.positions, first], name=free_name(graph, f"{product.name}.early"))
     angle = product.outputs[0]
     graph.insert_before(product, [other, early])

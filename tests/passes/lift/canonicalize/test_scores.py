@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from graphopt.analysis.structure.contrib import state_caches
-from graphopt.graph.editing import Inserter, shared, take_place
+from graphopt.graph.editing import Inserter, shared_constant, take_place
 from graphopt.passes.lift.canonicalize.mask_input import one_mask
 from tests.contrib_graphs import FLOAT32, Layer, group_query_model, run, tokens
 from tests.graphs import relative, run_pass
@@ -42,7 +42,7 @@ def spelled_out(
     scale = 0.3
 
     def number(number: float) -> ir.Value:
-        return shared(graph, f"number.{number}", np.array(number, np.float32))
+        return shared_constant(graph, f"number.{number}", np.array(number, np.float32))
 
     def times(x: ir.Value, by: float, suffix: str) -> ir.Value:
         return insert.op("Mul", [number(by), x], list(x.shape), FLOAT, suffix)
@@ -193,7 +193,10 @@ def test_scores_that_are_multiplied_behind_their_mask_stay() -> None:
     insert = Inserter(model.graph, softmax, "hot")
     scores = softmax.inputs[0]
     softmax.replace_input_with(
-        0, insert.op("Mul", [scores, shared(model.graph, "half", np.array(0.5, np.float32))], list(scores.shape), FLOAT)
+        0,
+        insert.op(
+            "Mul", [scores, shared_constant(model.graph, "half", np.array(0.5, np.float32))], list(scores.shape), FLOAT
+        ),
     )
     run_pass(model, "canonicalize")
     assert Counter(node.op_type for node in model.graph)["Softmax"] == 1

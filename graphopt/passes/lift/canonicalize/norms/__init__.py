@@ -19,7 +19,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.graph.editing import replace, shared
+from graphopt.graph.editing import replace, shared_constant
 from graphopt.graph.weights import new_weight
 from graphopt.passes.lift.canonicalize.norms.meaning import Norm, Rows, understand
 from graphopt.passes.lift.canonicalize.norms.region import (
@@ -136,7 +136,7 @@ def _vector(graph: ir.Graph, region: Region, array: Rows, name: str) -> ir.Value
         if stored is not None and stored.shape == array.shape and stored.dtype == array.dtype and _near(stored, array):
             return value
     if (array == 1).all():
-        return shared(graph, f"unit_gain.{len(array)}.{array.dtype}", array)
+        return shared_constant(graph, f"unit_gain.{len(array)}.{array.dtype}", array)
     return new_weight(graph, name, ir.tensor(array, name=name))
 
 
