@@ -26,6 +26,16 @@ _MAKES = (
 )
 
 
+def _list_drafts(name: str | None) -> str | None:
+    if name == "help":
+        from graphopt.inference.decoding.proposers.registry import list_proposers
+
+        for form, summary in list_proposers().items():
+            out.print(f"{form}: {summary}", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit
+    return name
+
+
 @command("run")
 def run(
     folder: Annotated[Path, typer.Argument(help="an artifact")],
@@ -65,8 +75,9 @@ def run(
         str | None,
         typer.Option(
             "--speculate",
-            help="check guesses, several tokens a step; the text stays the same: auto, lookup, the folder of a smaller "
-            "model, heads, self:streaming, self:retrieval, self:layers=N, verified:A,B",
+            callback=_list_drafts,
+            help="draft, and check several tokens a step; the text stays the same: auto, lookup, the folder of a "
+            "smaller model, heads, self:..., verified:A,B; `--speculate help` lists all",
         ),
     ] = None,
     draft_tokens: Annotated[
@@ -115,14 +126,14 @@ def run(
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
     speculation = None
     if speculate is not None:
-        from graphopt.inference.decoding.drafts.names import speculation_named
+        from graphopt.inference.decoding.proposers.registry import open_speculation
 
-        speculation = speculation_named(session, speculate, draft_tokens)
+        speculation = open_speculation(session, speculate, draft_tokens)
     if chat:
         from graphopt.inference.conversation.terminal import converse
 
         made: Sequence[dict[str, Any]] = converse(
-            session, system=system, said=prompt or [], settings=settings, streams=not as_json, drafter=speculation
+            session, system=system, said=prompt or [], settings=settings, streams=not as_json, proposer=speculation
         )
     else:
         made = _complete(session, prompt or [], settings, as_json, speculation)
@@ -154,15 +165,15 @@ def _grammar(json_schema: Path | None, regex: str | None) -> Grammar | None:
 
 
 def _complete(
-    session: Session, prompts: Sequence[str], settings: Settings, as_json: bool, drafter: Speculation | None
+    session: Session, prompts: Sequence[str], settings: Settings, as_json: bool, proposer: Speculation | None
 ) -> list[dict[str, Any]]:
     from graphopt.inference.generation import complete, steps
 
     if as_json:
-        completions = complete(session, prompts, settings, drafter)
+        completions = complete(session, prompts, settings, proposer)
         return [{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)]
     if len(prompts) == 1:
-        found = steps(session, prompts, settings, drafter)
+        found = steps(session, prompts, settings, proposer)
         sys.stdout.write(prompts[0])
         for step in found:
             sys.stdout.write(step.texts[0])
@@ -171,7 +182,7 @@ def _complete(
         return []
     with progress() as say:
         say("generating")
-        completions = complete(session, prompts, settings, drafter)
+        completions = complete(session, prompts, settings, proposer)
     for number, (text, completion) in enumerate(zip(prompts, completions, strict=True), start=1):
         out.rule(f"{number} ({completion.stopped})")
         out.print(text + (completion.text or ""), markup=False, highlight=False)

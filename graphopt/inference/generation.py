@@ -24,8 +24,8 @@ from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.speculation import Drafting, Speculation
 
 if TYPE_CHECKING:
-    from graphopt.inference.decoding.drafts import Drafter
     from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.decoding.proposers import Proposer
     from graphopt.inference.session import Session
     from graphopt.tasks.ports import IntArray
 
@@ -96,10 +96,10 @@ def generate(
     stop: Sequence[str] = (),
     grammar: Grammar | None = None,
     logprobs: int | None = None,
-    drafter: Drafter | Speculation | None = None,
+    proposer: Proposer | Speculation | None = None,
 ) -> list[Completion]:
     """Complete each prompt; see :func:`stream` for the arguments and errors."""
-    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), drafter)
+    return complete(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), proposer)
 
 
 def stream(
@@ -111,7 +111,7 @@ def stream(
     stop: Sequence[str] = (),
     grammar: Grammar | None = None,
     logprobs: int | None = None,
-    drafter: Drafter | Speculation | None = None,
+    proposer: Proposer | Speculation | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step; arguments are checked at once, the model runs as the steps are consumed.
 
@@ -123,28 +123,28 @@ def stream(
         stop: strings that end a text, which ends before the first of them.
         grammar: the form that each text must have; needs ``graphopt[chat]``.
         logprobs: how many of the most likely tokens to list beside each chosen one, with their log probabilities.
-        drafter: what guesses tokens that are checked several at a time; the text stays the same. A
+        proposer: what guesses tokens that are checked several at a time; the text stays the same. A
             :class:`graphopt.inference.decoding.speculation.Speculation` also says how long drafts are, and counts.
 
     Raises:
         InputError: a prompt is empty, longer than the model's positions or holds an unknown token; ``max_new_tokens``
             is below 1 or ``logprobs`` below 0; there is a text, a stop string or a grammar but no tokenizer; the
             grammar cannot be used; prompts differ in length and the graph has no ``attention_mask``; the model cannot
-            check drafts, or the drafter is not made for it.
+            check drafts, or the proposer is not made for it.
         MissingDependencyError: there is a grammar, and llguidance is not installed.
     """
-    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), drafter)
+    return steps(session, prompts, Settings(max_new_tokens, sampling, tuple(stop), grammar, logprobs), proposer)
 
 
 def complete(
     session: Session,
     prompts: str | Sequence[Prompt],
     settings: Settings,
-    drafter: Drafter | Speculation | None = None,
+    proposer: Proposer | Speculation | None = None,
 ) -> list[Completion]:
     """Complete each prompt, as :func:`generate` does."""
     rows = _rows(session, prompts, settings)
-    for _ in _together(session, rows, drafter):
+    for _ in _generate(session, rows, proposer):
         pass
     return [Completion.of(row) for row in rows]
 
@@ -153,10 +153,10 @@ def steps(
     session: Session,
     prompts: str | Sequence[Prompt],
     settings: Settings,
-    drafter: Drafter | Speculation | None = None,
+    proposer: Proposer | Speculation | None = None,
 ) -> Iterator[Step]:
     """Complete the prompts step by step, as :func:`stream` does."""
-    return _together(session, _rows(session, prompts, settings), drafter)
+    return _generate(session, _rows(session, prompts, settings), proposer)
 
 
 def run(
@@ -251,15 +251,17 @@ def _rows(session: Session, prompts: str | Sequence[Prompt], settings: Settings)
     return rows
 
 
-def _together(session: Session, rows: Sequence[Continuation], drafter: Drafter | Speculation | None) -> Iterator[Step]:
-    drafts = None if drafter is None else speculation_of(drafter).start(session, rows)
+def _generate(
+    session: Session, rows: Sequence[Continuation], proposer: Proposer | Speculation | None
+) -> Iterator[Step]:
+    drafts = None if proposer is None else as_speculation(proposer).start(session, rows)
     decoder = Decoder(session, len(rows), expected=room_for(rows))
     return run(decoder, rows, *_padded_left([row.prompt for row in rows]), drafts=drafts)
 
 
-def speculation_of(drafter: Drafter | Speculation) -> Speculation:
-    """Return how a drafter is used: as costs and success tell, unless it comes with more."""
-    return drafter if isinstance(drafter, Speculation) else Speculation(drafter)
+def as_speculation(proposer: Proposer | Speculation) -> Speculation:
+    """Return how a proposer is used: as costs and success tell, unless it comes with more."""
+    return proposer if isinstance(proposer, Speculation) else Speculation(proposer)
 
 
 def _padded_left(prompts: Sequence[Sequence[int]]) -> tuple[IntArray, IntArray]:

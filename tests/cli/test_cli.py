@@ -99,7 +99,7 @@ def test_run_tells_what_drafts_did(run, optimized: Path) -> None:
     assert "11 tokens in" in run(*options, "--speculate", "lookup", "--draft-tokens", 3, "--stats")[2]
     code, _, error = run(*options, "--speculate", "nothing")
     assert code == 2
-    assert "no drafter 'nothing'" in error
+    assert "no drafts 'nothing'" in error
 
 
 def test_run_on_a_gpu_that_onnxruntime_does_not_know_exits_4(run, optimized: Path) -> None:

@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.inference.decoding.drafts import Lookup
-from graphopt.inference.decoding.drafts.names import speculation_named
+from graphopt.inference.decoding.proposers import Lookup
+from graphopt.inference.decoding.proposers.registry import open_speculation
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.decoding.step_costs import costs_of
@@ -45,7 +45,7 @@ def measured(
     """Return what a drafter does on tasks of one kind."""
     exact = not costs_of(session, 1).different
     known = name.startswith(KNOWN)
-    speculation = Speculation(Lookup()) if known else speculation_named(session, name, length)
+    speculation = Speculation(Lookup()) if known else open_speculation(session, name, length)
     ratios, speeds = [], []
     for number in range(rounds):
         seconds = {False: 0.0, True: 0.0}
@@ -56,7 +56,7 @@ def measured(
                 chance = float(name.removeprefix(KNOWN))
                 plain, _ = written(session, task, tokens, sampling)
                 wrong = next(token for token in range(len(plain) + 1) if token not in plain)
-                speculation.drafter, speculation.tokens = Known(plain, chance, wrong), int(length)
+                speculation.proposer, speculation.tokens = Known(plain, chance, wrong), int(length)
             for drafted in (False, True) if number % 2 else (True, False):
                 chosen = speculation if drafted else None
                 texts[drafted], took = written(session, task, tokens, sampling, chosen)

@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.inference.decoding.drafts.names import speculation_named
+from graphopt.inference.decoding.proposers.registry import open_speculation
 from graphopt.inference.session import Session
 
 # Run as a script, Python looks for modules in tools/ only.
@@ -54,7 +54,7 @@ Speeds = dict[str, float]
 def ours(folder: Path, drafter: str, of: list[Task], tokens: int, threads: int) -> Speeds:
     """Return graphopt's speed with a drafter, or with none for ``""``; a short text goes before, untimed."""
     session = graphopt.load(folder, threads=threads)
-    speculation = speculation_named(session, drafter, "auto") if drafter else None
+    speculation = open_speculation(session, drafter, "auto") if drafter else None
     written(session, of[0], 8, speculation=speculation)
 
     def timed(task: Task) -> tuple[int, float]:

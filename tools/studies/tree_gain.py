@@ -29,7 +29,7 @@ from rich.table import Table
 import graphopt
 from graphopt.analysis.structure.ports import HIDDEN
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.drafts import Heads
+from graphopt.inference.decoding.proposers import Heads
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.step_costs import WIDTHS
 from graphopt.inference.session import Session

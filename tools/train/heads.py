@@ -31,8 +31,8 @@ from graphopt.artifact.artifact import HEADS
 from graphopt.artifact.manifest import MANIFEST, FileRecord, read_manifest
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact
-from graphopt.inference.decoding.drafts.heads import lm_head_matrix
-from graphopt.inference.decoding.drafts.heads_file import HeadsFile
+from graphopt.inference.decoding.proposers.heads import lm_head_matrix
+from graphopt.inference.decoding.proposers.heads_file import HeadsFile
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.generation import generate
 from graphopt.inference.session import Session
@@ -57,15 +57,17 @@ class Blocks(torch.nn.Module):
 
     def __init__(self, width: int, heads: int, inner: int, vocabulary: int, size: int) -> None:
         super().__init__()
-        self.into = torch.nn.Parameter(torch.randn(width, heads, inner) / width**0.5)
+        self.inner = torch.nn.Parameter(torch.randn(width, heads, inner) / width**0.5)
         self.embedding = torch.nn.Parameter(torch.randn(vocabulary, size))
-        self.mixed = torch.nn.Parameter(torch.randn(size, heads, inner) / size**0.5)
-        self.out = torch.nn.Parameter(torch.zeros(heads, inner, width))
+        self.token_inner = torch.nn.Parameter(torch.randn(size, heads, inner) / size**0.5)
+        self.outer = torch.nn.Parameter(torch.zeros(heads, inner, width))
 
     def forward(self, h: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
         """Return the states [positions, heads, width] of hidden states [positions, width] and tokens [positions]."""
-        x = torch.einsum("nd,dki->nki", h, self.into) + torch.einsum("ne,eki->nki", self.embedding[tokens], self.mixed)
-        return h[:, None] + torch.einsum("nki,kid->nkd", torch.nn.functional.silu(x), self.out)
+        x = torch.einsum("nd,dki->nki", h, self.inner) + torch.einsum(
+            "ne,eki->nki", self.embedding[tokens], self.token_inner
+        )
+        return h[:, None] + torch.einsum("nki,kid->nkd", torch.nn.functional.silu(x), self.outer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +130,7 @@ def texts_of(session: Session, windows: IntArray) -> Texts:
 
 def loss_of(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> torch.Tensor:
     """Return the mean cross entropy of the heads against the model's chances."""
-    heads, states = blocks.into.shape[1], texts.states.float()
+    heads, states = blocks.inner.shape[1], texts.states.float()
     read, newest = states[:, :-heads], texts.tokens[:, 1 : states.shape[1] - heads + 1]
     said = blocks(read.flatten(0, 1), newest.flatten()).unflatten(0, read.shape[:2])
     with torch.no_grad():
@@ -143,7 +145,7 @@ def loss_of(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> torch.Tensor
 
 def right(blocks: Blocks, lm_head: torch.Tensor, texts: Texts) -> list[float]:
     """Return how often each head's first choice is the model's, in these texts."""
-    heads = blocks.into.shape[1]
+    heads = blocks.inner.shape[1]
     found = np.zeros(heads)
     with torch.no_grad():
         for tokens, states in zip(texts.tokens, texts.states.float(), strict=True):

@@ -21,13 +21,13 @@ from graphopt.inference.conversation.template import ChatTemplate, Message
 from graphopt.inference.decoding.continuation import Continuation, Settings, start
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
-from graphopt.inference.generation import Completion, room_for, run, speculation_of
+from graphopt.inference.generation import Completion, as_speculation, room_for, run
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
-    from graphopt.inference.decoding.drafts import Drafter
     from graphopt.inference.decoding.grammar import Grammar
+    from graphopt.inference.decoding.proposers import Proposer
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.session import Session
 
@@ -45,7 +45,7 @@ class Conversation:
         settings: how replies are made.
         tools: functions that the model may call, as JSON schemas, for templates that know of them.
         variables: what else the template reads, such as ``{"enable_thinking": False}``.
-        drafter: what guesses tokens, as for :func:`graphopt.generate`; replies stay the same.
+        proposer: what guesses tokens, as for :func:`graphopt.generate`; replies stay the same.
 
     Attributes:
         messages: what was said so far, as the template sees it.
@@ -66,10 +66,10 @@ class Conversation:
         settings: Settings | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-        drafter: Drafter | Speculation | None = None,
+        proposer: Proposer | Speculation | None = None,
     ) -> None:
         self._session, self._tokenizer = session, session.require_tokenizer()
-        self._speculation = None if drafter is None else speculation_of(drafter)
+        self._speculation = None if proposer is None else as_speculation(proposer)
         self._template = ChatTemplate.of_folder(session.file.parent)
         first = [] if system is None else [{"role": "system", "content": system}]
         self.messages: list[Message] = [*first, *messages]

@@ -37,7 +37,7 @@ def converse(
     said: Sequence[str],
     settings: Settings,
     streams: bool = True,
-    drafter: Speculation | None = None,
+    proposer: Speculation | None = None,
 ) -> list[dict[str, Any]]:
     """Chat with a model, and return the turns: what was said, how many tokens were fed, and the reply.
 
@@ -47,14 +47,16 @@ def converse(
         said: what the user says, turn by turn; where this is empty, lines of standard input.
         settings: how replies are made.
         streams: whether to print replies as they come.
-        drafter: what guesses tokens; replies stay the same.
+        proposer: what guesses tokens; replies stay the same.
 
     Raises:
         InputError: the model has no chat template; or, where nobody is there to try again, a turn is refused.
     """
     interactive = not said and sys.stdin.isatty()
     chat = _Chat(
-        lambda: Conversation(session, system=system, settings=settings, drafter=drafter), Console(stderr=True), streams
+        lambda: Conversation(session, system=system, settings=settings, proposer=proposer),
+        Console(stderr=True),
+        streams,
     )
     if interactive:
         chat.err.print(

@@ -118,8 +118,8 @@ class Continuation:
         """Choose the next token by the logits of the newest one, [vocabulary], and take it in."""
         if self.stopped is not None:
             return Taken()
-        allowed = logits if self._matcher is None else self._matcher.masked(logits)
-        token = self.settings.sampling.choose(allowed, self.random)
+        candidates = logits if self._matcher is None else self._matcher.mask_logits(logits)
+        token = self.settings.sampling.choose(candidates, self.random)
         if token in self.eos:
             self.stopped = "end of text"
             return Taken(text=self._finish())
@@ -142,13 +142,13 @@ class Continuation:
             piece += self._finish()
         return Taken(token, piece, logprob)
 
-    def allowed(self, tokens: Sequence[int]) -> int:
+    def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens, from the first on, the grammar allows next: all of them without one."""
-        return len(tokens) if self._matcher is None else self._matcher.allowed(tokens)
+        return len(tokens) if self._matcher is None else self._matcher.count_allowed(tokens)
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Return the tokens that spell what the grammar leaves no choice about; none without a grammar."""
-        return [] if self._matcher is None or self.stopped is not None else self._matcher.forced()
+        return [] if self._matcher is None or self.stopped is not None else self._matcher.forced_tokens()
 
     def interrupt(self) -> Taken:
         """End it here."""

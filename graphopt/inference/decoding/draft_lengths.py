@@ -3,7 +3,7 @@
     tokens of a step      live rows + sum over guesses of the chance that it and all before it are right
     worth                 tokens / seconds, largest over all lengths
 
-Chances are learned by source, length of the match and place in the draft; a drafter's own estimate is where they begin.
+Chances are learned by source, length of the match and position in the draft; they begin with the proposer's estimate.
 An account holds what drafts have cost beyond single tokens. While it is overdrawn nothing is drafted, so that drafts
 never cost more than a small share of the time, however wrong they are.
 """
@@ -18,7 +18,7 @@ from graphopt.inference.decoding.step_costs import LONGEST, Costs
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphopt.inference.decoding.drafts.drafter import Guess
+    from graphopt.inference.decoding.proposer import Guess
 
 SHARE = 0.01
 """Of the time of plain decoding, that drafts may lose."""
@@ -30,13 +30,13 @@ _MEMORY = 200.0
 """Guesses that are remembered for a chance: texts change."""
 
 _UNKNOWN = 0.6
-"""Chance of a guess before anything is known of its drafter."""
+"""Chance of a guess before anything is known of its proposer."""
 
 _PACE = 0.02
 """How much one more guess counts in that chance."""
 
 _RETRY = 64
-"""Steps after which a drafter that did not pay is asked again."""
+"""Steps after which a proposer that did not pay is asked again."""
 
 _PROBED = 256
 """Steps after which one guess is checked that did not seem to pay: costs may have been measured in a bad moment."""
@@ -83,7 +83,7 @@ class Chances:
 
 
 class Lengths:
-    """The policy of one drafter.
+    """The policy of one proposer.
 
     Attributes:
         lost: seconds that drafts have cost beyond what their tokens cost singly; negative where they have gained.
@@ -93,7 +93,7 @@ class Lengths:
         self.chances = Chances()
         self.lost = 0.0
         self._plain = 0.0  # seconds that all tokens so far would have taken singly
-        self._guess = 0.0  # seconds of the drafter for a guess
+        self._guess = 0.0  # seconds of the proposer for a guess
         self._since = 0  # steps since a draft was asked for
         self._unseen = 0  # drafts since one was checked
 
@@ -102,7 +102,7 @@ class Lengths:
         return self.lost > SHARE * self._plain + costs.of(LONGEST + 1)
 
     def to_ask(self, costs: Costs, live: int) -> int:
-        """Return how long a draft to ask the drafter for, by how it did so far; 0 to leave it alone."""
+        """Return how long a draft to ask the proposer for, by how it did so far; 0 to leave it alone."""
         self._since += 1
         if self.overdrawn(costs):
             return 0
@@ -149,7 +149,7 @@ class Lengths:
         return 1
 
     def drafted(self, seconds: float | None, guesses: int) -> None:
-        """Take in the time of the drafter, for so many guesses; ``None`` where it says nothing about others."""
+        """Take in the time of the proposer, for so many guesses; ``None`` where it says nothing about others."""
         self._since = 0
         if seconds is None:
             return
@@ -160,7 +160,7 @@ class Lengths:
         """Take in what drafts added to a step.
 
         Args:
-            seconds: of the drafter, and of the step if it checked a draft.
+            seconds: of the proposer, and of the step if it checked a draft.
             tokens: that the step gave beside those of a single step, by row; all of them if it checked a draft.
             costs: of steps.
         """

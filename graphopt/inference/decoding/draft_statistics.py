@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from graphopt.inference.decoding.drafts.drafter import Guess
+    from graphopt.inference.decoding.proposer import Guess
 
 
 @dataclass

@@ -103,7 +103,7 @@ class Matcher:
         """Whether the text has the form and nothing more can follow it."""
         return bool(self._matcher.is_stopped())
 
-    def masked(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
+    def mask_logits(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.floating]:
         """Return logits of one position, [vocabulary], with -inf for tokens that are not allowed.
 
         Raises:
@@ -111,15 +111,15 @@ class Matcher:
         """
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
-        allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
+        is_allowed = np.unpackbits(bits, count=len(logits), bitorder="little").view(np.bool_)
         # The tokenizer may know fewer tokens than the model has logits.
-        return np.where(allowed, logits, logits.dtype.type(-np.inf))
+        return np.where(is_allowed, logits, logits.dtype.type(-np.inf))
 
-    def allowed(self, tokens: Sequence[int]) -> int:
+    def count_allowed(self, tokens: Sequence[int]) -> int:
         """Return how many of these tokens, from the first on, are allowed one behind the other."""
         return int(self._matcher.validate_tokens(list(tokens)))
 
-    def forced(self) -> list[int]:
+    def forced_tokens(self) -> list[int]:
         """Return the tokens of what must come next, spelled as the tokenizer would; none where there is a choice."""
         return [int(token) for token in self._matcher.compute_ff_tokens()]
 

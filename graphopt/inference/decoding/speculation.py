@@ -1,6 +1,6 @@
 """Drafts for a batch: who makes them, how long they are, and what became of them.
 
-Speculation    a drafter with its policy and its counts; serves one batch after another
+Speculation    a proposer with its policy and its counts; serves one batch after another
 Drafting       the drafts of one batch while it grows
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from graphopt.inference.decoding.continuation import Continuation
     from graphopt.inference.decoding.decoder import Decoder
-    from graphopt.inference.decoding.drafts.drafter import Drafter, Guess
+    from graphopt.inference.decoding.proposer import Guess, Proposer
     from graphopt.inference.session import Session
 
 _STALL = 2.0
@@ -35,10 +35,10 @@ _REPLAYED = 4
 
 
 class Speculation:
-    """A drafter, and how it is used.
+    """A proposer, and how it is used.
 
     Args:
-        drafter: what guesses.
+        proposer: what guesses.
         tokens: guesses in each draft, as far as caches allow; ``None`` to let costs and success decide, 0 included.
         strict: do not draft where logits of several tokens in a step are not those of single tokens to the bit. By
             default drafts are made there too, and :attr:`stats` has a note that texts may differ.
@@ -50,10 +50,10 @@ class Speculation:
         InputError: ``tokens`` is not from 0 to 11.
     """
 
-    def __init__(self, drafter: Drafter, tokens: int | None = None, *, strict: bool = False) -> None:
+    def __init__(self, proposer: Proposer, tokens: int | None = None, *, strict: bool = False) -> None:
         if tokens is not None and not 0 <= tokens <= LONGEST:
             raise InputError(f"a draft cannot have {tokens} tokens", remedy=f"give a number from 0 to {LONGEST}")
-        self.drafter, self.tokens, self.strict = drafter, tokens, strict
+        self.proposer, self.tokens, self.strict = proposer, tokens, strict
         self.stats, self.lengths = DraftStats(), Lengths()
         self._newest: Drafting | None = None
 
@@ -64,7 +64,7 @@ class Speculation:
             Their drafts; ``None`` where ``strict`` allows none, which a note explains.
 
         Raises:
-            InputError: the model makes logits of too few positions, its caches cannot take drafts back, or the drafter
+            InputError: the model makes logits of too few positions, its caches cannot take drafts back, or the proposer
                 refuses the rows; the first two are notes with ``strict``.
         """
         try:
@@ -83,7 +83,7 @@ class Speculation:
                 return None
             self.stats.note(f"{what}: where two tokens are nearly alike, a text may differ from plain decoding")
         if self._newest is not None:
-            self._newest.catch_up()  # a drafter may remember texts that have ended
+            self._newest.catch_up()  # a proposer may remember texts that have ended
         self._newest = Drafting(self, session, rows, costs)
         return self._newest
 
@@ -98,7 +98,7 @@ class Drafting:
         costs: of steps of the batch.
 
     Raises:
-        InputError: the drafter refuses the rows.
+        InputError: the proposer refuses the rows.
     """
 
     def __init__(self, by: Speculation, session: Session, rows: Sequence[Continuation], costs: Costs) -> None:
@@ -111,9 +111,9 @@ class Drafting:
         self._none: list[list[Guess]] = [[] for _ in rows]
         self._no_guesses: list[list[int]] = [[] for _ in rows]
         self._drafts = self._none
-        self._unseen: list[list[int]] = [[] for _ in rows]  # tokens of each row that the drafter does not know yet
+        self._unseen: list[list[int]] = [[] for _ in rows]  # tokens of each row that the proposer does not know yet
         began = time.perf_counter()
-        by.drafter.begin(rows)
+        by.proposer.begin(rows)
         self._drafting = time.perf_counter() - began  # seconds since the last step
         self._settling = 0.0
         self._single = 0  # steps of one column
@@ -145,10 +145,10 @@ class Drafting:
         return columns
 
     def catch_up(self) -> None:
-        """Tell the drafter the tokens that it does not know yet: while it is not asked, it need not follow."""
+        """Tell the proposer the tokens that it does not know yet: while it is not asked, it need not follow."""
         for row, tokens in enumerate(self._unseen):
             if tokens:
-                self._by.drafter.commit(row, tokens)
+                self._by.proposer.commit(row, tokens)
                 self._unseen[row] = []
 
     def settle(self, verdict: Verdict, decoder: Decoder, before: Mark) -> None:
@@ -217,12 +217,12 @@ class Drafting:
             return self._none
         self.catch_up()
         began = time.perf_counter()
-        drafts = by.drafter.propose([[] for _ in limits], limits)
+        drafts = by.proposer.propose([[] for _ in limits], limits)
         by.lengths.drafted(None if self._new else time.perf_counter() - began, sum(map(len, drafts)))
         self._new = False
         for row in live:
             draft = drafts[row][: limits[row]]
-            drafts[row] = draft[: self._rows[row].allowed([guess.token for guess in draft])]
+            drafts[row] = draft[: self._rows[row].count_allowed([guess.token for guess in draft])]
         if by.tokens is None and any(drafts):
             length = by.lengths.to_check(drafts, list(map(len, self._texts)), self._costs)
             drafts = [draft[:length] for draft in drafts]

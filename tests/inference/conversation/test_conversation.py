@@ -16,7 +16,7 @@ from graphopt.inference.conversation.conversation import Conversation, chat
 from graphopt.inference.conversation.template import ChatTemplate
 from graphopt.inference.decoding.continuation import Settings
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.drafts import Lookup
+from graphopt.inference.decoding.proposers import Lookup
 from graphopt.inference.decoding.sampling import Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
@@ -80,7 +80,7 @@ def test_a_second_turn_feeds_only_what_is_new(session: Session, fed: list[int]) 
 def test_drafts_change_no_turn(session: Session) -> None:
     said = ["a stack", "a stack", "a queue"]
     plain = Conversation(session, settings=SHORT)
-    drafted = Conversation(session, settings=SHORT, drafter=Speculation(Lookup(), 3))
+    drafted = Conversation(session, settings=SHORT, proposer=Speculation(Lookup(), 3))
     for message in said:
         assert drafted.reply(message) == plain.reply(message)
         assert drafted.fed == plain.fed

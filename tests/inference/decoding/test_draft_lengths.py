@@ -3,7 +3,7 @@ from __future__ import annotations
 import math
 
 from graphopt.inference.decoding.draft_lengths import Lengths
-from graphopt.inference.decoding.drafts import Guess
+from graphopt.inference.decoding.proposers import Guess
 from graphopt.inference.decoding.step_costs import Costs
 
 
@@ -32,7 +32,7 @@ def test_length_follows_costs_and_chances() -> None:
     assert lengths.to_check([draft(0.9, 1), []], [1, 0], some) == 1
 
 
-def test_what_was_right_counts_more_than_what_the_drafter_thinks() -> None:
+def test_what_was_right_counts_more_than_what_the_proposer_thinks() -> None:
     lengths = Lengths()
     for _ in range(50):
         lengths.chances.learn(draft(0.95), 0, True)
@@ -69,7 +69,7 @@ def test_a_guess_is_checked_now_and_then_all_the_same() -> None:
     assert [lengths.to_check([draft(0.9)], [1], DEAR) for _ in range(512)].count(1) == 2
 
 
-def test_a_dear_drafter_is_left_alone_and_tried_again() -> None:
+def test_a_dear_proposer_is_left_alone_and_tried_again() -> None:
     lengths = Lengths()
     lengths.drafted(11 * 0.9, 11)
     asked = [lengths.to_ask(CHEAP, 1) for _ in range(70)]

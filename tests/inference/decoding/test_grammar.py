@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from graphopt.errors import InputError, MissingDependencyError
-from graphopt.inference.decoding.drafts import Chain, Forced, Lookup
 from graphopt.inference.decoding.grammar import Grammar
+from graphopt.inference.decoding.proposers import Chain, GrammarProposer, Lookup
 from graphopt.inference.decoding.sampling import Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate, stream
@@ -51,10 +51,10 @@ def test_what_is_drawn_is_what_the_schema_describes(session: Session, seed: int)
 def test_what_a_schema_forces_is_drafted(session: Session) -> None:
     sampling, grammar = Sampling(temperature=3.0, seed=1), Grammar.json_schema(SCHEMA)
     # onnxruntime's products may differ in their last bits; no two tokens are that close here
-    speculation = Speculation(Chain(Forced(), Lookup()), 7)
+    speculation = Speculation(Chain(GrammarProposer(), Lookup()), 7)
     plain = generate(session, "x = ", max_new_tokens=60, sampling=sampling, grammar=grammar)
     assert (
-        generate(session, "x = ", max_new_tokens=60, sampling=sampling, grammar=grammar, drafter=speculation) == plain
+        generate(session, "x = ", max_new_tokens=60, sampling=sampling, grammar=grammar, proposer=speculation) == plain
     )
     assert sum(right for (source, _), right in speculation.stats.right.items() if source == "grammar") >= 3
 

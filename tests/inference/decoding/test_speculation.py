@@ -1,4 +1,4 @@
-"""Drafts never change a text: every drafter, storage, policy and product against plain decoding, to the last bit."""
+"""Drafts never change a text: every proposer, storage, policy and product against plain decoding, to the last bit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from graphopt.inference.decoding.continuation import Continuation, Settings, sta
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.draft_lengths import Lengths
 from graphopt.inference.decoding.draft_verification import Verdict
-from graphopt.inference.decoding.drafts import Guess, Lookup, ModelDrafter
-from graphopt.inference.decoding.drafts.names import speculation_named
-from graphopt.inference.decoding.drafts.self_draft import own_drafter
+from graphopt.inference.decoding.proposers import Guess, Lookup, ModelProposer
+from graphopt.inference.decoding.proposers.registry import open_speculation
+from graphopt.inference.decoding.proposers.self_model import SelfProposer
 from graphopt.inference.decoding.sampling import Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.decoding.step_costs import costs_of
@@ -73,9 +73,9 @@ class Nonsense:
     def begin(self, rows: Sequence[Continuation]) -> None:
         self.rows = rows
 
-    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+    def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         drafts = []
-        for row, text, first, limit in zip(self.rows, self.texts, begun, limits, strict=True):
+        for row, text, first, limit in zip(self.rows, self.texts, prefixes, limits, strict=True):
             length = limit if self.long else int(self.random.integers(0, limit + 1))
             place = len(row.tokens) + len(first)
             coming = text[place : place + length]
@@ -109,23 +109,23 @@ def make_session(make_paged: Callable[[str], Path]) -> Callable[[str, str, str],
 CASES = pairwise(STORAGES, list(POLICIES), PRODUCTS, (1, 8), (Sampling(), DRAWN), ("lookup", "right", "wrong"))
 
 
-@pytest.mark.parametrize(("storage", "policy", "products", "batch", "sampling", "drafter"), CASES)
+@pytest.mark.parametrize(("storage", "policy", "products", "batch", "sampling", "proposer"), CASES)
 def test_drafts_change_nothing(
-    make_session: Any, storage: str, policy: str, products: str, batch: int, sampling: Sampling, drafter: str
+    make_session: Any, storage: str, policy: str, products: str, batch: int, sampling: Sampling, proposer: str
 ) -> None:
     session = make_session(products, storage, policy)
     assert costs_of(session, batch).different == ()
     settings = Settings(40, sampling, logprobs=0)
     plain = complete(session, PROMPTS[:batch], settings)
     honest = {"right": 0.9, "wrong": 0.1}
-    made = Lookup() if drafter == "lookup" else Nonsense([each.tokens for each in plain], honest[drafter])
+    made = Lookup() if proposer == "lookup" else Nonsense([each.tokens for each in plain], honest[proposer])
     speculation = Speculation(made, 7)
     # Log probabilities too: their bits are those of the logits.
     assert complete(session, PROMPTS[:batch], settings, speculation) == plain
     stats = speculation.stats
     assert stats.tokens == sum(len(each.tokens) - 1 + (each.stopped == "end of text") for each in plain)
-    assert sum(stats.checked.values()) > (0 if drafter == "lookup" else 5)
-    if drafter == "right":
+    assert sum(stats.checked.values()) > (0 if proposer == "lookup" else 5)
+    if proposer == "right":
         assert stats.passes < 30  # plain decoding takes 39
 
 
@@ -163,12 +163,12 @@ def test_a_cache_that_grows_is_rewound(tmp_path: Path) -> None:
     session = load(tmp_path, threads=1)
     plain = generate(session, [[1]], max_new_tokens=40)
     speculation = Speculation(Lookup(), 11, strict=True)
-    assert generate(session, [[1]], max_new_tokens=40, drafter=speculation) == plain
+    assert generate(session, [[1]], max_new_tokens=40, proposer=speculation) == plain
     assert speculation.stats.passes < 15  # plain decoding takes 39
     assert speculation.stats.acceptance()["lookup"][0] == 1.0
     with pytest.raises(InputError, match="grows by columns.*page_kv"):
-        generate(session, [[1], [2]], drafter=Lookup())
-    ended = generate(session, ["abcab"], max_new_tokens=40, stop=["f"], drafter=Speculation(Lookup(), 3))
+        generate(session, [[1], [2]], proposer=Lookup())
+    ended = generate(session, ["abcab"], max_new_tokens=40, stop=["f"], proposer=Speculation(Lookup(), 3))
     assert ended == generate(session, ["abcab"], max_new_tokens=40, stop=["f"])
 
 
@@ -181,34 +181,34 @@ class Wrong:
     def begin(self, rows: Sequence[Continuation]) -> None:
         self.told.append([])
 
-    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+    def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         return [[Guess(self.told[-1][-1], 0.99, "wrong")] * min(1, limit) for limit in limits]  # the model counts
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
         self.told[-1] += tokens
 
 
-def test_a_drafter_that_is_not_asked_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Following a text costs time; but a drafter that shares texts knows all of each when the next one begins."""
+def test_a_proposer_that_is_not_asked_is_told_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Following a text costs time; but a proposer that shares texts knows all of each when the next one begins."""
     counting_model(tmp_path)
-    session, drafter = load(tmp_path, threads=1), Wrong()
-    speculation = Speculation(drafter)
+    session, proposer = load(tmp_path, threads=1), Wrong()
+    speculation = Speculation(proposer)
     plain = generate(session, [[1]], max_new_tokens=20)
     with monkeypatch.context() as patch:
         patch.setattr(Lengths, "to_ask", lambda *_: 0)
-        assert generate(session, [[1]], max_new_tokens=20, drafter=speculation) == plain
-        assert drafter.told == [[]]
-    assert generate(session, [[1]], max_new_tokens=20, drafter=speculation) == plain
-    assert drafter.told[0] == [*plain[0].tokens[:-1]]  # nothing comes after the last token
-    assert drafter.told[1] == drafter.told[0][: len(drafter.told[1])]
+        assert generate(session, [[1]], max_new_tokens=20, proposer=speculation) == plain
+        assert proposer.told == [[]]
+    assert generate(session, [[1]], max_new_tokens=20, proposer=speculation) == plain
+    assert proposer.told[0] == [*plain[0].tokens[:-1]]  # nothing comes after the last token
+    assert proposer.told[1] == proposer.told[0][: len(proposer.told[1])]
 
 
-def test_steps_without_drafts_cost_the_drafter_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_drafts_cost_the_proposer_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else what the policy takes would overdraw the account of a fast model, and nothing would be drafted again."""
     counting_model(tmp_path)
     session, speculation = load(tmp_path, threads=1), Speculation(Lookup())
     monkeypatch.setattr(Lengths, "to_ask", lambda *_: 0)
-    generate(session, [[1]], max_new_tokens=20, drafter=speculation)
+    generate(session, [[1]], max_new_tokens=20, proposer=speculation)
     drafting = speculation._newest
     assert drafting is not None
     began = drafting._drafting  # the beginning is charged with the first step
@@ -222,7 +222,7 @@ def test_steps_without_drafts_cost_the_drafter_nothing(tmp_path: Path, monkeypat
 def test_a_stalled_step_is_charged_for_twice_its_time_at_most(tmp_path: Path) -> None:
     counting_model(tmp_path)
     session, speculation = load(tmp_path, threads=1), Speculation(Lookup(), 3)
-    generate(session, [[1]], max_new_tokens=20, drafter=speculation)
+    generate(session, [[1]], max_new_tokens=20, proposer=speculation)
     drafting, lost = speculation._newest, speculation.lengths.lost
     assert drafting is not None
     drafting.learn(Verdict([1], [0], [True]), 2, 1000.0)
@@ -235,11 +235,11 @@ def test_products_that_differ_are_found_and_said(llama_artifact: Path) -> None:
     different = costs_of(session, 1).different
     speculation = Speculation(Lookup(), 3, strict=True)
     plain = generate(session, [PROMPTS[0]], max_new_tokens=30)
-    assert generate(session, [PROMPTS[0]], max_new_tokens=30, drafter=speculation) == plain
+    assert generate(session, [PROMPTS[0]], max_new_tokens=30, proposer=speculation) == plain
     assert bool(speculation.stats.notes) == bool(different)
     assert bool(speculation.stats.passes) == (not different)
     batch = Speculation(Lookup(), strict=True)
-    assert generate(session, PROMPTS[:2], drafter=batch) == generate(session, PROMPTS[:2])
+    assert generate(session, PROMPTS[:2], proposer=batch) == generate(session, PROMPTS[:2])
     assert "grows by columns" in batch.stats.notes[0]
 
 
@@ -258,7 +258,7 @@ def test_retrieval_that_sees_the_newest_page_is_refused(make_session: Any) -> No
     file = session.file.with_name("near.onnx")
     ir.save(model, file)
     with pytest.raises(InputError, match="newest 15: drafts would change the summary.*16 recent tokens or more"):
-        generate(load(file, threads=1), [[1]], drafter=Lookup())
+        generate(load(file, threads=1), [[1]], proposer=Lookup())
 
 
 # How often such drafts are right at least. A cache that forgets nothing of these texts guesses as the model does, but
@@ -278,8 +278,8 @@ def test_a_model_drafts_for_itself(make_session: Any, kind: str, least: float) -
     session = make_session("int4-rtn", "int8", "dense")
     for sampling in (Sampling(), DRAWN):
         plain = generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling)
-        speculation = Speculation(own_drafter(session, kind), 3)
-        assert generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling, drafter=speculation) == plain
+        speculation = Speculation(SelfProposer.open(session, kind), 3)
+        assert generate(session, PROMPTS[:3], max_new_tokens=40, sampling=sampling, proposer=speculation) == plain
         assert speculation.stats.acceptance()[f"self:{kind}"][0] > least
 
 
@@ -287,28 +287,28 @@ def test_the_same_model_is_always_right(make_session: Any) -> None:
     session = make_session("int4-rtn", "float32", "dense")
     # Both draw with the same numbers.
     for sampling in (Sampling(), DRAWN):
-        speculation = Speculation(ModelDrafter(session, least=0.0), 7)
-        generate(session, PROMPTS[:4], max_new_tokens=30, sampling=sampling, drafter=speculation)
+        speculation = Speculation(ModelProposer(session, min_chance=0.0), 7)
+        generate(session, PROMPTS[:4], max_new_tokens=30, sampling=sampling, proposer=speculation)
         assert set(speculation.stats.acceptance()["model"]) == {1.0}
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), DRAWN])
 @pytest.mark.parametrize("batch", [1, 8])
-def test_a_drafter_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
+def test_a_proposer_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
     make_session: Any, monkeypatch: pytest.MonkeyPatch, sampling: Sampling, batch: int
 ) -> None:
     """What the model in between guesses is its own: counts of right guesses stay, its steps become fewer."""
     session, smaller = (make_session(each, "float32", "dense") for each in ("fp6-rtn", "int4-rtn"))
     settings = Settings(60, sampling)
     plain = [each.tokens for each in complete(session, PROMPTS[:batch], settings)]
-    feed, runs = ModelDrafter._feed, []
-    monkeypatch.setattr(ModelDrafter, "_feed", lambda self, tokens: runs.append(1) or feed(self, tokens))
+    feed, runs = ModelProposer._feed, []
+    monkeypatch.setattr(ModelProposer, "_feed", lambda self, tokens: runs.append(1) or feed(self, tokens))
     found = {}
     for middle in (smaller, session):
         for honest in (None, 0.0, 0.9):
             inner = None if honest is None else Nonsense(plain, honest, long=True)
             runs.clear()
-            speculation = Speculation(ModelDrafter(middle, least=0.0, drafter=inner), 7)
+            speculation = Speculation(ModelProposer(middle, min_chance=0.0, proposer=inner), 7)
             drafted = complete(session, PROMPTS[:batch], settings, speculation)
             assert [each.tokens for each in drafted] == plain
             found[honest] = (len(runs), speculation.stats.acceptance())
@@ -318,29 +318,29 @@ def test_a_drafter_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
     assert found[0.0][0] > 0.9 * found[None][0]
 
 
-def test_drafters_of_drafters_have_names(make_session: Any, make_paged: Callable[[str], Path]) -> None:
+def test_proposers_of_proposers_have_names(make_session: Any, make_paged: Callable[[str], Path]) -> None:
     session, settings = make_session("fp6-rtn", "float32", "dense"), Settings(40)
     plain = complete(session, PROMPTS[:1], settings)[0].tokens
     for name in ("verified:lookup,self:layers=1", f"verified:self:layers=1,{make_paged('int4-rtn')}"):
-        assert complete(session, PROMPTS[:1], settings, speculation_named(session, name, "3"))[0].tokens == plain
+        assert complete(session, PROMPTS[:1], settings, open_speculation(session, name, "3"))[0].tokens == plain
     for name in ("verified:lookup", "verified:lookup,lookup", "verified:lookup,verified:lookup,self:layers=1"):
-        with pytest.raises(InputError, match="there is no drafter"):
-            speculation_named(session, name)
+        with pytest.raises(InputError, match="there are no drafts"):
+            open_speculation(session, name)
 
 
 @pytest.mark.parametrize("kind", ["streams", "layers", "layers=9", "layers=0", "streaming=x"])
 def test_drafts_of_itself_that_there_are_not(make_session: Any, kind: str) -> None:
     with pytest.raises(InputError, match="self:|layers of a model of 2"):
-        own_drafter(make_session("int4-rtn", "float32", "dense"), kind)
+        SelfProposer.open(make_session("int4-rtn", "float32", "dense"), kind)
 
 
 def test_another_tokenizer_is_refused(make_session: Any, shipped_artifact: Path, tmp_path: Path) -> None:
     session = make_session("int4-rtn", "float32", "dense")
     with pytest.raises(InputError, match="its tokenizer is not that of .*: its .* differs"):
-        speculation_named(session, str(shipped_artifact))
-    with pytest.raises(InputError, match="no drafter 'lookups', and no such folder"):
-        speculation_named(session, "lookups")
+        open_speculation(session, str(shipped_artifact))
+    with pytest.raises(InputError, match="no drafts 'lookups', and no such folder"):
+        open_speculation(session, "lookups")
     with pytest.raises(InputError, match="cannot have 'all' tokens"):
-        speculation_named(session, "lookup", "all")
+        open_speculation(session, "lookup", "all")
     with pytest.raises(InputError, match="cannot have 12 tokens"):
-        speculation_named(session, "lookup", "12")
+        open_speculation(session, "lookup", "12")

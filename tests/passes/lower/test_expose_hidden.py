@@ -60,7 +60,7 @@ def test_a_head_of_codes_has_a_state_too(tmp_path: Path) -> None:
 
 
 def test_a_recipe_adds_it_behind_a_rotation_and_soft_caps(make_artifact: Callable[[str], Path], tmp_path: Path) -> None:
-    from graphopt.inference.decoding.drafts.heads import lm_head_matrix
+    from graphopt.inference.decoding.proposers.heads import lm_head_matrix
     from graphopt.passes.recipe import load_recipe
 
     recipe = load_recipe("rotate", add=["expose_hidden"])

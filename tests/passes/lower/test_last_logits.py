@@ -12,7 +12,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.compile.replay import verify
 from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.drafts import Lookup
+from graphopt.inference.decoding.proposers import Lookup
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
@@ -91,7 +91,7 @@ def test_logits_of_the_last_positions_check_drafts(llama_artifact: Path, tmp_pat
     ]
     speculation = Speculation(Lookup(), 11)
     plain = generate(session, [[1, 2, 3, 1, 2]], max_new_tokens=30)
-    assert generate(session, [[1, 2, 3, 1, 2]], max_new_tokens=30, drafter=speculation) == plain
+    assert generate(session, [[1, 2, 3, 1, 2]], max_new_tokens=30, proposer=speculation) == plain
     assert max(speculation.stats.widths) <= 4  # each guess needs logits of its own position
     with pytest.raises(InputError, match="the last 4 positions only"):
         evaluate(session, "some text")
@@ -101,9 +101,11 @@ def test_drafts_need_more_than_the_last_position(llama_artifact: Path, tmp_path:
     optimize(llama_artifact, "rotate", tmp_path / "one", last_logits=True, quality_tokens=0)
     session = load(tmp_path / "one", threads=1)
     with pytest.raises(InputError, match="last position only.*--last-logits 12"):
-        generate(session, [[1]], drafter=Lookup())
+        generate(session, [[1]], proposer=Lookup())
     speculation = Speculation(Lookup(), strict=True)
-    assert generate(session, [[1]], max_new_tokens=3, drafter=speculation) == generate(session, [[1]], max_new_tokens=3)
+    assert generate(session, [[1]], max_new_tokens=3, proposer=speculation) == generate(
+        session, [[1]], max_new_tokens=3
+    )
     assert "no drafts: the model computes logits of the last position only" in speculation.stats.notes[0]
 
 

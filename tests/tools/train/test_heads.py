@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from graphopt.artifact.artifact import HEADS, verify_files
 from graphopt.compile.pipeline import optimize
-from graphopt.inference.decoding.drafts import Heads
-from graphopt.inference.decoding.drafts.heads_file import HeadsFile
+from graphopt.inference.decoding.proposers import Heads
+from graphopt.inference.decoding.proposers.heads_file import HeadsFile
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
@@ -61,7 +61,7 @@ def test_heads_are_written_into_an_artifact_and_carried_on(llama_artifact: Path,
     verify_files(tmp_path / "made")
     session = load(tmp_path / "made", threads=1)
     speculation = Speculation(Heads(session, least=0.0), 2)
-    assert generate(session, [[1, 2, 3]], drafter=speculation) == generate(session, [[1, 2, 3]])
+    assert generate(session, [[1, 2, 3]], proposer=speculation) == generate(session, [[1, 2, 3]])
     assert speculation.stats.checked["heads", 0] > 5
 
 

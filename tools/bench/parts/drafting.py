@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from graphopt.inference.decoding.continuation import Continuation, Settings, Taken, start
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.drafts import Guess
+from graphopt.inference.decoding.proposers import Guess, Proposer
 from graphopt.inference.decoding.sampling import GREEDY, Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import room_for, run
@@ -61,7 +61,7 @@ class Given(Continuation):
         return Taken(token)
 
 
-class Known:
+class Known(Proposer):
     """A drafter of a given acceptance: it knows the text, and is wrong by chance.
 
     Args:
@@ -78,7 +78,7 @@ class Known:
         """Begin with the one row whose text it knows."""
         (self.row,) = rows
 
-    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+    def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
         """Return what comes, with its errors."""
         coming = self.text[len(self.row.tokens) : len(self.row.tokens) + limits[0]]
         right = self.random.random(len(coming)) < self.chance

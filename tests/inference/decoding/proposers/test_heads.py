@@ -1,4 +1,4 @@
-"""Heads as drafters: the file, the turn into another basis, what is refused, and that texts never change."""
+"""Heads as proposers: the file, the turn into another basis, what is refused, and that texts never change."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from graphopt.artifact.artifact import HEADS
 from graphopt.cli import app
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.inference.decoding.drafts import Chain, Guess, Heads
-from graphopt.inference.decoding.drafts.heads import lm_head_matrix
-from graphopt.inference.decoding.drafts.heads_file import HeadsFile
-from graphopt.inference.decoding.drafts.names import speculation_named
+from graphopt.inference.decoding.proposers import Chain, Guess, Heads
+from graphopt.inference.decoding.proposers.heads import lm_head_matrix
+from graphopt.inference.decoding.proposers.heads_file import HeadsFile
+from graphopt.inference.decoding.proposers.registry import open_speculation
 from graphopt.inference.decoding.sampling import Sampling
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
@@ -70,14 +70,14 @@ def test_a_file_is_read_as_it_was_written_and_runs_alone(tmp_path: Path) -> None
     assert np.array_equal(read.tokens, [3, 7])
     assert np.array_equal(read.columns, made.columns)
     # float16 has 11 bits
-    assert np.allclose(read.into, made.into, rtol=2**-11)
-    assert np.allclose(read.out, made.out, rtol=2**-11)
+    assert np.allclose(read.inner, made.inner, rtol=2**-11)
+    assert np.allclose(read.outer, made.outer, rtol=2**-11)
     h = np.random.default_rng(1).standard_normal((2, 1, WIDTH)).astype(np.float32)
     states = onnxruntime.InferenceSession(tmp_path / HEADS).run(
         ["states"], {HIDDEN: h, "token": np.array([[3], [250]])}
     )[0]
-    x = np.einsum("bpd,dki->bki", h, read.into) + np.einsum("be,eki->bki", read.embedding[[3, 250]], read.mixed)
-    expected = h + np.einsum("bki,kid->bkd", x / (1 + np.exp(-x)), read.out)
+    x = np.einsum("bpd,dki->bki", h, read.inner) + np.einsum("be,eki->bki", read.embedding[[3, 250]], read.token_inner)
+    expected = h + np.einsum("bki,kid->bkd", x / (1 + np.exp(-x)), read.outer)
     # sums of 64 and of 8 float32 numbers
     assert np.abs(states - expected).max() < 1e-5 * np.abs(expected).max()
 
@@ -92,9 +92,9 @@ def test_a_file_is_read_as_it_was_written_and_runs_alone(tmp_path: Path) -> None
 def test_nonsense_changes_nothing(session: Session, seed: int, length: int | None, batch: int, draws: bool) -> None:
     sampling, prompts = DRAWN if draws else Sampling(), PROMPTS[:batch]
     plain = generate(session, prompts, max_new_tokens=20, sampling=sampling, logprobs=0)
-    speculation = Speculation(Heads(session, nonsense(seed), least=0.0), length)
+    speculation = Speculation(Heads(session, nonsense(seed), min_chance=0.0), length)
     # log probabilities too: their bits are those of the logits
-    assert generate(session, prompts, max_new_tokens=20, sampling=sampling, logprobs=0, drafter=speculation) == plain
+    assert generate(session, prompts, max_new_tokens=20, sampling=sampling, logprobs=0, proposer=speculation) == plain
     if length is not None:
         assert sum(speculation.stats.checked.values()) > 10
         assert max(speculation.stats.widths) == 1 + min(length, 3)
@@ -102,7 +102,7 @@ def test_nonsense_changes_nothing(session: Session, seed: int, length: int | Non
 
 def test_a_head_of_zeros_guesses_the_newest_token_again(session: Session) -> None:
     """Without a residual block a head says what the model says of the next token: the guess is the anchor itself."""
-    zeros = dataclasses.replace(nonsense(), out=np.zeros((3, 8, WIDTH), np.float32))
+    zeros = dataclasses.replace(nonsense(), outer=np.zeros((3, 8, WIDTH), np.float32))
 
     class Heard(Heads):
         def propose(self, begun, limits):  # type: ignore[no-untyped-def]
@@ -112,14 +112,14 @@ def test_a_head_of_zeros_guesses_the_newest_token_again(session: Session) -> Non
             return drafts
 
     heard: list[tuple[int, list[int]]] = []
-    generate(session, PROMPTS[:3], max_new_tokens=12, drafter=Speculation(Heard(session, zeros, least=0.0), 3))
+    generate(session, PROMPTS[:3], max_new_tokens=12, proposer=Speculation(Heard(session, zeros, min_chance=0.0), 3))
     drafts = [(anchor, draft) for anchor, draft in heard if draft]
     assert len(drafts) > 15
     # several rows of a product with codes have the bits of one, so this is so to the last bit
     assert all(set(draft) == {anchor} for anchor, draft in drafts)
 
 
-def test_heads_go_on_where_another_drafter_stops(session: Session) -> None:
+def test_heads_go_on_where_another_proposer_stops(session: Session) -> None:
     class First:
         def begin(self, rows):  # type: ignore[no-untyped-def]
             pass
@@ -130,10 +130,10 @@ def test_heads_go_on_where_another_drafter_stops(session: Session) -> None:
         def commit(self, row, tokens):  # type: ignore[no-untyped-def]
             pass
 
-    heads = Heads(session, nonsense(), least=0.0)
+    heads = Heads(session, nonsense(), min_chance=0.0)
     chain = Chain(First(), heads)
     plain = generate(session, [PROMPTS[0]], max_new_tokens=4)
-    assert generate(session, [PROMPTS[0]], max_new_tokens=4, drafter=Speculation(chain, 3)) == plain
+    assert generate(session, [PROMPTS[0]], max_new_tokens=4, proposer=Speculation(chain, 3)) == plain
     (row,) = heads._rows
     first, all_of_them = chain.propose([[]], [2]), heads.propose([[]], [3])
     assert [guess.token for guess in first[0]] == [1, all_of_them[0][1].token]
@@ -150,7 +150,12 @@ def test_heads_are_turned_into_the_basis_of_the_artifact(
     matrix, known = lm_head_matrix(trained), np.arange(0, VOCABULARY, 2)
     random = nonsense(1)
     heads = dataclasses.replace(
-        random, into=random.into / 8, out=random.out / 8, mixed=random.mixed / 8, tokens=known, columns=matrix[:, known]
+        random,
+        inner=random.inner / 8,
+        outer=random.outer / 8,
+        token_inner=random.token_inner / 8,
+        tokens=known,
+        columns=matrix[:, known],
     )
     optimize(llama_artifact, load_recipe("rotate", add=["expose_hidden"]), tmp_path / "rotated", quality_tokens=0)
     ids = np.array([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -174,11 +179,11 @@ def test_heads_are_turned_into_the_basis_of_the_artifact(
 
 def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="does not give its last hidden state.*--add expose_hidden"):
-        speculation_named(load(llama_artifact, threads=1), "heads")
-    with pytest.raises(InputError, match=r"there is no heads.onnx here.*tools/train/heads"):
-        speculation_named(session, "heads")
-    with pytest.raises(InputError, match="no drafter 'verified:lookup,heads'"):
-        speculation_named(session, "verified:lookup,heads")
+        open_speculation(load(llama_artifact, threads=1), "heads")
+    with pytest.raises(InputError, match="there is no heads.onnx here.*tools/train/heads"):
+        open_speculation(session, "heads")
+    with pytest.raises(InputError, match="no drafts 'verified:lookup,heads'"):
+        open_speculation(session, "verified:lookup,heads")
     with pytest.raises(InputError, match="a hidden state of 32, and this model has one of 64"):
         Heads(session, nonsense(width=32))
     with pytest.raises(InputError, match=f"a vocabulary of 7, and this model has one of {VOCABULARY}"):
@@ -193,7 +198,7 @@ def test_what_is_refused(session: Session, exposed: Path, llama_artifact: Path, 
     heads = Heads(session, nonsense())
     shutil.copytree(exposed, tmp_path / "copy")
     with pytest.raises(InputError, match="another model writes the text"):
-        generate(load(tmp_path / "copy", threads=1), [[1]], drafter=heads)
+        generate(load(tmp_path / "copy", threads=1), [[1]], proposer=heads)
 
 
 def test_the_command_line_drafts_with_the_heads_beside_a_model(exposed: Path, tmp_path: Path) -> None:

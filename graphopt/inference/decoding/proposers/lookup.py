@@ -11,15 +11,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphopt.inference.decoding.drafts.automaton import ROOT, SuffixAutomaton
-from graphopt.inference.decoding.drafts.drafter import Guess
+from graphopt.inference.decoding.proposer import Guess, Proposer
+from graphopt.inference.decoding.proposers.automaton import ROOT, SuffixAutomaton
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from graphopt.inference.decoding.continuation import Continuation
-
-SOURCE = "lookup"
 
 _STRETCH = 2
 """Guesses for each token of the match, at most."""
@@ -31,78 +29,82 @@ _WIDEST = 64
 """Different tokens behind a run, at most: a run that almost anything follows says nothing."""
 
 
-class Lookup:
-    """Guesses from the texts themselves; costs microseconds.
+class Lookup(Proposer):
+    """Proposes from the texts themselves; costs microseconds.
 
     Args:
         share: whether rows and later batches look into each other's texts, whose memory grows then. By default each row
             knows only its own.
     """
 
+    name = "lookup"
+    usage = "lookup"
+    summary = "what followed where the last tokens of the text occurred before"
+
     def __init__(self, *, share: bool = False) -> None:
-        self._share, self._shared = share, SuffixAutomaton()
+        self._share, self._common_text = share, SuffixAutomaton()
         self._texts: list[SuffixAutomaton] = []
         self._ends: list[int] = []
         self._unread: list[list[int]] = []  # tokens of each row since a draft was last asked for
 
     def begin(self, rows: Sequence[Continuation]) -> None:
-        """See :class:`Drafter`; texts are read when a draft is asked for, as that takes microseconds a token."""
+        """See :class:`Proposer`; texts are read when a draft is asked for, as that takes microseconds a token."""
         if self._share:
             for row in range(len(self._unread)):
-                self._read(row)
-        self._texts = [self._shared if self._share else SuffixAutomaton() for _ in rows]
+                self._catch_up(row)
+        self._texts = [self._common_text if self._share else SuffixAutomaton() for _ in rows]
         self._ends = [ROOT] * len(rows)
         self._unread = [[*row.prompt, *row.tokens] for row in rows]
 
-    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
-        """See :class:`Drafter`."""
+    def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+        """See :class:`Proposer`."""
         for row, limit in enumerate(limits):
             if limit > 0 or self._share:
-                self._read(row)
-        return [self._draft(row, begun[row], limit) if limit > 0 else [] for row, limit in enumerate(limits)]
+                self._catch_up(row)
+        return [self._draft(row, prefixes[row], limit) if limit > 0 else [] for row, limit in enumerate(limits)]
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """See :class:`Drafter`."""
+        """See :class:`Proposer`."""
         self._unread[row] += tokens
 
-    def _read(self, row: int) -> None:
+    def _catch_up(self, row: int) -> None:
         self._ends[row] = self._texts[row].extend_all(self._ends[row], self._unread[row])
         self._unread[row] = []
 
-    def _draft(self, row: int, begun: Sequence[int], limit: int) -> list[Guess]:
-        texts, end = self._texts[row], self._ends[row]
+    def _draft(self, row: int, prefix: Sequence[int], limit: int) -> list[Guess]:
+        text, end = self._texts[row], self._ends[row]
         # Where the whole text occurred only here, its link is the longest end of it that occurred before.
-        state = end if texts.count[end] > 1 or end == ROOT else texts.link[end]
-        matched = texts.length[max(state, ROOT)]
-        for token in begun:
-            state, matched = texts.walk(state, matched, token)
+        state = end if text.count[end] > 1 or end == ROOT else text.link[end]
+        match = text.length[max(state, ROOT)]
+        for token in prefix:
+            state, match = text.walk(state, match, token)
         best: list[Guess] = []
-        most = 0.0
+        best_score = 0.0
         for _ in range(_MATCHES):
-            if state <= ROOT or most >= min(limit, _STRETCH * matched):  # no shorter match can have more
+            if state <= ROOT or best_score >= min(limit, _STRETCH * match):  # no shorter match can have more
                 break
-            draft = _followed(texts, state, matched, min(limit, _STRETCH * matched), at_end=not begun)
+            draft = _follow(text, state, match, min(limit, _STRETCH * match), at_end=not prefix)
             score, chance = 0.0, 1.0
             for guess in draft:
                 chance *= guess.chance
                 score += chance
-            if score > most:
-                best, most = draft, score
-            state = texts.link[state]
-            matched = texts.length[max(state, ROOT)]
+            if score > best_score:
+                best, best_score = draft, score
+            state = text.link[state]
+            match = text.length[max(state, ROOT)]
         return best
 
 
-def _followed(texts: SuffixAutomaton, state: int, matched: int, limit: int, *, at_end: bool) -> list[Guess]:
+def _follow(text: SuffixAutomaton, state: int, match: int, limit: int, *, at_end: bool) -> list[Guess]:
     """Return the most frequent tokens behind a run, one behind the other; of equal counts the newest."""
     draft: list[Guess] = []
-    count = texts.count
-    before = count[state] - at_end  # the run at the end of the text has nothing behind it yet
+    counts = text.count
+    before = counts[state] - at_end  # the run at the end of the text has nothing behind it yet
     while len(draft) < limit:
-        following = texts.following[state]
+        following = text.following[state]
         if not following or len(following) > _WIDEST:
             break
-        token, behind = max(reversed(following.items()), key=lambda item: count[item[1]])
-        draft.append(Guess(token, min(1.0, count[behind] / max(before, 1)), SOURCE, matched))
-        state, before = behind, count[behind]
+        token, successor = max(reversed(following.items()), key=lambda item: counts[item[1]])
+        draft.append(Guess(token, min(1.0, counts[successor] / max(before, 1)), Lookup.name, match))
+        state, before = successor, counts[successor]
     return draft

@@ -23,8 +23,8 @@ from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.artifact.artifact import HEADS
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact
-from graphopt.inference.decoding.drafts.drafter import Guess
-from graphopt.inference.decoding.drafts.heads_file import TOKEN, Floats, HeadsFile, ports
+from graphopt.inference.decoding.proposer import Guess, Proposer
+from graphopt.inference.decoding.proposers.heads_file import TOKEN, Floats, HeadsFile, ports
 from graphopt.ort.session import open_session, run
 
 if TYPE_CHECKING:
@@ -36,22 +36,20 @@ if TYPE_CHECKING:
     from graphopt.inference.session import Session
     from graphopt.tasks.ports import Array
 
-SOURCE = "heads"
-
-_LEAST = 0.1
+_MIN_CHANCE = 0.1
 """Chance below which a draft ends: what follows is hardly ever right."""
 
 _ROWS = 256
 """Rows of the unit matrix that the lm_head is asked for at once."""
 
 
-class Heads:
-    """Drafts by heads.
+class Heads(Proposer):
+    """Proposes by heads.
 
     Args:
         session: the model whose states they read; it gives them (the step ``expose_hidden``).
         heads: the heads, by default those of ``heads.onnx`` beside the model.
-        least: a draft ends with the first token that its head thinks less likely than this.
+        min_chance: a draft ends with the first token that its head thinks less likely than this.
 
     Attributes:
         count: how many heads there are.
@@ -61,7 +59,11 @@ class Heads:
             they are for another width, another vocabulary or another model.
     """
 
-    def __init__(self, session: Session, heads: HeadsFile | None = None, *, least: float = _LEAST) -> None:
+    name = "heads"
+    usage = "heads"
+    summary = "heads.onnx beside the model, which read its last hidden state"
+
+    def __init__(self, session: Session, heads: HeadsFile | None = None, *, min_chance: float = _MIN_CHANCE) -> None:
         if not session.interface.gives_hidden:
             raise InputError(
                 "this model does not give its last hidden state, which heads read",
@@ -72,14 +74,19 @@ class Heads:
         file = session.file.with_name(HEADS)
         heads = HeadsFile.read(file) if heads is None else heads
         _check_fits(session, heads)
-        self._session, self._least = session, least
-        heads = heads.turned(lm_head_matrix(session), file) if len(heads.tokens) else heads
+        self._session, self._min_chance = session, min_chance
+        heads = heads.in_basis_of(lm_head_matrix(session), file) if len(heads.tokens) else heads
         self.count = heads.count
-        self._inference = _opened(session, _behind_hidden(session, heads))
+        self._inference = _open_model(session, _model_with_heads(session, heads))
         self._rows: Sequence[Continuation] = []
 
+    @classmethod
+    def open(cls, session: Session, options: str) -> Heads:  # noqa: ARG003, it has none
+        """See :class:`Proposer`."""
+        return cls(session)
+
     def begin(self, rows: Sequence[Continuation]) -> None:
-        """See :class:`Drafter`.
+        """See :class:`Proposer`.
 
         Raises:
             InputError: the rows are another model's.
@@ -88,34 +95,42 @@ class Heads:
             raise InputError(
                 f"these heads read the states of {self._session.file.parent}, and another model writes the text",
                 file=rows[0].session.file.parent,
-                remedy="make a drafter for it",
+                remedy="make heads for it",
             )
         self._rows = rows
 
     def commit(self, row: int, tokens: Sequence[int]) -> None:
-        """See :class:`Drafter`; the state that a row keeps is all that heads read."""
+        """See :class:`Proposer`; the state that a row keeps is all that heads read."""
 
-    def propose(self, begun: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
-        """See :class:`Drafter`. Guesses of another drafter take the places of the first heads."""
+    def propose(self, prefixes: Sequence[Sequence[int]], limits: Sequence[int]) -> list[list[Guess]]:
+        """See :class:`Proposer`. Guesses of another proposer take the places of the first heads."""
         drafts: list[list[Guess]] = [[] for _ in limits]
-        places = [
-            range(len(first), min(self.count, len(first) + limit)) for first, limit in zip(begun, limits, strict=True)
+        heads = [
+            range(len(prefix), min(self.count, len(prefix) + limit))
+            for prefix, limit in zip(prefixes, limits, strict=True)
         ]
-        states, tokens, asked = [], [], []
-        for number, row in enumerate(self._rows):
-            if row.hidden is not None and row.tokens and places[number]:
-                states.append(row.hidden)
-                tokens.append(row.tokens[-1])
-                asked.append(number)
-        if not asked:
+        inputs = [
+            (number, row.hidden, row.tokens[-1])
+            for number, row in enumerate(self._rows)
+            if row.hidden is not None and row.tokens and heads[number]
+        ]
+        if not inputs:
             return drafts
-        for number, logits in zip(asked, self.logits(np.stack(states), tokens), strict=True):
-            for place in places[number]:
-                guess = _guess(logits[place])
-                drafts[number].append(guess)
-                if guess.chance < self._least:
-                    break
+        numbers, states, tokens = zip(*inputs, strict=True)
+        for number, logits in zip(numbers, self.logits(np.stack(states), tokens), strict=True):
+            drafts[number] = self._guesses(logits[list(heads[number])])
         return drafts
+
+    def _guesses(self, logits: np.ndarray) -> list[Guess]:
+        """Return the most likely token of each head, logits [heads, vocabulary], up to the first unlikely one."""
+        guesses = []
+        for values in logits:
+            token = int(values.argmax())
+            values = values.astype(np.float32, copy=False)
+            guesses.append(Guess(token, float(1 / np.exp(values - values[token]).sum()), self.name))
+            if guesses[-1].chance < self._min_chance:
+                break
+        return guesses
 
     def logits(self, states: np.ndarray, tokens: Sequence[int]) -> np.ndarray:
         """Return what heads say of hidden states [number, width] and the tokens that were chosen by them.
@@ -125,15 +140,8 @@ class Heads:
         """
         newest = np.array(tokens, np.int64)[:, None]
         feeds: dict[str, Array] = {HIDDEN: states[:, None].astype(np.float32, copy=False), TOKEN: newest}
-        made: np.ndarray = run(self._inference, [LOGITS], feeds)[0]
-        return made
-
-
-def _guess(logits: np.ndarray) -> Guess:
-    token = int(logits.argmax())
-    values = logits.astype(np.float32, copy=False)
-    chance = float(1 / np.exp(values - values[token]).sum())
-    return Guess(token, chance, SOURCE)
+        logits: np.ndarray = run(self._inference, [LOGITS], feeds)[0]
+        return logits
 
 
 def lm_head_matrix(session: Session) -> Floats:
@@ -144,8 +152,8 @@ def lm_head_matrix(session: Session) -> Floats:
     Raises:
         InputError: no single product makes the logits.
     """
-    model = _behind_hidden(session, None)
-    inference, width = _opened(session, model), _width(session)
+    model, width = _model_of_lm_head(session), _width(session)
+    inference = _open_model(session, model)
     unit, product = np.eye(width, dtype=np.float32), str(model.graph.outputs[0].name)
     pieces = [
         run(inference, [product], {HIDDEN: unit[None, begin : begin + _ROWS]})[0][0] for begin in range(0, width, _ROWS)
@@ -153,43 +161,69 @@ def lm_head_matrix(session: Session) -> Floats:
     return np.concatenate(pieces).astype(np.float32)
 
 
-def _behind_hidden(session: Session, heads: HeadsFile | None) -> ir.Model:
-    """Return what of the model lies behind the hidden state: with heads in front up to the logits, without the product.
+def _model_with_heads(session: Session, heads: HeadsFile) -> ir.Model:
+    """Return what of the model lies behind the hidden state, up to the logits, with heads in front.
 
-    Its input is the hidden state, float32 [batch, positions, width]; with heads one position, and its token.
+    Its inputs are the hidden state, float32 [batch, 1, width], and the newest token [batch, 1].
+    """
+    model, lm_head = _load_lm_head(session)
+    state, token = ports(_width(session))
+    _feed_lm_head(model.graph, lm_head, heads.blocks(model.graph, state, token))
+    logits = next(value for value in model.graph.outputs if value.name == LOGITS)
+    return _cut(model, [state, token], logits)
+
+
+def _model_of_lm_head(session: Session) -> ir.Model:
+    """Return the product of the lm_head alone; its input is the hidden state, float32 [batch, positions, width]."""
+    model, lm_head = _load_lm_head(session)
+    state, _ = ports(_width(session))
+    state.shape = ir.Shape(["batch", "positions", _width(session)])
+    _feed_lm_head(model.graph, lm_head, state)
+    return _cut(model, [state], lm_head.outputs[0])
+
+
+def _load_lm_head(session: Session) -> tuple[ir.Model, ir.Node]:
+    """Return the model and the product that makes its logits.
+
+    Raises:
+        InputError: no single product does.
     """
     model = ir.load(session.file)
-    graph = model.graph
-    lm_head = lm_head_of(graph)
+    lm_head = lm_head_of(model.graph)
     if isinstance(lm_head, Fact):
         raise InputError(f"heads need the model's lm_head: {lm_head}", file=session.file, tensor=LOGITS)
+    return model, lm_head
+
+
+def _feed_lm_head(graph: ir.Graph, lm_head: ir.Node, states: ir.Value) -> None:
+    """Let the lm_head read ``states`` in the place of the hidden state, in its type."""
     old = lm_head.inputs[0]
     assert old is not None and old.dtype is not None
     old.name = f"{HIDDEN}.of_text"
-    given, token = ports(_width(session))
-    if heads is None:
-        given.shape = ir.Shape(["batch", "positions", _width(session)])
-    states = given if heads is None else heads.blocks(graph, given, token)
     if old.dtype != ir.DataType.FLOAT:
         narrow = ir.node("Cast", [states], {"to": old.dtype.value}, name="heads.narrow")
         graph.append(narrow)
         states = narrow.outputs[0]
         states.name, states.dtype, states.shape = "heads.narrow", old.dtype, None
     lm_head.replace_input_with(0, states)
-    result = lm_head.outputs[0] if heads is None else next(each for each in graph.outputs if each.name == LOGITS)
+
+
+def _cut(model: ir.Model, inputs: Sequence[ir.Value], output: ir.Value) -> ir.Model:
+    """Return the part of the model between inputs and an output, whose positions are no longer those of a text."""
+    graph = model.graph
     graph.inputs.clear()
-    graph.inputs.extend([given] if heads is None else [given, token])
+    graph.inputs.extend(inputs)
     graph.outputs.clear()
-    graph.outputs.append(result)
+    graph.outputs.append(output)
     RemoveUnusedNodesPass()(model)
     graph.sort()
-    for node in graph:  # positions were those of a text
+    for node in graph:
         for value in node.outputs:
             value.shape = None
     return model
 
 
-def _opened(session: Session, model: ir.Model) -> onnxruntime.InferenceSession:
+def _open_model(session: Session, model: ir.Model) -> onnxruntime.InferenceSession:
     """Open a graph made of the model's, on one thread: a second pool of threads would wait beside the model's."""
     return open_session(
         session.file,
@@ -209,14 +243,14 @@ def _width(session: Session) -> int:
 
 
 def _check_fits(session: Session, heads: HeadsFile) -> None:
-    for what, theirs, ours in (
-        ("a hidden state", heads.width, _width(session)),
-        ("a vocabulary", heads.vocabulary, session.interface.vocabulary),
+    for name, port, size, needed in (
+        ("a hidden state", HIDDEN, heads.width, _width(session)),
+        ("a vocabulary", LOGITS, heads.vocabulary, session.interface.vocabulary),
     ):
-        if theirs != ours:
+        if size != needed:
             raise InputError(
-                f"the heads are for {what} of {theirs}, and this model has one of {ours}",
+                f"the heads are for {name} of {size}, and this model has one of {needed}",
                 file=session.file.with_name(HEADS),
-                tensor=HIDDEN if what == "a hidden state" else LOGITS,
+                tensor=port,
                 remedy="train heads for this model with tools/train/heads.py",
             )

@@ -48,26 +48,26 @@ class HeadsFile:
     """Trained heads.
 
     Attributes:
-        into: A, float32 [width, heads, inner].
-        out: B, float32 [heads, inner, width].
+        inner: A, float32 [width, heads, inner].
+        outer: B, float32 [heads, inner, width].
         embedding: e, float32 [vocabulary, size].
-        mixed: C, float32 [size, heads, inner].
+        token_inner: C, float32 [size, heads, inner].
         tokens: int64 [columns], which columns of its lm_head are known; none where the heads were trained on just the
             model that they lie beside.
         columns: those columns, float32 [width, columns].
     """
 
-    into: Floats
-    out: Floats
+    inner: Floats
+    outer: Floats
     embedding: Floats
-    mixed: Floats
+    token_inner: Floats
     tokens: npt.NDArray[np.int64]
     columns: Floats
 
     @property
     def width(self) -> int:
         """Of the hidden state."""
-        return int(self.into.shape[0])
+        return int(self.inner.shape[0])
 
     @property
     def vocabulary(self) -> int:
@@ -77,7 +77,7 @@ class HeadsFile:
     @property
     def count(self) -> int:
         """How many heads there are."""
-        return int(self.into.shape[1])
+        return int(self.inner.shape[1])
 
     @classmethod
     def read(cls, file: Path) -> HeadsFile:
@@ -95,13 +95,13 @@ class HeadsFile:
         try:
             values = ir.load(file).graph.initializers.values()
             arrays = {value.name: value.const_value.numpy() for value in values if value.const_value is not None}
-            into, out, embedding, mixed, tokens, columns = (arrays[f"heads.{name}"] for name in _ARRAYS)
-            heads, inner, width = out.shape
+            a, b, embedding, c, tokens, columns = (arrays[f"heads.{name}"] for name in _ARRAYS)
+            heads, inner, width = b.shape
             return cls(
-                into.astype(np.float32).reshape(width, heads, inner),
-                out.astype(np.float32),
+                a.astype(np.float32).reshape(width, heads, inner),
+                b.astype(np.float32),
                 embedding.astype(np.float32),
-                mixed.astype(np.float32).reshape(-1, heads, inner),
+                c.astype(np.float32).reshape(-1, heads, inner),
                 tokens.astype(np.int64),
                 columns.astype(np.float32).reshape(width, len(tokens)),
             )
@@ -120,52 +120,52 @@ class HeadsFile:
             _register(graph, name, array)
         ir.save(ir.Model(graph, ir_version=10), file)
 
-    def blocks(self, graph: ir.Graph, h: ir.Value, token: ir.Value, stored: type[np.floating] = np.float32) -> ir.Value:
+    def blocks(self, graph: ir.Graph, h: ir.Value, token: ir.Value, dtype: type[np.floating] = np.float32) -> ir.Value:
         """Append the heads to a graph.
 
         Args:
             graph: where to.
             h: the hidden state, float32 [batch, 1, width].
             token: the newest token, int64 [batch, 1].
-            stored: the type of the matrices.
+            dtype: of the matrices.
 
         Returns:
             The states, float32 [batch, heads, width].
         """
-        width, heads, inner = self.into.shape
+        width, heads, inner = self.inner.shape
 
         def op(op_type: str, inputs: list[ir.Value], name: str, dims: list[int | str], **attributes: int) -> ir.Value:
             node = ir.node(op_type, inputs, attributes, name=f"heads.{name}")
-            made = node.outputs[0]
-            made.name, made.dtype, made.shape = f"heads.{name}", ir.DataType.FLOAT, ir.Shape(dims)
+            output = node.outputs[0]
+            output.name, output.dtype, output.shape = f"heads.{name}", ir.DataType.FLOAT, ir.Shape(dims)
             graph.append(node)
-            return made
+            return output
 
         def matrix(array: Floats, name: str) -> ir.Value:
-            value = _register(graph, name, array.astype(stored))
+            value = _register(graph, name, array.astype(dtype))
             floats = ir.DataType.FLOAT.value
-            return value if stored == np.float32 else op("Cast", [value], f"wide_{name}", [*array.shape], to=floats)
+            return value if dtype == np.float32 else op("Cast", [value], f"wide_{name}", [*array.shape], to=floats)
 
-        both, size = ["batch", 1, heads * inner], self.embedding.shape[1]
-        x = op("MatMul", [h, matrix(self.into.reshape(width, -1), "into")], "inner", both)
+        joint, size = ["batch", 1, heads * inner], self.embedding.shape[1]
+        x = op("MatMul", [h, matrix(self.inner.reshape(width, -1), "into")], "inner", joint)
         e = op("Gather", [matrix(self.embedding, "embedding"), token], "embedded", ["batch", 1, size])
-        e = op("MatMul", [e, matrix(self.mixed.reshape(size, -1), "mixed")], "of_token", both)
-        x = op("Add", [x, e], "sum", both)
-        gate = op("Sigmoid", [x], "gate", both)
-        x = op("Mul", [x, gate], "silu", both)
+        e = op("MatMul", [e, matrix(self.token_inner.reshape(size, -1), "mixed")], "of_token", joint)
+        x = op("Add", [x, e], "sum", joint)
+        gate = op("Sigmoid", [x], "gate", joint)
+        x = op("Mul", [x, gate], "silu", joint)
         x = op(
             "Reshape",
             [x, _register(graph, "apart", np.array([-1, heads, 1, inner]))],
             "by_head",
             ["batch", heads, 1, inner],
         )
-        x = op("MatMul", [x, matrix(self.out, "out")], "outer", ["batch", heads, 1, width])
+        x = op("MatMul", [x, matrix(self.outer, "out")], "outer", ["batch", heads, 1, width])
         x = op(
             "Reshape", [x, _register(graph, "together", np.array([-1, heads, width]))], "added", ["batch", heads, width]
         )
         return op("Add", [h, x], "states", ["batch", heads, width])
 
-    def turned(self, lm_head: Floats, file: Path) -> HeadsFile:
+    def in_basis_of(self, lm_head: Floats, file: Path) -> HeadsFile:
         """Return the same heads in the basis of another lm_head.
 
         Args:
@@ -175,21 +175,22 @@ class HeadsFile:
         Raises:
             InputError: the columns are not those of the same matrix in another basis.
         """
-        there = lm_head[:, self.tokens]
-        turn = _fit(self.columns, there)
-        left = float(np.linalg.norm(there - turn @ self.columns) / np.linalg.norm(there))
-        if not left < _UNLIKE:
+        columns = lm_head[:, self.tokens]
+        turn = _fit(self.columns, columns)
+        residue = float(np.linalg.norm(columns - turn @ self.columns) / np.linalg.norm(columns))
+        if not residue < _UNLIKE:
             raise InputError(
-                f"these heads were trained for another model: {left:.0%} of this one's lm_head is not that of theirs",
+                "these heads were trained for another model: "
+                f"{residue:.0%} of this one's lm_head is not that of theirs",
                 file=file,
                 tensor="columns",
                 shape=[*self.columns.shape],
                 remedy="train heads for this model with tools/train/heads.py",
             )
-        back = _fit(there, self.columns)
-        into = np.einsum("de,ehi->dhi", turn, self.into.astype(np.float64)).astype(np.float32)
-        out = (self.out.astype(np.float64) @ back).astype(np.float32)
-        return dataclasses.replace(self, into=into, out=out, columns=there)
+        inverse = _fit(columns, self.columns)
+        inner = np.einsum("de,ehi->dhi", turn, self.inner.astype(np.float64)).astype(np.float32)
+        outer = (self.outer.astype(np.float64) @ inverse).astype(np.float32)
+        return dataclasses.replace(self, inner=inner, outer=outer, columns=columns)
 
 
 def ports(width: int) -> tuple[ir.Value, ir.Value]:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 ROOT = 0
 """The state of the empty run, where a text begins."""
 
-_COUNTED = 64
+_COUNT_DEPTH = 64
 """States on the way to the root that a new token is counted in, the longest first. Only in a text that repeats a few
 tokens all the time there are more; there, every count leads to the same guess."""
 
@@ -45,13 +45,13 @@ class SuffixAutomaton:
         Returns:
             The new state of the text.
         """
-        state = self._behind(text, token)
-        link, count, at = self.link, self.count, state
-        for _ in range(_COUNTED):
-            if at <= ROOT:
+        state = self._append(text, token)
+        link, count, suffix = self.link, self.count, state
+        for _ in range(_COUNT_DEPTH):
+            if suffix <= ROOT:
                 break
-            count[at] += 1
-            at = link[at]
+            count[suffix] += 1
+            suffix = link[suffix]
         return state
 
     def extend_all(self, text: int, tokens: Sequence[int]) -> int:
@@ -60,12 +60,12 @@ class SuffixAutomaton:
             text = self.extend(text, token)
         return text
 
-    def walk(self, state: int, matched: int, token: int) -> tuple[int, int]:
+    def walk(self, state: int, run: int, token: int) -> tuple[int, int]:
         """Go on from a run that occurred to the longest end of it, with ``token`` behind, that occurred.
 
         Args:
             state: of the run.
-            matched: tokens of the run.
+            run: its tokens.
             token: what follows.
 
         Returns:
@@ -73,24 +73,25 @@ class SuffixAutomaton:
         """
         while state > ROOT and token not in self.following[state]:
             state = self.link[state]
-            matched = self.length[state]
-        behind = self.following[state].get(token)
-        return (ROOT, 0) if behind is None else (behind, matched + 1)
+            run = self.length[state]
+        successor = self.following[state].get(token)
+        return (ROOT, 0) if successor is None else (successor, run + 1)
 
-    def _behind(self, text: int, token: int) -> int:
+    def _append(self, text: int, token: int) -> int:
         following, link, length = self.following, self.link, self.length
-        there = following[text].get(token)
-        if there is not None:  # another text has gone this way
-            return there if length[there] == length[text] + 1 else self._split(text, token, there)
-        new, at = self._new({}, length[text] + 1), text
-        while at >= ROOT and token not in following[at]:
-            following[at][token] = new
-            at = link[at]
-        if at < ROOT:
+        successor = following[text].get(token)
+        if successor is not None:  # another text has gone this way
+            return successor if length[successor] == length[text] + 1 else self._split(text, token, successor)
+        new, suffix = self._new({}, length[text] + 1), text
+        while suffix >= ROOT and token not in following[suffix]:
+            following[suffix][token] = new
+            suffix = link[suffix]
+        if suffix < ROOT:
             link[new] = ROOT
         else:
-            there = following[at][token]
-            link[new] = there if length[there] == length[at] + 1 else self._split(at, token, there)
+            successor = following[suffix][token]
+            is_next = length[successor] == length[suffix] + 1
+            link[new] = successor if is_next else self._split(suffix, token, successor)
         return new
 
     def _new(self, following: dict[int, int], length: int) -> int:
@@ -100,13 +101,13 @@ class SuffixAutomaton:
         self.count.append(0)
         return len(self.length) - 1
 
-    def _split(self, at: int, token: int, there: int) -> int:
-        """Give the runs that reach ``there`` from ``at`` a state of their own."""
+    def _split(self, state: int, token: int, successor: int) -> int:
+        """Give the runs that reach ``successor`` from ``state`` a state of their own."""
         following, link = self.following, self.link
-        made = self._new(dict(following[there]), self.length[at] + 1)
-        link[made], link[there] = link[there], made
-        self.count[made] = self.count[there]
-        while at >= ROOT and following[at].get(token) == there:
-            following[at][token] = made
-            at = link[at]
-        return made
+        clone = self._new(dict(following[successor]), self.length[state] + 1)
+        link[clone], link[successor] = link[successor], clone
+        self.count[clone] = self.count[successor]
+        while state >= ROOT and following[state].get(token) == successor:
+            following[state][token] = clone
+            state = link[state]
+        return clone

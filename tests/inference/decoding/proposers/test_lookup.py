@@ -6,14 +6,14 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.inference.decoding.drafts import Chain, Lookup
-from graphopt.inference.decoding.drafts.automaton import ROOT, SuffixAutomaton
+from graphopt.inference.decoding.proposers import Chain, Lookup
+from graphopt.inference.decoding.proposers.automaton import ROOT, SuffixAutomaton
 
 TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=24), min_size=1, max_size=3)
 
 
 def rows(*prompts: list[int]) -> Any:
-    """What a drafter reads of rows whose prompts these are."""
+    """What a proposer reads of rows whose prompts these are."""
     return [SimpleNamespace(prompt=prompt, tokens=[], forced=list) for prompt in prompts]
 
 
@@ -104,6 +104,6 @@ def test_a_chain_goes_on_where_the_first_stops() -> None:
 
 
 def lookup_guess(token: int) -> Any:
-    from graphopt.inference.decoding.drafts import Guess
+    from graphopt.inference.decoding.proposers import Guess
 
     return Guess(token, 1.0, "other")

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.drafts import model_beside
-from graphopt.inference.decoding.drafts import thread_choice as turns
+from graphopt.inference.decoding.proposers import draft_threads, open_draft_model
 from graphopt.inference.session import Session, load, open_folder, session_from
 from graphopt.ort.session import Entries
 
@@ -32,26 +31,26 @@ def test_the_faster_number_of_threads_is_kept(
     def seconds(turn: Any) -> float:
         return together if threads_of(turn.smaller) == 2 else 1.0
 
-    monkeypatch.setattr(turns._Turn, "seconds", seconds)
+    monkeypatch.setattr(draft_threads._Turn, "seconds", seconds)
     calls: list[tuple[int, dict[str, str]]] = []
-    chosen = turns.in_turns(load(llama_artifact, threads=2), opened(llama_artifact, calls))
-    assert calls == [(1, {}), (2, turns.STOP)]
+    chosen = draft_threads.choose_threads(load(llama_artifact, threads=2), opened(llama_artifact, calls))
+    assert calls == [(1, {}), (2, draft_threads.STOP)]
     assert threads_of(chosen) == threads
 
 
 def test_one_thread_is_one_thread(llama_artifact: Path) -> None:
     calls: list[tuple[int, dict[str, str]]] = []
-    chosen = turns.in_turns(load(llama_artifact, threads=1), opened(llama_artifact, calls))
+    chosen = draft_threads.choose_threads(load(llama_artifact, threads=1), opened(llama_artifact, calls))
     assert (calls, threads_of(chosen)) == ([(1, {})], 1)
 
 
 def test_turns_are_measured(llama_artifact: Path) -> None:
     session = load(llama_artifact, threads=2)
-    turn = turns._Turn(session, load(llama_artifact, threads=1))
+    turn = draft_threads._Turn(session, load(llama_artifact, threads=1))
     assert turn.seconds() > 0
     assert turn.seconds() > 0  # caches are rewound: a second turn begins where the first did
 
 
 def test_a_model_with_other_tokens_is_refused(llama_artifact: Path, shipped_artifact: Path) -> None:
     with pytest.raises(InputError, match="tokenizer"):
-        model_beside(load(shipped_artifact, threads=2), llama_artifact)
+        open_draft_model(load(shipped_artifact, threads=2), llama_artifact)

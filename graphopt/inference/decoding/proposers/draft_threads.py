@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 STOP = {"session.force_spinning_stop": "1"}
 """The session entry of onnxruntime by which threads stop spinning when a run ends."""
 
-_BEGINNING = 4  # tokens before
+_PREFIX = 4  # tokens before
 _DRAFT = 3  # steps of the smaller model in a turn
-_ROUNDS = (3, 10)
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 10
 _PATIENCE = 0.1
 """Seconds after which no more than the least number of rounds is measured."""
 
@@ -35,12 +35,12 @@ _WORTH = 0.95
 """Of the time with one thread, that all threads must stay below."""
 
 
-def in_turns(target: Session, opened: Callable[[int, Entries], Session]) -> Session:
-    """Open a model that runs in turns with another one.
+def choose_threads(target: Session, open_with: Callable[[int, Entries], Session]) -> Session:
+    """Open a model that runs in turns with another one, with the threads that suit both.
 
     Args:
         target: the other model, whose threads are asked for and which is run for the measurement.
-        opened: opens the smaller model with so many threads, 0 for onnxruntime's choice, and with entries beside its
+        open_with: opens the smaller model with so many threads, 0 for onnxruntime's choice, and with entries beside its
             own.
 
     Returns:
@@ -51,25 +51,24 @@ def in_turns(target: Session, opened: Callable[[int, Entries], Session]) -> Sess
     """
     threads = target.inference.get_session_options().intra_op_num_threads
     if target.device != "cpu" or threads == 1:
-        return opened(threads, {})
-    alone = opened(1, {})
-    if not all(_has_room(each) for each in (target, alone)):
-        return alone
-    together = opened(threads, STOP)
-    seconds: list[list[float]] = [[], []]
-    turns = [_Turn(target, each) for each in (alone, together)]
-    for number in range(_ROUNDS[1]):
-        for turn, found in zip(turns, seconds, strict=True):
-            found.append(turn.seconds())
-        if number + 1 >= _ROUNDS[0] and sum(map(sum, seconds)) > _PATIENCE:
+        return open_with(threads, {})
+    single = open_with(1, {})
+    if not (_has_room(target) and _has_room(single)):
+        return single
+    parallel = open_with(threads, STOP)
+    times: tuple[list[float], list[float]] = [], []
+    turns = _Turn(target, single), _Turn(target, parallel)
+    for number in range(1, _MAX_ROUNDS + 1):
+        for turn, seconds in zip(turns, times, strict=True):
+            seconds.append(turn.seconds())
+        if number >= _MIN_ROUNDS and sum(map(sum, times)) > _PATIENCE:
             break
-    medians = [float(np.median(found)) for found in seconds]
-    return together if medians[1] < _WORTH * medians[0] else alone
+    return parallel if np.median(times[1]) < _WORTH * np.median(times[0]) else single
 
 
 def _has_room(session: Session) -> bool:
     room = session.max_positions
-    return bool(session.interface.past) and (room is None or room > _BEGINNING + _DRAFT)
+    return bool(session.interface.past) and (room is None or room > _PREFIX + _DRAFT)
 
 
 class _Turn:
@@ -78,18 +77,18 @@ class _Turn:
     def __init__(self, target: Session, smaller: Session) -> None:
         self.smaller = smaller
         vocabulary = min(session.interface.vocabulary or 2 for session in (target, smaller))
-        self._ids = np.random.default_rng(0).integers(0, vocabulary, (1, _BEGINNING + _DRAFT + 1))
+        self._ids = np.random.default_rng(0).integers(0, vocabulary, (1, _PREFIX + _DRAFT + 1))
         self._decoders = [Decoder(session, 1, expected=self._ids.shape[1]) for session in (target, smaller)]
         for decoder in self._decoders:
-            decoder.step(self._ids[:, :_BEGINNING])
+            decoder.step(self._ids[:, :_PREFIX])
         self.seconds()
 
     def seconds(self) -> float:
         for decoder in self._decoders:
-            decoder.rewind(_BEGINNING)
+            decoder.rewind(_PREFIX)
         checking, drafting = self._decoders
-        began = time.perf_counter()
-        for place in range(_BEGINNING, _BEGINNING + _DRAFT):
-            drafting.step(self._ids[:, place : place + 1])
-        checking.step(self._ids[:, _BEGINNING:])
-        return time.perf_counter() - began
+        start = time.perf_counter()
+        for column in range(_PREFIX, _PREFIX + _DRAFT):
+            drafting.step(self._ids[:, column : column + 1])
+        checking.step(self._ids[:, _PREFIX:])
+        return time.perf_counter() - start
