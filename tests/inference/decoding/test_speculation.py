@@ -20,6 +20,7 @@ from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.decoding.draft_lengths import Lengths
 from graphopt.inference.decoding.draft_verification import Verdict
 from graphopt.inference.decoding.proposers import Guess, Lookup, ModelProposer
+from graphopt.inference.decoding.proposers.model import FollowedTexts
 from graphopt.inference.decoding.proposers.registry import open_speculation
 from graphopt.inference.decoding.proposers.self_model import SelfProposer
 from graphopt.inference.decoding.sampling import Sampling
@@ -301,8 +302,8 @@ def test_a_proposer_of_a_drafting_model_changes_nothing_but_how_often_that_runs(
     session, smaller = (make_session(each, "float32", "dense") for each in ("fp6-rtn", "int4-rtn"))
     settings = Settings(60, sampling)
     plain = [each.tokens for each in complete(session, PROMPTS[:batch], settings)]
-    feed, runs = ModelProposer._feed, []
-    monkeypatch.setattr(ModelProposer, "_feed", lambda self, tokens: runs.append(1) or feed(self, tokens))
+    feed, runs = FollowedTexts.feed, []
+    monkeypatch.setattr(FollowedTexts, "feed", lambda self, tokens: runs.append(1) or feed(self, tokens))
     found = {}
     for middle in (smaller, session):
         for honest in (None, 0.0, 0.9):

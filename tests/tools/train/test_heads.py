@@ -60,7 +60,7 @@ def test_heads_are_written_into_an_artifact_and_carried_on(llama_artifact: Path,
     optimize(tmp_path / "float", load_recipe("rotate", add=["expose_hidden"]), tmp_path / "made", quality_tokens=0)
     verify_files(tmp_path / "made")
     session = load(tmp_path / "made", threads=1)
-    speculation = Speculation(Heads(session, least=0.0), 2)
+    speculation = Speculation(Heads(session, min_chance=0.0), 2)
     assert generate(session, [[1, 2, 3]], proposer=speculation) == generate(session, [[1, 2, 3]])
     assert speculation.stats.checked["heads", 0] > 5
 

@@ -61,7 +61,7 @@ class ModelProposer(Proposer):
     ) -> None:
         self._session, self._source, self._min_chance, self._proposer = session, source, min_chance, proposer
         self._rows: Sequence[Continuation] = []
-        self._texts = _FollowedTexts(session, 0)
+        self._texts = FollowedTexts(session, 0)
 
     @classmethod
     def open(cls, session: Session, options: str, proposer: Proposer | None = None) -> ModelProposer:
@@ -82,7 +82,7 @@ class ModelProposer(Proposer):
                 file=self._session.file,
                 remedy="add the step page_kv to its recipe, or run the prompts one by one",
             )
-        self._rows, self._texts = rows, _FollowedTexts(self._session, len(rows))
+        self._rows, self._texts = rows, FollowedTexts(self._session, len(rows))
         if self._proposer is not None:
             self._proposer.begin(rows)
 
@@ -199,7 +199,7 @@ class _Draft:
                 return
 
 
-class _FollowedTexts:
+class FollowedTexts:
     """What the states of the drafting model hold of each text.
 
     Args:

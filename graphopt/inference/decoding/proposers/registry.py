@@ -23,7 +23,9 @@ def _name_of(member: object) -> str | None:
     return (member.name or None) if isinstance(member, type) and issubclass(member, Proposer) else None
 
 
-PROPOSERS: Registry[type[Proposer]] = Registry("graphopt.inference.decoding.proposers", "proposer", _name_of)
+PROPOSERS: Registry[type[Proposer]] = Registry(
+    "graphopt.inference.decoding.proposers", kind="proposer", name_of=_name_of
+)
 """Each class in a file of this folder that has a name."""
 
 
