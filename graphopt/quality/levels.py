@@ -131,7 +131,8 @@ def grid_of(node: ir.Node) -> Grid | None:
         scales, zeros = (None if each is None else untile(each, columns) for each in (scales, zeros))
     if table is None:
         form = format_stored_as(_type_of(reader))
-        values, levels = codes.astype(np.float64), None if form is None else np.unique(form.values)
+        values = codes.astype(np.float64)
+        levels = None if form is None or form.levels is None else form.levels.values
     else:
         values, levels = table.astype(np.float64)[codes], np.unique(table.astype(np.float64))
     if levels is None or values.ndim != _MATRIX or group < 1 or scales is None or scales.ndim != _MATRIX:

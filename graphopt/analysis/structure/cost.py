@@ -150,7 +150,7 @@ def packed_format(node: ir.Node) -> str:
         return f"a table of {table.const_value.size} values"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
     for known in FORMATS.values():
-        if bits in (None, known.bits) and np.array_equal(known.values.astype(np.float32), values):
+        if bits in (None, known.bits) and np.array_equal(known.operands.get("table", ()), values):
             return known.name
     return f"a table of {values.size} values"
 

@@ -19,7 +19,7 @@ import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.weights import weight_of
-from graphopt.numerics.formats import TableFormat, format_stored_as
+from graphopt.numerics.formats import Format, format_stored_as
 from graphopt.runtime_ops import Role, signature_of
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 from graphopt.runtime_ops.operator import DOMAIN
@@ -54,7 +54,7 @@ class StoredCodes:
     codes: ir.Value
     scales: ir.Value
     zero_points: ir.Value | None
-    table: TableFormat | ir.Value
+    table: Format | ir.Value
     group: int
 
     @property
@@ -77,8 +77,8 @@ class StoredCodes:
     @property
     def values(self) -> npt.NDArray[np.float32]:
         """The value of each code."""
-        if isinstance(self.table, TableFormat):
-            return self.table.values.astype(np.float32)
+        if isinstance(self.table, Format):
+            return self.table.operands["table"]
         assert self.table.const_value is not None
         return np.asarray(self.table.const_value.numpy())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import ValidationError
 
 from graphopt.errors import InputError
@@ -44,9 +46,10 @@ def stored_bytes(choice: Choice, rows: int, columns: int, *, leveled: bool = Fal
         columns: how many.
         leveled: whether the recipe has the step ``level_scales``: scales of codes of no ONNX type are bytes then.
     """
-    table = format_of(choice.format)
+    format = format_of(choice.format)
     groups = -(-rows // (choice.group or rows))
     scales = _SCALE * groups
-    if leveled and table.onnx_type is None:
+    if leveled and format.onnx_type is None:
         scales = min(scales, groups + _STEP)
-    return -(-table.bits * rows * columns // 8) + (scales + (_SCALE * groups if table.zero_point else 0)) * columns
+    codes = math.ceil(format.bits_per_weight * rows * columns / 8)
+    return codes + (scales + (_SCALE * groups if format.zero_point else 0)) * columns

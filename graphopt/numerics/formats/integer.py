@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import onnx_ir as ir
 
 from graphopt.numerics.formats.table import TableFormat
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def signed_integer(bits: int, onnx_type: ir.DataType | None = None) -> TableFormat:
@@ -22,6 +19,20 @@ def unsigned_integer(bits: int, onnx_type: ir.DataType | None = None) -> TableFo
     return TableFormat(f"uint{bits}", bits, tuple(float(c) for c in range(2**bits)), onnx_type, zero_point=True)
 
 
-def ternary() -> TableFormat:
-    """Return -1, 0, 1 as codes 0, 1, 2 of 2 bits (Li et al. 2016, Ternary weight networks; Ma et al. 2024, BitNet)."""
-    return TableFormat("ternary", 2, (-1.0, 0.0, 1.0))
+INT2 = signed_integer(2, ir.DataType.INT2)
+INT3 = signed_integer(3)
+INT4 = signed_integer(4, ir.DataType.INT4)
+INT5 = signed_integer(5)
+INT6 = signed_integer(6)
+INT7 = signed_integer(7)
+INT8 = signed_integer(8, ir.DataType.INT8)
+UINT2 = unsigned_integer(2, ir.DataType.UINT2)
+UINT3 = unsigned_integer(3)
+UINT4 = unsigned_integer(4, ir.DataType.UINT4)
+UINT5 = unsigned_integer(5)
+UINT6 = unsigned_integer(6)
+UINT7 = unsigned_integer(7)
+UINT8 = unsigned_integer(8, ir.DataType.UINT8)
+
+TERNARY = TableFormat("ternary", 2, (-1.0, 0.0, 1.0))
+"""-1, 0, 1 as codes 0, 1, 2 of 2 bits (Li et al. 2016, Ternary weight networks; Ma et al. 2024, BitNet)."""

@@ -29,3 +29,6 @@ def nonlinear(bits: int) -> TableFormat:
         KeyError: there is no such table.
     """
     return TableFormat(f"nl{bits}", bits, tuple(value / _STEP for value in _VALUES[bits]))
+
+
+NL3, NL4, NL5 = (nonlinear(bits) for bits in _VALUES)

@@ -23,8 +23,8 @@ def normal_float4() -> TableFormat:
         probabilities = np.linspace(offset, 0.5, count + 1).astype(np.float32)[:-1]
         return [np.float32(NormalDist().inv_cdf(float(p))) for p in probabilities]
 
-    ordered = [-value for value in side(7)] + [np.float32(0)] + side(8)[::-1]
-    return TableFormat("nf4", 4, tuple(float(value / ordered[-1]) for value in ordered))
+    quantiles = [-value for value in side(7)] + [np.float32(0)] + side(8)[::-1]
+    return TableFormat("nf4", 4, tuple(float(value / quantiles[-1]) for value in quantiles))
 
 
 def student_float4() -> TableFormat:
@@ -38,8 +38,8 @@ def student_float4() -> TableFormat:
     def side(count: int) -> list[float]:
         return [_student5_quantile(float(p)) for p in np.linspace(offset, 0.5, count + 1)[:-1]]
 
-    ordered = [-value for value in side(7)] + [0.0] + side(8)[::-1]
-    return TableFormat("sf4", 4, tuple(float(np.float32(value / ordered[-1])) for value in ordered))
+    quantiles = [-value for value in side(7)] + [0.0] + side(8)[::-1]
+    return TableFormat("sf4", 4, tuple(float(np.float32(value / quantiles[-1])) for value in quantiles))
 
 
 def _student5_quantile(probability: float) -> float:
@@ -51,6 +51,10 @@ def _student5_quantile(probability: float) -> float:
     low, high = -math.pi / 2, math.pi / 2
     for _ in range(60):  # more than the bits of a double
         a = (low + high) / 2
-        below = 0.5 + (a + math.sin(a) * math.cos(a) * (1 + 2 / 3 * math.cos(a) ** 2)) / math.pi
-        low, high = (a, high) if below < probability else (low, a)
+        probability_of_a = 0.5 + (a + math.sin(a) * math.cos(a) * (1 + 2 / 3 * math.cos(a) ** 2)) / math.pi
+        low, high = (a, high) if probability_of_a < probability else (low, a)
     return math.sqrt(5) * math.tan(low)
+
+
+NF4 = normal_float4()
+SF4 = student_float4()

@@ -8,7 +8,7 @@ import onnx_ir as ir
 from pydantic import AfterValidator, Field
 
 from graphopt.errors import InputError
-from graphopt.numerics.formats import TableFormat, format_of
+from graphopt.numerics.formats import Format, format_of
 from graphopt.passes.base import Options
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ class EmbeddingFormat(Options):
     group: int | None = Field(default=None, ge=1)
 
 
-def fused_group(table: TableFormat, wanted: LinearFormat, rows: int, opset: int) -> int | None:
+def fused_group(format: Format, wanted: LinearFormat, rows: int, opset: int) -> int | None:
     """Return the largest group up to the wanted one that onnxruntime can fuse, or ``None`` where there is none."""
-    first_opset = None if table.onnx_type is None else _FUSED.get(table.onnx_type)
+    first_opset = None if format.onnx_type is None else _FUSED.get(format.onnx_type)
     if first_opset is None or opset < first_opset or wanted.group is None:
         return None
     return next((size for size in reversed(_GROUPS) if size <= wanted.group and rows % size == 0), None)

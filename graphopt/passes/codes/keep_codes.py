@@ -12,7 +12,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.products import linear_nodes, token_lookups
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import drop, replace, shared_constant
+from graphopt.graph.editing import drop, replace
 from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.input_rounding import round_input
@@ -118,15 +118,15 @@ class KeepCodes(Pass[KeepCodesOptions]):
     ) -> None:
         assert weight.const_value is not None
         made = _initializers(graph, weight, kept)
-        table = kept.table
         if kept.is_standard:
             attributes = {"axis": 0, "block_size": kept.group}
             reader = ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{node.name}.dequantize")
         else:
-            values = shared_constant(graph, f"{table.name}.table", table.values.astype(np.float32))
             points, minimums = made.get("zero_points"), made.get("minimums")
             codes, scales, is_minimum = made["codes"], made["scales"], minimums is not None
-            reader = dequantize(graph, node, codes, scales, values, points or minimums, kept.group, minimums=is_minimum)
+            reader = dequantize(
+                graph, node, codes, scales, kept.format, points or minimums, kept.group, minimums=is_minimum
+            )
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
@@ -174,7 +174,7 @@ class KeepCodes(Pass[KeepCodesOptions]):
 
 
 def _kept(weight: ir.Value, kept: KeptCodes) -> Fact:
-    return KEPT(weight=weight.name, kind=kept.source.kind, format=kept.table.name, group=kept.group)
+    return KEPT(weight=weight.name, kind=kept.source.kind, format=kept.format.name, group=kept.group)
 
 
 def _initializers(graph: ir.Graph, weight: ir.Value, kept: KeptCodes) -> dict[str, ir.Value]:

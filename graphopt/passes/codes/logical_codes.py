@@ -8,6 +8,8 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.editing import name_output, shared_constant
+from graphopt.numerics.formats import Format
+from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.dequantize.spec.op import DEQUANTIZE
 
 if TYPE_CHECKING:
@@ -19,20 +21,20 @@ def dequantize(
     product: ir.Node,
     codes: ir.Value,
     scales: ir.Value,
-    table: ir.Value,
+    meaning: Format | ir.Value,
     zero_points: ir.Value | None,
     group: int,
     *,
     minimums: bool = False,
 ) -> ir.Node:
-    """Return a ``Dequantize`` for the right side of ``product``, to be put in front of it.
+    """Return the node that makes the right side of ``product`` of codes, to be put in front of it.
 
     Args:
         graph: the graph; it gets the placeholder of absent zero points.
         product: what is to read it.
         codes: [K, N].
         scales: [groups, N].
-        table: the value of each code.
+        meaning: the format, or the value of each code.
         zero_points: [groups, N], in the type of ``scales``; ``None`` for none.
         group: rows that share a scale.
         minimums: whether zero points are minimums, added behind the scales.
@@ -42,9 +44,14 @@ def dequantize(
         zero_points = shared_constant(
             graph, f"zero.{scales.dtype.name.lower()}", np.zeros((1, 1), scales.dtype.numpy())
         )
-    inputs = {"codes": codes, "scales": scales, "table": table, "zero_points": zero_points}
+    if isinstance(meaning, Format):
+        operator, arrays = OPERATORS[meaning.operator], meaning.operands.items()
+        operands = {port: shared_constant(graph, f"{meaning.name}.{port}", array) for port, array in arrays}
+    else:
+        operator, operands = DEQUANTIZE, {"table": meaning}
+    inputs: dict[str, ir.Value | None] = {"codes": codes, "scales": scales, **operands, "zero_points": zero_points}
     attributes = {"group": group, **({"minimums": 1} if minimums else {})}
-    return DEQUANTIZE.node(inputs, attributes, name=f"{product.name}.dequantize")
+    return operator.node(inputs, attributes, name=f"{product.name}.dequantize")
 
 
 def typed(value: ir.Value, name: str | None, dtype: ir.DataType | None, shape: Sequence[int | ir.SymbolicDim]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-import numpy as np
 import onnx_ir as ir
 from pydantic import BeforeValidator, Field, SerializeAsAny
 
@@ -18,9 +17,9 @@ from graphopt.analysis.structure.products import (
     token_lookups,
 )
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.graph.editing import drop, shared_constant
+from graphopt.graph.editing import drop
 from graphopt.graph.weights import new_weight, weight_of
-from graphopt.numerics.formats import TableFormat, format_of
+from graphopt.numerics.formats import Format, format_of
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.branches import put_beside
 from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, check_names, fused_group
@@ -206,10 +205,10 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         tied: Sequence[ir.Node],
         rank: int,
     ) -> None:
-        weight, table = weight_of(node, 1), format_of(wanted.format)
+        weight, format = weight_of(node, 1), format_of(wanted.format)
         assert weight is not None and weight.const_value is not None
         rows = weight.const_value.shape.numpy()[0]
-        fused = fused_group(table, wanted, rows, graph.opset_imports[""])
+        fused = fused_group(format, wanted, rows, graph.opset_imports[""])
         if fused is None and weight.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
             return
@@ -220,7 +219,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
         tensors = quantized(
             weight.const_value,
-            table,
+            format,
             group,
             self.options.scale,
             half=True,
@@ -232,13 +231,13 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         )
         made = {part: new_weight(graph, f"{weight.name}.{part}", tensor) for part, tensor in tensors.items()}
         beside = [made.pop(part) for part in ("left", "right") if part in made]
-        reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, table)
+        reader = _dequantize_linear(node, made, group) if standard else _dequantize(graph, node, made, group, format)
         typed(reader.outputs[0], f"{weight.name}.dequantized", weight.dtype, weight.const_value.shape.numpy())
         graph.insert_before(node, reader)
         node.replace_input_with(1, reader.outputs[0])
         stored = STORED(
             weight=weight.name,
-            format=table.name,
+            format=format.name,
             group=group if standard or group < rows else None,
             per_column=not standard and group >= rows,
             asked=wanted.group if standard and group != wanted.group else None,
@@ -252,8 +251,8 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         )
         ledger.changed(reader, stored, [weight])
         for lookup in tied:
-            if standard and table.onnx_type in _NOT_LOOKED_UP:
-                ledger.skipped(lookup, NO_LOOKUP(format=table.name))
+            if standard and format.onnx_type in _NOT_LOOKED_UP:
+                ledger.skipped(lookup, NO_LOOKUP(format=format.name))
             else:
                 look_up_columns(graph, lookup, reader, weight, ledger)
         if beside:
@@ -276,8 +275,5 @@ def _dequantize_linear(product: ir.Node, made: Mapping[str, ir.Value], group: in
     return ir.node("DequantizeLinear", [*made.values()], attributes, name=f"{product.name}.dequantize")
 
 
-def _dequantize(
-    graph: ir.Graph, product: ir.Node, made: Mapping[str, ir.Value], group: int, table: TableFormat
-) -> ir.Node:
-    values = shared_constant(graph, f"{table.name}.table", table.values.astype(np.float32))
-    return dequantize(graph, product, made["codes"], made["scales"], values, made.get("zero_points"), group)
+def _dequantize(graph: ir.Graph, product: ir.Node, made: Mapping[str, ir.Value], group: int, format: Format) -> ir.Node:
+    return dequantize(graph, product, made["codes"], made["scales"], format, made.get("zero_points"), group)

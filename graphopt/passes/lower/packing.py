@@ -11,7 +11,7 @@ import onnx_ir as ir
 from graphopt.analysis.structure.product_codes import StoredCodes, feeds_lookups
 from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight
-from graphopt.numerics.formats import TableFormat
+from graphopt.numerics.formats import Format
 from graphopt.passes.lower.table_layout import Packed, Tiled
 from graphopt.quantization.rounding.expressions import CodeIndices
 
@@ -74,7 +74,7 @@ def packed(graph: ir.Graph, stored: StoredCodes) -> PackedMatrix:
     inputs = (
         parts["codes"],
         scales,
-        shared_constant(graph, f"{table.name}.table", stored.values) if isinstance(table, TableFormat) else table,
+        shared_constant(graph, f"{table.name}.table", stored.values) if isinstance(table, Format) else table,
         parts.get("zero_points") or shared_constant(graph, f"no_zero_points.{scales.dtype.name.lower()}", placeholder),
         shared_constant(graph, "no_bias", np.zeros(1, np.float32)),
     )
@@ -95,7 +95,7 @@ def packed_tensors(stored: StoredCodes, dtype: ir.DataType) -> dict[str, ir.Tens
     parts: dict[str, Expression] = {"codes": Packed(CodeIndices(codes, bits), bits), "scales": Tiled(scales, dtype)}
     if stored.zero_points is not None:
         points = expression_of(stored.zero_points.const_value)
-        table = stored.table if isinstance(stored.table, TableFormat) else None
+        table = stored.table if isinstance(stored.table, Format) else None
         parts["zero_points"] = Tiled(points if table is None else CodeIndices(points, bits), dtype, table)
     return {name: WeightTensor(part) for name, part in parts.items()}
 
@@ -108,7 +108,7 @@ def _name(value: ir.Value, part: str, stored: StoredCodes) -> str:
 
 def _numbers(stored: StoredCodes) -> list[ir.Value]:
     """Return scales, and zero points where they are not codes: one type must hold them all."""
-    points = None if isinstance(stored.table, TableFormat) else stored.zero_points
+    points = None if isinstance(stored.table, Format) else stored.zero_points
     return [stored.scales] if points is None else [stored.scales, points]
 
 

@@ -12,7 +12,7 @@ from graphopt.graph.weights import Array, Expression, Region, Shape
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, UNIT, pack, tile, unpack, untile
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats import Format
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,12 +45,12 @@ class Tiled(Expression):
     Attributes:
         source: scales, or zero points as codes.
         to: the type.
-        table: the format whose codes they are, or ``None`` where they are numbers.
+        format: the format whose codes they are, or ``None`` where they are numbers.
     """
 
     source: Expression
     to: ir.DataType
-    table: TableFormat | None = None
+    format: Format | None = None
 
     @property
     def dtype(self) -> ir.DataType:
@@ -70,7 +70,7 @@ class Tiled(Expression):
             ValueError: the type does not hold them exactly.
         """
         numbers = self.source.numpy()
-        numbers = numbers if self.table is None else self.table.decode(numbers)
+        numbers = numbers if self.format is None else self.format.decode(numbers)
         kept = numbers.astype(self.to.numpy())
         if not np.array_equal(kept.astype(np.float64), numbers.astype(np.float64)):
             raise ValueError(f"scales or zero points are promised as {self.to.name}, which does not hold all of them")

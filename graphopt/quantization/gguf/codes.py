@@ -17,7 +17,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.graph.weights import Array, Bundle, Shape
-from graphopt.numerics.formats import FORMATS, TableFormat
+from graphopt.numerics.formats import FORMATS, Format
 from graphopt.quantization.gguf.blocks import Ggml, block_of, decode, import_gguf
 
 _FORMATS = {
@@ -65,7 +65,7 @@ class KeptCodes(Bundle):
             raise ValueError(f"{self.source} has no codes that can be kept")
 
     @property
-    def table(self) -> TableFormat:
+    def format(self) -> Format:
         """The format."""
         return FORMATS[_FORMATS[self.source.kind][0]]
 
@@ -77,12 +77,12 @@ class KeptCodes(Bundle):
     @property
     def has_minimums(self) -> bool:
         """Whether a group has a minimum of its own."""
-        return self.table.zero_point
+        return self.format.zero_point
 
     @property
     def is_standard(self) -> bool:
         """Whether ``DequantizeLinear`` can say it."""
-        has_form = self.standard and self.table.onnx_type is not None and not self.has_minimums
+        has_form = self.standard and self.format.onnx_type is not None and not self.has_minimums
         return self.looked_up or has_form
 
     @property
@@ -92,7 +92,7 @@ class KeptCodes(Bundle):
         codes, scales = (rows, columns), (rows, columns // self.group)
         if not self.looked_up:
             codes, scales = codes[::-1], scales[::-1]
-        kind = ir.DataType.INT8 if self.looked_up else self.table.onnx_type if self.is_standard else None
+        kind = ir.DataType.INT8 if self.looked_up else self.format.onnx_type if self.is_standard else None
         half = self.source.kind in _ONE_LEVEL and (self.looked_up or not self.is_standard) and not self.as_zero_points
         numbers = ir.DataType.FLOAT16 if half else ir.DataType.FLOAT
         parts: dict[str, tuple[ir.DataType, Shape]] = {
@@ -114,8 +114,9 @@ class KeptCodes(Bundle):
         # A group without a step is its minimum, everywhere.
         steps = np.where(scales == 0, 1, scales.astype(np.float64))
         places = np.rint((numbers - minimums[..., None]) / steps[..., None])
-        low, high = self.table.values.min(), self.table.values.max()
-        if not ((low <= places) & (places <= high)).all():
+        levels = self.format.levels
+        assert levels is not None
+        if not ((levels.values[0] <= places) & (places <= levels.values[-1])).all():
             raise ValueError(f"{self.source} has numbers beyond its codes")
         again = places.astype(np.float32) * scales[..., None] + minimums[..., None]
         if not np.array_equal(again, numbers.astype(np.float32)):
@@ -131,7 +132,7 @@ class KeptCodes(Bundle):
         kind, _ = self.parts[name]
         turned = array if self.looked_up else array.T
         if kind == ir.DataType.UINT8:  # two's complement, as places in the format's table
-            return np.ascontiguousarray((turned.astype(np.int16) & (2**self.table.bits - 1)).astype(np.uint8))
+            return np.ascontiguousarray((turned.astype(np.int16) & (2**self.format.bits - 1)).astype(np.uint8))
         return np.ascontiguousarray(turned.astype(kind.numpy()))
 
 

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.quantization.rounding.scales import Doubles, decoded, encoded, stored
+from graphopt.quantization.rounding.scales import Doubles, stored
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import Codes
+    from graphopt.numerics.formats.format import Codes
     from graphopt.quantization.rounding.nearest import Quantized
 
 # Rows whose changes are carried to all others by one product, and columns that are polished together.
@@ -39,11 +39,15 @@ def polished(
     H /= mean or 1.0
     H.reshape(-1)[:: len(H) + 1] += damping if mean else 1.0
     codes, scales = made.codes.copy(), made.scales.astype(np.float64)
-    points = np.zeros(scales.shape, np.uint8) if made.zero_points is None else made.zero_points
-    for start in range(0, matrix.shape[1], _COLUMNS):
-        part = slice(start, start + _COLUMNS)
+    points = made.zero_points
+    for part in made.format.blocks(matrix.shape[1], _COLUMNS):
         columns = _Columns(
-            made, np.asarray(matrix[:, part], np.float64), H, codes[:, part], scales[:, part], points[:, part]
+            made,
+            np.asarray(matrix[:, part], np.float64),
+            H,
+            codes[:, made.format.code_columns(part)],
+            scales[:, part],
+            None if points is None else points[:, part],
         )
         for _ in range(sweeps):
             columns.sweep_codes()
@@ -55,25 +59,29 @@ class _Columns:
     """Some columns of a weight, their codes and scales, which are changed in place, and the gradient G = H (W - Q)."""
 
     def __init__(
-        self, made: Quantized, weights: Doubles, H: Doubles, codes: Codes, scales: Doubles, points: Codes
+        self, made: Quantized, weights: Doubles, H: Doubles, codes: Codes, scales: Doubles, points: Codes | None
     ) -> None:
-        self.table, self.group, self.kind = made.format, made.group, made.scales.dtype
-        self.H, self.codes, self.scales, self.points = H, codes, scales, points
+        self.format, self.group, self.kind = made.format, made.group, made.scales.dtype
+        self.H, self.codes, self.scales = H, codes, scales
         self.of_row = np.arange(len(weights)) // made.group
-        self.values = decoded(codes, self.table, scales[self.of_row], points[self.of_row])
+        self.points = points
+        self.values = self.format.decode(codes, scales[self.of_row], None if points is None else points[self.of_row])
         self.gradient = H @ (weights - self.values)
+
+    def _points(self, row: int) -> Codes | None:
+        return None if self.points is None else self.points[self.of_row[row]]
 
     def sweep_codes(self) -> None:
         """Give each row the code that is best while all others stay."""
         for begin in range(0, len(self.codes), _ROWS):
             rows = range(begin, min(begin + _ROWS, len(self.codes)))
             block = slice(rows.start, rows.stop)
-            H, changes = self.H[block, block], np.zeros((len(rows), self.codes.shape[1]))
+            H, changes = self.H[block, block], np.zeros((len(rows), self.scales.shape[1]))
             for number, row in enumerate(rows):
                 gradient = self.gradient[row] - H[number, :number] @ changes[:number]
-                scale, point = self.scales[self.of_row[row]], self.points[self.of_row[row]]
-                self.codes[row] = encoded(self.values[row] + gradient / H[number, number], self.table, scale, point)
-                changes[number] = decoded(self.codes[row], self.table, scale, point) - self.values[row]
+                scales, points = self.scales[self.of_row[row]], self._points(row)
+                self.codes[row] = self.format.encode(self.values[row] + gradient / H[number, number], scales, points)
+                changes[number] = self.format.decode(self.codes[row], scales, points) - self.values[row]
             self.values[block] += changes
             self.gradient -= self.H[:, block] @ changes
 
@@ -81,7 +89,7 @@ class _Columns:
         """Give each group the scale that is best while all codes stay, rounded as it is stored, where that helps."""
         for number, begin in enumerate(range(0, len(self.codes), self.group)):
             block = slice(begin, min(begin + self.group, len(self.codes)))
-            values = decoded(self.codes[block], self.table, np.ones(1), self.points[number])
+            values = self.format.decode(self.codes[block], None, self._points(begin))
             slope = (values * self.gradient[block]).sum(0)
             curve = (values * (self.H[block, block] @ values)).sum(0)
             old = self.scales[number].copy()

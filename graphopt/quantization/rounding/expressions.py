@@ -14,7 +14,7 @@ from graphopt.quantization.rounding.float16_scales import fits_half
 from graphopt.quantization.rounding.methods.nearest import NEAREST
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.method import RoundingMethod
     from graphopt.quantization.rounding.nearest import Quantized
     from graphopt.quantization.rounding.scales import Scale
@@ -26,7 +26,7 @@ class Rounded(Bundle):
 
     Attributes:
         source: the matrix [rows, columns].
-        table: the format.
+        format: the format.
         group: numbers that share a scale; the last group may have fewer.
         scale: how scales are chosen.
         axis: groups run along it: 0 as a product sums, 1 as a table that is looked up by row wants it.
@@ -37,7 +37,7 @@ class Rounded(Bundle):
     """
 
     source: Expression
-    table: TableFormat
+    format: Format
     group: int
     scale: Scale
     axis: int = 0
@@ -49,17 +49,17 @@ class Rounded(Bundle):
     def __post_init__(self) -> None:
         if (self.method.needs is None) != (self.statistics is None):
             raise ValueError(f"the rounding method {self.method.method} needs {self.method.needs or 'no statistics'}")
-        if self.standard and self.table.onnx_type is None:
-            raise ValueError(f"ONNX has no type for {self.table.name}")
+        if self.standard and self.format.onnx_type is None:
+            raise ValueError(f"ONNX has no type for {self.format.name}")
 
     @property
     def parts(self) -> dict[str, tuple[ir.DataType, Shape]]:
         """Codes have the matrix's shape; of scales and zero points there is one for each group."""
         groups = list(self.source.shape)
         groups[self.axis] = -(-groups[self.axis] // self.group)
-        codes = self.table.onnx_type if self.standard and self.table.onnx_type is not None else ir.DataType.UINT8
+        codes = self.format.onnx_type if self.standard and self.format.onnx_type is not None else ir.DataType.UINT8
         parts = {"codes": (codes, self.source.shape), "scales": (self.source.dtype, tuple(groups))}
-        return parts | {"zero_points": (codes, tuple(groups))} if self.table.zero_point else parts
+        return parts | {"zero_points": (codes, tuple(groups))} if self.format.zero_point else parts
 
     def evaluate(self) -> dict[str, Array]:
         """Round the matrix once."""
@@ -69,11 +69,11 @@ class Rounded(Bundle):
         """Return the matrix with groups along its rows, and what the method made of it."""
         matrix = np.asarray(self.source.numpy(), dtype=np.float32)
         matrix = matrix.T if self.axis else matrix
-        half = self.half and fits_half(matrix, self.table, self.group)
+        half = self.half and fits_half(matrix, self.format, self.group)
         stored = np.float16 if half else self.source.dtype.numpy()
         statistics = None if self.statistics is None else self.statistics.numpy()
         return matrix, self.method.round(
-            matrix, self.table, self.group, self.scale, scale_type=stored, statistics=statistics
+            matrix, self.format, self.group, self.scale, scale_type=stored, statistics=statistics
         )
 
     def promised(self, rounded: Quantized) -> dict[str, Array]:
@@ -87,7 +87,7 @@ class Rounded(Bundle):
         if name == "scales":
             array = array.astype(self.source.dtype.numpy(), copy=False)
         elif self.standard:
-            array = self.table.to_onnx(array)
+            array = self.format.to_onnx(array)
         return np.ascontiguousarray(array.T if self.axis else array)
 
 

@@ -14,7 +14,7 @@ from graphopt.quantization.rounding.row_rounding import Rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.scale_search import Search
     from graphopt.quantization.rounding.scales import Doubles, Scale
 
@@ -27,7 +27,7 @@ class Rule:
     """How codes and scales of all columns are chosen.
 
     Attributes:
-        table: the format.
+        format: the format.
         group: rows that share a scale.
         scale: how the scale of a group is chosen.
         scale_type: the type that scales are stored in.
@@ -36,7 +36,7 @@ class Rule:
         static: choose all scales for the weights as they were, not as they are when their group is reached.
     """
 
-    table: TableFormat
+    format: Format
     group: int
     scale: Scale
     scale_type: np.dtype[Any]
@@ -48,8 +48,8 @@ class Rule:
 def round_with_feedback(matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDArray[np.intp], rule: Rule) -> Quantized:
     """Round row after row, each plus the errors of those before it times ``upper``.
 
-    Columns do not know of one another. A block of rows is corrected by one product for all rows before the block, and
-    within the block row by row.
+    A row is encoded as a whole, so neighbours in it may matter to its codes. A block of rows is corrected by one
+    product for all rows before the block, and within the block row by row.
 
     Args:
         matrix: [rows, columns].
@@ -60,18 +60,19 @@ def round_with_feedback(matrix: npt.NDArray[Any], upper: Doubles, order: npt.NDA
     """
     rows, columns = matrix.shape
     groups = -(-rows // rule.group)
-    codes = np.empty((rows, columns), np.uint8)
+    codes = np.empty((rows, rule.format.code_columns(slice(0, columns)).stop), np.uint8)
     scales = np.empty((groups, columns), np.float64)
     zero_points = np.zeros((groups, columns), np.uint8)
-    for start in range(0, columns, _COLUMNS):
-        part = slice(start, min(start + _COLUMNS, columns))
+    for part in rule.format.blocks(columns, _COLUMNS):
         numbers = np.ascontiguousarray(matrix[:, part], np.float64)
         if rule.static:
             for group, these in _groups(rows, rule.group):
                 _choose(numbers[these], these, group, rule, scales[:, part], zero_points[:, part])
-        _round(numbers, upper, order, rule, codes[:, part], scales[:, part], zero_points[:, part])
-    points = zero_points if rule.table.zero_point else None
-    return Quantized(rule.table, rule.group, codes, scales.astype(rule.scale_type), points)
+        _round(
+            numbers, upper, order, rule, codes[:, rule.format.code_columns(part)], scales[:, part], zero_points[:, part]
+        )
+    points = zero_points if rule.format.zero_point else None
+    return Quantized(rule.format, rule.group, codes, scales.astype(rule.scale_type), points)
 
 
 def _groups(rows: int, size: int) -> Iterator[tuple[int, slice]]:
@@ -83,7 +84,7 @@ def _choose(
     numbers: Doubles, these: slice, group: int, rule: Rule, scales: Doubles, zero_points: npt.NDArray[np.uint8]
 ) -> None:
     importance = None if rule.importance is None else rule.importance[None, these, None]
-    chosen = rule.search.scaling(numbers[None], rule.table, rule.scale, rule.scale_type, importance)
+    chosen = rule.search.scaling(numbers[None], rule.format, rule.scale, rule.scale_type, importance)
     scales[group], zero_points[group] = chosen.scales[0], chosen.zero_points[0]
 
 
@@ -97,7 +98,7 @@ def _round(
     zero_points: npt.NDArray[np.uint8],
 ) -> None:
     """Round some columns; ``scales`` and ``zero_points`` are given if static, else chosen where a group begins."""
-    rows, rounded = len(numbers), Rows(rule.table)
+    rows, rounded = len(numbers), Rows(rule.format)
     # A group's scale is chosen for all of its rows at once, so either block holds whole groups or lies within one.
     inner = min(rule.group, _ROWS)
     outer = rule.group if rule.group > _ROWS else _ROWS // rule.group * rule.group

@@ -13,14 +13,14 @@ from graphopt.quantization.rounding.methods.nearest import NEAREST
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.method import RoundingMethod
     from graphopt.quantization.rounding.scales import Scale
 
 
 def quantized(
     weight: ir.TensorProtocol | None,
-    table: TableFormat,
+    format: Format,
     group: int,
     scale: Scale,
     *,
@@ -39,13 +39,13 @@ def quantized(
 
     Args:
         weight: a tensor [rows, columns]; groups run along the rows.
-        table: the format.
+        format: the format.
         group: rows that share a scale; the last group may have fewer.
         scale: how scales are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
         transposed: groups run along the columns instead, as a table that is looked up by row wants it.
         half: round scales to float16 if all of them are normal numbers there.
         standard: codes and zero points have the type that ONNX has for the format. Otherwise they are uint8, places in
-            its table, and zero points are values of it, in the type of scales.
+            its format, and zero points are values of it, in the type of scales.
         method: the rounding method.
         statistics: what the method needs to know of the weight's inputs.
         low_rank: directions of what rounding loses that are returned as ``left`` and ``right``, see
@@ -58,7 +58,7 @@ def quantized(
     kind = functools.partial(Corrected, rank=low_rank, inputs=inputs) if low_rank else Rounded
     rounding = kind(
         expression_of(weight),
-        table,
+        format,
         group,
         scale,
         axis=int(transposed),

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.nearest import Quantized
     from graphopt.quantization.rounding.scales import Scale
 
@@ -41,7 +41,7 @@ class RoundingMethod(BaseModel, abc.ABC):
     def round(
         self,
         matrix: npt.NDArray[np.float32],
-        table: TableFormat,
+        format: Format,
         group: int,
         scale: Scale,
         *,
@@ -52,7 +52,7 @@ class RoundingMethod(BaseModel, abc.ABC):
 
         Args:
             matrix: [rows, columns], rows are what a product sums over.
-            table: the format; any.
+            format: the format; any.
             group: rows that share a scale; the last group may have fewer.
             scale: how the scale of a group is chosen.
             scale_type: the floating type that scales are stored in; codes are chosen for the stored scale.

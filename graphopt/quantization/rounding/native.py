@@ -18,7 +18,7 @@ from graphopt.errors import InputError
 from graphopt.runtime_ops.library import library_path
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import Codes, TableFormat
+    from graphopt.numerics.formats.format import Codes, Format
 
 Doubles = npt.NDArray[np.float64]
 
@@ -52,7 +52,7 @@ class _Work(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Search:
-    """How places in a table are found: cells of equal width, each with one halfway point at most.
+    """How levels are found: cells of equal width, each with one halfway point at most.
 
     Attributes:
         first: how many halfway points lie below each cell, and below the one in front of it; empty without cells.
@@ -83,23 +83,26 @@ class Search:
 
 
 @dataclass(frozen=True)
-class _Table:
-    """A format as the library reads it, for as many calls as there are."""
+class _Levels:
+    """The levels of a format as the library reads them, for as many calls as there are."""
 
     values: npt.NDArray[np.float64]
     codes: npt.NDArray[np.uint8]
     ties: npt.NDArray[np.float64]
     search: Search
+    is_counting: bool
 
     @classmethod
     @lru_cache(maxsize=64)
-    def of(cls, table: TableFormat) -> _Table:
-        values, codes = table.ordered
+    def of(cls, format: Format) -> _Levels:
+        levels = format.levels
+        assert levels is not None
         return cls(
-            np.ascontiguousarray(values, np.float64),
-            np.ascontiguousarray(codes, np.uint8),
-            np.ascontiguousarray(table.ties, np.float64),
-            Search.of(table.halfway),
+            np.ascontiguousarray(levels.values, np.float64),
+            np.ascontiguousarray(levels.codes, np.uint8),
+            np.ascontiguousarray(levels.ties, np.float64),
+            Search.of(levels.halfway),
+            levels.is_counting,
         )
 
 
@@ -141,22 +144,27 @@ def available() -> bool:
     return path is not None and _library(str(path)) is not None
 
 
+def rounds(format: Format) -> bool:
+    """Return whether the library is there, and can round to ``format``: each weight by itself."""
+    return format.levels is not None and available()
+
+
 class _Given:
     """The work on some groups; it keeps the arrays that the library reads."""
 
     def __init__(
         self,
         groups: Doubles,
-        table: TableFormat,
+        format: Format,
         scales: Doubles,
         zero_points: Codes | None,
         importance: Doubles | None,
         errors: Doubles | None = None,
         codes: Codes | None = None,
     ) -> None:
-        known = _Table.of(table)
+        known = _Levels.of(format)
         search = known.search
-        shifts = None if zero_points is None else table.decode(zero_points)
+        shifts = None if zero_points is None else format.decode(zero_points)
         self.arrays = [_doubles(each) for each in (groups, scales, shifts, importance)]
         weights, factors, decoded, counts = (_address(array) for array in self.arrays)
         self.work = _Work(
@@ -173,7 +181,7 @@ class _Given:
             search.cells,
             search.origin,
             search.per_unit,
-            table.is_counting,
+            known.is_counting,
             _address(errors),
             _address(codes),
         )
@@ -199,7 +207,7 @@ def _call(name: str, work: ctypes.Structure) -> None:
 
 def round_groups(
     groups: Doubles,
-    table: TableFormat,
+    format: Format,
     scales: Doubles,
     zero_points: Codes | None,
     importance: Doubles | None = None,
@@ -211,7 +219,7 @@ def round_groups(
 
     Args:
         groups: [groups, rows of a group, columns].
-        table: the format.
+        format: the format.
         scales: [groups, columns].
         zero_points: [groups, columns]; ``None`` where the format has none.
         importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
@@ -223,7 +231,7 @@ def round_groups(
     """
     found = np.empty(scales.shape) if errors else None
     rounded = np.empty(groups.shape, np.uint8) if codes else None
-    given = _Given(groups, table, scales, zero_points, importance, found, rounded)
+    given = _Given(groups, format, scales, zero_points, importance, found, rounded)
     _call("round", given.work)
     return found, rounded
 
@@ -232,12 +240,12 @@ class Row:
     """Rounds one row at a time: :func:`round_groups` for codes of a group of one row, without what that sets up.
 
     Args:
-        table: the format.
+        format: the format.
     """
 
-    def __init__(self, table: TableFormat) -> None:
+    def __init__(self, format: Format) -> None:
         nothing = np.empty((1, 1, 0))
-        self._given = _Given(nothing, table, nothing[0], None, None)
+        self._given = _Given(nothing, format, nothing[0], None, None)
         self._call = _library_here().round
 
     def __call__(self, numbers: Doubles, scales: Doubles, shifts: Doubles | None, codes: Codes) -> None:
@@ -256,7 +264,7 @@ class Row:
 
 def search_groups(
     groups: Doubles,
-    table: TableFormat,
+    format: Format,
     scales: Doubles,
     zero_points: Codes | None,
     importance: Doubles | None = None,
@@ -265,7 +273,7 @@ def search_groups(
 
     Args:
         groups: [groups, rows of a group, columns].
-        table: the format.
+        format: the format.
         scales: [scales that are tried, groups, columns]; of several with the same error the first is chosen.
         zero_points: [scales that are tried, groups, columns]; ``None`` where the format has none.
         importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
@@ -274,6 +282,6 @@ def search_groups(
         InputError: GRAPHOPT_OPS_ISA names what this machine does not have.
     """
     chosen, rounded = np.empty(scales.shape[1:], np.uint32), np.empty(groups.shape, np.uint8)
-    given = _Given(groups, table, scales, zero_points, importance, None, rounded)
+    given = _Given(groups, format, scales, zero_points, importance, None, rounded)
     _call("search", _Search(given.work, len(scales), _address(chosen)))
     return chosen, rounded

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.graph.weights import blocks_of
 from graphopt.quantization.rounding.scales import Doubles, Scale, choose
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import Codes, TableFormat
+    from graphopt.numerics.formats.format import Codes, Format
+
+
+# Numbers that are rounded together: in float64 they and a few temporaries stay near the processor's last cache.
+_NUMBERS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -22,12 +25,12 @@ class Quantized:
     Attributes:
         format: what the codes mean.
         group: rows that share a scale; the last group may have fewer.
-        codes: uint8 [rows, columns].
+        codes: uint8 [rows, codes of a row], see :meth:`graphopt.numerics.formats.Format.code_columns`.
         scales: float32, or the type that was asked for, [groups, columns].
         zero_points: uint8 [groups, columns], the code that means 0, or ``None``.
     """
 
-    format: TableFormat
+    format: Format
     group: int
     codes: Codes
     scales: npt.NDArray[np.floating[Any]]
@@ -36,16 +39,13 @@ class Quantized:
     def dequantize(self) -> Doubles:
         """Return the matrix that the codes stand for: (value(code) - value(zero point)) scale, [rows, columns]."""
         of_row = np.arange(len(self.codes)) // self.group
-        values = self.format.decode(self.codes)
-        if self.zero_points is not None:
-            values -= self.format.decode(self.zero_points)[of_row]
-        values *= self.scales.astype(np.float64)[of_row]
-        return values
+        points = None if self.zero_points is None else self.zero_points[of_row]
+        return self.format.decode(self.codes, self.scales.astype(np.float64)[of_row], points)
 
 
 def round_to_nearest(
     matrix: npt.NDArray[Any],
-    table: TableFormat,
+    format: Format,
     group: int | None,
     scale: Scale,
     *,
@@ -54,15 +54,15 @@ def round_to_nearest(
     """Choose the code nearest to each weight.
 
     Without a zero point a group's scale maps its largest magnitude to the format's limit; with one, its range is mapped
-    to the whole table. ``least_squares`` tries smaller ranges and keeps the one with the least squared error, group by
-    group (QuaRot, Ashkboos et al. 2024, section 5, finds its clipping ratios by such a linear search).
+    to all of its values. ``least_squares`` tries smaller ranges and keeps the one with the least squared error, group
+    by group (QuaRot, Ashkboos et al. 2024, section 5, finds its clipping ratios by such a linear search).
 
     Args:
         matrix: [rows, columns], rows are what a product sums over.
-        table: the format.
+        format: the format.
         group: rows that share a scale; ``None`` for all of them. The last group may have fewer.
         scale: how the scale is chosen. With equal steps and no zero point, ``extreme`` errs by at most half a step
-            everywhere, with other tables by half the gap that the weight lies in; a zero point is itself rounded, which
+            everywhere, with other values by half the gap that the weight lies in; a zero point is itself rounded, which
             costs up to half a step more.
         scale_type: the floating type that scales are stored in. Codes are chosen for the stored scale; where it was
             rounded down, the largest weights lie beyond the limit by that share of it.
@@ -79,15 +79,16 @@ def round_to_nearest(
         (slice(0, full), slice(0, full * group), group),
         (slice(full, None), slice(full * group, None), rows % group),
     ]
-    codes = np.empty((rows, columns), np.uint8)
+    codes = np.empty((rows, format.code_columns(slice(0, columns)).stop), np.uint8)
     scales = np.empty((-(-rows // group), columns), scale_type)
     zero_points = np.empty(scales.shape, np.uint8)
-    for _, block in blocks_of(matrix.shape, 0):
+    for block in format.blocks(columns, max(1, _NUMBERS // max(1, rows))):
+        block_codes = format.code_columns(block)
         for groups, these, size in parts:
             numbers = np.asarray(matrix[these, block], np.float64)
             if numbers.size:
                 stack = numbers.reshape(-1, size, numbers.shape[1])
-                chosen = choose(stack, table, scale, scales.dtype)
-                codes[these, block] = chosen.codes.reshape(numbers.shape)
+                chosen = choose(stack, format, scale, scales.dtype)
+                codes[these, block_codes] = chosen.codes.reshape(len(numbers), -1)
                 scales[groups, block], zero_points[groups, block] = chosen.scales, chosen.zero_points
-    return Quantized(table, group, codes, scales, zero_points if table.zero_point else None)
+    return Quantized(format, group, codes, scales, zero_points if format.zero_point else None)

@@ -5,22 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from graphopt.quantization.rounding import native
-from graphopt.quantization.rounding.scales import Doubles, encoded
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import Codes, TableFormat
+    from graphopt.numerics.formats.format import Codes, Doubles, Format
 
 
 class Rows:
-    """Rounds rows with a scale for each number, to the codes of :func:`graphopt.quantization.rounding.scales.encoded`.
+    """Rounds rows with a scale for each number, to the codes that the format has for them.
 
     Args:
-        table: the format.
+        format: the format.
     """
 
-    def __init__(self, table: TableFormat) -> None:
-        self._table, self._zeros = table, table.zero_point
-        self._native = native.Row(table) if native.available() else None
+    def __init__(self, format: Format) -> None:
+        self._format = format
+        self._native = native.Row(format) if native.rounds(format) else None
 
     def __call__(self, numbers: Doubles, scales: Doubles, zero_points: Codes, codes: Codes) -> Doubles:
         """Write the codes nearest to some numbers, and return what they stand for.
@@ -29,15 +28,11 @@ class Rows:
             numbers: float64 [columns].
             scales: float64 [columns].
             zero_points: uint8 [columns]; not read where the format has none.
-            codes: uint8 [columns], to be written.
+            codes: uint8 [codes of a row], to be written.
         """
-        shifts = self._table.values.take(zero_points) if self._zeros else None
+        points = zero_points if self._format.zero_point else None
         if self._native is None:
-            codes[:] = encoded(numbers, self._table, scales, zero_points)
+            codes[:] = self._format.encode(numbers, scales, points)
         else:
-            self._native(numbers, scales, shifts, codes)
-        values = self._table.values.take(codes)
-        if shifts is not None:
-            values -= shifts
-        values *= scales
-        return values
+            self._native(numbers, scales, None if points is None else self._format.decode(points), codes)
+        return self._format.decode(codes, scales, points)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -21,14 +20,9 @@ from graphopt.quantization.rounding.scales import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from graphopt.numerics.formats.table import Codes, TableFormat
+    from graphopt.numerics.formats.format import Codes, Format
 
 Singles = npt.NDArray[np.float32]
-
-# Cells of a table of nearest values, and how many the smallest gap between two values must have.
-_CELLS, _CELLS_OF_GAP = 8192, 8
 
 
 class Search(BaseModel):
@@ -47,22 +41,22 @@ class Search(BaseModel):
     fits: Annotated[int, Field(ge=0, le=100)] = 3
 
     def choose(
-        self, groups: Doubles, table: TableFormat, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
+        self, groups: Doubles, format: Format, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
     ) -> Chosen:
         """Choose scales and nearest codes; arguments as for :func:`graphopt.quantization.rounding.scales.choose`."""
-        found = self.scaling(groups, table, scale, kind, importance)
-        return Chosen(nearest(groups, table, found), *found)
+        found = self.scaling(groups, format, scale, kind, importance)
+        return Chosen(nearest(groups, format, found, importance), *found)
 
     def scaling(
-        self, groups: Doubles, table: TableFormat, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
+        self, groups: Doubles, format: Format, scale: Scale, kind: np.dtype[Any], importance: Doubles | None
     ) -> Scaling:
         """Choose scales and zero points; arguments as for :func:`graphopt.quantization.rounding.scales.choose`.
 
         Errors are compared in float32, of codes that may be the other neighbour near a tie. With the scale ``extreme``
         nothing is searched.
         """
-        extremes = extremes_of(groups, table)
-        first = scaling_at(extremes, table, 1.0, kind)
+        extremes = extremes_of(groups, format)
+        first = scaling_at(extremes, format, 1.0, kind)
         size = float(np.abs(groups).max(initial=0.0))
         if scale == "extreme" or not size:
             return first
@@ -70,15 +64,15 @@ class Search(BaseModel):
         numbers, weights = (groups / size).astype(np.float32), _relative(importance)
         best = _State(first.scales, first.zero_points, np.full(first.scales.shape, np.inf))
         for share in np.linspace(1.0, self.least, self.steps):
-            trial = scaling_at(extremes, table, float(share), kind)
-            best = best.or_better(_tried(numbers, size, table, *trial, weights)[0])
+            trial = scaling_at(extremes, format, float(share), kind)
+            best = best.or_better(_tried(numbers, size, format, *trial, weights)[0])
         for _ in range(self.fits):
-            state, values = _tried(numbers, size, table, best.scales, best.zero_points, weights)
+            state, values = _tried(numbers, size, format, best.scales, best.zero_points, weights)
             weighted = values if weights is None else weights * values
             above, below = (weighted * numbers).sum(1), (weighted * values).sum(1)
             fitted = np.divide(above, below, out=np.zeros(above.shape, np.float32), where=below > 0)
             scales = np.where(fitted > 0, stored(fitted.astype(np.float64) * size, 1.0, kind), state.scales)
-            best = best.or_better(_tried(numbers, size, table, scales, best.zero_points, weights)[0])
+            best = best.or_better(_tried(numbers, size, format, scales, best.zero_points, weights)[0])
         return Scaling(best.scales, best.zero_points)
 
 
@@ -98,48 +92,25 @@ class _State:
 
 
 def _tried(
-    numbers: Singles, size: float, table: TableFormat, scales: Doubles, zero_points: Codes, weights: Singles | None
+    numbers: Singles, size: float, format: Format, scales: Doubles, zero_points: Codes, weights: Singles | None
 ) -> tuple[_State, Singles]:
     """Return what the scales lead to, and the values of the nearest codes, less the zero point."""
     step = (scales / size).astype(np.float32)[:, None]
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         values = numbers / step
-    if table.zero_point:
-        shift = table.decode(zero_points).astype(np.float32)[:, None]
+    if format.zero_point:
+        shift = format.decode(zero_points).astype(np.float32)[:, None]
         values += shift
-        values = _nearest(table)(values)
+        values = format.approximate(values, step)
         values -= shift
     else:
-        values = _nearest(table)(values)
+        values = format.approximate(values, step)
     errors = values * step
     errors -= numbers
     errors *= errors
     if weights is not None:
         errors *= weights
-    return _State(scales, zero_points, errors.sum(1)), values
-
-
-@functools.lru_cache(maxsize=64)
-def _nearest(table: TableFormat) -> Callable[[Singles], Singles]:
-    """Return a function that rounds numbers to the values of a table, perhaps to the other neighbour near a tie."""
-    ordered = np.unique(table.values)
-    low, high, gap = float(ordered[0]), float(ordered[-1]), float(np.diff(ordered).min(initial=np.inf))
-    if (np.diff(ordered) == 1).all() and low.is_integer():
-        return lambda numbers: np.clip(np.rint(numbers, out=numbers), low, high, out=numbers)
-    cell = (high - low) / (_CELLS - 1)
-    if gap < _CELLS_OF_GAP * cell:
-        return lambda numbers: table.decode(table.encode(numbers)).astype(np.float32)
-    values = table.decode(table.encode(np.linspace(low, high, _CELLS))).astype(np.float32)
-
-    def look_up(numbers: Singles) -> Singles:
-        numbers -= np.float32(low)
-        numbers *= np.float32(1 / cell)
-        numbers += np.float32(0.5)
-        cells = np.clip(numbers, 0, _CELLS - 1, out=numbers).astype(np.intp)
-        # A mode other than "raise" lets it write to `out` without a copy.
-        return np.take(values, cells, out=numbers, mode="wrap")
-
-    return look_up
+    return _State(scales, zero_points, format.pooled(errors.sum(1))), values
 
 
 def _relative(importance: Doubles | None) -> Singles | None:

@@ -13,7 +13,7 @@ from graphopt.quantization.rounding import native
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from graphopt.numerics.formats.table import Codes, TableFormat
+    from graphopt.numerics.formats.format import Codes, Format
 
 Doubles = npt.NDArray[np.float64]
 
@@ -57,51 +57,51 @@ class Chosen(NamedTuple):
 
 
 def choose(
-    groups: Doubles, table: TableFormat, scale: Scale, scale_type: np.dtype[Any], importance: Doubles | None = None
+    groups: Doubles, format: Format, scale: Scale, scale_type: np.dtype[Any], importance: Doubles | None = None
 ) -> Chosen:
     """Choose the scale of each group, and the codes nearest to its numbers.
 
     Args:
         groups: [groups, rows of a group, columns].
-        table: the format.
+        format: the format.
         scale: how.
         scale_type: the floating type that scales are stored in; codes are chosen for the stored scale.
         importance: what a squared error counts, [groups, rows of a group, 1]; ``None`` for 1.
     """
     shares = [1.0] if scale == "extreme" else [float(share) for share in _SHARES]
-    if native.available():
-        return _searched_natively(groups, table, shares, scale_type, importance)
+    if native.rounds(format):
+        return _searched_natively(groups, format, shares, scale_type, importance)
     at_once = max(1, _PIECE // max(1, groups.shape[1] * groups.shape[2]))
     pieces = [slice(begin, begin + at_once) for begin in range(0, len(groups), at_once)]
     parts = [
-        _searched(groups[p], table, shares, scale_type, None if importance is None else importance[p]) for p in pieces
+        _searched(groups[p], format, shares, scale_type, None if importance is None else importance[p]) for p in pieces
     ]
     return Chosen(*(np.concatenate(columns) for columns in zip(*parts, strict=True)))
 
 
 def _searched_natively(
-    groups: Doubles, table: TableFormat, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
+    groups: Doubles, format: Format, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
 ) -> Chosen:
     """Do what :func:`_searched` does, with all shares in one call of the library."""
-    extremes = extremes_of(groups, table)
-    trials = scaling_at(extremes, table, np.array(shares)[:, None, None], scale_type)
-    zero_points = trials.zero_points if table.zero_point else None
-    chosen, codes = native.search_groups(groups, table, trials.scales, zero_points, importance)
+    extremes = extremes_of(groups, format)
+    trials = scaling_at(extremes, format, np.array(shares)[:, None, None], scale_type)
+    zero_points = trials.zero_points if format.zero_point else None
+    chosen, codes = native.search_groups(groups, format, trials.scales, zero_points, importance)
     best = Scaling(*(np.take_along_axis(each, chosen[None].astype(np.intp), 0)[0] for each in trials))
     return Chosen(codes, *best)
 
 
 def _searched(
-    groups: Doubles, table: TableFormat, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
+    groups: Doubles, format: Format, shares: Sequence[float], scale_type: np.dtype[Any], importance: Doubles | None
 ) -> Chosen:
-    extremes = extremes_of(groups, table)
-    best = scaling_at(extremes, table, shares[0], scale_type)
+    extremes = extremes_of(groups, format)
+    best = scaling_at(extremes, format, shares[0], scale_type)
     if len(shares) > 1:
-        error = squared_error(groups, table, best, importance)
+        error = format.pooled(squared_error(groups, format, best, importance))
         for share in shares[1:]:
-            trial = scaling_at(extremes, table, share, scale_type)
-            best, error = better(best, error, trial, squared_error(groups, table, trial, importance))
-    return Chosen(nearest(groups, table, best), *best)
+            trial = scaling_at(extremes, format, share, scale_type)
+            best, error = better(best, error, trial, format.pooled(squared_error(groups, format, trial, importance)))
+    return Chosen(nearest(groups, format, best, importance), *best)
 
 
 def better(best: Scaling, error: Doubles, trial: Scaling, trial_error: Doubles) -> tuple[Scaling, Doubles]:
@@ -113,9 +113,9 @@ def better(best: Scaling, error: Doubles, trial: Scaling, trial_error: Doubles) 
     )
 
 
-def extremes_of(groups: Doubles, table: TableFormat) -> tuple[Doubles, Doubles]:
-    """Return what the table must reach of each group, [groups, columns]: its range with 0, or its largest magnitude."""
-    if table.zero_point:
+def extremes_of(groups: Doubles, format: Format) -> tuple[Doubles, Doubles]:
+    """Return what scales must cover of each group, [groups, columns]: its range with 0, or its largest magnitude."""
+    if format.zero_point:
         # The range must hold 0, so that a weight of 0 stays 0.
         return np.minimum(groups.min(1), 0), np.maximum(groups.max(1), 0)
     top = np.abs(groups).max(1)
@@ -123,58 +123,42 @@ def extremes_of(groups: Doubles, table: TableFormat) -> tuple[Doubles, Doubles]:
 
 
 def scaling_at(
-    extremes: tuple[Doubles, Doubles], table: TableFormat, share: float | Doubles, scale_type: np.dtype[Any]
+    extremes: tuple[Doubles, Doubles], format: Format, share: float | Doubles, scale_type: np.dtype[Any]
 ) -> Scaling:
-    """Return scales that map a share of each group's extremes to the table, with their zero points.
+    """Return scales that map a share of each group's extremes to the format, with their zero points.
 
     For several shares [n, 1, 1] they are [n, groups, columns].
     """
     low, high = (extreme * share for extreme in extremes)
-    if table.zero_point:
-        scales = stored(high - low, len(table.values) - 1, scale_type)
-        return Scaling(scales, table.encode(-low / scales))
-    scales = stored(high, table.limit, scale_type)
-    return Scaling(scales, np.zeros(scales.shape, np.uint8))
+    scales = stored(high - low if format.zero_point else high, format.limit, scale_type)
+    return Scaling(scales, format.zero_points(-low, scales))
 
 
-def nearest(groups: Doubles, table: TableFormat, scaling: Scaling) -> Codes:
-    """Return the codes nearest to the numbers of groups, uint8 [groups, rows of a group, columns]."""
-    scales, zero_points = scaling
-    if native.available():
-        _, codes = native.round_groups(groups, table, scales, zero_points if table.zero_point else None, codes=True)
+def nearest(groups: Doubles, format: Format, scaling: Scaling, importance: Doubles | None = None) -> Codes:
+    """Return the codes nearest to the numbers of groups, uint8 [groups, rows of a group, codes of a row]."""
+    scales, zero_points = scaling.scales, scaling.zero_points if format.zero_point else None
+    if native.rounds(format):
+        _, codes = native.round_groups(groups, format, scales, zero_points, codes=True)
         assert codes is not None
         return codes
-    return encoded(groups, table, scales[:, None], zero_points[:, None])
+    return format.encode(groups, scales[:, None], None if zero_points is None else zero_points[:, None], importance)
 
 
-def squared_error(groups: Doubles, table: TableFormat, scaling: Scaling, importance: Doubles | None = None) -> Doubles:
+def squared_error(groups: Doubles, format: Format, scaling: Scaling, importance: Doubles | None = None) -> Doubles:
     """Return what the nearest codes cost: the squared error of each group, weighted by ``importance``."""
-    scales, zero_points = scaling
-    if native.available():
-        zeros = zero_points if table.zero_point else None
-        errors, _ = native.round_groups(groups, table, scales, zeros, importance, errors=True)
+    scales, zero_points = scaling.scales, scaling.zero_points if format.zero_point else None
+    if native.rounds(format):
+        errors, _ = native.round_groups(groups, format, scales, zero_points, importance, errors=True)
         assert errors is not None
         return errors
-    codes = encoded(groups, table, scales[:, None], zero_points[:, None])
-    squares = (decoded(codes, table, scales[:, None], zero_points[:, None]) - groups) ** 2
+    points = None if zero_points is None else zero_points[:, None]
+    codes = format.encode(groups, scales[:, None], points, importance)
+    squares = (format.decode(codes, scales[:, None], points) - groups) ** 2
     weighted = squares if importance is None else importance * squares
     total = np.zeros(scales.shape)
     for row in range(groups.shape[1]):  # in this order for any number of columns, as native.py sums too
         total += weighted[:, row]
     return total
-
-
-def encoded(numbers: Doubles, table: TableFormat, scales: Doubles, zero_points: Codes) -> Codes:
-    """Return the codes nearest to ``numbers``; scales and zero points are broadcast to their shape."""
-    if table.zero_point:
-        return table.encode(numbers / scales + table.decode(zero_points))
-    return table.encode(numbers / scales)
-
-
-def decoded(codes: Codes, table: TableFormat, scales: Doubles, zero_points: Codes) -> Doubles:
-    """Return what codes stand for; scales and zero points are broadcast to their shape."""
-    shift = table.decode(zero_points) if table.zero_point else 0.0
-    return np.asarray((table.decode(codes) - shift) * scales)
 
 
 def stored(ranges: Doubles, limit: float, scale_type: np.dtype[Any]) -> Doubles:

@@ -88,7 +88,7 @@ def test_any_field_that_changes_changes_the_digest() -> None:
     matrix = Inline.from_array(np.arange(8.0).reshape(4, 2))
     one = Rounded(matrix, FORMATS["int4"], 2, "extreme")
     changes: list[dict[str, object]] = [
-        {"table": FORMATS["int8"]},
+        {"format": FORMATS["int8"]},
         {"group": 4},
         {"scale": "least_squares"},
         {"axis": 1},

@@ -22,13 +22,13 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_steps_of_formats(name: str) -> None:
     step, largest = STEPS[name]
-    assert FORMATS[name].integer_step(largest) == step
-    assert FORMATS[name].integer_step(largest - 1) is None
+    assert integer_step(FORMATS[name].table, largest) == step
+    assert integer_step(FORMATS[name].table, largest - 1) is None
 
 
 @pytest.mark.parametrize("name", ["nf4", "sf4"])
 def test_quantiles_are_no_integers(name: str) -> None:
-    assert FORMATS[name].integer_step(2**15 - 1) is None
+    assert integer_step(FORMATS[name].table, 2**15 - 1) is None
 
 
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1), st.integers(1, 40000))

@@ -43,7 +43,7 @@ def meant(kept: KeptCodes) -> np.ndarray:
         return numbers if kept.looked_up else numbers.T
     minimums = "minimums" in parts
     zeros = parts["minimums"] if minimums else parts.get("zero_points", np.zeros((1, 1), np.float32))
-    table = kept.table.values.astype(np.float32)
+    table = kept.format.values.astype(np.float32)
     return reference(parts["codes"], parts["scales"], table, zeros, kept.group, minimums).T
 
 
@@ -63,7 +63,7 @@ def test_codes_mean_the_same_bits(kind: str, looked_up: bool, tmp_path: Path) ->
 @pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "Q4_1", "Q5_1"])
 def test_codes_of_one_level_take_the_bytes_of_the_file(kind: str, tmp_path: Path) -> None:
     kept = KeptCodes(tensor_of(kind, tmp_path), ORDER)
-    bits = {"codes": kept.table.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
+    bits = {"codes": kept.format.bits, **dict.fromkeys(("scales", "minimums"), 32 if kept.is_standard else 16)}
     stored = sum(bits[name] * np.prod(shape) // 8 for name, (_, shape) in kept.parts.items())
     of_file = kept.source.stored()[ORDER].nbytes
     # the standard form has scales of 4 bytes, which lower packs into 2

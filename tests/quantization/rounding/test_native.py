@@ -61,7 +61,7 @@ def test_the_library_chooses_what_numpy_chooses(
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_ties_and_their_neighbours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     table = FORMATS[name]
-    points = [*table.halfway, *table.ordered[0], 0.0, 1e30, -1e30]
+    points = [*table.levels.halfway, *table.levels.values, 0.0, 1e30, -1e30]
     near = np.concatenate([points, np.nextafter(points, np.inf), np.nextafter(points, -np.inf)])
     groups = near[None, :, None]
     scaling = Scaling(np.ones((1, 1)), np.zeros((1, 1), np.uint8))

@@ -1,4 +1,4 @@
-"""A format is one line and a rounding method is one file: nothing else has to name them."""
+"""A format is one file and a rounding method is one file: nothing else has to name them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,18 @@ from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
-from graphopt.numerics.formats import FORMATS, TableFormat
+from graphopt.numerics.formats import FORMATS
 from graphopt.passes.codes.quantize_weights import STORED, QuantizeWeightsOptions
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding.methods import METHODS
 from tests.added import file_added
+
+CUBES = '''
+"""Cubes."""
+from graphopt.numerics.formats.table import TableFormat
+
+CUBES = TableFormat("cubes", 3, (0.0, 1.0, 8.0, 27.0, -1.0, -8.0, -27.0))
+'''
 
 FILE = '''
 """Rounds down."""
@@ -46,16 +53,16 @@ def stored(made: object) -> set[tuple[object, object]]:
     return {(fact.figures["format"], fact.figures.get("rounding")) for fact in facts}
 
 
-def test_a_format_is_one_line(llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(FORMATS, "cubes", TableFormat("cubes", 3, (0.0, 1.0, 8.0, 27.0, -1.0, -8.0, -27.0)))
-    recipe = load_recipe("fp6-rtn", options=["quantize_weights.linear.format=cubes"])
-    made = optimize(llama_artifact, recipe, tmp_path / "out")
-    assert ("cubes", None) in stored(made)
-    kernels = next(check for check in made.manifest.checks if check.name == "kernels")
-    assert kernels.status == "measured"
-    tables = [v.const_value for name, v in made.model.graph.initializers.items() if name == "cubes.table"]
-    assert [tensor.numpy().tolist() for tensor in tables] == [list(FORMATS["cubes"].table)]
-    assert generate(load(tmp_path / "out"), ["def"], max_new_tokens=4)[0].tokens
+def test_a_format_is_one_file(llama_artifact: Path, tmp_path: Path) -> None:
+    with file_added(FORMATS, "graphopt.numerics.formats", tmp_path, CUBES):
+        recipe = load_recipe("fp6-rtn", options=["quantize_weights.linear.format=cubes"])
+        made = optimize(llama_artifact, recipe, tmp_path / "out")
+        assert ("cubes", None) in stored(made)
+        kernels = next(check for check in made.manifest.checks if check.name == "kernels")
+        assert kernels.status == "measured"
+        tables = [v.const_value for name, v in made.model.graph.initializers.items() if name == "cubes.table"]
+        assert [tensor.numpy().tolist() for tensor in tables] == [list(FORMATS["cubes"].table)]
+        assert generate(load(tmp_path / "out"), ["def"], max_new_tokens=4)[0].tokens
 
 
 def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path) -> None:

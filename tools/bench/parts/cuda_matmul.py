@@ -62,10 +62,10 @@ class Weights:
         self.name, self.activations = name, activations
         self.rows, self.columns = shape
         self.mode = MODES.index(activations)
-        table = np.array(FORMATS[name].table, np.float32)
+        table = FORMATS[name].operands["table"]
         drawn = torch.randint(0, len(table), shape, dtype=torch.uint8, device=device)
         interface = products.Products(library)
-        given = {"codes": pack(drawn.cpu().numpy(), FORMATS[name].bits), "table": table}
+        given: dict[str, Any] = {"codes": pack(drawn.cpu().numpy(), FORMATS[name].bits), "table": table}
         given |= {"rows": self.rows, "columns": self.columns}
         self.codec, packed = interface.pack(given, interface.operands(np.float16, self.mode))
         tiles, groups = -(-self.columns // 16), -(-self.rows // GROUP)

@@ -8,8 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.numerics.formats import format_of
-from graphopt.numerics.formats.table import TableFormat
+from graphopt.numerics.formats import Format, format_of
 from tools.bench.parts.problem import Array, Problem
 
 FORMATS = {"fp6": "fp6-e2m3"}
@@ -29,7 +28,7 @@ class Rounded:
 
     codes: npt.NDArray[np.uint8]
     scales: npt.NDArray[np.float16]
-    format: TableFormat
+    format: Format
     group: int
 
     def product(self, x: Array) -> npt.NDArray[np.float64]:

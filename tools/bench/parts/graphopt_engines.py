@@ -166,7 +166,7 @@ def _weight_inputs(problem: Problem, name: str) -> dict[str, Array]:
 def _rest(weights: Rounded, problem: Problem) -> list[ir.Value]:
     """Return table, zero points and bias, which all copies share."""
     return [
-        constant("table", weights.format.values.astype(np.float32)),
+        constant("table", weights.format.operands["table"]),
         constant("zero_points", np.zeros((1, 1, 1), np.float16)),
         constant("bias", np.zeros(1, np.float32)),
     ]

@@ -16,7 +16,7 @@ from graphopt.quantization.rounding.scale_search import Search
 from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.nearest import Quantized
     from graphopt.quantization.rounding.scales import Scale
 
@@ -81,7 +81,7 @@ class GPTQ(RoundingMethod):
     def round(
         self,
         matrix: npt.NDArray[np.float32],
-        table: TableFormat,
+        format: Format,
         group: int,
         scale: Scale,
         *,
@@ -105,6 +105,6 @@ class GPTQ(RoundingMethod):
             elif self.importance == "inputs" and diagonal.any():
                 importance = diagonal + damping * diagonal.mean()
             static = self.scales == "static"
-            rule = Rule(table, group, scale, np.dtype(scale_type), importance, self.search, static)
+            rule = Rule(format, group, scale, np.dtype(scale_type), importance, self.search, static)
             made = round_with_feedback(matrix, upper, order, rule)
             return polished(made, matrix, statistics, damping, self.sweeps) if self.sweeps else made

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.scales import Scale
 
 
@@ -23,7 +23,7 @@ class Nearest(RoundingMethod):
     def round(
         self,
         matrix: npt.NDArray[np.float32],
-        table: TableFormat,
+        format: Format,
         group: int,
         scale: Scale,
         *,
@@ -31,7 +31,7 @@ class Nearest(RoundingMethod):
         statistics: npt.NDArray[Any] | None = None,
     ) -> Quantized:
         """See :class:`RoundingMethod`."""
-        return round_to_nearest(matrix, table, group, scale, scale_type=scale_type)
+        return round_to_nearest(matrix, format, group, scale, scale_type=scale_type)
 
 
 NEAREST = Nearest()

@@ -13,7 +13,7 @@ from graphopt.quantization.rounding.nearest import Quantized
 from graphopt.quantization.rounding.scale_search import Search
 
 if TYPE_CHECKING:
-    from graphopt.numerics.formats.table import TableFormat
+    from graphopt.numerics.formats.format import Format
     from graphopt.quantization.rounding.scales import Scale
 
 # Columns that are searched together: their groups stay in a core's cache.
@@ -45,7 +45,7 @@ class Weighted(RoundingMethod):
     def round(
         self,
         matrix: npt.NDArray[np.float32],
-        table: TableFormat,
+        format: Format,
         group: int,
         scale: Scale,
         *,
@@ -60,15 +60,14 @@ class Weighted(RoundingMethod):
                 raise InputError("the statistics of a weight's inputs are NaN or infinite", shape=statistics.shape)
         rows, columns = matrix.shape
         groups, kind = -(-rows // group), np.dtype(scale_type)
-        codes = np.empty((rows, columns), np.uint8)
+        codes = np.empty((rows, format.code_columns(slice(0, columns)).stop), np.uint8)
         scales, points = np.empty((groups, columns), kind), np.empty((groups, columns), np.uint8)
-        for left in range(0, columns, _COLUMNS):
-            part = slice(left, left + _COLUMNS)
+        for part in format.blocks(columns, _COLUMNS):
             for number, top in enumerate(range(0, rows, group)):
                 these = slice(top, top + group)
                 numbers = np.asarray(matrix[these, part], np.float64)[None]
                 weights = None if importance is None or not importance[these].any() else importance[None, these, None]
-                chosen = self.search.choose(numbers, table, scale, kind, weights)
-                codes[these, part] = chosen.codes[0]
+                chosen = self.search.choose(numbers, format, scale, kind, weights)
+                codes[these, format.code_columns(part)] = chosen.codes[0]
                 scales[number, part], points[number, part] = chosen.scales[0], chosen.zero_points[0]
-        return Quantized(table, group, codes, scales, points if table.zero_point else None)
+        return Quantized(format, group, codes, scales, points if format.zero_point else None)
