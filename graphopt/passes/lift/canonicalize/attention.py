@@ -21,6 +21,8 @@ from graphopt.graph.editing import replace
 from graphopt.graph.weights import weight_of
 
 if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable
+
     from graphopt.passes.context import Ledger
 
 _KEY, _VALUE, _PAST_KEY = 1, 2, 4
@@ -30,6 +32,10 @@ ONE_REPEATED = Rule("canonicalize.one-repeated", "only one of key and value is r
 CACHE_TAKEN = Rule("canonicalize.cache-taken", "appends to its cache itself")
 NO_APPENDING = Rule(
     "canonicalize.no-appending", "its keys or values are no Concat of a cache input and new ones along the length"
+)
+CACHE_IN_MASK = Rule(
+    "canonicalize.cache-in-mask",
+    "{input} is computed from {cache}, the cache with the new tokens, which the node would only then make",
 )
 
 
@@ -94,6 +100,10 @@ def take_cache(model: ir.Model, ledger: Ledger) -> None:
         pairs = [(concat.inputs[0], concat.inputs[1], concat.outputs[0]) for concat in concats if concat is not None]
         (past_key, key, present_key), (past_value, value, present_value) = pairs
         mask = node.inputs[3] if len(node.inputs) > 3 else None
+        circle = _dependence((node.inputs[0], mask), (present_key, present_value))
+        if circle is not None:
+            ledger.skipped(node, CACHE_IN_MASK(input=circle[0].name, cache=circle[1].name))
+            continue
         inputs = [node.inputs[0], key, value, mask, past_key, past_value]
         made = ir.node("Attention", inputs, dict(node.attributes), num_outputs=3, name=node.name)
         olds = (node.outputs[0], present_key, present_value)
@@ -110,3 +120,19 @@ def _appends(value: ir.Value | None) -> ir.Node | None:
     if past is None or not past.is_graph_input() or node.attributes.get_int("axis") not in (2, -2):
         return None
     return node
+
+
+def _dependence(inputs: Iterable[ir.Value | None], caches: Collection[ir.Value]) -> tuple[ir.Value, ir.Value] | None:
+    """Return an input and the cache that it is computed from, if there is such a pair."""
+    for source in inputs:
+        pending = [] if source is None else [source]
+        visited = set(pending)
+        while pending:
+            value = pending.pop()
+            if value in caches and source is not None:
+                return source, value
+            node = value.producer()
+            parents = {parent for parent in (node.inputs if node is not None else ()) if parent is not None} - visited
+            visited |= parents
+            pending += parents
+    return None

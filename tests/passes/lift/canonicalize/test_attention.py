@@ -1,12 +1,20 @@
+"""Attention as the standard op has it: grouped heads, the cache inside, and what keeps a cache outside."""
+
 from __future__ import annotations
 
 from pathlib import Path
 
 import numpy as np
+import onnx.parser
 import onnx_ir as ir
+import pytest
+from onnx_ir.passes.common import TopologicalSortPass
 
 from graphopt.artifact import artifact
+from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import open_session
+from graphopt.passes.context import Ledger
+from graphopt.passes.lift.canonicalize.attention import take_cache
 from tests.passes.lift.canonicalize.common import canonicalize
 
 
@@ -32,3 +40,35 @@ def test_onnxruntime_gives_zeros_to_a_query_that_sees_no_key(tmp_path: Path) -> 
     y = open_session(tmp_path / "blind.onnx").run(None, {**feeds, "mask": hidden})[0]
     assert np.array_equal(y[:, :, 0], np.zeros_like(y[:, :, 0]))
     assert np.isfinite(y).all()
+
+
+@pytest.mark.parametrize("mask_of", ["v", "present_v"])
+def test_a_cache_that_the_mask_is_computed_from_stays_outside(mask_of: str) -> None:
+    """Doge's mask gates keys by their values: inside Attention the mask would need what the node makes."""
+    model = ir.from_proto(
+        onnx.parser.parse_model(
+            f"""<ir_version: 10, opset_import: ["": 23]>
+            g (float[1, 2, n, 4] q, float[1, 2, n, 4] k, float[1, 2, n, 4] v, float[1, 2, p, 4] past_k,
+               float[1, 2, p, 4] past_v)
+            => (float[1, 2, n, 4] y, float[1, 2, t, 4] present_k, float[1, 2, t, 4] present_v)
+            {{
+                present_k = Concat<axis = 2>(past_k, k)
+                present_v = Concat<axis = 2>(past_v, v)
+                gates = ReduceMean<keepdims = 1>({mask_of})
+                mask = Identity(gates)
+                y = Attention(q, present_k, present_v, mask)
+            }}"""
+        )
+    )
+    report = PassReport(name="canonicalize", effect="exact")
+    take_cache(model, Ledger(report))
+    (attention,) = (node for node in model.graph if node.op_type == "Attention")
+    if mask_of == "v":
+        assert len(attention.outputs) == 3
+        assert [change.what.code for change in report.changes] == ["canonicalize.cache-taken"]
+    else:
+        assert len(attention.outputs) == 1
+        assert [str(skip.reason) for skip in report.skips] == [
+            "mask is computed from present_v, the cache with the new tokens, which the node would only then make"
+        ]
+    TopologicalSortPass()(model)  # raises where the graph has a circle
