@@ -126,13 +126,13 @@ def _dependence(inputs: Iterable[ir.Value | None], caches: Collection[ir.Value])
     """Return an input and the cache that it is computed from, if there is such a pair."""
     for source in inputs:
         pending = [] if source is None else [source]
-        visited = set(pending)
+        ancestors = set(pending)
         while pending:
             value = pending.pop()
             if value in caches and source is not None:
                 return source, value
             node = value.producer()
-            parents = {parent for parent in (node.inputs if node is not None else ()) if parent is not None} - visited
-            visited |= parents
+            parents = {parent for parent in (node.inputs if node is not None else ()) if parent is not None} - ancestors
+            ancestors |= parents
             pending += parents
     return None
