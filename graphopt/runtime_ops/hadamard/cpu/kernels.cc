@@ -70,10 +70,8 @@ void multiply(T* run, size_t size, size_t stride, const Factor& factor, void* ro
   sylvester(run, size, of_core * factor.core, factor.outer);
 }
 
-#if defined(GRAPHOPT_VECTOR_BYTES)
 constexpr size_t kStrips = 8;
 
-#if defined(__AVX512F__)
 // Takes rows of a strip, which are whole lines, past the caches.
 template <typename V, typename T>
 struct PutLine {
@@ -131,7 +129,6 @@ void paley_lines(PaleyStrip<q, V>* strips, T* y, V* even, Ahead& ahead) {
   }
   fence();
 }
-#endif
 
 // A whole run where Sylvester's matrix of kStrips vectors stands behind Paley's core: rows go into strips as they are
 // made, which saves a way to memory and back. What is added, and in which order, is what multiply() adds.
@@ -147,9 +144,9 @@ void paley_run(const T* x, T* y, T scale, void* scratch, void* room, [[maybe_unu
     for (size_t s = 0; s < kStrips; ++s) v[s] = load<V>(x + (i * kStrips + s) * L) * scale;
     butterflies<T, kStrips>(v);
   });
-#if defined(__AVX512F__)
-  if (streaming) return paley_lines<q>(strips, y, even, ahead);
-#endif
+  if constexpr (kStreamsLines) {
+    if (streaming) return paley_lines<q>(strips, y, even, ahead);
+  }
   for (size_t s = 0; s < kStrips; ++s) paley_product<q>(strips[s], even, Put<V, T>{y + s * L, kStrips * L, &ahead});
 }
 
@@ -166,7 +163,6 @@ bool is_paley_run(const HadamardWork& work) {
   return work.left.outer == 1 && work.left.inner == 1 && !work.right.codes &&
          work.right.order() == kStrips * lanes<V, T> && fills_paley(work.left, work.right.order());
 }
-#endif
 
 template <typename Stored, typename T>
 void transform(const HadamardWork& work) {
@@ -185,14 +181,12 @@ void transform(const HadamardWork& work) {
       ahead.at = reinterpret_cast<uintptr_t>(x) + size * sizeof(Stored);
       ahead.end = ahead.at + size * sizeof(Stored);
     }
-#if defined(GRAPHOPT_VECTOR_BYTES)
-    if constexpr (kHasPaley<T> && sizeof(Stored) == sizeof(T)) {
+    if constexpr (kHasVectors<T> && kHasPaley<T> && sizeof(Stored) == sizeof(T)) {
       if (is_paley_run<T>(work)) {
         paley_run(x, y, work, room, ahead, PaleyPrimes());
         continue;
       }
     }
-#endif
     for (size_t j = 0; j < size; j += in_part) {
       const size_t count = size - j < in_part ? size - j : in_part;
       for (size_t l = 0; l < count; ++l) run[j + l] = number<T>(x[j + l]) * scale;

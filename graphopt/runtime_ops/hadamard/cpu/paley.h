@@ -71,15 +71,6 @@ template <size_t q, bool odd, bool second, typename V>
   return second ? -(square ? lower : upper) : square ? upper : -lower;
 }
 
-// As many totals at a time as there are registers for, beside a pair and its sums.
-#if defined(__aarch64__)
-template <typename V>
-constexpr size_t kPaleyTotals = 18;
-#else
-template <typename V>
-constexpr size_t kPaleyTotals = sizeof(V) == 64 ? 18 : 9;
-#endif
-
 // What inputs a and b give output k. Two additions of three are made by multiplying by one, which rounds the same:
 // a processor has other units for it.
 template <size_t q, bool odd, size_t k, size_t pair, typename V>
@@ -135,7 +126,7 @@ template <size_t q, bool odd, bool second, size_t first, size_t count, typename 
 template <size_t q, bool odd, bool second, typename V, typename Put, size_t... block>
 [[gnu::always_inline]] inline void paley_blocks(const PaleyStrip<q, V>& strip, V* even, V one, V squares, V others,
                                                 Put& put, std::index_sequence<block...>) {
-  constexpr size_t n = (q - 1) / 2, most = kPaleyTotals<V>;
+  constexpr size_t n = (q - 1) / 2, most = kPaleyTotals;
   (paley_outputs<q, odd, second, block * most, (n - block * most < most ? n - block * most : most)>(
        strip, even, one, squares, others, put),
    ...);
@@ -144,7 +135,7 @@ template <size_t q, bool odd, bool second, typename V, typename Put, size_t... b
 // Every other row of the result: those of S(2)'s first column, or of its second.
 template <size_t q, bool second, typename V, typename Put>
 void paley_rows(const PaleyStrip<q, V>& strip, V* even, V one, Put put) {
-  constexpr size_t n = (q - 1) / 2, all = kPaleyTotals<V>;
+  constexpr size_t n = (q - 1) / 2, all = kPaleyTotals;
   const V border = input<second>(strip.upper_border, strip.lower_border);
   const V zero = input<second>(strip.upper_zero, strip.lower_zero);
   V squares = {}, others = {};

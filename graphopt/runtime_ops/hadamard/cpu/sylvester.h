@@ -45,11 +45,10 @@ void sylvester_across(T* x, size_t size, size_t stride, size_t order) {
   if (order == 2) butterfly_across<V, 2>(x, size, stride);
 }
 
-#if defined(GRAPHOPT_VECTOR_BYTES)
 template <size_t Distance, typename T>
 void butterfly_within(T* x, size_t size) {
   using V = typename Wide<T>::type;
-  for (size_t at = 0; at < size; at += lanes<V, T>) store(x + at, butterfly_inside<Distance>(load<V>(x + at)));
+  for (size_t at = 0; at < size; at += lanes<V, T>) store(x + at, butterfly_inside<Distance, T>(load<V>(x + at)));
 }
 
 // All the distances inside a vector at once, and then Radix of these vectors are one butterfly: S(Radix * lanes).
@@ -59,12 +58,12 @@ inline void butterflies(V* v) {
 #pragma GCC unroll 8
   for (size_t i = 0; i < Radix; ++i) {
     if constexpr (L >= 4) {
-      v[i] = butterfly_inside<2>(butterfly_inside<1>(v[i]));
+      v[i] = butterfly_inside<2, T>(butterfly_inside<1, T>(v[i]));
     } else {
-      v[i] = butterfly_inside<1>(v[i]);
+      v[i] = butterfly_inside<1, T>(v[i]);
     }
-    if constexpr (L >= 8) v[i] = butterfly_inside<4>(v[i]);
-    if constexpr (L >= 16) v[i] = butterfly_inside<8>(v[i]);
+    if constexpr (L >= 8) v[i] = butterfly_inside<4, T>(v[i]);
+    if constexpr (L >= 16) v[i] = butterfly_inside<8, T>(v[i]);
   }
   butterfly<Radix>(v);
 }
@@ -82,36 +81,35 @@ void butterflies_within(T* x, size_t size) {
     for (size_t i = 0; i < Radix; ++i) store(x + at + i * L, v[i]);
   }
 }
-#endif
 
 // x times I (x) S(order) (x) I(stride), in place.
 template <typename T>
 void sylvester(T* x, size_t size, size_t stride, size_t order) {
   using V = typename Wide<T>::type;
   constexpr size_t L = lanes<V, T>;
-#if defined(GRAPHOPT_VECTOR_BYTES)
-  if (size % L == 0 && stride == 1 && order >= L) {
-    const size_t radix = order / L < 8 ? order / L : 8;
-    if (radix == 8) butterflies_within<8>(x, size);
-    if (radix == 4) butterflies_within<4>(x, size);
-    if (radix == 2) butterflies_within<2>(x, size);
-    if (radix == 1) butterflies_within<1>(x, size);
-    stride = radix * L;
-    order /= stride;
+  if constexpr (kHasVectors<T>) {
+    if (size % L == 0 && stride == 1 && order >= L) {
+      const size_t radix = order / L < 8 ? order / L : 8;
+      if (radix == 8) butterflies_within<8>(x, size);
+      if (radix == 4) butterflies_within<4>(x, size);
+      if (radix == 2) butterflies_within<2>(x, size);
+      if (radix == 1) butterflies_within<1>(x, size);
+      stride = radix * L;
+      order /= stride;
+    }
+    for (; size % L == 0 && L % (2 * stride) == 0 && order > 1; stride *= 2, order /= 2) {
+      if (stride == 1) butterfly_within<1>(x, size);
+      if constexpr (L >= 4) {
+        if (stride == 2) butterfly_within<2>(x, size);
+      }
+      if constexpr (L >= 8) {
+        if (stride == 4) butterfly_within<4>(x, size);
+      }
+      if constexpr (L >= 16) {
+        if (stride == 8) butterfly_within<8>(x, size);
+      }
+    }
   }
-  for (; size % L == 0 && L % (2 * stride) == 0 && order > 1; stride *= 2, order /= 2) {
-    if (stride == 1) butterfly_within<1>(x, size);
-    if constexpr (L >= 4) {
-      if (stride == 2) butterfly_within<2>(x, size);
-    }
-    if constexpr (L >= 8) {
-      if (stride == 4) butterfly_within<4>(x, size);
-    }
-    if constexpr (L >= 16) {
-      if (stride == 8) butterfly_within<8>(x, size);
-    }
-  }
-#endif
   stride % L == 0 ? sylvester_across<V>(x, size, stride, order) : sylvester_across<T>(x, size, stride, order);
 }
 

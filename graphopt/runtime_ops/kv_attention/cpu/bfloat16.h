@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kv_attention/shared/layout.h"
-#include "matmul_table/cpu/vector.h"
+#include "arch/vector.h"
 
 namespace graphopt {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "kv_attention/shared/float8.h"
-#include "matmul_table/cpu/vector.h"
+#include "arch/vector.h"
 
 namespace graphopt {
 namespace {

@@ -4,7 +4,7 @@
 #include <initializer_list>
 
 #include "kv_attention/shared/layout.h"
-#include "matmul_table/cpu/vector.h"
+#include "arch/vector.h"
 
 namespace graphopt {
 namespace {

@@ -1,8 +1,8 @@
 // Looked up values of two tiles, which stay in the cache while panels of rows pass by.
 #pragma once
 
-#include "matmul_table/cpu/floats.h"
-#include "matmul_table/cpu/operands.h"
+#include "matmul_table/cpu/byte_operand.h"
+#include GRAPHOPT_FAMILY_HEADER(matmul_table/cpu/arch, float_decoders.h)
 
 namespace graphopt {
 namespace {
@@ -48,23 +48,12 @@ inline void for_each_line_of(const Weights& weights, const Part& part, const Wit
 }
 
 template <int Bits, typename Operand>
-void fill_with_integers(const Filling& how, const Weights& weights, const Part& part) {
+void fill_with_operand(const Filling& how, const Weights& weights, const Part& part) {
   const Operand operand = *static_cast<const Operand*>(how.decoder);
   uint8_t* to = part.to;
   for_each_line_of<Bits, Operand::kExact>(weights, part, [&](const Bytes& codes, size_t) {
-    const auto values = operand(codes);
-    to = Operand::store(values, to);
-  });
-}
-
-template <int Bits>
-void fill_with_bfloat16s(const Filling&, const Weights& weights, const Part& part) {
-  uint8_t* to = part.to;
-  for_each_line_of<Bits, LookUp<Bits>::kExact>(weights, part, [&](const Bytes& codes, size_t) {
-#pragma GCC unroll 2
-    for (size_t half = 0; half < 2; ++half, to += 2 * kLine) {
-      store_line(to, values_of<Bits, 2>(weights.table.bfloat16s, codes, half));
-    }
+    const auto& values = operand(codes);
+    to = operand.store(values, to);
   });
 }
 

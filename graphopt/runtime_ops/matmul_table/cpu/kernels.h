@@ -1,5 +1,5 @@
-// Kernels of the products with packed weights: raw pointers in, raw pointers out. cpu.cc is compiled once for each set
-// of instructions.
+// Kernels of the products with packed weights: raw pointers in, raw pointers out. kernels.cc is compiled once for each
+// set of instructions.
 #pragma once
 
 #include "matmul_table/shared/weights.h"
@@ -58,15 +58,15 @@ struct Rounded {
 constexpr size_t kMostRows = 12;  // of a panel
 
 struct MatMulKernels {
-  // With up to few(weights, kind of x) rows codes are looked up as they are multiplied, by each panel; with more rows
-  // the looked up values of two tiles are kept for all panels of `panel` rows.
-  size_t (*few)(const Weights&, Activations);
+  // With up to small_m_rows(weights, kind of x) rows codes are looked up as they are multiplied, by each panel; with more
+  // rows the looked up values of two tiles are kept for all panels of `panel` rows.
+  size_t (*small_m_rows)(const Weights&, Activations);
   size_t panel;
-  const size_t* widths;  // that a panel may have, rising; `panel` is one, and what `few` returns where that is less and not 0
-  Words (*form)(const Weights&, Activations, bool is_few);
+  const size_t* widths;  // that a panel may have, rising; `panel` is one, and small_m_rows() where that is less and not 0
+  Words (*form)(const Weights&, Activations, bool is_small_m);
   void (*round)(const Weights&, const Rounded&, const float* rows, size_t panel);  // of x, those of the panel
-  void (*multiply_few)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
-  void (*multiply)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
+  void (*small_m)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
+  void (*gemm)(const Weights&, const Rounded&, float* y, size_t first_tile, size_t end_tile);
   int (*largest_code)(const Weights&, size_t first_tile, size_t end_tile);
 };
 

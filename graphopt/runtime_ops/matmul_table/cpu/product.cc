@@ -53,7 +53,7 @@ struct Call {
   const float* x;
   float* y;
   Rounded rounded;
-  bool few;
+  bool is_small_m;
   size_t panels_of_task, tiles_of_task;
   std::atomic<bool> no_memory{false};
 
@@ -92,7 +92,7 @@ struct Call {
     const size_t first = index * self.tiles_of_task, all = weights.tiles();
     const size_t end = first + self.tiles_of_task < all ? first + self.tiles_of_task : all;
     const MatMulKernels& kernels = *self.product->kernels;
-    (self.few ? kernels.multiply_few : kernels.multiply)(weights, self.rounded, self.y, first, end);
+    (self.is_small_m ? kernels.small_m : kernels.gemm)(weights, self.rounded, self.y, first, end);
   }
 };
 
@@ -179,8 +179,8 @@ OrtStatus* Product::run(OrtKernelContext* context, const Weights& weights, Round
 
 OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, Rounded how, const Before* before,
                              const float* x, float* y) const {
-  const bool few = how.rows() <= kernels->few(weights, how.kind);
-  how.form = kernels->form(weights, how.kind, few);
+  const bool is_small_m = how.rows() <= kernels->small_m_rows(weights, how.kind);
+  how.form = kernels->form(weights, how.kind, is_small_m);
   how.widths = kernels->widths;
   how.panel = how.rows() < kernels->panel ? how.width_for(how.rows()) : kernels->panel;
   how.padded = (how.panels() - 1) * how.panel + how.width(how.panels() - 1);
@@ -195,13 +195,13 @@ OrtStatus* Product::multiply(OrtKernelContext* context, const Weights& weights, 
   how.starts[0] = reinterpret_cast<int32_t*>(memory + words + 2 * of_rows);
   how.starts[1] = reinterpret_cast<int32_t*>(memory + words + 3 * of_rows);
 
-  Call call{this, weights, before, x, y, how, few, 1, 1};
+  Call call{this, weights, before, x, y, how, is_small_m, 1, 1};
   const size_t numbers = how.panel * weights.rows;
   call.panels_of_task = (kTaskNumbers + numbers - 1) / numbers;
   // few rows wait for memory; many rows compute, and small tasks end together
   const size_t part = weights.tiles() * weights.tile_bytes() / kTasks;
   const size_t task_bytes = part < kLeastBytes ? kLeastBytes : part < kMostBytes ? part : kMostBytes;
-  call.tiles_of_task = few ? 2 * ((task_bytes / weights.tile_bytes() + 2) / 2) : 2;
+  call.tiles_of_task = is_small_m ? 2 * ((task_bytes / weights.tile_bytes() + 2) / 2) : 2;
   const size_t panel_tasks = (how.panels() + call.panels_of_task - 1) / call.panels_of_task;
   const size_t tile_tasks = (weights.tiles() + call.tiles_of_task - 1) / call.tiles_of_task;
   OrtStatus* failure = in_parallel(node.api, context, Call::round, panel_tasks, &call);

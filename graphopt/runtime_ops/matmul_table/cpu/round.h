@@ -3,7 +3,7 @@
 
 #include "matmul_table/cpu/kernels.h"
 #include "matmul_table/cpu/segments.h"
-#include "matmul_table/cpu/vector.h"
+#include "arch/vector.h"
 
 namespace graphopt {
 namespace {

@@ -1,8 +1,8 @@
-// Few rows of integers: every code is read, looked up and multiplied at once, as fast as memory hands it over.
+// Small M: a few rows of integers. Every code is read, looked up and multiplied at once, as fast as memory hands it over.
 #pragma once
 
-#include "matmul_table/cpu/operands.h"
-#include "matmul_table/cpu/scaled.h"
+#include "matmul_table/cpu/epilogue.h"
+#include GRAPHOPT_ARCH_HEADER(matmul_table/cpu/arch, kernels.h)
 
 namespace graphopt {
 namespace {
@@ -46,49 +46,12 @@ GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[Operand::kPlanes][Width][k
   });
 }
 
-#if GRAPHOPT_BY_PAIRS
-// The same where bytes are 32 at most, see Int8Runs: the sums of a unit have 16 bits, so those of six rows fit registers.
+// One panel of rows.
 template <int Bits, typename Operand, size_t Width>
-GRAPHOPT_UNCALLED void multiply_unit_of_runs(Integers (&sums)[1][Width][1], const Operand& operand, const uint8_t* unit,
-                                           const uint32_t* word) {
-  __m256i runs[Width][2];  // not lines: the compiler would copy them through memory
-  for_each_line([&](auto j) __attribute__((always_inline)) {
-    constexpr size_t J = decltype(j)::value;
-    const Bytes values = operand(codes_of_line<Bits, Operand::kExact, J>(unit)).plane[0];
-    const __m256i left = reinterpret_cast<__m256i>(values.part[0]), right = reinterpret_cast<__m256i>(values.part[1]);
-#pragma GCC unroll 8
-    for (size_t row = 0; row < Width; ++row) {
-      const __m256i x = _mm256_set1_epi32(static_cast<int>(word[J * Width + row]));
-      __m256i of_left = _mm256_maddubs_epi16(left, x), of_right = _mm256_maddubs_epi16(right, x);
-      if constexpr (J > 0) {
-        of_left = _mm256_add_epi16(runs[row][0], of_left), of_right = _mm256_add_epi16(runs[row][1], of_right);
-      }
-      asm("" : "+x"(of_left), "+x"(of_right));  // see settle
-      runs[row][0] = of_left, runs[row][1] = of_right;
-    }
-  });
-#pragma GCC unroll 8
-  for (size_t row = 0; row < Width; ++row) {
-    Integers& sum = sums[0][row][0];
-#pragma GCC unroll 2
-    for (size_t i = 0; i < 2; ++i) {
-      sum.part[i] += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(runs[row][i], _mm256_set1_epi16(1)));
-    }
-  }
-}
-#endif
-
-// One panel of rows. `Runs`: bytes are 32 at most.
-template <int Bits, typename Operand, size_t Width, bool Runs = false>
-void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size_t first_tile, size_t end_tile,
-                  size_t panel = 0) {
+void multiply_small_m(const Weights& weights, const Rounded& rounded, float* y, size_t first_tile, size_t end_tile,
+                      size_t panel = 0) {
   constexpr size_t kUnitBytes = 32 * Bits, kWords = Operand::kWords, kPlanes = Operand::kPlanes;
-  // Sums side by side, which wait for one another less; of integers, so that their order is no matter.
-  constexpr size_t kSums = kByPairs       ? Operand::kSums
-                           : GRAPHOPT_NEON ? (Width < 2 ? 2 : 1)
-                           : Width < 4     ? 4 / Width
-                                           : 1;
-  static_assert(!Runs || Operand::kPairsFit);
+  constexpr size_t kSums = kSumsOf<Operand, Width>;
   const Operand operand(weights.table);
   const float inverse_step = static_cast<float>(1 / weights.table.step);
   const size_t rows = rounded.rows(), segments = weights.segments(), first_row = panel * rounded.panel;
@@ -111,17 +74,11 @@ void multiply_few(const Weights& weights, const Rounded& rounded, float* y, size
       }
       for (size_t left = segment.units; left; --left, unit += kUnitBytes, word += kUnitLines * kWords * Width) {
         prefetch_ahead<kUnitBytes>(unit);
-#if GRAPHOPT_BY_PAIRS
-        if constexpr (Runs) {
-          multiply_unit_of_runs<Bits>(sums, operand, unit, word);
-          continue;
-        }
-        if constexpr (Operand::kFromZero) {
+        if constexpr (Operand::kMultipliesUnits) {
           operand.multiply_unit(sums, unit, word);
-          continue;
+        } else {
+          multiply_unit<Bits>(sums, operand, unit, word);
         }
-#endif
-        if constexpr (!Operand::kFromZero) multiply_unit<Bits>(sums, operand, unit, word);
       }
       const ColumnScales of = column_scales(weights, tile, segment.group, inverse_step);
 #pragma GCC unroll 8

@@ -1,9 +1,9 @@
-// Many rows: panels of rows pass by blocks of looked up values.
+// GEMM: many rows. Panels of rows pass by blocks of looked up values.
 #pragma once
 
 #include "matmul_table/cpu/block.h"
-#include "matmul_table/cpu/lines.h"
-#include "matmul_table/cpu/scaled.h"
+#include "matmul_table/cpu/epilogue.h"
+#include GRAPHOPT_ARCH_HEADER(matmul_table/cpu/arch, kernels.h)
 
 namespace graphopt {
 namespace {
@@ -67,25 +67,10 @@ void multiply_panel(const Rounded& rounded, size_t at, const uint8_t* lines, con
   }
 }
 
-template <typename Kind, bool Wide>
-void multiply_panel(size_t width, const Rounded& rounded, size_t at, const uint8_t* lines, const uint32_t* words,
-                    size_t units, const SegmentScales& scales, Floats* totals) {
-  const auto with = [&](auto fixed) {
-    multiply_panel<Kind, Wide, decltype(fixed)::value>(rounded, at, lines, words, units, scales, totals);
-  };
-  switch (width) {
-    case 1: return with(std::integral_constant<size_t, 1>());
-    case 2: return with(std::integral_constant<size_t, 2>());
-#if defined(__AVX2__) || GRAPHOPT_NEON
-    case 4: return with(std::integral_constant<size_t, 4>());
-#endif
-#if defined(__AVX512F__)
-    case 8: return with(std::integral_constant<size_t, 8>());
-    case 12: return with(std::integral_constant<size_t, 12>());
-#elif defined(__AVX2__) || GRAPHOPT_NEON
-    case 6: return with(std::integral_constant<size_t, 6>());
-#endif
-  }
+// Calls with_width(width), known to the compiler: the one of the widths of this set that `width` is.
+template <typename WithWidth, size_t... Width>
+inline void choose_width(size_t width, const WithWidth& with_width, std::index_sequence<Width...>) {
+  ((width == Width ? with_width(std::integral_constant<size_t, Width>()) : void()), ...);
 }
 
 // Segments from `index` on whose looked up values fit half of the first level of the caches together; one at least.
@@ -122,20 +107,24 @@ void multiply_block(const Weights& weights, const Rounded& rounded, const Fillin
                               second ? 2u : 1u,
                               fill.shifted ? 1.0f : fill.unit};
       if (fill.shifted) {
-        for (ColumnScales& each : scales.of) each = after_shift(each);
+        for (ColumnScales& column : scales.of) column = after_shift(column);
       }
       const uint8_t* const lines = block.lines + (segment.unit - begin.unit) * Kind::kLines * 2 * kLine;
       for (size_t panel = first_panel; panel < end_panel; ++panel) {
-        multiply_panel<Kind, Wide>(rounded.width(panel), rounded, index * rounded.padded + panel * rounded.panel,
-                                   lines, rounded.words_of(segment.unit, segment.units, panel), segment.units, scales,
-                                   totals + 2 * (panel - first_panel) * rounded.panel);
+        const uint32_t* const words = rounded.words_of(segment.unit, segment.units, panel);
+        const auto multiply = [&](auto width) {
+          multiply_panel<Kind, Wide, decltype(width)::value>(
+              rounded, index * rounded.padded + panel * rounded.panel, lines, words, segment.units, scales,
+              totals + 2 * (panel - first_panel) * rounded.panel);
+        };
+        choose_width(rounded.width(panel), multiply, Widths());
       }
     }
   }
 }
 
 template <typename Kind, bool Wide>
-void multiply_many(const Weights& weights, const Rounded& rounded, const Filling& fill, float* y, size_t first_tile,
+void multiply_gemm(const Weights& weights, const Rounded& rounded, const Filling& fill, float* y, size_t first_tile,
                    size_t end_tile) {
   const size_t panels = rounded.panels(), of_block = kRowsOfBlock / rounded.panel, rows = rounded.rows();
   const bool two = rounded.kind == Activations::kInt16;

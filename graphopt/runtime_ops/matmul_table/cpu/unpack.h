@@ -1,8 +1,11 @@
-// Decodes packed weights: planes of bits to codes.
+// The loader: packed planes of bits become codes, one to a byte.
 #pragma once
 
-#include "matmul_table/cpu/vector.h"
+#include <type_traits>
+
+#include "arch/vector.h"
 #include "matmul_table/shared/weights.h"
+#include GRAPHOPT_FAMILY_HEADER(matmul_table/cpu/arch, bit_plane.h)
 
 namespace graphopt {
 namespace {
@@ -32,25 +35,6 @@ GRAPHOPT_UNCALLED Bytes masked(const Bytes& a, uint8_t mask) {
 
 GRAPHOPT_UNCALLED Bytes either(const Bytes& a, const Bytes& b) {
   return by_parts<Bytes>([&](size_t i) { return a.part[i] | b.part[i]; });
-}
-
-// Sets bit `At` of each byte of line j where the plane of one bit has a 1; the bit was 0.
-template <int At, size_t J>
-GRAPHOPT_UNCALLED Bytes with_single_bit(const Bytes& line, const uint8_t* plane) {
-#if defined(__AVX512BW__)
-  const __m512i twice = _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(plane)));
-  const __m512i lower = _mm512_set1_epi8(1 << 2 * J), upper = _mm512_set1_epi8(static_cast<char>(2 << 2 * J));
-  const __mmask64 set = _mm512_test_epi8_mask(twice, _mm512_mask_blend_epi8(~uint64_t{0} << 32, lower, upper));
-  const __m512i bits = _mm512_maskz_set1_epi8(set, static_cast<char>(1 << At));
-  return {{reinterpret_cast<Bytes::Part>(_mm512_or_si512(reinterpret_cast<__m512i>(line.part[0]), bits))}};
-#else
-  return by_parts<Bytes>([&](size_t i) {
-    const size_t position = J * kLine + i * kVectorBytes, h = position / 32;
-    Bytes::Part part;
-    __builtin_memcpy(&part, plane + position % 32, sizeof part);
-    return line.part[i] | (part >> static_cast<uint8_t>(h) & 1) << At;
-  });
-#endif
 }
 
 // The codes of a unit, line j holding those of 4 rows; with Exact the bits above the code are 0.

@@ -1,16 +1,16 @@
-// One row of floats: codes become floats in registers and are multiplied at once.
+// GEMV: one row of floats. Codes become floats in registers and are multiplied at once.
 #pragma once
 
-#include "matmul_table/cpu/few.h"
-#include "matmul_table/cpu/floats.h"
+#include "matmul_table/cpu/small_m.h"
+#include GRAPHOPT_FAMILY_HEADER(matmul_table/cpu/arch, float_decoders.h)
 
 namespace graphopt {
 namespace {
 
 // Two tiles at a time: a sum waits for its last product, and meanwhile the other goes on. Products are added in the
-// order that `multiply_many` has, so a row gives the same bits whatever rows stand beside it.
+// order that `multiply_gemm` has, so a row gives the same bits whatever rows stand beside it.
 template <int Bits, bool Shifted, typename Decoder>
-void multiply_one(const Weights& weights, const Rounded& rounded, const Decoder& decoder, float* y, size_t first_tile,
+void multiply_gemv(const Weights& weights, const Rounded& rounded, const Decoder& decoder, float* y, size_t first_tile,
                   size_t end_tile) {
   constexpr size_t kUnitBytes = 32 * Bits;
   const size_t segments = weights.segments();

@@ -1,25 +1,11 @@
-// Operands of AVX2, where products of bytes are made by way of numbers of 16 bits; see operands.h.
+// Operands where products of bytes are made by way of numbers of 16 bits; see byte_operand.h.
 #pragma once
 
-#include "matmul_table/cpu/lookup.h"
-
-#if GRAPHOPT_BY_PAIRS
+#include "matmul_table/cpu/byte_operand.h"
+#include "matmul_table/cpu/arch/avx2/forms.h"
 
 namespace graphopt {
 namespace {
-
-// Whether `AsMinifloats` multiplies the table: eight products of the lower half of its magnitudes fit 16 bits, and four
-// of the upper one.
-inline bool is_minifloat(const Table& table, int bits) {
-  if (!table.has_signs || (bits != 5 && bits != 6)) return false;
-  if (!table.wide) return table.largest_integer <= 64;
-  const int half = 1 << (bits - 2);
-  for (int code = 0; code < 2 * half; ++code) {
-    const int most = code < half ? 32 : 64 * table.upper_factor;
-    if (table.integer_of(static_cast<size_t>(code)) > most) return false;
-  }
-  return table.upper_factor <= 1 << 14;
-}
 
 // As numbers of 16 bits, of both bytes where the table is wide: rows 0 and 2 of a line, and rows 1 and 3. The sums of
 // wide tables are those of `AsBytes`, plane 0 + 256 * plane 1, which fits 32 bits.
@@ -31,7 +17,7 @@ class AsPairs {
 
  public:
   static constexpr size_t kWords = 2, kPlanes = 1, kSums = 1;
-  static constexpr bool kPairsFit = false, kFromZero = false;
+  static constexpr bool kPairsFit = false, kFromZero = false, kMultipliesUnits = false, kHasPanels = false;
   static constexpr bool kExact = ToByte<Bits, ByXor>::kExact;
 
   explicit AsPairs(const Table& table) : low_(table.low) {
@@ -100,11 +86,11 @@ template <int Bits>
 class AsFours {
  public:
   static constexpr size_t kWords = 2, kPlanes = 1, kSums = 2;
-  static constexpr bool kPairsFit = false, kFromZero = true;
+  static constexpr bool kPairsFit = false, kFromZero = true, kMultipliesUnits = true, kHasPanels = false;
   static constexpr bool kExact = LookUp<Bits>::kExact;
 
   explicit AsFours(const Table& table)
-      : low_(table.low.table), high_(table.high.table, static_cast<uint8_t>(table.high.offset)) {}
+      : low_(table.low.table, 0), high_(table.high.table, static_cast<uint8_t>(table.high.offset)) {}
 
   template <size_t Width>
   GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][2], const uint8_t* unit, const uint32_t* word) const {
@@ -154,6 +140,7 @@ class AsMinifloats {
  public:
   static constexpr size_t kWords = 1, kPlanes = 1, kSums = 1;
   static constexpr bool kPairsFit = false, kFromZero = true, kExact = true;
+  static constexpr bool kMultipliesUnits = true, kHasPanels = false;
 
   explicit AsMinifloats(const Table& table) : factor_(_mm256_set1_epi16(static_cast<int16_t>(table.upper_factor))) {
     // Of 5 bits both halves are looked up with the same index; of 6 each has a register to itself.
@@ -217,7 +204,82 @@ class AsMinifloats {
   __m256i lower_, upper_, factor_;
 };
 
+
+// Bytes of 32 at most: the sums of a unit have 16 bits, see Int8Runs, so those of six rows fit registers.
+template <int Bits, typename Operand>
+class AsRuns : public Operand {
+ public:
+  using Operand::Operand;
+  static constexpr bool kMultipliesUnits = true, kHasPanels = true;
+
+  template <size_t Width>
+  GRAPHOPT_UNCALLED void multiply_unit(Integers (&sums)[1][Width][1], const uint8_t* unit, const uint32_t* word) const {
+    __m256i runs[Width][2];  // not lines: the compiler would copy them through memory
+    for_each_line([&](auto j) __attribute__((always_inline)) {
+      constexpr size_t J = decltype(j)::value;
+      const Bytes values = (*this)(codes_of_line<Bits, AsRuns::kExact, J>(unit)).plane[0];
+      const __m256i left = reinterpret_cast<__m256i>(values.part[0]), right = reinterpret_cast<__m256i>(values.part[1]);
+#pragma GCC unroll 8
+      for (size_t row = 0; row < Width; ++row) {
+        const __m256i x = _mm256_set1_epi32(static_cast<int>(word[J * Width + row]));
+        __m256i of_left = _mm256_maddubs_epi16(left, x), of_right = _mm256_maddubs_epi16(right, x);
+        if constexpr (J > 0) {
+          of_left = _mm256_add_epi16(runs[row][0], of_left), of_right = _mm256_add_epi16(runs[row][1], of_right);
+        }
+        asm("" : "+x"(of_left), "+x"(of_right));  // see settle
+        runs[row][0] = of_left, runs[row][1] = of_right;
+      }
+    });
+#pragma GCC unroll 8
+    for (size_t row = 0; row < Width; ++row) {
+      Integers& sum = sums[0][row][0];
+#pragma GCC unroll 2
+      for (size_t i = 0; i < 2; ++i) {
+        sum.part[i] += reinterpret_cast<Integers::Part>(_mm256_madd_epi16(runs[row][i], _mm256_set1_epi16(1)));
+      }
+    }
+  }
+};
+
+// Calls with_operand(type) where `type` is a pointer to the operand of these weights.
+template <int Bits, typename WithOperand>
+void choose_operand(const Weights& weights, Words form, const WithOperand& with_operand) {
+  if (form == Words::kPairs) {
+    if constexpr (Bits == 6 || Bits == 8) {
+      if (weights.table.wide && weights.table.has_signs) {
+        return with_operand(static_cast<const AsPairs<Bits, true, false, true>*>(nullptr));
+      }
+    }
+    if (weights.table.wide) return with_operand(static_cast<const AsPairs<Bits, true, false>*>(nullptr));
+    // integers of fewer bits are small enough for products of bytes
+    if constexpr (Bits == 8) {
+      if (kXorIsFaster<Bits> && weights.table.by_xor) return with_operand(static_cast<const AsPairs<Bits, false, true>*>(nullptr));
+    }
+    return with_operand(static_cast<const AsPairs<Bits, false, false>*>(nullptr));
+  }
+  choose_byte_operand<Bits>(weights.table, with_operand);
+}
+
+// The same where codes are looked up as they are multiplied.
+template <int Bits, typename WithOperand>
+void choose_operand_of_small_m(const Weights& weights, Words form, const WithOperand& with_operand) {
+  if constexpr (Bits == 5 || Bits == 6) {
+    if (is_minifloat(weights.table, Bits)) {
+      if (weights.table.wide) return with_operand(static_cast<const AsMinifloats<Bits, true>*>(nullptr));
+      return with_operand(static_cast<const AsMinifloats<Bits, false>*>(nullptr));
+    }
+  }
+  if constexpr (Bits >= 3 && Bits <= 5) {
+    if (form == Words::kFours) return with_operand(static_cast<const AsFours<Bits>*>(nullptr));
+  }
+  choose_operand<Bits>(weights, form, [&](auto* null) {
+    using Operand = std::remove_const_t<std::remove_pointer_t<decltype(null)>>;
+    if constexpr (kSumsRuns<Bits> && Operand::kPairsFit) {
+      if (sums_runs(weights)) return with_operand(static_cast<const AsRuns<Bits, Operand>*>(nullptr));
+    }
+    with_operand(null);
+  });
+}
+
 }  // namespace
 }  // namespace graphopt
-
-#endif

@@ -1,0 +1,3 @@
+#pragma once
+
+#include "arch/dotprod/int8.h"

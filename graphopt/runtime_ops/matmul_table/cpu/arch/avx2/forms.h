@@ -1,0 +1,41 @@
+// Which tables AVX2 multiplies in a way of its own; AVX-VNNI is given the same words of x.
+#pragma once
+
+#include "matmul_table/cpu/kernels.h"
+
+namespace graphopt {
+namespace {
+
+// Whether `AsMinifloats` multiplies the table: eight products of the lower half of its magnitudes fit 16 bits, and four
+// of the upper one.
+inline bool is_minifloat(const Table& table, int bits) {
+  if (!table.has_signs || (bits != 5 && bits != 6)) return false;
+  if (!table.wide) return table.largest_integer <= 64;
+  const int half = 1 << (bits - 2);
+  for (int code = 0; code < 2 * half; ++code) {
+    const int most = code < half ? 32 : 64 * table.upper_factor;
+    if (table.integer_of(static_cast<size_t>(code)) > most) return false;
+  }
+  return table.upper_factor <= 1 << 14;
+}
+
+
+// Whether the sums of a unit fit 16 bits, so that the registers hold those of a whole panel; see AsRuns. Formats of
+// fewer bits are rare, and those of more have larger bytes.
+template <int Bits>
+constexpr bool kSumsRuns = Bits >= 3 && Bits <= 5;
+
+inline bool sums_runs(const Weights& weights) {
+  return weights.bits >= 3 && weights.bits <= 5 && !weights.table.wide && weights.table.most <= 32;
+}
+
+// What words hold of integers: where `sums_bytes` is false, products of bytes are summed up only where two fit 16 bits.
+inline Words form_of_integers(const Weights& weights, bool is_small_m, bool sums_bytes) {
+  const Table& table = weights.table;
+  if (is_small_m && is_minifloat(table, weights.bits)) return Words::kBytes;
+  if (is_small_m && table.wide && weights.bits >= 3 && weights.bits <= 5) return Words::kFours;
+  return table.wide || (!sums_bytes && table.most > 128) ? Words::kPairs : Words::kBytes;
+}
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <utility>
+#include "matmul_table/cpu/arch/avx2/operands.h"
+#include "matmul_table/cpu/arch/avx2/products.h"
+
+namespace graphopt {
+namespace {
+
+// Rows of a panel, and the widths that one may have: what 16 registers hold.
+constexpr size_t kPanel = 6;
+using Widths = std::index_sequence<1, 2, 4, 6>;
+
+// Up to so many rows of x that are floats codes are looked up as they are multiplied.
+constexpr size_t kGemvRows = 1;
+
+// The same for rows of integers; of `kSmallM` in one panel.
+// More panels than `kRunPanels` are faster by a block, whose codes are looked up once.
+constexpr size_t kSmallM = 2, kRunPanels = 3;
+inline size_t small_m_rows(const Weights& weights) { return sums_runs(weights) ? kRunPanels * kPanel : kSmallM; }
+
+inline Words form_of_integers(const Weights& weights, bool is_small_m) {
+  return form_of_integers(weights, is_small_m, kSumsBytes);
+}
+
+// Sums side by side, which wait for one another less; of integers, so that their order is no matter.
+template <typename Operand, size_t Width>
+constexpr size_t kSumsOf = Operand::kSums;
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,3 @@
+#pragma once
+
+#include "matmul_table/cpu/arch/generic/bit_plane.h"

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <utility>
+#include "matmul_table/cpu/arch/generic/operands.h"
+#include "matmul_table/cpu/bfloat16_product.h"
+
+namespace graphopt {
+namespace {
+
+// Rows of a panel, and the widths that one may have: two keep the compiler busy.
+constexpr size_t kPanel = 2;
+using Widths = std::index_sequence<1, 2>;
+
+// Up to so many rows of x that are floats codes are looked up as they are multiplied.
+constexpr size_t kGemvRows = 0;
+
+// The same for rows of integers; of `kSmallM` in one panel.
+constexpr size_t kSmallM = 0;
+inline size_t small_m_rows(const Weights&) { return kSmallM; }
+
+// What words hold of integers.
+inline Words form_of_integers(const Weights&, bool) { return Words::kBytes; }
+
+// Sums side by side, which wait for one another less; of integers, so that their order is no matter.
+template <typename Operand, size_t Width>
+constexpr size_t kSumsOf = 1;
+
+}  // namespace
+}  // namespace graphopt

@@ -1,0 +1,33 @@
+#pragma once
+
+#include "matmul_table/cpu/unpack.h"
+
+namespace graphopt {
+namespace {
+
+// Of so many bits a table is one register, and looking up costs no more than the exclusive or.
+constexpr int kLookUpBits = 0;
+
+// A table of 2^Bits bytes, which is repeated up to 64 bytes.
+template <int Bits>
+class LookUp {
+ public:
+  // Whether bits above those of the code must be 0.
+  static constexpr bool kExact = Bits < 8;
+
+  LookUp() = default;
+  explicit LookUp(const uint8_t* table, uint8_t /* 0: products take unsigned bytes */) : table_(table) {}
+
+  GRAPHOPT_UNCALLED Bytes operator()(const Bytes& codes) const {
+    uint8_t bytes[kLine];
+    store_line(bytes, codes);
+    for (size_t i = 0; i < kLine; ++i) bytes[i] = table_[bytes[i]];
+    return load_line<Bytes>(bytes);
+  }
+
+ private:
+  const uint8_t* table_ = nullptr;
+};
+
+}  // namespace
+}  // namespace graphopt
