@@ -115,7 +115,7 @@ def _operations(aten: Any) -> dict[Any, Callable[..., Any]]:
     views = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
     return {
         **dict.fromkeys(same, lambda x, **_: x),
-        **dict.fromkeys(views, lambda x, dims: Reshape.to(x, dims)),
+        **dict.fromkeys(views, lambda x, dims: Reshape.to_dims(x, dims)),
         aten._to_copy.default: lambda x, dtype=None, **_: x if dtype is None else _cast(x, dtype_of(dtype)),
         aten.t.default: lambda x: _swapped(x, 0, 1) if len(x.shape) == 2 else x,
         aten.transpose.int: _swapped,
@@ -149,7 +149,7 @@ def _swapped(x: Expression, first: int, second: int) -> Expression:
 
 def _unsqueezed(x: Expression, axis: int) -> Expression:
     place = axis % (len(x.shape) + 1)
-    return Reshape.to(x, (*x.shape[:place], 1, *x.shape[place:]))
+    return Reshape.to_dims(x, (*x.shape[:place], 1, *x.shape[place:]))
 
 
 def _sliced(
@@ -161,7 +161,7 @@ def _sliced(
 def _selected(x: Expression, axis: int, index: int) -> Expression:
     place = axis % len(x.shape)
     row = index % x.shape[place]
-    return Reshape.to(_sliced(x, place, row, row + 1), (*x.shape[:place], *x.shape[place + 1 :]))
+    return Reshape.to_dims(_sliced(x, place, row, row + 1), (*x.shape[:place], *x.shape[place + 1 :]))
 
 
 def _split(x: Expression, size: int, axis: int = 0) -> list[Expression]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import networkx as nx
 
 from graphopt.analysis.bases.pins import CONSTANT
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     import onnx_ir as ir
 
@@ -91,6 +91,14 @@ class Basis:
         return "weight_input" if self.readers else "weight_output"
 
 
+class AxisUse(NamedTuple):
+    """A node that makes the axis of a tensor of parts, or takes it apart into them."""
+
+    node: ir.Node
+    side: Side
+    tensor: str
+
+
 @dataclass
 class Refinement:
     """An axis that some node makes of smaller ones, or takes apart into them.
@@ -103,7 +111,7 @@ class Refinement:
     whole: Axis
     parts: tuple[Axis, ...]
     sizes: tuple[int, ...]
-    places: list[tuple[ir.Node, Side, str]]
+    uses: list[AxisUse]
 
 
 class BasisGraph:
@@ -123,32 +131,42 @@ class BasisGraph:
         assert value.shape is not None
         axis = Axis(value.name or "", index % len(value.shape))
         if axis not in self.graph:
-            self._add(axis, fixed(value.shape[axis.index]))
+            self._add(axis, static_size(value.shape[axis.index]))
             if value.is_initializer():
-                self.pin(axis, axis.tensor, CONSTANT(), "made")
+                self.pin(axis, value, CONSTANT(), "made")
         return axis
 
     def axes(self, value: ir.Value) -> list[Axis]:
         """Return all axes of ``value``; none where its rank is not known."""
         return [] if value.shape is None else [self.axis(value, index) for index in range(len(value.shape))]
 
-    def join(self, left: Axis, right: Axis, node: ir.Node | None) -> None:
+    def join(self, axis: Axis, twin: Axis, node: ir.Node | None) -> None:
         """Record that ``node`` forces two axes into one basis."""
-        self.graph.add_edge(left, right, op=None if node is None else node.op_type)
+        self.graph.add_edge(axis, twin, op=None if node is None else node.op_type)
 
-    def pin(self, axis: Axis, node: str, reason: Fact, side: Side) -> None:
-        """Record that ``node`` makes or observes the coordinates of ``axis``."""
-        self.graph.nodes[axis]["pins"].append(Pin(node, reason, side, axis.tensor))
+    def width(self, axis: Axis) -> int | None:
+        """Return the dimension of ``axis``, or ``None`` where it varies at run time."""
+        width: int | None = self.graph.nodes[axis]["width"]
+        return width
+
+    def pin(self, axis: Axis, origin: ir.Node | ir.Value, reason: Fact, side: Side) -> None:
+        """Record that a node, or a value without one, makes or observes the coordinates of ``axis``."""
+        self.graph.nodes[axis]["pins"].append(Pin(origin.name or "", reason, side, axis.tensor))
+
+    def pin_axes(self, axes: Iterable[Axis], origin: ir.Node | ir.Value, reason: Fact, side: Side) -> None:
+        """Pin each of ``axes`` in the same way."""
+        for axis in axes:
+            self.pin(axis, origin, reason, side)
 
     def mark(self, axis: Axis, role: Role) -> None:
         """Record what attention does with ``axis``."""
         self.graph.nodes[axis]["marks"].add(role)
 
-    def write(self, axis: Axis, node: ir.Node, position: int, weight_axis: int) -> None:
+    def add_writer(self, axis: Axis, node: ir.Node, position: int, weight_axis: int) -> None:
         """Record that a weight writes ``axis``."""
         self.graph.nodes[axis]["writers"].append(WeightAxis(node, position, weight_axis))
 
-    def read(self, axis: Axis, node: ir.Node, position: int, weight_axis: int) -> None:
+    def add_reader(self, axis: Axis, node: ir.Node, position: int, weight_axis: int) -> None:
         """Record that a weight reads ``axis``."""
         self.graph.nodes[axis]["readers"].append(WeightAxis(node, position, weight_axis))
 
@@ -156,7 +174,7 @@ class BasisGraph:
         self,
         kind: Literal["product", "sum"],
         whole: Axis,
-        parts: Sequence[Axis | int],
+        parts: Sequence[Axis | int | None],
         node: ir.Node,
         side: Side,
     ) -> tuple[Axis, ...]:
@@ -164,15 +182,15 @@ class BasisGraph:
 
         ``side`` is ``made`` where ``node`` makes the whole of its parts, ``observed`` where it takes the whole apart.
         """
-        made = tuple(
-            self._piece(whole, f"{node.name}.{place}", part) if isinstance(part, int) else part
-            for place, part in enumerate(parts)
+        axes = tuple(
+            part if isinstance(part, Axis) else self._piece(whole, f"{node.name}.{number}", part)
+            for number, part in enumerate(parts)
         )
-        sizes = tuple(self.graph.nodes[part]["width"] for part in made)
-        self.refinements.append(Refinement(kind, whole, made, sizes, [(node, side, whole.tensor)]))
-        return made
+        sizes = tuple(self.graph.nodes[axis]["width"] for axis in axes)
+        self.refinements.append(Refinement(kind, whole, axes, sizes, [AxisUse(node, side, whole.tensor)]))
+        return axes
 
-    def _piece(self, whole: Axis, part: str, width: int) -> Axis:
+    def _piece(self, whole: Axis, part: str, width: int | None) -> Axis:
         axis = Axis(whole.tensor, whole.index, part)
         self._add(axis, width)
         return axis
@@ -181,7 +199,7 @@ class BasisGraph:
         self.graph.add_node(axis, width=width, writers=[], readers=[], pins=[], marks=set())
 
 
-def fixed(dim: object) -> int | None:
+def static_size(dim: object) -> int | None:
     """Return a dimension as a number where it is one; the exporter also writes a fixed 8 as the symbol ``"8"``."""
     if isinstance(dim, int):
         return dim

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from graphopt.graph.diagnostics import Rule
 
-OBSERVED = Rule("basis.observed", "{op} looks at single coordinates, or is not followed by the analysis")
+COORDINATES_OBSERVED = Rule("basis.observed", "{op} looks at single coordinates, or is not followed by the analysis")
 CONSTANT = Rule("basis.constant", "a constant that is no weight of a product")
 PORT = Rule("basis.port", "it is a {port}, known to the app")
-CAPTURED = Rule("basis.captured", "a subgraph of {op} reads it")
+READ_BY_SUBGRAPH = Rule("basis.captured", "a subgraph of {op} reads it")
 
 COORDINATE_BY_COORDINATE = Rule("basis.coordinate-by-coordinate", "{op} works on it coordinate by coordinate")
-CHOSEN = Rule("basis.chosen", "Where chooses its coordinates one by one")
+CHOSEN_BY_WHERE = Rule("basis.chosen", "Where chooses its coordinates one by one")
 SAME_ADDED = Rule("basis.same-number-added", "the same number is added along it")
 NUMBER_ADDED = Rule("basis.number-added", "a number is added to every coordinate")
 
@@ -20,27 +20,29 @@ MEAN = Rule("basis.mean", "LayerNormalization takes a mean over it, which fold_n
 
 RANK_UNKNOWN = Rule("basis.rank-unknown", "an online rotation of a tensor whose rank is not known")
 ROTATION_READS = Rule("basis.rotation-reads", "an online rotation reads it")
-ROTATED = Rule("basis.rotated", "it is rotated online already")
+ROTATED_ONLINE = Rule("basis.rotated", "it is rotated online already")
 
 CONSTANT_LEFT = Rule("basis.constant-left", "MatMul of a constant on its left, or of tensors whose rank is not known")
-STACKED = Rule("basis.stacked", "MatMul with a stack of constant matrices")
-PAIRED = Rule("basis.paired", "MatMul pairs its entries one by one")
+STACK_OF_MATRICES = Rule("basis.stacked", "MatMul with a stack of constant matrices")
+ENTRY_BY_ENTRY = Rule("basis.paired", "MatMul pairs its entries one by one")
 CODES = Rule("basis.codes", "its codes are fixed: rotate before weights are quantized")
-ROUNDED = Rule("basis.rounded", "its numbers are rounded in these coordinates: rotate before inputs are quantized")
-PICKED = Rule("basis.picked", "{op} picks or sums its entries")
+ROUNDED_INPUT = Rule(
+    "basis.rounded", "its numbers are rounded in these coordinates: rotate before inputs are quantized"
+)
+PICKED_ENTRIES = Rule("basis.picked", "{op} picks or sums its entries")
 
-MIXED = Rule("basis.mixed", "{op} mixes it with other axes")
+MIXED_AXES = Rule("basis.mixed", "{op} mixes it with other axes")
 COPIES = Rule("basis.copies", "Expand fills it with copies")
 CUT_UNKNOWN = Rule("basis.cut-unknown", "{op} cuts it where the graph does not say")
 SINGLE_ENTRIES = Rule("basis.single-entries", "Slice takes single entries of it")
-BESIDE = Rule("basis.beside", "Concat puts it beside other coordinates")
+PART_OF_CONCAT = Rule("basis.beside", "Concat puts it beside other coordinates")
 MADE_OF_PARTS = Rule("basis.made-of-parts", "Concat makes it of parts")
 CUT_OTHERWISE = Rule("basis.cut-otherwise", "other nodes take the same axis apart in another way")
 PARTS_OBSERVED = Rule("basis.parts-observed", "{op} makes it of parts that {observer} observes")
-APART = Rule("basis.apart", "its coordinates do not lie side by side in the weight of {reader}")
+NOT_CONTIGUOUS = Rule("basis.apart", "its coordinates do not lie side by side in the weight of {reader}")
 
 HEAD_BY_HEAD = Rule("basis.head-by-head", "each head attends for itself")
 POSITION_BY_POSITION = Rule("basis.position-by-position", "each head and position attends for itself")
 SOFTMAX = Rule("basis.softmax", "attention scores are softmaxed")
 HEAD_SIZE_UNKNOWN = Rule("basis.head-size-unknown", "the size of its heads is not known")
-TURNED = Rule("basis.turned", "RotaryEmbedding turns each pair of its coordinates by another angle")
+ROTARY_ANGLES = Rule("basis.turned", "RotaryEmbedding turns each pair of its coordinates by another angle")

@@ -12,13 +12,19 @@ and says so. How axes that consist of others are resolved is in :mod:`graphopt.a
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import onnx_ir as ir
 
-from graphopt.analysis.bases.axes import Basis, BasisGraph
-from graphopt.analysis.bases.pins import CAPTURED, PORT
+from graphopt.analysis.bases.axes import Basis, BasisGraph, Side
+from graphopt.analysis.bases.pins import PORT, READ_BY_SUBGRAPH
 from graphopt.analysis.bases.refinement import bases_of
 from graphopt.analysis.bases.rules import RULES, observe
+from graphopt.analysis.bases.rules.common import is_floating
 from graphopt.analysis.structure.ports import past_port
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Mapping, Sequence
 
 
 def find_bases(graph: ir.Graph) -> list[Basis]:
@@ -27,28 +33,18 @@ def find_bases(graph: ir.Graph) -> list[Basis]:
     A KV cache is no pin: what the app gets as ``present.N.key`` it gives back as ``past_key_values.N.key`` unread,
     so both may lie in a rotated basis, the same one.
     """
-    found = BasisGraph()
-    caches = cache_ports(graph)
-    for value in graph.inputs:
-        if _floating(value) and value.name not in caches:
-            _pin_port(found, value, "graph input", "made")
+    bases, caches = BasisGraph(), cache_ports(graph)
+    _pin_ports(bases, graph.inputs, caches, "made")
     for node in graph:
-        values = (*node.inputs, *node.outputs)
-        if any(value is not None and _floating(value) for value in values):
-            RULES.get((node.domain, node.op_type), observe)(found, node)
-        _pin_captured(found, node)
-    for value in graph.outputs:
-        if _floating(value) and value.name not in caches:
-            _pin_port(found, value, "graph output", "observed")
-    outputs = {value.name: value for value in graph.outputs}
-    for value in graph.inputs:
-        if value.name in caches:
-            for before, after in zip(found.axes(value), found.axes(outputs[caches[value.name]]), strict=True):
-                found.join(before, after, None)
-    return [basis for basis in bases_of(found) if basis.writers or basis.readers or _contracted(basis)]
+        if any(value is not None and is_floating(value) for value in (*node.inputs, *node.outputs)):
+            RULES.get((node.domain, node.op_type), observe)(bases, node)
+        _pin_captures(bases, node)
+    _pin_ports(bases, graph.outputs, caches, "observed")
+    _join_caches(bases, graph, caches)
+    return [basis for basis in bases_of(bases) if basis.writers or basis.readers or _is_contracted(basis)]
 
 
-def _contracted(basis: Basis) -> bool:
+def _is_contracted(basis: Basis) -> bool:
     # Scores times values is a contraction too, over positions, whose number varies at run time.
     return bool(basis.marks) and basis.width is not None
 
@@ -60,28 +56,36 @@ def cache_ports(graph: ir.Graph) -> dict[str | None, str]:
     for value in graph.inputs:
         port = past_port(value)
         twin = outputs.get(port.present) if port is not None and port.grows else None
-        same_rank = twin is not None and None not in (value.shape, twin.shape) and len(value.shape) == len(twin.shape)  # type: ignore[arg-type]
-        if twin is not None and same_rank and twin is not value:
+        if twin is not None and twin is not value and _is_same_rank(value, twin):
             ports[value.name], ports[twin.name] = twin.name or "", value.name or ""
     return ports
 
 
-def _floating(value: ir.Value) -> bool:
-    return value.dtype is None or value.dtype.is_floating_point()
+def _is_same_rank(a: ir.Value, b: ir.Value) -> bool:
+    return a.shape is not None and b.shape is not None and len(a.shape) == len(b.shape)
 
 
-def _pin_port(found: BasisGraph, value: ir.Value, port: str, side: str) -> None:
-    for axis in found.axes(value):
-        found.pin(axis, value.name or "", PORT(port=port), side)  # type: ignore[arg-type]
+def _pin_ports(bases: BasisGraph, values: Sequence[ir.Value], caches: Container[str | None], side: Side) -> None:
+    reason = PORT(port="graph input" if side == "made" else "graph output")
+    for value in values:
+        if is_floating(value) and value.name not in caches:
+            bases.pin_axes(bases.axes(value), value, reason, side)
 
 
-def _pin_captured(found: BasisGraph, node: ir.Node) -> None:
+def _join_caches(bases: BasisGraph, graph: ir.Graph, caches: Mapping[str | None, str]) -> None:
+    outputs = {value.name: value for value in graph.outputs}
+    for value in graph.inputs:
+        if value.name in caches:
+            for past, present in zip(bases.axes(value), bases.axes(outputs[caches[value.name]]), strict=True):
+                bases.join(past, present, None)
+
+
+def _pin_captures(bases: BasisGraph, node: ir.Node) -> None:
     """Pin what a subgraph of ``node`` reads from outside without naming it as an input."""
     for attribute in node.attributes.values():
         if attribute.type != ir.AttributeType.GRAPH:
             continue
         for inner in attribute.as_graph().all_nodes():
             for value in inner.inputs:
-                if value is not None and value.graph is node.graph and _floating(value):
-                    for axis in found.axes(value):
-                        found.pin(axis, node.name or "", CAPTURED(op=node.op_type), "observed")
+                if value is not None and value.graph is node.graph and is_floating(value):
+                    bases.pin_axes(bases.axes(value), node, READ_BY_SUBGRAPH(op=node.op_type), "observed")

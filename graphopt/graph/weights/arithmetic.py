@@ -24,25 +24,25 @@ class Cast(SameShape):
     """Each number rounded to another type, to nearest even.
 
     Attributes:
-        to: the type.
+        target: the type.
         saturate: finite numbers beyond the type's range become its ends. Without it they become infinite.
     """
 
-    to: ir.DataType
+    target: ir.DataType
     saturate: bool = False
 
     @property
     def dtype(self) -> ir.DataType:
         """The new type."""
-        return self.to
+        return self.target
 
     def evaluate(self, region: Region) -> Array:
         """Cast what lies in the region."""
         numbers = self.source.evaluate(region)
         if self.saturate:
-            limit = float(ml_dtypes.finfo(self.to.numpy()).max)  # type: ignore[no-untyped-call]
+            limit = float(ml_dtypes.finfo(self.target.numpy()).max)  # type: ignore[no-untyped-call]
             numbers = np.where(np.isfinite(numbers), np.clip(numbers, -limit, limit), numbers)
-        return numbers.astype(self.to.numpy(), copy=False)
+        return numbers.astype(self.target.numpy(), copy=False)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,11 +64,11 @@ class Scale(SameShape):
 class Sum(SameShape):
     """The sum of two tensors of one shape, in the type of ``source``."""
 
-    other: Expression
+    addend: Expression
 
     def evaluate(self, region: Region) -> Array:
         """Add what lies in the region."""
-        return np.asarray(self.source.evaluate(region) + self.other.evaluate(region), self.dtype.numpy())
+        return np.asarray(self.source.evaluate(region) + self.addend.evaluate(region), self.dtype.numpy())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

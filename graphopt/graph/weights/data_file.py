@@ -81,29 +81,46 @@ def save_model(
     """
     values = [value for graph in model.graphs() for value in graph.initializers.values()]
     tensors = {value: value.const_value for value in values if value.const_value is not None}
-    external = [value for value, tensor in tensors.items() if _is_external(tensor, weights)]
+    external = {value: tensor for value, tensor in tensors.items() if _is_external(tensor, weights)}
     file = file.absolute() if in_place else file
     root = Path(file.anchor) if in_place else file.parent
-    existing = _locations_below(root, {value: tensors[value] for value in external}) if in_place else {}
-    first: dict[Hashable, ir.Value] = {}
-    originals = {value: first.setdefault(source_of(tensors[value]), value) for value in external}
-    sizes = {v: tensors[v].nbytes for v in external if originals[v] is v and v not in existing}
+    originals = _originals(external)
+    existing = _locations_below(root, external) if in_place else {}
+    sizes = {value: external[value].nbytes for value in dict.fromkeys(originals.values()) if value not in existing}
     locations = _new_locations(sizes, file.parent, data, part_size)
+    arrays: dict[ir.Value, Array] = {}
     if weights:
         _reserve_files(file.parent / data, sizes, locations)
+        to_write = {v: tensor for v, tensor in tensors.items() if v not in existing and originals.get(v, v) is v}
+        arrays = _write_tensors(to_write, locations, executor, on_tensor)
+    locations |= existing
+    stand_ins: dict[ir.Value, ir.TensorProtocol] = {
+        value: ir.Tensor(array, dtype=tensors[value].dtype, name=tensors[value].name) for value, array in arrays.items()
+    }
+    for value, tensor in external.items():
+        location = locations[value if value in locations else originals[value]]
+        stand_ins[value] = _external_tensor(tensor, location, root)
+    with _substitution(stand_ins), writing(file.parent):
+        ir.save(model, file)
+
+
+def _originals(tensors: dict[ir.Value, ir.TensorProtocol]) -> dict[ir.Value, ir.Value]:
+    """Return for each value the first that has the same bytes."""
+    first: dict[Hashable, ir.Value] = {}
+    return {value: first.setdefault(source_of(tensor), value) for value, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _substitution(tensors: dict[ir.Value, ir.TensorProtocol]) -> Iterator[None]:
+    """Let values have other tensors while the block runs."""
+    before = {value: value.const_value for value in tensors}
     try:
-        unique = {v: tensor for v, tensor in tensors.items() if v not in existing and originals.get(v, v) is v}
-        small = _write_tensors(unique, locations, executor, on_tensor) if weights else {}
-        for value, array in small.items():
-            value.const_value = ir.Tensor(array, dtype=tensors[value].dtype, name=tensors[value].name)
-        for value in external:
-            location = existing.get(value) or locations[originals[value]]
-            value.const_value = _external_tensor(tensors[value], location, root)
-        with writing(file.parent):
-            ir.save(model, file)
-    finally:
         for value, tensor in tensors.items():
             value.const_value = tensor
+        yield
+    finally:
+        for value, original in before.items():
+            value.const_value = original
 
 
 def _is_external(tensor: ir.TensorProtocol, weights: bool) -> bool:
@@ -158,20 +175,20 @@ def _write_tensors(
     on_tensor: OnTensor | None,
 ) -> dict[ir.Value, Array]:
     """Write tensors to their locations, and return the arrays of those that have none and are not in memory."""
-    written = 0
+    count = 0
 
-    def count(value: ir.Value) -> None:
-        nonlocal written
-        written += value in locations
+    def report(value: ir.Value) -> None:
+        nonlocal count
+        count += value in locations
         if value in locations and on_tensor is not None:
-            on_tensor(written, len(locations))
+            on_tensor(count, len(locations))
 
     lazy = [value for value, tensor in tensors.items() if isinstance(tensor, (WeightTensor, ir.ExternalTensor))]
     # What is in memory is not sent to another process only to be written.
-    for value in [value for value in locations if not isinstance(tensors[value], (WeightTensor, ir.ExternalTensor))]:
+    for value in locations.keys() - set(lazy):
         with _open_at(locations[value]) as stream:
             stream.write(tensors[value].tobytes())
-        count(value)
+        report(value)
     expressions = [expression_of(tensors[value]) for value in lazy]
     groups = group_expressions(expressions)
     tasks: list[_Task] = [[(expressions[number], locations.get(lazy[number])) for number in group] for group in groups]
@@ -181,7 +198,7 @@ def _write_tensors(
         for number, array in zip(groups[index], arrays, strict=True):
             if array is not None:
                 small[lazy[number]] = array
-            count(lazy[number])
+            report(lazy[number])
     return small
 
 

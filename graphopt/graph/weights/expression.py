@@ -107,9 +107,9 @@ class Expression(Node, ABC):
 
     def _evaluate_checked(self, region: Region) -> Array:
         array = self.evaluate(region)
-        expected = tuple(piece.stop - piece.start for piece in region)
-        if array.shape != expected:
-            raise ValueError(f"a part of {self} came out as {array.shape}, promised as {expected}")
+        shape = tuple(piece.stop - piece.start for piece in region)
+        if array.shape != shape:
+            raise ValueError(f"a part of {self} came out as {array.shape}, promised as {shape}")
         return np.asarray(array, self.dtype.numpy())
 
     @property
@@ -166,8 +166,8 @@ def widen(region: Region, axis: int, size: int) -> Region:
 
 def blocks(shape: Shape, whole: Iterable[int]) -> Iterator[Region]:
     """Yield regions of about 2^20 numbers that cover a tensor: it is cut along its largest axis that is not whole."""
-    fixed = set(whole)
-    candidates = [axis for axis in range(len(shape)) if axis not in fixed]
+    whole_axes = set(whole)
+    candidates = [axis for axis in range(len(shape)) if axis not in whole_axes]
     if not candidates or not math.prod(shape):
         yield whole_region(shape)
         return
@@ -185,11 +185,11 @@ def blocks_of(shape: Shape, axis: int) -> Iterator[Region]:
 
 def nodes_below(root: Node) -> Iterator[Node]:
     """Yield each node of an expression once, children before what is made of them."""
-    visited: set[Node] = set()
+    known_nodes: set[Node] = set()
 
     def walk(node: Node) -> Iterator[Node]:
-        if node not in visited:
-            visited.add(node)
+        if node not in known_nodes:
+            known_nodes.add(node)
             for child in node.children:
                 yield from walk(child)
             yield node
@@ -215,8 +215,8 @@ def _replace_nodes(value: Any, replacements: Mapping[Node, Node], copies: dict[N
     if value not in copies:
         old = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         new = {name: _replace_nodes(field, replacements, copies) for name, field in old.items()}
-        unchanged = all(_is_same(old[name], new[name]) for name in old)
-        copies[value] = value if unchanged else dataclasses.replace(value, **new)
+        is_same = all(_is_same(old[name], new[name]) for name in old)
+        copies[value] = value if is_same else dataclasses.replace(value, **new)
     return copies[value]
 
 

@@ -33,25 +33,28 @@ def check_finite(model: ir.Model, file: str | Path | None = None, executor: Exec
     """
     # What a graph within the graph has is not looked at for NaN; functions have no initializers.
     tensors = {v: v.const_value for v in model.graph.initializers.values() if v.const_value is not None}
-    external = [value for value, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)]
-    expressions = [expression_of(tensors[value]) for value in external]
+    files = [value for value, tensor in tensors.items() if isinstance(tensor, ir.ExternalTensor)]
+    expressions = [expression_of(tensors[value]) for value in files]
     faults: dict[ir.Value, str | None] = {}
     for number, (digest, fault) in run_tasks(executor, _inspect, expressions, [e.nbytes for e in expressions]):
-        value, expression = external[number], expressions[number]
+        value, expression = files[number], expressions[number]
         faults[value] = fault
         if isinstance(expression, StoredBytes):
             source = dataclasses.replace(expression, known_digest=digest)
             value.const_value = source.tensor(tensors[value].name)
     for value, tensor in tensors.items():
-        fault = faults[value] if value in faults else _fault(expression_of(tensor))
-        if fault is not None:
-            raise InputError(
-                fault,
-                file=file,
-                tensor=value.name,
-                shape=tensor.shape.numpy(),
-                remedy="the checkpoint is damaged or was converted with overflow; export it again",
-            )
+        _refuse(faults[value] if value in faults else _fault(expression_of(tensor)), value.name, tensor, file)
+
+
+def _refuse(fault: str | None, name: str | None, tensor: ir.TensorProtocol, file: str | Path | None) -> None:
+    if fault is not None:
+        raise InputError(
+            fault,
+            file=file,
+            tensor=name,
+            shape=tensor.shape.numpy(),
+            remedy="the checkpoint is damaged or was converted with overflow; export it again",
+        )
 
 
 def _inspect(expression: Expression) -> tuple[str, str | None]:

@@ -61,10 +61,10 @@ class Slice(Expression):
     pieces: tuple[tuple[int, int, int], ...]
 
     @classmethod
-    def cut(cls, of: Expression, pieces: dict[int, slice]) -> Slice:
+    def cut(cls, source: Expression, pieces: dict[int, slice]) -> Slice:
         """Return the coordinates of each axis that Python's slices pick; axes without one stay."""
-        bounds = [pieces.get(axis, slice(None)).indices(size) for axis, size in enumerate(of.shape)]
-        return cls(of, tuple(bounds))
+        bounds = [pieces.get(axis, slice(None)).indices(size) for axis, size in enumerate(source.shape)]
+        return cls(source, tuple(bounds))
 
     @property
     def dtype(self) -> ir.DataType:
@@ -102,13 +102,13 @@ class Reshape(Expression):
     dims: Shape
 
     @classmethod
-    def to(cls, of: Expression, dims: Sequence[int]) -> Reshape:
+    def to_dims(cls, source: Expression, dims: Sequence[int]) -> Reshape:
         """Return ``source`` with the dimensions ``dims``, one of which may be -1 for what is left."""
         product = math.prod(size for size in dims if size != -1)
-        shape = tuple(math.prod(of.shape) // product if size == -1 else size for size in dims)
-        if math.prod(shape) != math.prod(of.shape):
-            raise ValueError(f"{list(of.shape)} cannot be reshaped to {list(dims)}")
-        return cls(of, shape)
+        shape = tuple(math.prod(source.shape) // product if size == -1 else size for size in dims)
+        if math.prod(shape) != math.prod(source.shape):
+            raise ValueError(f"{list(source.shape)} cannot be reshaped to {list(dims)}")
+        return cls(source, shape)
 
     @property
     def dtype(self) -> ir.DataType:

@@ -31,19 +31,19 @@ def default_work_folder(output: Path) -> Path:
     return output.parent / f".{output.name}-work"
 
 
-def open_work_folder(output: Path, chosen: Path | None = None) -> Path:
+def open_work_folder(output: Path, choice: Path | None = None) -> Path:
     """Make the work folder, or go on with the one that is there.
 
     What other versions of graphopt, NumPy or ml_dtypes left in it is thrown away.
 
     Args:
         output: the artifact that is worked on.
-        chosen: another place than the default.
+        choice: another place than the default.
 
     Raises:
         InputError: the place is taken by something else, or cannot be made.
     """
-    folder = (chosen or default_work_folder(output)).absolute()
+    folder = (choice or default_work_folder(output)).absolute()
     mark = folder / _MARK
     if mark.is_file() and mark.read_text(encoding="utf-8") != _VERSIONS:
         shutil.rmtree(folder)
@@ -52,12 +52,12 @@ def open_work_folder(output: Path, chosen: Path | None = None) -> Path:
     try:
         # Shards may start at the same time: the folder appears with its mark in it, or not at all.
         folder.parent.mkdir(parents=True, exist_ok=True)
-        made = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
-        (made / _MARK).write_text(_VERSIONS, encoding="utf-8")
+        draft = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
+        (draft / _MARK).write_text(_VERSIONS, encoding="utf-8")
         try:
-            made.rename(folder)
+            draft.rename(folder)
         except OSError:
-            shutil.rmtree(made)
+            shutil.rmtree(draft)
     except OSError as error:
         raise InputError(f"the work folder cannot be made: {error.strerror}", file=folder) from error
     if not mark.is_file():
@@ -74,7 +74,7 @@ def write_whole(file: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
-def work_folder(output: Path, chosen: Path | None = None) -> Iterator[Path]:
+def work_folder(output: Path, choice: Path | None = None) -> Iterator[Path]:
     """Give the work folder, and remove it when the block ends well.
 
     Where the model is refused or the disk is full, the default folder is removed too; a chosen one stays, as either
@@ -83,18 +83,18 @@ def work_folder(output: Path, chosen: Path | None = None) -> Iterator[Path]:
     Raises:
         InputError: as for :func:`open_work_folder`.
     """
-    target = (chosen or default_work_folder(output)).absolute()
-    created = [parent for parent in target.parents if not parent.exists()]
-    folder = open_work_folder(output, chosen)
+    target = (choice or default_work_folder(output)).absolute()
+    new_parents = [parent for parent in target.parents if not parent.exists()]
+    folder = open_work_folder(output, choice)
     # What a run that was killed left of the artifact itself.
     shutil.rmtree(folder / _NEW, ignore_errors=True)
     try:
         yield folder
     except (InputError, VerificationError):
-        if chosen is None:
+        if choice is None:
             shutil.rmtree(folder, ignore_errors=True)
             with contextlib.suppress(OSError):  # others may have put something there
-                for parent in created:
+                for parent in new_parents:
                     parent.rmdir()
         raise
     shutil.rmtree(folder, ignore_errors=True)

@@ -27,9 +27,9 @@ def _llama(name: str, of: Expression, config: Any) -> Expression:
     if found is None:
         return of
     rows, *columns = of.shape
-    pairs = Reshape.to(of, (found, rows // found // 2, 2, *columns))
+    pairs = Reshape.to_dims(of, (found, rows // found // 2, 2, *columns))
     turned = Transpose(pairs, (0, 2, 1, *range(3, len(pairs.shape))))
-    return Reshape.to(turned, of.shape)
+    return Reshape.to_dims(turned, of.shape)
 
 
 def _one_less(name: str, of: Expression, config: Any) -> Expression:
@@ -51,13 +51,13 @@ def _bloom(name: str, of: Expression, config: Any) -> Expression:
         return of
     rows, *columns = of.shape
     heads = config.n_head
-    split = Reshape.to(of, (3, heads, rows // 3 // heads, *columns))
-    return Reshape.to(Transpose(split, (1, 0, *range(2, len(split.shape)))), of.shape)
+    split = Reshape.to_dims(of, (3, heads, rows // 3 // heads, *columns))
+    return Reshape.to_dims(Transpose(split, (1, 0, *range(2, len(split.shape)))), of.shape)
 
 
 def _shared_gate(name: str, of: Expression, config: Any) -> Expression:
     """The gate of the shared expert is a matrix of one row."""
-    return Reshape.to(of, (1, *of.shape)) if "ffn_gate_inp_shexp" in name and len(of.shape) == 1 else of
+    return Reshape.to_dims(of, (1, *of.shape)) if "ffn_gate_inp_shexp" in name and len(of.shape) == 1 else of
 
 
 LAYOUTS: dict[str, Layout] = {

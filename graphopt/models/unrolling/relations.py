@@ -143,4 +143,4 @@ def _views(leaf: Parameter, array: Array, offset: int) -> Iterator[Expression]:
     order += [axis for axis in range(len(leaf.dims)) if axis not in order]
     if order != sorted(order):
         found = Transpose(found, tuple(order))
-    yield found if found.shape == array.shape else Reshape.to(found, array.shape)
+    yield found if found.shape == array.shape else Reshape.to_dims(found, array.shape)

@@ -49,7 +49,7 @@ def step(kind: str, of: Expression, array: Array, number: int) -> tuple[Expressi
         return Transpose(of, order), array.transpose(order)
     if kind == "reshaped":
         dims = [(-1,), (1, *array.shape), (*array.shape, 1), (array.shape[0], -1)][number % 4]
-        return Reshape.to(of, dims), array.reshape(dims)
+        return Reshape.to_dims(of, dims), array.reshape(dims)
     if kind == "sliced":
         piece = [slice(0, size), slice(None, None, -1), slice(size // 2, None), slice(0, size, 2)][number % 4]
         return Slice.cut(of, {axis: piece}), array[(*[slice(None)] * axis, piece)]

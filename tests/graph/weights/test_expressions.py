@@ -126,7 +126,7 @@ def test_an_expression_is_printed_as_it_is_made() -> None:
     printed = str(Cast(weight, ir.DataType.FLOAT))
     assert (
         printed
-        == "cast(scale(inline(array=float64[2, 3], kind=double), inline(array=float64[2], kind=double), axis=0), to=float, saturate=False)"  # noqa: E501
+        == "cast(scale(inline(array=float64[2, 3], kind=double), inline(array=float64[2], kind=double), axis=0), target=float, saturate=False)"  # noqa: E501
     )
 
 

@@ -90,7 +90,7 @@ def test_a_rewrite_is_computed_when_it_is_read_and_not_before() -> None:
 def test_a_rewrite_to_another_shape_is_refused() -> None:
     weight = own_input(node_of(residual_model(), "up0"), 1)
     with pytest.raises(ValueError, match=r"up0.weight came out as \(192,\), promised as \(16, 12\)"):
-        rewrite(weight, lambda of: Reshape.to(of, [-1]))
+        rewrite(weight, lambda of: Reshape.to_dims(of, [-1]))
 
 
 def test_new_names_never_take_an_old_one() -> None:

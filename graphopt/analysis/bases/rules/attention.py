@@ -4,86 +4,99 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from graphopt.analysis.bases.pins import HEAD_BY_HEAD, HEAD_SIZE_UNKNOWN, POSITION_BY_POSITION, SOFTMAX, TURNED
-from graphopt.analysis.bases.rules.common import observe, pin_all, rank, ranked
+from graphopt.analysis.bases.pins import HEAD_BY_HEAD, HEAD_SIZE_UNKNOWN, POSITION_BY_POSITION, ROTARY_ANGLES, SOFTMAX
+from graphopt.analysis.bases.rules.common import is_floating, observe, pin_node, rank
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
-    from graphopt.analysis.bases.axes import Axis, BasisGraph
+    from graphopt.analysis.bases.axes import Axis, BasisGraph, Role, Side
 
-_QUERY, _KEY, _VALUE, _MASK, _PAST_KEY, _PAST_VALUE = range(6)
+_MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
+_PRESENT_KEY, _PRESENT_VALUE, _SCORES = 1, 2, 3
+_HEADS = ("q_num_heads", "kv_num_heads")
 
 
-def attention(found: BasisGraph, node: ir.Node) -> None:
+def attention(bases: BasisGraph, node: ir.Node) -> None:
     """``softmax(q k^T) v``: (q Q)(k Q)^T = q k^T, and p (v Q) = (p v) Q; per head, the caches included.
 
     Which head goes with which is fixed, and scores are softmaxed: heads and positions are observed.
     """
     inputs = [*node.inputs, *[None] * 6][:6]
     outputs = [*node.outputs, *[None] * 4][:4]
-    query, key, value = inputs[:3]
-    if not ranked(query, key, value, outputs[0]) or not _heads_known(node, [query, key, value, outputs[0]]):
-        observe(found, node)
+    tensors = [value for value in (*inputs[:3], outputs[0]) if value is not None and value.shape is not None]
+    if len(tensors) < 4 or not _heads_known(node, tensors):
+        observe(bases, node)
         return
-    assert query is not None and key is not None and value is not None and outputs[0] is not None
-    query_heads, key_heads = (node.attributes.get_int(f"{which}_num_heads", 0) for which in ("q", "kv"))
-    contracted = [_head_axis(found, node, query, query_heads), _head_axis(found, node, key, key_heads)]
-    passed = [_head_axis(found, node, value, key_heads)]
-    made = outputs[0]
-    if rank(made) == 4:
-        passed.append(_split_off(found, node, made, "made"))
-    else:
-        width = found.graph.nodes[passed[0]]["width"]
-        parts = found.refine("product", found.axis(made, 2), (query_heads, width), node, "made")
-        found.pin(parts[0], node.name or "", HEAD_BY_HEAD(), "made")
-        found.pin(parts[0], node.name or "", HEAD_BY_HEAD(), "observed")
-        passed.append(parts[1])
-    for cache, shared in (
-        (inputs[_PAST_KEY], contracted),
-        (inputs[_PAST_VALUE], passed),
-        (outputs[1], contracted),
-        (outputs[2], passed),
-    ):
-        if cache is not None and ranked(cache) and rank(cache) == 4:
-            shared.append(_split_off(found, node, cache, "observed"))
-    for shared, role in ((contracted, "query_key"), (passed, "value")):
-        found.mark(shared[0], role)  # type: ignore[arg-type]
-        for axis in shared[1:]:
-            found.join(shared[0], axis, node)
-    for extra, side in ((inputs[_MASK], "observed"), (outputs[3], "made")):
-        if extra is not None and (extra.dtype is None or extra.dtype.is_floating_point()):
-            for axis in found.axes(extra):
-                found.pin(axis, node.name or "", SOFTMAX(), side)  # type: ignore[arg-type]
+    query, key, value, y = tensors
+    query_heads, key_heads = (node.attributes.get_int(name, 0) for name in _HEADS)
+    products = [_head_axis(bases, node, query, query_heads), _head_axis(bases, node, key, key_heads)]
+    values = [_head_axis(bases, node, value, key_heads)]
+    values.append(_output_axis(bases, node, y, query_heads, bases.width(values[0])))
+    products += _cache_axes(bases, node, inputs[_PAST_KEY])
+    values += _cache_axes(bases, node, inputs[_PAST_VALUE])
+    products += _cache_axes(bases, node, outputs[_PRESENT_KEY])
+    values += _cache_axes(bases, node, outputs[_PRESENT_VALUE])
+    _join_all(bases, node, products, "query_key")
+    _join_all(bases, node, values, "value")
+    _pin_scores(bases, node, inputs[_MASK], "observed")
+    _pin_scores(bases, node, outputs[_SCORES], "made")
 
 
-def rotary(found: BasisGraph, node: ir.Node) -> None:
+def rotary(bases: BasisGraph, node: ir.Node) -> None:
     """``RotaryEmbedding``: each pair of coordinates is turned by an angle of its own."""
-    pin_all(found, node, TURNED())
+    pin_node(bases, node, ROTARY_ANGLES())
 
 
-def _heads_known(node: ir.Node, values: list[ir.Value | None]) -> bool:
-    flat = any(value is not None and rank(value) == 3 for value in values)
-    return not flat or all(node.attributes.get_int(f"{which}_num_heads", 0) for which in ("q", "kv"))
+def _heads_known(node: ir.Node, values: list[ir.Value]) -> bool:
+    flat = any(rank(value) == 3 for value in values)
+    return not flat or all(node.attributes.get_int(name, 0) for name in _HEADS)
 
 
-def _head_axis(found: BasisGraph, node: ir.Node, value: ir.Value, heads: int) -> Axis:
+def _head_axis(bases: BasisGraph, node: ir.Node, value: ir.Value, heads: int) -> Axis:
     """Return the axis of one head: the last of [batch, heads, length, size], or a factor of the last of three."""
     if rank(value) == 4:
-        return _split_off(found, node, value, "observed")
-    whole = found.axis(value, 2)
-    width = found.graph.nodes[whole]["width"]
+        return _last_of_four(bases, node, value, "observed")
+    whole = bases.axis(value, 2)
+    width = bases.width(whole)
     if width is None or width % heads:
-        pin_all(found, node, HEAD_SIZE_UNKNOWN())
+        pin_node(bases, node, HEAD_SIZE_UNKNOWN())
         return whole
-    outer, inner = found.refine("product", whole, (heads, width // heads), node, "observed")
-    found.pin(outer, node.name or "", HEAD_BY_HEAD(), "observed")
+    outer, inner = bases.refine("product", whole, (heads, width // heads), node, "observed")
+    bases.pin(outer, node, HEAD_BY_HEAD(), "observed")
     return inner
 
 
-def _split_off(found: BasisGraph, node: ir.Node, value: ir.Value, side: str) -> Axis:
-    axes = found.axes(value)
+def _output_axis(bases: BasisGraph, node: ir.Node, y: ir.Value, heads: int, width: int | None) -> Axis:
+    """Return the axis of one head of the output, of ``width``."""
+    if rank(y) == 4:
+        return _last_of_four(bases, node, y, "made")
+    outer, inner = bases.refine("product", bases.axis(y, 2), (heads, width), node, "made")
+    bases.pin(outer, node, HEAD_BY_HEAD(), "made")
+    bases.pin(outer, node, HEAD_BY_HEAD(), "observed")
+    return inner
+
+
+def _cache_axes(bases: BasisGraph, node: ir.Node, cache: ir.Value | None) -> list[Axis]:
+    if cache is None or cache.shape is None or rank(cache) != 4:
+        return []
+    return [_last_of_four(bases, node, cache, "observed")]
+
+
+def _last_of_four(bases: BasisGraph, node: ir.Node, value: ir.Value, side: Side) -> Axis:
+    axes = bases.axes(value)
     for axis in axes[:3]:
-        found.pin(axis, node.name or "", POSITION_BY_POSITION(), side)  # type: ignore[arg-type]
-        found.pin(axis, node.name or "", POSITION_BY_POSITION(), "observed")
+        bases.pin(axis, node, POSITION_BY_POSITION(), side)
+        bases.pin(axis, node, POSITION_BY_POSITION(), "observed")
     return axes[3]
+
+
+def _join_all(bases: BasisGraph, node: ir.Node, axes: list[Axis], role: Role) -> None:
+    bases.mark(axes[0], role)
+    for axis in axes[1:]:
+        bases.join(axes[0], axis, node)
+
+
+def _pin_scores(bases: BasisGraph, node: ir.Node, value: ir.Value | None, side: Side) -> None:
+    if value is not None and is_floating(value):
+        bases.pin_axes(bases.axes(value), node, SOFTMAX(), side)

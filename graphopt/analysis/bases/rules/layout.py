@@ -6,160 +6,167 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.analysis.bases.axes import Axis, BasisGraph, fixed
-from graphopt.analysis.bases.pins import BESIDE, COPIES, CUT_UNKNOWN, MADE_OF_PARTS, MIXED, SINGLE_ENTRIES
-from graphopt.analysis.bases.rules.common import integers, join_through, observe, rank, ranked
+from graphopt.analysis.bases.axes import Axis, BasisGraph, static_size
+from graphopt.analysis.bases.pins import COPIES, CUT_UNKNOWN, MADE_OF_PARTS, MIXED_AXES, PART_OF_CONCAT, SINGLE_ENTRIES
+from graphopt.analysis.bases.rules.common import has_ranks, integers, join_through, observe, rank, unary
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 
-def regroup(found: BasisGraph, node: ir.Node) -> None:
+@unary
+def regroup(bases: BasisGraph, node: ir.Node, x: ir.Value, y: ir.Value) -> None:
     """``Reshape``: an axis goes on, is taken apart into factors, or is made of them."""
-    x, y = node.inputs[0], node.outputs[0]
-    if x is None or not ranked(x, y):
-        observe(found, node)
-        return
-    assert x.shape is not None and y.shape is not None
-    for left, right in _groups(list(x.shape), list(y.shape)):
-        before, after = found.axes(x)[left], found.axes(y)[right]
-        # Axes of one entry hold no basis.
-        ins = [axis for axis, dim in zip(before, list(x.shape)[left], strict=True) if dim != 1]
-        outs = [axis for axis, dim in zip(after, list(y.shape)[right], strict=True) if dim != 1]
-        numbers = all(fixed(dim) is not None for dim in (*list(x.shape)[left], *list(y.shape)[right]))
-        if len(ins) == 1 and len(outs) == 1:
-            found.join(ins[0], outs[0], node)
-        elif numbers and len(ins) == 1 and len(outs) > 1:
-            found.refine("product", ins[0], outs, node, "observed")
-        elif numbers and len(outs) == 1 and len(ins) > 1:
-            found.refine("product", outs[0], ins, node, "made")
-        else:
-            reason = MIXED(op=node.op_type)
-            for axes, side in ((ins, "observed"), (outs, "made")):
-                for axis in axes:
-                    found.pin(axis, node.name or "", reason, side)  # type: ignore[arg-type]
+    before, after = list(x.shape or ()), list(y.shape or ())
+    for ins_run, outs_run in _groups(before, after):
+        ins, outs = _wide_axes(bases, x, ins_run), _wide_axes(bases, y, outs_run)
+        is_static = all(static_size(dim) is not None for dim in (*before[ins_run], *after[outs_run]))
+        match len(ins), len(outs), is_static:
+            case 1, 1, _:
+                bases.join(ins[0], outs[0], node)
+            case 1, count, True if count > 1:
+                bases.refine("product", ins[0], outs, node, "observed")
+            case count, 1, True if count > 1:
+                bases.refine("product", outs[0], ins, node, "made")
+            case _:
+                bases.pin_axes(ins, node, MIXED_AXES(op=node.op_type), "observed")
+                bases.pin_axes(outs, node, MIXED_AXES(op=node.op_type), "made")
+
+
+def _wide_axes(bases: BasisGraph, value: ir.Value, run: slice) -> list[Axis]:
+    """Return those axes of a run that have more than one entry: the others hold no basis."""
+    return [axis for axis, dim in zip(bases.axes(value)[run], list(value.shape or ())[run], strict=True) if dim != 1]
 
 
 def _groups(before: Sequence[object], after: Sequence[object]) -> Iterator[tuple[slice, slice]]:
     """Yield runs of axes that hold the same entries, from the back; one run takes all from an unknown size on."""
     i, j = len(before), len(after)
     while i and j:
-        begin_i, begin_j = i - 1, j - 1
-        if not _same(before[begin_i], after[begin_j]):
-            left, right = fixed(before[begin_i]), fixed(after[begin_j])
-            while left is not None and right is not None and left != right:
-                if left < right:
-                    begin_i -= 1
-                    step = fixed(before[begin_i]) if begin_i >= 0 else None
-                    left = None if step is None else left * step
-                else:
-                    begin_j -= 1
-                    step = fixed(after[begin_j]) if begin_j >= 0 else None
-                    right = None if step is None else right * step
-            if left is None or right is None:
-                break
-        yield slice(begin_i, i), slice(begin_j, j)
-        i, j = begin_i, begin_j
+        starts = _start_of_runs(before[:i], after[:j])
+        if starts is None:
+            break
+        yield slice(starts[0], i), slice(starts[1], j)
+        i, j = starts
     if i or j:
         yield slice(0, i), slice(0, j)
 
 
-def _same(left: object, right: object) -> bool:
-    """Whether two dimensions are known to be equal: the same number, or the same symbol."""
-    if isinstance(left, ir.SymbolicDim) and isinstance(right, ir.SymbolicDim):
-        return left.value is not None and left.value == right.value
-    return fixed(left) is not None and fixed(left) == fixed(right)
+def _start_of_runs(before: Sequence[object], after: Sequence[object]) -> tuple[int, int] | None:
+    """Return where the shortest runs of last axes begin that hold the same entries; ``None`` if a size is unknown."""
+    i, j = len(before) - 1, len(after) - 1
+    if _is_same_size(before[i], after[j]):
+        return i, j
+    size, other_size = static_size(before[i]), static_size(after[j])
+    while size is not None and other_size is not None and size != other_size:
+        if size < other_size:
+            i -= 1
+            size = _product(size, before, i)
+        else:
+            j -= 1
+            other_size = _product(other_size, after, j)
+    return None if size is None or other_size is None else (i, j)
 
 
-def transpose(found: BasisGraph, node: ir.Node) -> None:
+def _product(size: int, dims: Sequence[object], index: int) -> int | None:
+    factor = static_size(dims[index]) if index >= 0 else None
+    return None if factor is None else size * factor
+
+
+def _is_same_size(before: object, after: object) -> bool:
+    """Return whether two dimensions are known to be equal: the same number, or the same symbol."""
+    if isinstance(before, ir.SymbolicDim) and isinstance(after, ir.SymbolicDim):
+        return before.value is not None and before.value == after.value
+    return static_size(before) is not None and static_size(before) == static_size(after)
+
+
+@unary
+def transpose(bases: BasisGraph, node: ir.Node, x: ir.Value, y: ir.Value) -> None:
     """``Transpose``: the same axes in another order."""
-    x, y = node.inputs[0], node.outputs[0]
-    if x is None or not ranked(x, y):
-        observe(found, node)
-        return
     order = node.attributes.get_ints("perm", ()) or tuple(reversed(range(rank(x))))
     for after, before in enumerate(order):
-        found.join(found.axis(x, before), found.axis(y, after), node)
+        bases.join(bases.axis(x, before), bases.axis(y, after), node)
 
 
-def expand(found: BasisGraph, node: ir.Node) -> None:
+@unary
+def expand(bases: BasisGraph, node: ir.Node, x: ir.Value, y: ir.Value) -> None:
     """``Expand``: axes that stay go on; one that grows holds copies."""
-    x, y = node.inputs[0], node.outputs[0]
-    if x is None or not ranked(x, y):
-        observe(found, node)
-        return
     assert x.shape is not None and y.shape is not None
     for index in range(-rank(y), 0):
         grows = -index > rank(x) or (x.shape[index] == 1 and y.shape[index] != 1)
         if grows:
-            found.pin(found.axis(y, index), node.name or "", COPIES(), "made")
-            found.pin(found.axis(y, index), node.name or "", COPIES(), "observed")
+            bases.pin(bases.axis(y, index), node, COPIES(), "made")
+            bases.pin(bases.axis(y, index), node, COPIES(), "observed")
         else:
-            found.join(found.axis(x, index), found.axis(y, index), node)
+            bases.join(bases.axis(x, index), bases.axis(y, index), node)
 
 
-def split(found: BasisGraph, node: ir.Node) -> None:
+def split(bases: BasisGraph, node: ir.Node) -> None:
     """``Split``: the axis is taken apart into the parts that come out."""
     x = node.inputs[0]
-    if x is None or not ranked(x, *node.outputs):
-        observe(found, node)
+    if x is None or not has_ranks(x, *node.outputs):
+        observe(bases, node)
         return
     axis = node.attributes.get_int("axis", 0) % rank(x)
     for y in node.outputs:
-        join_through(found, node, x, y, but=[axis])
-    parts = [found.axis(y, axis) for y in node.outputs]
-    _sum(found, node, found.axis(x, axis), parts)
+        join_through(bases, node, x, y, but=[axis])
+    parts = [bases.axis(y, axis) for y in node.outputs]
+    _sum(bases, node, bases.axis(x, axis), parts)
 
 
-def _sum(found: BasisGraph, node: ir.Node, whole: Axis, parts: Sequence[Axis | int]) -> None:
-    sizes = [part if isinstance(part, int) else found.graph.nodes[part]["width"] for part in parts]
-    if None in sizes or found.graph.nodes[whole]["width"] != sum(sizes):
-        reason = CUT_UNKNOWN(op=node.op_type)
-        found.pin(whole, node.name or "", reason, "observed")
-        for part in parts:
-            if not isinstance(part, int):
-                found.pin(part, node.name or "", reason, "made")
+def _sum(bases: BasisGraph, node: ir.Node, whole: Axis, parts: Sequence[Axis | int]) -> None:
+    sizes = [part if isinstance(part, int) else bases.width(part) for part in parts]
+    numbers = [size for size in sizes if size is not None]
+    if len(numbers) == len(sizes) and bases.width(whole) == sum(numbers):
+        bases.refine("sum", whole, parts, node, "observed")
     else:
-        found.refine("sum", whole, parts, node, "observed")
+        reason = CUT_UNKNOWN(op=node.op_type)
+        bases.pin(whole, node, reason, "observed")
+        bases.pin_axes([part for part in parts if not isinstance(part, int)], node, reason, "made")
 
 
-def slice_(found: BasisGraph, node: ir.Node) -> None:
+@unary
+def slice_axes(bases: BasisGraph, node: ir.Node, x: ir.Value, y: ir.Value) -> None:
     """``Slice``: a contiguous piece of an axis is a part of it; along other axes nothing happens."""
-    x, y = node.inputs[0], node.outputs[0]
-    starts, ends = integers(node, 1), integers(node, 2)
-    if x is None or not ranked(x, y):
-        observe(found, node)
-        return
-    axes = integers(node, 3) if len(node.inputs) > 3 and node.inputs[3] is not None else list(range(len(starts or ())))
-    steps = integers(node, 4) if len(node.inputs) > 4 else None
+    starts, ends, axes, steps = (integers(node, index) for index in range(1, 5))
+    axes = axes if _has_input(node, 3) else list(range(len(starts or ())))
     if axes is None:
-        observe(found, node)
+        observe(bases, node)
         return
-    cut = [axis % rank(x) for axis in axes]
-    join_through(found, node, x, y, but=cut)
-    for place, axis in enumerate(cut):
-        whole, part = found.axis(x, axis), found.axis(y, axis)
-        width, step = found.graph.nodes[whole]["width"], 1 if steps is None else steps[place]
-        if starts is None or ends is None or width is None or step != 1:
-            for touched, side in ((whole, "observed"), (part, "made")):
-                found.pin(touched, node.name or "", SINGLE_ENTRIES(), side)  # type: ignore[arg-type]
-            continue
-        begin, end, _ = slice(starts[place], ends[place]).indices(width)
-        if (begin, end) == (0, width):
-            found.join(whole, part, node)
-        else:
-            pieces = [begin, part, width - end]
-            _sum(found, node, whole, [piece for piece in pieces if piece != 0])
+    axes = [axis % rank(x) for axis in axes]
+    steps = steps if _has_input(node, 4) else [1] * len(axes)
+    join_through(bases, node, x, y, but=axes)
+    pieces: list[slice | None] = [None] * len(axes)
+    if starts is not None and ends is not None and steps is not None:
+        pieces = [slice(*bounds) for bounds in zip(starts, ends, steps, strict=True)]
+    for axis, piece in zip(axes, pieces, strict=True):
+        _slice_axis(bases, node, bases.axis(x, axis), bases.axis(y, axis), piece)
 
 
-def concat(found: BasisGraph, node: ir.Node) -> None:
+def _has_input(node: ir.Node, index: int) -> bool:
+    return index < len(node.inputs) and node.inputs[index] is not None
+
+
+def _slice_axis(bases: BasisGraph, node: ir.Node, whole: Axis, part: Axis, piece: slice | None) -> None:
+    width = bases.width(whole)
+    if piece is None or width is None or piece.step != 1:
+        bases.pin(whole, node, SINGLE_ENTRIES(), "observed")
+        bases.pin(part, node, SINGLE_ENTRIES(), "made")
+        return
+    begin, end, _ = piece.indices(width)
+    if (begin, end) == (0, width):
+        bases.join(whole, part, node)
+    else:
+        _sum(bases, node, whole, [size for size in (begin, part, width - end) if size != 0])
+
+
+def concat(bases: BasisGraph, node: ir.Node) -> None:
     """``Concat``: along the other axes, rows are put behind rows; the axis itself is made of parts and observed."""
     inputs, y = [value for value in node.inputs if value is not None], node.outputs[0]
-    if not ranked(y, *inputs):
-        observe(found, node)
+    if not has_ranks(y, *inputs):
+        observe(bases, node)
         return
     axis = node.attributes.get_int("axis", 0) % rank(y)
     for x in inputs:
-        join_through(found, node, x, y, but=[axis])
-        found.pin(found.axis(x, axis), node.name or "", BESIDE(), "observed")
-    found.pin(found.axis(y, axis), node.name or "", MADE_OF_PARTS(), "made")
+        join_through(bases, node, x, y, but=[axis])
+        bases.pin(bases.axis(x, axis), node, PART_OF_CONCAT(), "observed")
+    bases.pin(bases.axis(y, axis), node, MADE_OF_PARTS(), "made")

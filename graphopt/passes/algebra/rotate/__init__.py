@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 
-from graphopt.analysis.bases.pins import ROTATED
+from graphopt.analysis.bases.pins import ROTATED_ONLINE
 from graphopt.analysis.bases.search import find_bases
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.numerics.rotations import HadamardRotation, rotation_for
@@ -113,7 +113,7 @@ class Rotate(Pass[RotateOptions]):
                 work.rotate_online(basis, rotation, places)
                 return None
             reason = places
-        rotated = any(pin.reason.code == ROTATED.code for pin in basis.pins)
+        rotated = any(pin.reason.code == ROTATED_ONLINE.code for pin in basis.pins)
         if self.options.weight_inputs and basis.readers and not rotated:
             # The basis stays all the same, and its reason with it, unless being read is all there is to it.
             refused = work.rotate_readers(basis, rotation)

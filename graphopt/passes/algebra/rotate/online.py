@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import networkx as nx
 
-from graphopt.analysis.bases.axes import Basis, fixed
+from graphopt.analysis.bases.axes import Basis, static_size
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import free_name, insert_behind, shared_constant
 from graphopt.runtime_ops import OPERATORS
@@ -93,7 +93,7 @@ def _can_rotate(value: ir.Value, index: int, width: int | None) -> bool:
 def _numbers(value: ir.Value) -> int:
     """Return how many numbers ``value`` holds per token."""
     assert value.shape is not None
-    return math.prod(number for dim in value.shape if (number := fixed(dim)) is not None)
+    return math.prod(number for dim in value.shape if (number := static_size(dim)) is not None)
 
 
 def _consistent(unrotated: dict[str, ir.Value], makers: set[str], cut: set[str], inside: set[str]) -> bool:

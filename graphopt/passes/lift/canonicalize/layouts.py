@@ -118,7 +118,7 @@ def _cut(pieces: dict[int, slice | int]) -> Layout:
     def layout(of: Expression) -> Expression:
         cut = Slice.cut(of, {**slices, **numbers})
         kept = [size for axis, size in enumerate(cut.shape) if axis not in numbers]
-        return Reshape.to(cut, kept) if numbers else cut
+        return Reshape.to_dims(cut, kept) if numbers else cut
 
     return layout
 
@@ -150,7 +150,7 @@ def _reshape(node: ir.Node, shape: _Shape) -> _Found:
 
 
 def _to(dims: list[int]) -> _Found:
-    return [("", lambda of: Reshape.to(of, dims))]
+    return [("", lambda of: Reshape.to_dims(of, dims))]
 
 
 _LAYOUTS: dict[str, Callable[[ir.Node, _Shape], _Found]] = {
