@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from graphopt.ort.session import run
 from graphopt.runtime_ops import DOMAIN, declare
-from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.bound import reference_and_bound
+from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import SUMMARIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
+from tests.runtime_ops.kv_attention.bound import reference_and_bound
 
 INPUTS = ("query", "key", "value", "past", "new", "sink_logits", "sink_query")
 STATE = ("keys", "values", "scales", "recent", "summaries")

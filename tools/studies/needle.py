@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, PAGES, RETRIEVAL, STORAGES, STREAMING, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.selection import page_scores
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval
 from tools.bench.parts.haystack import Haystack, Needle, question, summaries
 from tools.bench.parts.options import JsonFile, token_counts
 
@@ -186,11 +186,11 @@ def least_margin(page: int, summary: str, channels: int, size: int, context: int
         query = np.zeros(size)
         query[random.permutation(size)[:channels]] = random.choice([-1, 1], channels) / math.sqrt(channels)
         lies_in = int(random.integers(len(keys)))
-        others = np.sort(np.delete(page_scores(attrs, known, query[None]), lies_in))[::-1]
+        others = np.sort(np.delete(Retrieval.of(attrs).page_scores(known, query[None]), lies_in))[::-1]
         there = np.repeat(keys[None, lies_in], len(_MARGINS), axis=0).astype(np.float64)
         there[:, 0] += (_MARGINS - there[:, 0] @ query)[:, None] * query
         least = others[allowed - 1] if allowed <= len(others) else -np.inf
-        reached += page_scores(attrs, _summaries(there, summary), query[None]) > least
+        reached += Retrieval.of(attrs).page_scores(_summaries(there, summary), query[None]) > least
     enough = np.flatnonzero(reached >= _SHARE * _DRAWN)
     return float(_MARGINS[enough[0]]) if len(enough) else None
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 import onnx_ir as ir
 import typer
 from rich.console import Console
@@ -32,8 +31,7 @@ from graphopt.inference.session import Session
 from graphopt.ort.session import open_session
 from graphopt.passes.cache.sparse_kv import SparseKVOptions
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL
-from graphopt.runtime_ops.kv_attention.spec.selection import candidate_pages, chosen_pages, page_scores
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval
 from graphopt.tasks.ports import IntArray
 from tools.bench.parts.held_out import nats_in_windows, optimized, shipped, windows
 from tools.bench.parts.options import JsonFile
@@ -115,11 +113,10 @@ def pages_chosen(folder: Path, session: Session, ids: IntArray, window: int) -> 
             for layer, query, known in zip(interface.layers, found, found[len(names) :], strict=False):
                 kv = layer.attributes
                 split = query[0].reshape(tokens.shape[1], kv.kv_heads, -1, layer.head_size).astype(np.float64)
-                for head in (head for head in range(kv.kv_heads) if kv.policy(head) == RETRIEVAL):
+                for head in (head for head in range(kv.kv_heads) if kv.policy(head) == Retrieval.number):
                     for position in range(tokens.shape[1] // 2, tokens.shape[1], COUNTED_STRIDE):
-                        pages: npt.NDArray[np.int64] = candidate_pages(kv, position)
-                        scores = page_scores(kv, known[0, head, pages], split[position, head])
-                        counts.append(len(chosen_pages(kv, scores)))
+                        pages = kv.policy_of(head).pages(kv, known[0, head], split[position, head], position)
+                        counts.append(len(pages))
     return float(np.mean(counts))
 
 

@@ -15,7 +15,7 @@ from graphopt.analysis.structure.ports import BLOCK_TABLE, PAST_LENGTH, STATES, 
 from graphopt.errors import InputError
 from graphopt.runtime_ops import DOMAIN
 from graphopt.runtime_ops import port as input_of
-from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING, Dimension, KVAttributes, StateTensor
+from graphopt.runtime_ops.kv_attention.spec.attributes import Dimension, KVAttributes, StateTensor
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ class PagedLayer:
     @property
     def wraps(self) -> bool:
         """Whether new pages may take the place of old ones: no head reads those again."""
-        return set(self.attributes.policies) == {STREAMING}
+        return self.attributes.may_drop
 
     def pages(self, tokens: int, new_tokens: int) -> int:
         """Return the pages that a row needs, at least 1.

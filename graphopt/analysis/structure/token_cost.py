@@ -15,7 +15,6 @@ from graphopt.analysis.structure.folding.labels import dims, matrix_of
 from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, layer_of
 from graphopt.errors import InputError
 from graphopt.runtime_ops import DECODING, DOMAIN, Cost
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -98,10 +97,8 @@ def attention_cost(mixer: Mixer, context: int) -> Cost | None:
 def _paged_cost(layer: PagedLayer, query: int, context: int) -> Cost:
     kv = layer.attributes
     seen = min(context, kv.window or context)
-    near = min(seen, kv.sinks + kv.recent)
-    chosen = min(seen, near + (kv.budget * kv.page if kv.budget else seen))
-    read = {DENSE: seen, RETRIEVAL: chosen}
-    tokens = sum(read.get(policy, near) for policy in kv.policies) / len(kv.policies)
+    heads = range(len(kv.policies))
+    tokens = sum(kv.policy_of(head).tokens_read(kv, seen) for head in heads) / len(heads)
     pages = max(1, -(-context // kv.page))
     stored = layer.bytes(1, pages) / (pages * kv.page)
     return Cost(operations=round(4 * query * tokens), bytes=round(stored * tokens))

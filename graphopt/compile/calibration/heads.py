@@ -24,7 +24,8 @@ from graphopt.compile.calibration.mass import kept
 from graphopt.compile.calibration.razor import REPEATS, Repeated, echo_and_induction
 from graphopt.compile.calibration.tap import Tap, tap
 from graphopt.errors import InputError
-from graphopt.passes.cache.sparse_kv import NUMBERS, SparseKVOptions
+from graphopt.passes.cache.sparse_kv import SparseKVOptions, node_attributes
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -121,10 +122,9 @@ Shares = dict[str, dict[tuple[int, int], tuple[np.ndarray[Any, Any], float]]]
 
 def attributes_of(layer: PagedLayer, options: SparseKVOptions) -> KVAttributes:
     """Return what the operator's attributes would be if all heads of the layer did as ``options`` say."""
-    chosen = {name: getattr(options, name) for name in ("sinks", "recent", "budget", "summary")}
-    chosen |= {"mass": options.mass or 0.0, "channels": options.channels or 0}
+    attributes = node_attributes(options.model_copy(update={"compensate": False}), [options.policy])
     page = options.page or layer.attributes.page
-    return replace(layer.attributes, policies=(NUMBERS[options.policy],), page=page, storage="float32", **chosen)
+    return replace(layer.attributes, page=page, storage="float32", **attributes)
 
 
 def _shares(
@@ -158,7 +158,9 @@ def _policy(
     options: SparseKVOptions, shares: Mapping[tuple[int, int], tuple[np.ndarray[Any, Any], float]]
 ) -> ReadPolicy:
     names = {"policy", "sinks", "recent"}
-    names |= {"budget", "summary", "mass", "channels", "page"} if options.policy == "retrieval" else set()
+    policy = POLICIES[options.policy].of_options(dict(options))
+    if policy.chooses:
+        names |= {"page", *(parameter.name for parameter in policy.parameters())}
     named = options.model_dump(include=names, exclude_none=True)
     read = [each[1] for each in shares.values()]
     mass = np.concatenate([each[0] for each in shares.values()])  # heads of a model have groups of one size

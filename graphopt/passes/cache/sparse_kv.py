@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, create_model
 
 from graphopt.analysis.structure.heads import ORIGIN, HeadScores, Rank
 from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions
 from graphopt.passes.cache.page_kv.states import change
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Parameter
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -24,13 +24,18 @@ if TYPE_CHECKING:
 
     from graphopt.passes.context import Context, Ledger, Statistics
 
-Policy = Literal["dense", "streaming", "retrieval"]
-
 _PAGE = 64
 
-NUMBERS: dict[str, int] = {"dense": DENSE, "streaming": STREAMING, "retrieval": RETRIEVAL}
-"""The policies as the operator's attribute numbers them."""
+_MOST_TOKENS = 1 << 30
 
+
+def _known_policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_known_policy)]
 
 READS = Rule(
     "sparse_kv.reads",
@@ -38,13 +43,6 @@ READS = Rule(
     pages=", besides {pages}",
     compensate=", and the mean of what streaming drops",
 )
-PAGES = Rule("sparse_kv.pages", "{budget} pages by {summary}", channels=" in the largest {channels} channels")
-PAGES_OF_MASS = Rule(
-    "sparse_kv.pages-of-mass",
-    "pages with {mass} of the mass{most} by {summary}",
-    channels=" in the largest {channels} channels",
-)
-AT_MOST = Rule("sparse_kv.at-most", ", {budget} pages at most,")
 ORIGIN_UNKNOWN = Rule(
     "sparse_kv.origin-unknown", "the graph does not say what it was made from: only its heads were compared"
 )
@@ -54,8 +52,8 @@ PAGE_STAYS = Rule("sparse_kv.page-stays", "its pages of {page} tokens are stored
 LEFT_DENSE = Rule("sparse_kv.left-dense", "the recipe leaves it dense")
 
 
-class SparseKVOptions(StepOptions):
-    """What queries read.
+class _Options(StepOptions):
+    """What queries read; the parameters of all policies are options too.
 
     Attributes:
         policy: of every head that ``layers`` does not name; with ``heads``, of the retrieval heads.
@@ -66,33 +64,65 @@ class SparseKVOptions(StepOptions):
         rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
         sinks: first tokens that are always read.
         recent: newest tokens that are always read.
-        budget: further pages that retrieval reads, at most. 0 with ``mass`` sets no limit.
-        summary: what a page is judged by: "bounds", the range of each channel of its keys, or "mean", their mean.
-        mass: share, over 0 and up to 1, of the softmax of the pages' scores: retrieval reads the fewest pages that have
-            it together. ``None`` reads as many as ``budget`` says.
-        channels: of a query, those that are largest, by which retrieval judges pages; ``None`` for all.
-        compensate: whether heads that stream read one token more, the mean of those that they dropped.
         page: tokens of a page; ``None`` keeps it, or is 64 without pages.
     """
 
     step: Literal["sparse_kv"] = "sparse_kv"
-    policy: Policy = "retrieval"
-    layers: dict[int, Policy | tuple[Policy, ...]] = Field(default={})
+    policy: PolicyName = "retrieval"
+    layers: dict[int, PolicyName | tuple[PolicyName, ...]] = Field(default={})
     heads: HeadScores | Path | None = None
     retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
     rank: Rank = "razor"
-    sinks: Annotated[int, Field(ge=0, le=1 << 30)] = 64
-    recent: Annotated[int, Field(ge=1, le=1 << 30)] = 256
-    budget: Annotated[int, Field(ge=0, le=1 << 30)] = 16
-    summary: Literal["bounds", "mean"] = "bounds"
-    mass: Annotated[float, Field(gt=0, le=1)] | None = None
-    channels: Annotated[int, Field(ge=1)] | None = None
-    compensate: bool = False
+    sinks: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 64
+    recent: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 256
     page: Page | None = None
 
     def self_contained(self, statistics: Statistics) -> Self:
         """See :class:`StepOptions`."""
         return self.model_copy(update={"heads": statistics.heads(self.heads)})
+
+
+def _option_of(parameter: Parameter) -> tuple[Any, Any]:
+    """Return the type and the default of the option that is a parameter of a policy."""
+    kind: Any = type(parameter.absent)
+    if parameter.choices:
+        kind = Literal[parameter.choices]
+    elif isinstance(parameter.option, bool):
+        kind = bool
+    elif parameter.option is None:  # what would be the same as to leave the option out is not one of its values
+        kind = Annotated[kind, Field(gt=parameter.absent, ge=parameter.least, le=parameter.most)] | None
+    else:
+        kind = Annotated[kind, Field(ge=parameter.least, le=parameter.most or _MOST_TOKENS)]
+    return kind, parameter.option
+
+
+if TYPE_CHECKING:
+
+    class SparseKVOptions(_Options):
+        """The options, with the parameters of all policies."""
+
+        def __init__(self, **options: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _PARAMETERS = [each for policy in POLICIES.values() for each in policy.parameters()]
+    SparseKVOptions = create_model(
+        "SparseKVOptions",
+        __base__=_Options,
+        __module__=__name__,
+        __doc__=_Options.__doc__,
+        **{each.name: _option_of(each) for each in _PARAMETERS},
+    )
+
+
+def node_attributes(options: SparseKVOptions, policies: Sequence[str]) -> dict[str, Any]:
+    """Return the attributes of a node whose heads have ``policies``: one for all, or one for each."""
+    names = set(policies)
+    attributes: dict[str, Any] = {"sinks": options.sinks, "recent": options.recent}
+    for name, policy in POLICIES.items():
+        for each in policy.parameters():
+            attributes[each.name] = each.attribute(getattr(options, each.name)) if name in names else each.absent
+    return {"policies": tuple(POLICIES[name].number for name in policies), **attributes}
 
 
 class SparseKV(Pass[SparseKVOptions]):
@@ -170,19 +200,22 @@ class SparseKV(Pass[SparseKVOptions]):
 
     def _check(self) -> None:
         """Refuse options that would have no effect on any head."""
-        chosen = self.options
-        named = {policy for each in chosen.layers.values() for policy in ([each] if isinstance(each, str) else each)}
-        named |= {chosen.policy} | ({"streaming"} if chosen.heads else set())
-        for name, policy in (("mass", "retrieval"), ("channels", "retrieval"), ("compensate", "streaming")):
-            if getattr(chosen, name) and policy not in named:
-                raise InputError(
-                    f"the step sparse_kv says {name}, which is for heads of the policy {policy}, and gives none that",
-                    remedy=f"leave {name} out, or give {policy} as the policy or among the layers",
-                )
+        options = self.options
+        names = {name for names in options.layers.values() for name in ([names] if isinstance(names, str) else names)}
+        names |= {options.policy} | ({"streaming"} if options.heads else set())
+        for policy in POLICIES.values():
+            for parameter in policy.parameters():
+                is_stated = not parameter.option and getattr(options, parameter.name)
+                if is_stated and policy.name not in names:
+                    raise InputError(
+                        f"the step sparse_kv says {parameter.name}, which is for heads of the policy {policy.name}, "
+                        "and gives none that",
+                        remedy=f"leave {parameter.name} out, or give {policy.name} as the policy or among the layers",
+                    )
 
     def _found(
         self, model: ir.Model, layers: Sequence[PagedLayer], scores: HeadScores | None, ledger: Ledger
-    ) -> dict[int, tuple[Policy, ...]]:
+    ) -> dict[int, tuple[str, ...]]:
         """Return the policies of the layers of which there are scores."""
         origin = model.metadata_props.get(ORIGIN)
         if scores is None or not layers:
@@ -213,14 +246,14 @@ class SparseKV(Pass[SparseKVOptions]):
         }
 
     def _rewrite_node(
-        self, graph: ir.Graph, node: ir.Node, found: Mapping[int, tuple[Policy, ...]], ledger: Ledger
+        self, graph: ir.Graph, node: ir.Node, found: Mapping[int, tuple[str, ...]], ledger: Ledger
     ) -> None:
         layer = layer_of(node)
         there, chosen = layer.attributes, self.options
         if there.window:
             ledger.skipped(node, OWN_WINDOW(window=there.window))
             return
-        if set(there.policies) != {DENSE}:
+        if not all(policy.reads_all for policy in there.policies_in_use):
             ledger.skipped(node, HAS_POLICIES())
             return
         policies = self._policies(layer, node, found)
@@ -228,7 +261,7 @@ class SparseKV(Pass[SparseKVOptions]):
         if there.storage != "float32" and page != there.page:
             ledger.skipped(node, PAGE_STAYS(page=there.page, storage=there.storage))
             page = there.page
-        if set(policies) == {"dense"}:
+        if all(POLICIES[name].reads_all for name in policies):
             ledger.skipped(node, LEFT_DENSE())
             return
         if chosen.channels is not None and chosen.channels > layer.head_size:
@@ -237,38 +270,19 @@ class SparseKV(Pass[SparseKVOptions]):
                 node=node.name,
                 remedy=f"give {layer.head_size} at most, or leave channels out",
             )
-        retrieves, streams = "retrieval" in policies, "streaming" in policies
-        update: dict[str, Any] = {
-            "policies": tuple(NUMBERS[policy] for policy in policies),
-            "page": page,
-            "sinks": chosen.sinks,
-            "recent": chosen.recent,
-            "budget": chosen.budget if retrieves else 0,
-            "summary": chosen.summary,
-            "mass": (chosen.mass or 0.0) if retrieves else 0.0,
-            "channels": (chosen.channels or 0) if retrieves else 0,
-            "compensate": int(chosen.compensate and streams),
-        }
-        change(graph, node, update)
+        change(graph, node, {**node_attributes(chosen, policies), "page": page})
+        instances = [POLICIES[name].of_options(dict(chosen)) for name in dict.fromkeys(policies)]
+        pages = [besides for policy in instances if (besides := policy.besides()) is not None]
         reads = READS(
             policies=policies,
             sinks=chosen.sinks,
             recent=chosen.recent,
-            pages=self._pages() if retrieves else None,
-            compensate=chosen.compensate and streams,
+            pages=(pages[0] if len(pages) == 1 else pages) or None,
+            compensate=chosen.compensate and "streaming" in policies,
         )
         ledger.changed(node, reads, [node])
 
-    def _pages(self) -> Fact:
-        chosen = self.options
-        if chosen.mass is None:
-            return PAGES(budget=chosen.budget, summary=chosen.summary, channels=chosen.channels)
-        most = AT_MOST(budget=chosen.budget) if chosen.budget else None
-        return PAGES_OF_MASS(mass=chosen.mass, most=most, summary=chosen.summary, channels=chosen.channels)
-
-    def _policies(
-        self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[Policy, ...]]
-    ) -> tuple[Policy, ...]:
+    def _policies(self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
         given = self.options.layers.get(layer.number, found.get(layer.number, self.options.policy))
         policies = (given,) if isinstance(given, str) else given
         heads = layer.attributes.kv_heads

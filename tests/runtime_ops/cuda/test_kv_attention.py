@@ -12,9 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.bound import bound
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.runtime_ops.cuda.kv_attention import Kernels
+from tests.runtime_ops.kv_attention.bound import bound
 from tests.runtime_ops.kv_attention.test_kernel import POLICIES, SELECTIONS, SOME, Bounded, compare
 from tests.runtime_ops.kv_attention.test_vectors import fed, load, state_of
 from tests.runtime_ops.kv_cases import (

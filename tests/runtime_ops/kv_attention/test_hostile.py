@@ -20,11 +20,12 @@ from onnx import TensorProto, helper
 
 from graphopt.ort.session import array_of, ort_value
 from graphopt.runtime_ops import DOMAIN, library_path
-from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, SUMMARIES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.bound import bound
+from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES, STORAGES, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import SUMMARIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.native import needs_library
 from tests.runtime_ops.hostile import FLOATS, INTEGERS, TYPES, attribute, examples, other_attribute, other_shape
+from tests.runtime_ops.kv_attention.bound import bound
 from tests.runtime_ops.kv_cases import INPUTS, STATE, Arrays, Bounded, Fed, assert_same_state, attributes_of, tokens_of
 from tests.runtime_ops.kv_native import NODE, Native
 

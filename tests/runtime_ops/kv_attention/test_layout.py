@@ -203,7 +203,7 @@ def test_dimensions_may_be_names() -> None:
         ({"softcap": float("nan")}, "softcap is at least 0, not nan"),
         ({"scale": float("inf")}, "must be finite"),
         ({"scale": 1e39}, "scale inf and softcap 0.0 must be finite"),
-        ({"mass": 1 + 1e-6}, "mass is a share from 0 to 1"),
+        ({"mass": 1 + 1e-6}, "mass is from 0 to 1"),
         ({"page": 48}, "page is one of .*, not 48"),
         ({"storage": "int5"}, "storage is one of .*, not 'int5'"),
         ({"summary": "median"}, "summary is one of .*, not 'median'"),

@@ -11,14 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.selection import (
-    candidate_pages,
-    chosen_pages,
-    is_open,
-    page_scores,
-    page_weights,
-    used_channels,
-)
+from graphopt.runtime_ops.kv_attention.spec.policies.policy import candidate_pages
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval, page_weights
+from tests.runtime_ops.kv_attention.bound import is_open
 from tests.runtime_ops.kv_cases import Fed, assert_same_state, attributes_of, tokens_of
 
 # sums of float64 in another order
@@ -34,22 +29,22 @@ SCORES = st.lists(st.sampled_from([-3.0, -1.5, 0.0, 0.25, 2.0, 4.0]), max_size=1
 
 @given(SCORES, st.sampled_from([0.1, 0.5, 0.9, 0.999]), st.integers(0, 5))
 def test_the_fewest_best_pages_with_the_mass(scores: np.ndarray, mass: float, budget: int) -> None:
-    attributes = attributes_of(policies=(2,), mass=mass, budget=budget, scale=0.5)
-    chosen = chosen_pages(attributes, scores).tolist()
+    policy = Retrieval(mass=mass, budget=budget)
+    chosen = policy.best_pages(scores, 0.5).tolist()
     by_hand = np.exp(0.5 * scores.astype(np.float64)) / np.exp(0.5 * scores.astype(np.float64)).sum()
     order = sorted(range(len(scores)), key=lambda page: (-scores[page], page))
     assert chosen == order[: len(chosen)]
     if budget and len(chosen) == budget:
         chosen = chosen[:-1]  # the budget may end it sooner, but not later
     elif chosen or len(scores):
-        assert by_hand[chosen].sum() >= attributes.mass - SAME
-    assert by_hand[chosen[:-1]].sum() < attributes.mass + SAME
+        assert by_hand[chosen].sum() >= mass - SAME
+    assert by_hand[chosen[:-1]].sum() < mass + SAME
 
 
 @given(SCORES, st.integers(0, 5))
 def test_more_mass_reads_more_pages(scores: np.ndarray, budget: int) -> None:
     chosen = [
-        chosen_pages(attributes_of(policies=(2,), mass=mass, budget=budget), scores).tolist()
+        Retrieval(mass=mass, budget=budget).best_pages(scores, 0.25).tolist()
         for mass in (0.01, 0.3, 0.6, 0.9, 0.99, 1.0)
     ]
     for less, more in pairwise(chosen):
@@ -62,26 +57,25 @@ def test_more_mass_reads_more_pages(scores: np.ndarray, budget: int) -> None:
 def test_weights_of_scores_that_are_not_finite() -> None:
     infinite = np.array([1, np.inf, -np.inf, np.inf], np.float32)
     for scale in (0.5, 0.0):
-        weights = page_weights(attributes_of(scale=scale), infinite)
+        weights = page_weights(infinite, scale)
         assert weights.tolist() == [0, 1, 0, 1]
-    assert page_weights(attributes_of(), np.full(3, -np.inf, np.float32)).tolist() == [1, 1, 1]
-    assert page_weights(attributes_of(scale=-1.0), np.array([0, 1, 2], np.float32)).tolist() == [1, 1, 1]
-    assert page_weights(attributes_of(), np.zeros(0, np.float32)).tolist() == []
+    assert page_weights(np.full(3, -np.inf, np.float32), 0.25).tolist() == [1, 1, 1]
+    assert page_weights(np.array([0, 1, 2], np.float32), -1.0).tolist() == [1, 1, 1]
+    assert page_weights(np.zeros(0, np.float32), 0.25).tolist() == []
 
 
 def test_what_rounding_may_change_is_told() -> None:
-    attributes = attributes_of(policies=(2,), mass=0.5, summary="mean", scale=1.0)
     summaries, queries = np.zeros((4, 16), np.float32), np.ones((1, 16))
-    scores = page_scores(attributes, summaries, queries)
-    assert is_open(attributes, summaries, queries, scores)  # two of four equal pages are just half
-    assert not is_open(attributes_of(policies=(2,), mass=0.6, summary="mean"), summaries, queries, scores)
-    assert not is_open(attributes_of(policies=(2,), mass=1.0, summary="mean"), summaries, queries, scores)
+    # two of four equal pages are just half
+    assert is_open(Retrieval(mass=0.5, summary="mean"), 1.0, summaries, queries)
+    assert not is_open(Retrieval(mass=0.6, summary="mean"), 1.0, summaries, queries)
+    assert not is_open(Retrieval(mass=1.0, summary="mean"), 1.0, summaries, queries)
 
 
 @given(st.integers(0, 20), st.integers(0, 999), st.integers(1, 3))
 def test_channels_are_the_largest_of_the_heads_together(count: int, seed: int, group: int) -> None:
     queries = np.round(np.random.default_rng(seed).standard_normal((group, 16)) * 2) / 4  # many are equal
-    used = used_channels(attributes_of(policies=(2,), channels=count), queries)
+    used = Retrieval(channels=count).used_channels(queries)
     sums = np.abs(queries).sum(axis=0)
     by_hand = sorted(range(16), key=lambda channel: (-sums[channel], channel))[: count or 16]
     assert used.tolist() == sorted(by_hand)
@@ -90,24 +84,22 @@ def test_channels_are_the_largest_of_the_heads_together(count: int, seed: int, g
 def test_a_channel_that_is_no_number_is_used() -> None:
     queries = np.ones((2, 16))
     queries[1, 7] = np.nan
-    assert used_channels(attributes_of(channels=2), queries).tolist() == [0, 7]
+    assert Retrieval(channels=2).used_channels(queries).tolist() == [0, 7]
 
 
 @pytest.mark.parametrize("summary", ["bounds", "mean"])
 def test_other_channels_do_not_count(summary: str) -> None:
-    attributes = attributes_of(policies=(2,), channels=3, summary=summary)
+    policy = Retrieval(channels=3, summary=summary)
     random = np.random.default_rng(0)
     queries, summaries = random.standard_normal((2, 16)), random.standard_normal((5, 32)).astype(np.float32)
     summaries[:, 16:] += 10
-    used = used_channels(attributes, queries)
-    scores = page_scores(attributes, summaries, queries)
-    narrow = page_scores(
-        attributes_of(policies=(2,), summary=summary), summaries[:, [*used, *(used + 16)]], queries[:, used]
-    )
+    used = policy.used_channels(queries)
+    scores = policy.page_scores(summaries, queries)
+    narrow = Retrieval(summary=summary).page_scores(summaries[:, [*used, *(used + 16)]], queries[:, used])
     assert np.array_equal(scores, narrow)
     others = np.setdiff1d(np.arange(16), used)
     summaries[:, [*others, *(others + 16)]] = np.nan
-    assert np.array_equal(page_scores(attributes, summaries, queries), scores)
+    assert np.array_equal(policy.page_scores(summaries, queries), scores)
 
 
 @given(st.integers(0, 200), st.integers(0, 50), st.integers(1, 60), st.sampled_from([0, 1, 17, 90]))
@@ -236,11 +228,11 @@ def test_what_is_not_finite_stays_in_the_mean(where: str) -> None:
 @pytest.mark.parametrize(
     ("others", "message"),
     [
-        ({"mass": -0.1}, "mass is a share from 0 to 1, not -0.1"),
-        ({"mass": 1.5}, "mass is a share from 0 to 1, not 1.5"),
-        ({"mass": float("nan")}, "mass is a share from 0 to 1, not nan"),
+        ({"mass": -0.1}, "mass is from 0 to 1, not -0.1"),
+        ({"mass": 1.5}, "mass is from 0 to 1, not 1.5"),
+        ({"mass": float("nan")}, "mass is from 0 to 1, not nan"),
         ({"channels": -1}, "channels is at least 0, not -1"),
-        ({"compensate": 2}, "compensate is 0 or 1, not 2"),
+        ({"compensate": 2}, "compensate is from 0 to 1, not 2"),
         ({"compensate": 1, "window": 7, "policies": (1,)}, "with a window of the model's own, 7"),
     ],
 )

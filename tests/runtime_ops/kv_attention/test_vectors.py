@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES, KVAttributes
-from graphopt.runtime_ops.kv_attention.spec.bound import bound
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from tests.native import needs_library
+from tests.runtime_ops.kv_attention.bound import bound
 from tests.runtime_ops.kv_cases import Arrays, Body, Fed, Run
 from tests.runtime_ops.kv_native import Native
 

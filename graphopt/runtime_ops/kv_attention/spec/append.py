@@ -59,8 +59,9 @@ def _append_token(attributes: KVAttributes, state: State, key: Array, value: Arr
         slot = state["recent"][:, int(attributes.slot(page))].reshape(heads, 2, -1, channels)
         slot[:, 0, offset] = key
         slot[:, 1, offset] = value
-    if attributes.retrieves:
-        _summarize(attributes, state["summaries"][:, physical, : attributes.known(channels)], key, offset)
+    if attributes.summary_policy is not None:
+        summary = state["summaries"][:, physical, : attributes.known(channels)]
+        attributes.summary_policy.update_summary(summary, key, offset)
     if attributes.compensate and position >= attributes.sinks:
         _follow(attributes, state["summaries"][..., -2 * channels :], np.concatenate([key, value], axis=-1), position)
 
@@ -76,18 +77,6 @@ def _round_page(attributes: KVAttributes, state: State, page: int, channels: int
     state["keys"][:, physical] = pack_keys(key_codes, attributes.storage)
     state["values"][:, physical] = pack_values(value_codes, attributes.storage)
     state["scales"][:, physical] = np.concatenate([key_low, key_step, value_low, value_step], axis=-1)
-
-
-def _summarize(attributes: KVAttributes, summary: Array, key: Array, offset: int) -> None:
-    """Bring the summary of a page [Hk, Z] up to date in place."""
-    channels = key.shape[-1]
-    if attributes.summary == "mean":
-        with np.errstate(invalid="ignore", over="ignore"):
-            summary[:] = key if offset == 0 else summary + (key - summary) / np.float32(offset + 1)
-    else:
-        lowest, highest = summary[:, :channels], summary[:, channels:]
-        lowest[:] = key if offset == 0 else np.minimum(lowest, key)
-        highest[:] = key if offset == 0 else np.maximum(highest, key)
 
 
 def _follow(attributes: KVAttributes, means: Array, token: Array, position: int) -> None:

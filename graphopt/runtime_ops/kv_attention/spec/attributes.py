@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Policy, policy_numbered
+from graphopt.runtime_ops.kv_attention.spec.policies.dense import Dense
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval
+from graphopt.runtime_ops.kv_attention.spec.policies.streaming import Streaming
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF, Storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DENSE, STREAMING, RETRIEVAL = range(3)
-"""What a head reads: everything, sinks and recent tokens, or chosen pages besides."""
+    from graphopt.runtime_ops.kv_attention.spec.policies import Parameter
+
+DENSE, STREAMING, RETRIEVAL = Dense.number, Streaming.number, Retrieval.number
+"""The numbers of policies that have come first."""
 
 PAGES = (16, 32, 64, 128)
-SUMMARIES = ("bounds", "mean")
 
 STORAGES = tuple(STORAGE_OF)
 """The names of all storages."""
@@ -32,14 +38,34 @@ LEVELS = {name: each.levels for name, each in STORAGE_OF.items() if each.levels 
 LANES = 16
 """Tokens or channels that stand side by side in a stored page; head sizes are multiples of it."""
 
+_COUNTS = ("softcap", "window", "sink_pages", "recent_pages", "sinks")
+
+_VERSION_1 = frozenset(("budget", "summary", "mass", "channels", "compensate"))
+"""Parameters of policies that every node states."""
+
 Dimension = int | str
 
 
-@dataclass(frozen=True)
-class KVAttributes:
-    """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.op`.
+T = TypeVar("T")
 
-    ``scale``, ``softcap`` and ``mass`` are rounded to float32, as a node holds them.
+
+def _with_parameters(cls: type[T]) -> type[T]:
+    """Give a class the fields for those parameters of policies that it does not state itself."""
+    for policy in POLICIES.values():
+        for each in policy.parameters():
+            if each.name not in cls.__annotations__:
+                cls.__annotations__[each.name] = type(each.absent)
+                setattr(cls, each.name, each.absent)
+    return cls
+
+
+@dataclass(frozen=True)
+@_with_parameters
+class KVAttributes:
+    """The attributes of a node; what they mean is in :mod:`graphopt.runtime_ops.kv_attention.spec.schema`.
+
+    Every node states those that are listed here. A parameter of a later policy is a field too, which only nodes state
+    that have a head of that policy. Floats are rounded to float32, as a node holds them.
 
     Raises:
         ValueError: an attribute is out of its range, or two do not fit one another.
@@ -64,38 +90,51 @@ class KVAttributes:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policies", tuple(self.policies))
+        parameters = [each for policy in POLICIES.values() for each in policy.parameters()]
+        floats = [each.name for each in parameters if isinstance(each.absent, float)]
         with np.errstate(over="ignore"):  # what float32 cannot hold is refused below, as infinite
-            for name in ("scale", "softcap", "mass"):
+            for name in ("scale", "softcap", *floats):
                 object.__setattr__(self, name, float(np.float32(getattr(self, name))))
-        for name, least in (("kv_heads", 1), ("recent", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"KVAttention: {name} is at least {least}, not {getattr(self, name)}")
-        for name in ("softcap", "window", "sink_pages", "recent_pages", "sinks", "budget", "channels"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"KVAttention: {name} is at least 0, not {getattr(self, name)}")
-        for name, known in (("page", PAGES), ("storage", STORAGES), ("summary", SUMMARIES)):
+        self._check_ranges(parameters)
+        self._check_policies()
+
+    def _check_ranges(self, parameters: list[Parameter]) -> None:
+        least = {**dict.fromkeys(("kv_heads", "recent"), 1), **dict.fromkeys(_COUNTS, 0)}
+        for name, limit in least.items():
+            if not getattr(self, name) >= limit:
+                raise ValueError(f"KVAttention: {name} is at least {limit}, not {getattr(self, name)}")
+        for name, known in (("page", PAGES), ("storage", STORAGES)):
             if getattr(self, name) not in known:
                 raise ValueError(f"KVAttention: {name} is one of {known}, not {getattr(self, name)!r}")
-        if not 0 <= self.mass <= 1:
-            raise ValueError(f"KVAttention: mass is a share from 0 to 1, not {self.mass}")
-        if self.compensate not in (0, 1):
-            raise ValueError(f"KVAttention: compensate is 0 or 1, not {self.compensate}")
+        for each in parameters:
+            each.check(getattr(self, each.name))
+        if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
+            raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
+
+    def _check_policies(self) -> None:
+        numbers = {policy.number for policy in POLICIES.values()}
+        if len(self.policies) not in (1, self.kv_heads) or not set(self.policies) <= numbers:
+            known = ", ".join(f"{policy.number} ({name})" for name, policy in POLICIES.items())
+            raise ValueError(
+                f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of {known}, not "
+                f"{list(self.policies)}"
+            )
         if self.compensate and self.window:
             raise ValueError(
                 f"KVAttention: with a window of the model's own, {self.window}, no token that streaming drops is to be "
                 "seen: compensate must be 0"
             )
-        if not math.isfinite(self.scale) or not math.isfinite(self.softcap):
-            raise ValueError(f"KVAttention: scale {self.scale} and softcap {self.softcap} must be finite")
-        if len(self.policies) not in (1, self.kv_heads) or not set(self.policies) <= {DENSE, STREAMING, RETRIEVAL}:
-            raise ValueError(
-                f"KVAttention: policies are one number, or one for each of {self.kv_heads} KV heads, of "
-                f"{DENSE} (dense), {STREAMING} (streaming), {RETRIEVAL} (retrieval), not {list(self.policies)}"
-            )
+        summaries = [policy.name for policy in self.policies_in_use if policy.summary_floats(LANES)]
+        if len(summaries) > 1:
+            raise ValueError(f"KVAttention: pages have one summary, and {' and '.join(summaries)} each need their own")
 
     def for_node(self) -> dict[str, Any]:
         """Return the attributes by name, as a node takes them."""
-        return {**asdict(self), "policies": list(self.policies)}
+        unused = [policy for policy in POLICIES.values() if policy.number not in self.policies]
+        absent = {each.name for policy in unused for each in policy.parameters()} - _VERSION_1
+        return {name: value for name, value in asdict(self).items() if name not in absent} | {
+            "policies": list(self.policies)
+        }
 
     @property
     def stored(self) -> Storage:
@@ -112,15 +151,30 @@ class KVAttributes:
         """R, the pages that a storage of integers holds as floats; 0 where all pages are floats."""
         return 0 if self.levels is None else self.sink_pages + self.recent_pages + 1
 
+    @cached_property
+    def policies_in_use(self) -> tuple[Policy, ...]:
+        """The policies of the heads, each once, in the order of their numbers."""
+        return tuple(policy_numbered(number).of(self) for number in sorted(set(self.policies)))
+
+    @cached_property
+    def summary_policy(self) -> Policy | None:
+        """The policy that chooses pages by summaries; ``None`` where none of the heads does."""
+        return next((policy for policy in self.policies_in_use if policy.summary_floats(LANES)), None)
+
     @property
     def retrieves(self) -> bool:
-        """Whether a head chooses pages, so that pages have summaries to choose by."""
-        return RETRIEVAL in self.policies
+        """Whether a head chooses pages by what is in them, so that pages have summaries."""
+        return self.summary_policy is not None
 
     @property
     def chooses(self) -> bool:
-        """Whether retrieval may read a page besides what it always reads."""
-        return self.budget > 0 or self.mass > 0
+        """Whether a head may read a page besides what every query reads."""
+        return any(policy.chooses for policy in self.policies_in_use)
+
+    @property
+    def may_drop(self) -> bool:
+        """Whether every head drops what is neither among the first nor among the newest tokens."""
+        return all(policy.may_drop for policy in self.policies_in_use)
 
     @property
     def summarizes(self) -> bool:
@@ -133,21 +187,25 @@ class KVAttributes:
         return -(-self.sinks // self.page)
 
     def policy(self, head: int) -> int:
-        """Return the policy of a KV head."""
+        """Return the number of the policy of a KV head."""
         return self.policies[head if len(self.policies) > 1 else 0]
+
+    def policy_of(self, head: int) -> Policy:
+        """Return the policy of a KV head."""
+        return policy_numbered(self.policy(head)).of(self)
 
     def may_wrap(self, pages: int, columns: int) -> bool:
         """Return whether new tokens may take the place of old ones.
 
-        That is so if every head streams and a call of ``columns`` tokens overwrites nothing that its queries read. With
-        ``compensate`` that is one page more, whose summary stands for all that was dropped.
+        That is so if every head drops old tokens and a call of ``columns`` tokens overwrites nothing that its queries
+        read. With ``compensate`` that is one page more, whose summary stands for all that was dropped.
 
         Args:
             pages: P, the capacity.
             columns: S, of the call.
         """
         ring = pages - self.first_pages
-        return set(self.policies) == {STREAMING} and ring > 0 and ring * self.page >= self.kept(columns)
+        return self.may_drop and ring > 0 and ring * self.page >= self.kept(columns)
 
     def kept(self, columns: int) -> int:
         """Return the tokens that pages behind the sinks must hold to be used again by calls of ``columns`` tokens."""
@@ -170,10 +228,8 @@ class KVAttributes:
         return (page < self.sink_pages) | (page > newest - (self.recent_pages + 1))
 
     def known(self, head_size: int) -> int:
-        """Return the first numbers of a page's summary, which retrieval chooses by; means for streaming come behind."""
-        if not self.retrieves:
-            return 0
-        return head_size if self.summary == "mean" else 2 * head_size
+        """Return the first numbers of a page's summary, to choose pages by; means of what was dropped come behind."""
+        return self.summary_policy.summary_floats(head_size) if self.summary_policy is not None else 0
 
     def state(self, batch: Dimension, pages: Dimension, head_size: int) -> StateShapes:
         """Return the shapes and types of the five tensors of the state; a string stands for a dimension of that name.

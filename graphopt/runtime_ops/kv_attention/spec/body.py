@@ -17,17 +17,19 @@ attention costs.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STREAMING, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.body_append import (
     Call,
     append_floats,
     append_integers,
     append_summaries,
+    heads_with,
 )
 from graphopt.runtime_ops.kv_attention.spec.body_compensation import append_means, extra_token
 from graphopt.runtime_ops.kv_attention.spec.body_read import attend, heads_apart, read_mask
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 
     from onnxscript import OpBuilder
 
+    from graphopt.runtime_ops.kv_attention.spec.policies import Policy
+
 # What a Constant calls a value of that kind.
 _FIELDS = {
     ir.AttributeType.INT: "value_int",
@@ -46,6 +50,8 @@ _FIELDS = {
     ir.AttributeType.STRING: "value_string",
     ir.AttributeType.INTS: "value_ints",
 }
+
+_TYPES = {**SCHEMA.attributes, **SCHEMA.optional}
 
 # Layers differ in these. The body reads them from its node, so that such layers share it.
 _OF_NODE = ("window", "policies")
@@ -61,7 +67,9 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     from graphopt.runtime_ops.builder import written
 
     attrs = KVAttributes(**attributes)
-    return written(SCHEMA, overload(**attributes), opset, lambda op, given: _write(op, attrs, given))
+    types = {name: kind for name, kind in _TYPES.items() if name in attrs.for_node()}
+    schema = replace(SCHEMA, attributes=types)
+    return written(schema, overload(**attributes), opset, lambda op, given: _write(op, attrs, given))
 
 
 def overload(**attributes: Any) -> str:
@@ -71,12 +79,21 @@ def overload(**attributes: Any) -> str:
         ValueError: an attribute is out of its range.
     """
     attrs = KVAttributes(**attributes)
-    parts = [f"retrieves={int(attrs.retrieves)}"]
+    parts = [f"retrieves={int(RETRIEVAL in attrs.policies)}"]
+    parts += [f"{policy.name}=1" for policy in _later_policies(attrs)]
     for name, value in attrs.for_node().items():
         if name not in _OF_NODE:
             # np.float32 says 0.1 where Python says 0.10000000149011612
             parts.append(f"{name}={str(np.float32(value)) if isinstance(value, float) else value}")
     return ",".join(parts)
+
+
+def _later_policies(attrs: KVAttributes) -> list[Policy]:
+    """Return the policies of a node for which its body is made, besides retrieval.
+
+    Dense and streaming heads may share a body.
+    """
+    return [policy for policy in attrs.policies_in_use if policy.number not in (DENSE, STREAMING, RETRIEVAL)]
 
 
 def _write(op: OpBuilder, attrs: KVAttributes, given: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:
@@ -97,8 +114,8 @@ def _write(op: OpBuilder, attrs: KVAttributes, given: Mapping[str, ir.Value]) ->
         made = append_integers(call, state, key, value)
         keys, values, scales, recent, K, V = made.keys, made.values, made.scales, made.recent, made.K, made.V
     summaries = given["summaries"]
-    if attrs.retrieves:
-        summaries = append_summaries(call, summaries, key)
+    if attrs.summary_policy is not None:
+        summaries = append_summaries(call, attrs.summary_policy, summaries, key)
     if attrs.compensate:
         summaries = append_means(call, summaries, key, value)
     if not attrs.summarizes:
@@ -139,7 +156,7 @@ def _refusal(
     ring = op.Sub(pages, attrs.first_pages)
     needed = op.Add(columns, op.Add(op.Max(window, attrs.recent), (1 + attrs.compensate) * attrs.page))
     fits = op.And(op.Greater(ring, 0), op.GreaterOrEqual(op.Mul(ring, attrs.page), needed))
-    wraps = op.And(fits, op.Not(_any(op, op.Not(op.Equal(policies, STREAMING)))))
+    wraps = op.And(fits, op.Not(_any(op, op.Not(heads_with(op, policies, lambda policy: policy.may_drop)))))
     is_wrong = op.Or(op.Or(is_wrong, op.And(is_full, op.Not(wraps))), _is_for_another(op, attrs, policies))
     if attrs.compensate:
         is_wrong = op.Or(is_wrong, op.Greater(window, 0))
@@ -149,20 +166,23 @@ def _refusal(
 
 def _is_for_another(op: OpBuilder, attrs: KVAttributes, policies: ir.Value) -> ir.Value:
     """Return whether the node needs another body, bool [1]; constant, so folded when a model loads."""
-    differs = [
-        op.Not(op.Equal(_any(op, op.Equal(policies, RETRIEVAL)), op.Constant(value=ir.tensor([attrs.retrieves]))))
-    ]
+
+    def misses(number: int, is_there: bool) -> ir.Value:
+        return op.Not(op.Equal(_any(op, op.Equal(policies, number)), op.Constant(value=ir.tensor([is_there]))))
+
+    differs = [misses(RETRIEVAL, RETRIEVAL in attrs.policies)]
+    differs += [misses(policy.number, True) for policy in _later_policies(attrs)]
     for name, value in attrs.for_node().items():
         if name not in _OF_NODE:
-            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[SCHEMA.attributes[name]]: value}))
+            same = op.Equal(_of_node(op, name), op.Constant(**{_FIELDS[_TYPES[name]]: value}))
             differs.append(op.Reshape(op.Not(same), [1]))
     return _any(op, op.Concat(*differs, axis=0))
 
 
 def _of_node(op: OpBuilder, name: str) -> ir.Value:
     """Return an attribute of the node: a scalar, or int64 [n]."""
-    field = _FIELDS[SCHEMA.attributes[name]]
-    return op.Constant(**{field: ir.RefAttr(field, name, SCHEMA.attributes[name])})
+    field = _FIELDS[_TYPES[name]]
+    return op.Constant(**{field: ir.RefAttr(field, name, _TYPES[name])})
 
 
 def _any(op: OpBuilder, flags: ir.Value) -> ir.Value:

@@ -10,11 +10,9 @@ belongs to: p' = f + n ((p - f) div n) for the place's own page f.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from functools import reduce
 from typing import TYPE_CHECKING
-
-import onnx_ir as ir
 
 from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     as_stored,
@@ -25,11 +23,16 @@ from graphopt.runtime_ops.kv_attention.spec.body_storage import (
     unpacked_keys,
     unpacked_values,
 )
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import onnx_ir as ir
     from onnxscript import OpBuilder
 
     from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+    from graphopt.runtime_ops.kv_attention.spec.policies import Policy
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,12 @@ class Call:
 def by_page(op: OpBuilder, tensor: ir.Value) -> ir.Value:
     """Return [B, H, P, n] as [B, P, H, n], or the other way around."""
     return op.Transpose(tensor, perm=[0, 2, 1, 3])
+
+
+def heads_with(op: OpBuilder, policies: ir.Value, holds: Callable[[type[Policy]], bool]) -> ir.Value:
+    """Return which of ``policies`` [n] are such of which something holds, bool [n]."""
+    flags = [op.Equal(policies, policy.number) for policy in POLICIES.values() if holds(policy)]
+    return reduce(op.Or, flags)
 
 
 def append_floats(call: Call, stored: ir.Value, source: ir.Value, *, is_keys: bool) -> tuple[ir.Value, ir.Value]:
@@ -232,7 +241,7 @@ def _round_pages(
     return keys, values, all_scales
 
 
-def append_summaries(call: Call, summaries: ir.Value, key: ir.Value) -> ir.Value:
+def append_summaries(call: Call, policy: Policy, summaries: ir.Value, key: ir.Value) -> ir.Value:
     """Return the summaries [B, H, P, Z] after the call, as far as pages are chosen by them."""
     op, attrs = call.op, call.attrs
     means = None
@@ -245,20 +254,7 @@ def append_summaries(call: Call, summaries: ir.Value, key: ir.Value) -> ir.Value
     tokens, is_new = call.new_tokens(key, call.positions(touched))  # B, n, H, T, D
     old = call.pick(by_page(op, summaries), touched)  # B, n, H, Z
     known = op.Max(op.Sub(call.past, op.Mul(touched, attrs.page)), 0)  # tokens that the summary knows, B, n
-    was_empty = op.Reshape(op.Equal(known, 0), [0, -1, 1, 1])
-    if attrs.summary == "mean":
-        count = op.Cast(op.Reshape(known, [0, -1, 1, 1]), to=ir.DataType.FLOAT)
-        added = op.Squeeze(op.ReduceSum(op.Cast(is_new, to=ir.DataType.FLOAT), [3], keepdims=1), [4])
-        old_sum = op.Where(was_empty, 0.0, op.Mul(old, count))
-        total = op.Add(old_sum, op.ReduceSum(op.Where(is_new, tokens, 0.0), [3], keepdims=0))
-        made = op.Div(total, op.Max(op.Add(count, added), 1.0))
-    else:
-        low, high = op.Split(old, axis=3, num_outputs=2, _outputs=2)
-        least = op.ReduceMin(op.Where(is_new, tokens, math.inf), [3], keepdims=0)
-        most_ = op.ReduceMax(op.Where(is_new, tokens, -math.inf), [3], keepdims=0)
-        low = op.Min(op.Where(was_empty, math.inf, low), least)
-        high = op.Max(op.Where(was_empty, -math.inf, high), most_)
-        made = op.Concat(low, high, axis=3)
+    made = policy.write_summaries(call, old, known, tokens, is_new)
     place = op.Sub(call.range(call.pages), first)
     begins = op.Mul(call.range(call.pages), attrs.page)
     is_touched = op.And(op.GreaterOrEqual(place, 0), op.Less(begins, call.total))

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import STREAMING
-from graphopt.runtime_ops.kv_attention.spec.body_append import Call, by_page
+from graphopt.runtime_ops.kv_attention.spec.body_append import Call, by_page, heads_with
 
 _ALL = 2**62
 
@@ -80,7 +79,7 @@ def extra_token(call: Call, query: ir.Value, summaries: ir.Value, policies: ir.V
     end = op.Div(op.Max(op.Sub(asked, attrs.recent - 1), 0), attrs.page)
     count = op.Sub(op.Mul(end, attrs.page), attrs.sinks)
     means = call.pick(by_page(op, _split(call, summaries)[1]), _place(call, op.Sub(end, 1)))  # B, S, H, 2 D
-    streams = op.Reshape(op.Equal(policies, STREAMING), [1, -1, 1, 1])
+    streams = op.Reshape(heads_with(op, policies, lambda policy: policy.may_drop), [1, -1, 1, 1])
     is_there = op.And(op.Reshape(op.Greater(count, 0), [0, 1, -1, 1]), streams)  # B, 1 or H, S, 1
     keys, values = op.Split(op.Transpose(means, perm=[0, 2, 1, 3]), axis=3, num_outputs=2, _outputs=2)
     bad_keys, bad_values = (op.And(op.IsNaN(op.Mul(each, 0.0)), is_there) for each in (keys, values))

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL
+from graphopt.runtime_ops.kv_attention.spec.body_append import heads_with
 from graphopt.runtime_ops.kv_attention.spec.body_compensation import Extra, known_part, scaled
 from graphopt.runtime_ops.kv_attention.spec.check import MOST_TOKENS
 
 if TYPE_CHECKING:
-    from onnxscript import OpBuilder
-
     from graphopt.runtime_ops.kv_attention.spec.body_append import Call
 
 
@@ -44,65 +42,15 @@ def read_mask(call: Call, query: ir.Value, summaries: ir.Value, window: ir.Value
     reach = op.Where(op.Equal(window, 0), MOST_TOKENS, window)
     visible = op.And(op.LessOrEqual(position, p), op.Greater(position, op.Sub(p, reach)))
     always = op.Or(op.Less(position, attrs.sinks), op.Greater(position, op.Sub(p, attrs.recent)))
-    if attrs.retrieves and attrs.chooses:
-        chosen = _chosen_pages(call, query, summaries, p, reach)
-        each = op.Expand(op.Unsqueeze(chosen, [-1]), [1, 1, 1, 1, attrs.page])
-        chosen = op.And(op.Reshape(each, [0, 0, 0, -1]), _heads_with(op, policies, RETRIEVAL))
-        always = op.Or(always, chosen)
-    return op.And(visible, op.Or(always, _heads_with(op, policies, DENSE)))
-
-
-def _heads_with(op: OpBuilder, policies: ir.Value, policy: int) -> ir.Value:
-    return op.Reshape(op.Equal(policies, policy), [-1, 1, 1])
-
-
-def _chosen_pages(call: Call, query: ir.Value, summaries: ir.Value, p: ir.Value, reach: ir.Value) -> ir.Value:
-    """Return which pages each KV head chooses for each query, bool [B, H, S, P]. Such a cache never wraps."""
-    op, attrs = call.op, call.attrs
-    known = op.Unsqueeze(op.Transpose(known_part(call, summaries), perm=[0, 1, 3, 2]), [2])  # B, H, 1, Z, P
-    query = _largest_channels(call, query) if attrs.channels else query
-    if attrs.summary == "bounds":
-        # max(q min, q max) is q max where q > 0, else q min
-        low, high = op.Split(known, axis=3, num_outputs=2, _outputs=2)
-        scores = op.Add(op.MatMul(op.Max(query, 0.0), high), op.MatMul(op.Min(query, 0.0), low))
-    else:
-        scores = op.MatMul(query, known)
-    best = op.ReduceMax(op.Where(op.IsNaN(scores), math.inf, scores), [2], keepdims=0)
-    begin = op.Mul(call.range(call.pages), attrs.page)
-    end = op.Add(begin, attrs.page - 1)
-    lowest = op.Max(op.Max(begin, attrs.sinks), op.Add(op.Sub(p, reach), 1))
-    is_candidate = op.LessOrEqual(lowest, op.Min(end, op.Sub(p, attrs.recent)))  # B, 1, S, P
-    count = op.Min(call.pages, attrs.budget) if attrs.budget else call.pages
-    _, places = op.TopK(op.Where(is_candidate, best, -math.inf), count, _outputs=2)
-    marked = op.Expand(1.0, op.Shape(places))
-    if 0 < attrs.mass < 1:
-        weights = op.Where(is_candidate, _page_weights(call, best, is_candidate), 0.0)
-        needed = op.Mul(op.ReduceSum(weights, [-1], keepdims=1), attrs.mass)
-        before = op.CumSum(op.GatherElements(weights, places, axis=-1), -1, exclusive=1)
-        marked = op.Cast(op.Less(before, needed), to=ir.DataType.FLOAT)
-    marks = op.ScatterElements(op.Expand(0.0, op.Shape(best)), places, marked, axis=-1)
-    return op.And(op.Greater(marks, 0.5), is_candidate)
-
-
-def _largest_channels(call: Call, query: ir.Value) -> ir.Value:
-    """Return the query [B, H, G, S, D] with 0 in all but the channels that are largest for the G heads together."""
-    op = call.op
-    sums = op.ReduceSum(op.Abs(query), [2], keepdims=1)
-    sums = op.Where(op.IsNaN(sums), math.inf, sums)
-    _, places = op.TopK(sums, op.Min(call.channels, call.attrs.channels), _outputs=2)
-    nothing = op.Expand(0.0, op.Shape(sums))
-    marks = op.ScatterElements(nothing, places, op.Expand(1.0, op.Shape(places)), axis=-1)
-    return op.Where(op.Greater(marks, 0.5), query, 0.0)
-
-
-def _page_weights(call: Call, scores: ir.Value, is_candidate: ir.Value) -> ir.Value:
-    """Return exp(scale (score - the highest of the candidates)), 1 for the highest itself, [B, H, S, P]."""
-    op = call.op
-    highest = op.ReduceMax(op.Where(is_candidate, scores, -math.inf), [-1], keepdims=1)
-    weights = op.Exp(op.Min(op.Mul(op.Sub(scores, highest), call.attrs.scale), 0.0))
-    # the difference of two infinite scores is NaN
-    weights = op.Where(op.IsNaN(weights), 0.0, weights)
-    return op.Where(op.Equal(scores, highest), 1.0, weights)
+    for policy in attrs.policies_in_use:
+        if policy.chooses:
+            chosen = policy.write_pages(call, query, known_part(call, summaries), p, reach)
+            tokens = op.Expand(op.Unsqueeze(chosen, [-1]), [1, 1, 1, 1, attrs.page])
+            tokens = op.Reshape(tokens, [0, 0, 0, -1])
+            has_policy = op.Reshape(op.Equal(policies, policy.number), [-1, 1, 1])
+            always = op.Or(always, op.And(tokens, has_policy))
+    reads_all = heads_with(op, policies, lambda policy: policy.reads_all)
+    return op.And(visible, op.Or(always, op.Reshape(reads_all, [-1, 1, 1])))
 
 
 def attend(

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.selection import UNIT
-
 if TYPE_CHECKING:
     from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
@@ -22,6 +20,9 @@ Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+
+UNIT = 2.0**-24
+"""Half of the distance between 1 and the next float32."""
 
 
 @dataclass(frozen=True)

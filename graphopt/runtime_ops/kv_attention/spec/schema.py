@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import onnx_ir as ir
 
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 from graphopt.runtime_ops.kv_attention.spec.storages import STORAGE_OF
 from graphopt.runtime_ops.schema import Cost, Dims, Port, Role, Schema
 
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 _PAGES = tuple(dict.fromkeys(ir.DataType.from_numpy(each.dtype) for each in STORAGE_OF.values()))
+
+_TYPES = {int: ir.AttributeType.INT, float: ir.AttributeType.FLOAT, str: ir.AttributeType.STRING}
 
 TOKENS = (
     Port("query", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16)),
@@ -32,6 +35,14 @@ STATES = (
     Port("summaries", Role.STATE, (ir.DataType.FLOAT,), placeholder=0),
 )
 """The parts of a cache: each is an input, and comes back as the output ``new_`` and its name."""
+
+_ATTRIBUTES = {
+    **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
+    **dict.fromkeys(("sinks", "recent", "budget", "channels", "compensate"), ir.AttributeType.INT),
+    **dict.fromkeys(("scale", "softcap", "mass"), ir.AttributeType.FLOAT),
+    **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
+    "policies": ir.AttributeType.INTS,
+}
 
 
 def outputs_of(states: Sequence[Port]) -> tuple[Port, ...]:
@@ -71,12 +82,12 @@ SCHEMA = Schema(
         *STATES,
     ),
     outputs=outputs_of(STATES),
-    attributes={
-        **dict.fromkeys(("kv_heads", "window", "page", "sink_pages", "recent_pages"), ir.AttributeType.INT),
-        **dict.fromkeys(("sinks", "recent", "budget", "channels", "compensate"), ir.AttributeType.INT),
-        **dict.fromkeys(("scale", "softcap", "mass"), ir.AttributeType.FLOAT),
-        **dict.fromkeys(("storage", "summary"), ir.AttributeType.STRING),
-        "policies": ir.AttributeType.INTS,
+    attributes=_ATTRIBUTES,
+    optional={
+        each.name: _TYPES[type(each.absent)]
+        for policy in POLICIES.values()
+        for each in policy.parameters()
+        if each.name not in _ATTRIBUTES
     },
     shapes=shapes_of(STATES),
     cost=cost,

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from graphopt.runtime_ops.kv_attention.spec.append import Integers, State, append, row_of
-from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.check import check
 from graphopt.runtime_ops.kv_attention.spec.compensation import Dropped, dropped
 from graphopt.runtime_ops.kv_attention.spec.layout import unpack_keys, unpack_values
-from graphopt.runtime_ops.kv_attention.spec.selection import candidate_pages, chosen_pages, page_scores
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 
 Array = npt.NDArray[Any]
 Doubles = npt.NDArray[np.float64]
@@ -135,7 +135,7 @@ def readings(attrs: KVAttributes, inputs: tuple[Array, ...]) -> tuple[State, Ite
                 reading = Reading(
                     row, these, head, q, first_q, keys, values, positions, counts, is_read, summaries, logit
                 )
-                if attrs.compensate and attrs.policy(head) == STREAMING:
+                if attrs.compensate and attrs.policy_of(head).may_drop:
                     token = [each.reshape(split)[row, these, head] for each in (key, value)]
                     new_tokens = np.concatenate(token, axis=-1)[asked >= attrs.sinks]
                     before = state["summaries"][row, head]
@@ -206,14 +206,12 @@ def read_mask(
     p, positions = asked[:, None], positions[None]
     visible = (positions <= p) & ((positions > p - attrs.window) if attrs.window else True)
     always = visible & ((positions < attrs.sinks) | (positions > p - attrs.recent))
-    policy = attrs.policy(head)
-    if policy == DENSE:
+    policy = attrs.policy_of(head)
+    if policy.reads_all:
         return visible
-    if policy == RETRIEVAL:
-        pages, summaries = positions[0] // attrs.page, summaries[head]
-        is_chosen = np.zeros((len(asked), len(summaries)), np.bool_)
+    if policy.chooses:
+        summaries = summaries[head] if attrs.retrieves else np.zeros((0, 0), np.float32)
+        pages = positions[0] // attrs.page
         for index, q in enumerate(queries):
-            candidates = candidate_pages(attrs, int(asked[index]))
-            is_chosen[index, candidates[chosen_pages(attrs, page_scores(attrs, summaries[candidates], q))]] = True
-        always |= visible & is_chosen[:, pages]
+            always[index] |= visible[index] & np.isin(pages, policy.pages(attrs, summaries, q, int(asked[index])))
     return always

@@ -47,9 +47,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
+from graphopt.runtime_ops.kv_attention.spec.compensation import UNIT
+from graphopt.runtime_ops.kv_attention.spec.policies.policy import candidate_pages
+from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval, page_weights
 from graphopt.runtime_ops.kv_attention.spec.reference import attend, for_each, of_queries, scores, softmax_weights
-from graphopt.runtime_ops.kv_attention.spec.selection import UNIT, candidate_pages, is_open, page_scores
 from graphopt.runtime_ops.kv_attention.spec.stored import Mask, Reading, Stored, readings
 
 if TYPE_CHECKING:
@@ -125,12 +127,31 @@ def _limits(
 def _open(attrs: KVAttributes, reading: Reading, first: int) -> Doubles:
     """Return infinity for queries that may read one page more or less for their `mass`, else 0, [n, 1, 1]."""
     opened = np.zeros((len(reading.q), 1, 1))
-    if attrs.policy(reading.head) == RETRIEVAL and 0 < attrs.mass < 1:
+    policy = attrs.policy_of(reading.head)
+    if isinstance(policy, Retrieval):
         for index, q in enumerate(reading.q):
             summaries = reading.summaries[candidate_pages(attrs, first + index)]
-            if is_open(attrs, summaries, q, page_scores(attrs, summaries, q)):
+            if is_open(policy, attrs.scale, summaries, q):
                 opened[index] = np.inf
     return opened
+
+
+def is_open(policy: Retrieval, scale: float, summaries: Array, queries: Doubles) -> bool:
+    """Return whether float32 may find that the pages with `mass` are one more or one less.
+
+    Scores err by gamma(D + 8) of the sum of magnitudes, so weights by a share of e = 2 scale times that, and 4 u; sums
+    of n weights by gamma(n).
+    """
+    if not 0 < policy.mass < 1 or not len(summaries):
+        return False
+    channels = queries.shape[-1]
+    low, high = policy.key_range(summaries, channels)
+    with np.errstate(invalid="ignore", over="ignore"):
+        magnitude = float((np.abs(queries) @ np.maximum(np.abs(low), np.abs(high)).T).max())
+    share = 2 * abs(scale) * (channels + 8) * UNIT * magnitude + (len(summaries) + 8) * UNIT
+    weights = np.sort(page_weights(policy.page_scores(summaries, queries), scale))[::-1]
+    sums = np.cumsum(weights)[: policy.budget or None]
+    return not (np.abs(sums - policy.mass * weights.sum()) > 4 * share * weights.sum()).all()
 
 
 def _products(attrs: KVAttributes, reading: Reading, numbers: Doubles) -> Doubles:

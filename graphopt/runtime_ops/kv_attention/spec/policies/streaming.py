@@ -1,0 +1,23 @@
+"""Each query reads the first and the newest tokens alone (StreamingLLM, Xiao et al. 2024)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from graphopt.runtime_ops.kv_attention.spec.policies.policy import Policy, parameter
+
+
+@dataclass(frozen=True)
+class Streaming(Policy):
+    """The first ``sinks`` and the newest ``recent`` tokens.
+
+    Attributes:
+        compensate: whether a query reads one token more, the mean of those that it dropped (RazorAttention, Tang et
+            al. 2024), see :mod:`graphopt.runtime_ops.kv_attention.spec.compensation`.
+    """
+
+    name: ClassVar[str] = "streaming"
+    number: ClassVar[int] = 1
+    may_drop: ClassVar[bool] = True
+    compensate: int = parameter(0, option=False, most=1)
