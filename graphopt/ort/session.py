@@ -92,7 +92,7 @@ def open_session(
         threads: intra-op threads; 0 lets onnxruntime choose.
         optimized_to: where onnxruntime writes the optimized graph that it runs.
         native: let graphopt's own kernels take the nodes of its operators, where they were built; else their bodies of
-            standard operators run.
+            standard operators run, and so they do where one of the nodes has no kernel.
         device: ``cuda``: the first NVIDIA GPU, by onnxruntime's CUDA provider.
         rewritten: let onnxruntime optimize the graph before it runs it; if false, nodes run as they are written.
         profile: what the name of a profile begins with, which onnxruntime writes when ``end_profiling`` is called.
@@ -124,7 +124,7 @@ def open_session(
         changed = path.read_bytes()
     if changed is not None:
         options.add_session_config_entry(_DATA_FOLDER, path.absolute().anchor if in_place else str(path.parent))
-    library = library_path(device) if native else None
+    library = library_path(device) if native and not _lacks_kernels(path, changed) else None
     if library is not None:
         try:
             options.register_custom_ops_library(str(library))
@@ -161,6 +161,15 @@ def _check_cuda(ort: Any, path: Path, native: bool) -> None:
             remedy="install from source where nvcc is found, with --config-settings=cmake.define.GRAPHOPT_CUDA=ON, or "
             "say native=False",
         )
+
+
+def _lacks_kernels(path: Path, changed: bytes | None) -> bool:
+    """Return whether the kernels refuse a node of the model, which only its body computes: its overload says so."""
+    parts = [part.encode() for operator in OPERATORS.values() for part in operator.without_kernel]
+    if not parts or (changed is None and not path.is_file()):
+        return False
+    content = path.read_bytes() if changed is None else changed
+    return any(part in content for part in parts)
 
 
 def _has_own_nodes(path: Path) -> bool:

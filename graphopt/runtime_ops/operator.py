@@ -26,12 +26,14 @@ class Operator:
             operator with several outputs returns a tuple.
         overload: where the nodes of its body depend on attributes, names the body for a set of them: the overload of
             the function, and of the nodes that it is for.
+        without_kernel: parts of overloads whose nodes the kernels refuse; a model with such a node runs by bodies.
     """
 
     schema: Schema
     function: Callable[..., ir.Function]
     reference: Callable[..., Any]
     overload: Callable[..., str] | None = None
+    without_kernel: Sequence[str] = ()
 
     @property
     def name(self) -> str:

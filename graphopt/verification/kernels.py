@@ -14,7 +14,7 @@ from graphopt.artifact.manifest import ProductCount
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule
 from graphopt.ort.session import AS_IT_LIES, native_operators, open_session
-from graphopt.runtime_ops import DOMAIN, port, signature_of
+from graphopt.runtime_ops import DOMAIN, OPERATORS, port, signature_of
 from graphopt.runtime_ops.schema import attributes_of
 
 if TYPE_CHECKING:
@@ -113,7 +113,8 @@ def check_kernels(
             node=first.name,
             remedy="choose another group or format for this product in the recipe",
         )
-    native = native_operators()
+    needs_bodies = any(part in node.overload for node in ours for part in OPERATORS[node.op_type].without_kernel)
+    native = frozenset() if needs_bodies else native_operators()
     for name, count in Counter(node.op_type for node in ours).items():
         if name in native and left[name] != count:
             raise VerificationError(

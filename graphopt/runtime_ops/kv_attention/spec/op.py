@@ -77,8 +77,15 @@ that takes its slot.
 from __future__ import annotations
 
 from graphopt.runtime_ops.kv_attention.spec.body import function, overload
+from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 from graphopt.runtime_ops.kv_attention.spec.reference import reference
 from graphopt.runtime_ops.kv_attention.spec.schema import SCHEMA
 from graphopt.runtime_ops.operator import Operator
 
-KV_ATTENTION = Operator(SCHEMA, function, reference, overload)
+KV_ATTENTION = Operator(
+    SCHEMA,
+    function,
+    reference,
+    overload,
+    without_kernel=tuple(f"{name}=1" for name, policy in POLICIES.items() if not policy.has_kernel),
+)

@@ -17,6 +17,7 @@ class Dense(Policy):
 
     name: ClassVar[str] = "dense"
     number: ClassVar[int] = 0
+    has_kernel: ClassVar[bool] = True
     reads_all: ClassVar[bool] = True
 
     def tokens_read(self, attributes: KVAttributes, seen: int) -> int:

@@ -76,12 +76,11 @@ class Policy:
     :func:`parameter`. Every query reads the first ``sinks`` and the newest ``recent`` tokens that it sees; a policy
     says what it reads besides.
 
-    A policy that the native kernels do not know runs by the body of the node.
-
     Attributes:
         name: what the step ``sparse_kv`` calls it.
         number: what the attribute ``policies`` calls it, and its place in ``GRAPHOPT_POLICIES`` of the kernels; never
             given to another one.
+        has_kernel: whether it is one of ``GRAPHOPT_POLICIES``; else a model with such a head runs by bodies.
         reads_all: whether a query reads all tokens that it sees.
         may_drop: whether no query reads a token again once it is neither among the first nor among the newest, so that
             another one may take its place.
@@ -89,6 +88,7 @@ class Policy:
 
     name: ClassVar[str]
     number: ClassVar[int]
+    has_kernel: ClassVar[bool] = False
     reads_all: ClassVar[bool] = False
     may_drop: ClassVar[bool] = False
 

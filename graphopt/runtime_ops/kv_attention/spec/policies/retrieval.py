@@ -57,6 +57,7 @@ class Retrieval(Policy):
 
     name: ClassVar[str] = "retrieval"
     number: ClassVar[int] = 2
+    has_kernel: ClassVar[bool] = True
     budget: int = parameter(0, option=16)
     summary: str = parameter("bounds", option="bounds", choices=SUMMARIES)
     mass: float = parameter(0.0, most=1)

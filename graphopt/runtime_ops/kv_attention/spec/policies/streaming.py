@@ -19,5 +19,6 @@ class Streaming(Policy):
 
     name: ClassVar[str] = "streaming"
     number: ClassVar[int] = 1
+    has_kernel: ClassVar[bool] = True
     may_drop: ClassVar[bool] = True
     compensate: int = parameter(0, option=False, most=1)
