@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, create_model
+from pydantic import Field, create_model
 
 from graphopt.analysis.structure.heads import ORIGIN, HeadScores, Rank
 from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_nodes, layer_of
@@ -27,15 +28,6 @@ if TYPE_CHECKING:
 _PAGE = 64
 
 _MOST_TOKENS = 1 << 30
-
-
-def _known_policy(name: str) -> str:
-    if name not in POLICIES:
-        raise ValueError(f"there is no policy {name!r}; known are {', '.join(POLICIES)}")
-    return name
-
-
-PolicyName = Annotated[str, AfterValidator(_known_policy)]
 
 READS = Rule(
     "sparse_kv.reads",
@@ -68,8 +60,8 @@ class _Options(StepOptions):
     """
 
     step: Literal["sparse_kv"] = "sparse_kv"
-    policy: PolicyName = "retrieval"
-    layers: dict[int, PolicyName | tuple[PolicyName, ...]] = Field(default={})
+    policy: str = "retrieval"
+    layers: dict[int, str | tuple[str, ...]] = Field(default={})
     heads: HeadScores | Path | None = None
     retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
     rank: Rank = "razor"
@@ -90,7 +82,7 @@ def _option_of(parameter: Parameter) -> tuple[Any, Any]:
     elif isinstance(parameter.option, bool):
         kind = bool
     elif parameter.option is None:  # what would be the same as to leave the option out is not one of its values
-        kind = Annotated[kind, Field(gt=parameter.absent, ge=parameter.least, le=parameter.most)] | None
+        kind = Annotated[kind, Field(gt=parameter.absent, le=parameter.most)] | None
     else:
         kind = Annotated[kind, Field(ge=parameter.least, le=parameter.most or _MOST_TOKENS)]
     return kind, parameter.option
@@ -105,13 +97,15 @@ if TYPE_CHECKING:
         def __getattr__(self, name: str) -> Any: ...
 
 else:
-    _PARAMETERS = [each for policy in POLICIES.values() for each in policy.parameters()]
+    _Name = Literal[tuple(POLICIES)]
     SparseKVOptions = create_model(
         "SparseKVOptions",
         __base__=_Options,
         __module__=__name__,
-        __doc__=_Options.__doc__,
-        **{each.name: _option_of(each) for each in _PARAMETERS},
+        __doc__="\n".join([inspect.getdoc(_Options), *(policy.described_parameters() for policy in POLICIES.values())]),
+        policy=(_Name, "retrieval"),
+        layers=(dict[int, _Name | tuple[_Name, ...]], Field(default={})),
+        **{each.name: _option_of(each) for policy in POLICIES.values() for each in policy.parameters()},
     )
 
 

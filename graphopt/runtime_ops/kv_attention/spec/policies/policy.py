@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
@@ -73,8 +74,8 @@ class Policy:
     """Which tokens the queries of a head read.
 
     A policy is one subclass in one file of this folder, a frozen dataclass. Its fields are its parameters, see
-    :func:`parameter`. Every query reads the first ``sinks`` and the newest ``recent`` tokens that it sees; a policy
-    says what it reads besides.
+    :func:`parameter`; the section ``Attributes`` of its docstring describes them, also as options. Every query reads
+    the first ``sinks`` and the newest ``recent`` tokens that it sees; a policy says what it reads besides.
 
     Attributes:
         name: what the step ``sparse_kv`` calls it.
@@ -99,6 +100,11 @@ class Policy:
             Parameter(field.name, cast("Value", field.default), field.metadata["option"], **field.metadata["limits"])
             for field in dataclasses.fields(cls)
         )
+
+    @classmethod
+    def described_parameters(cls) -> str:
+        """Return what the docstring says of the parameters, line by line, as it stands under ``Attributes``."""
+        return (inspect.getdoc(cls) or "").partition("Attributes:\n")[2] if dataclasses.fields(cls) else ""
 
     @classmethod
     def of(cls, attributes: KVAttributes) -> Self:

@@ -47,12 +47,13 @@ class Retrieval(Policy):
     """The best pages by their summaries.
 
     Attributes:
-        budget: pages, at most; 0 with a ``mass`` sets no limit.
-        summary: "bounds": a score is the largest dot product that a key within the bounds of the page can have (Quest,
-            Tang et al. 2024); "mean": that of the mean key (TriForce, Sun et al. 2024).
-        mass: the share of the softmax of the scores that the pages together need (top-p: Twilight, Lin et al. 2025); 0
-            where ``budget`` alone counts, and at 1 all candidates are needed.
-        channels: of the queries, the largest, by which scores are made (SparQ, Ribar et al. 2024); 0 for all.
+        budget: further pages that retrieval reads, at most. 0 with ``mass`` sets no limit.
+        summary: what a page is judged by: "bounds", the range of each channel of its keys (Quest, Tang et al. 2024), or
+            "mean", their mean (TriForce, Sun et al. 2024).
+        mass: share, over 0 and up to 1, of the softmax of the pages' scores: retrieval reads the fewest pages that have
+            it together (top-p: Twilight, Lin et al. 2025). By default it reads as many as ``budget`` says.
+        channels: of a query, those that are largest, by which retrieval judges pages (SparQ, Ribar et al. 2024); all by
+            default.
     """
 
     name: ClassVar[str] = "retrieval"

@@ -13,8 +13,8 @@ class Streaming(Policy):
     """The first ``sinks`` and the newest ``recent`` tokens.
 
     Attributes:
-        compensate: whether a query reads one token more, the mean of those that it dropped (RazorAttention, Tang et
-            al. 2024), see :mod:`graphopt.runtime_ops.kv_attention.spec.compensation`.
+        compensate: whether heads that stream read one token more, the mean of those that they dropped (RazorAttention,
+            Tang et al. 2024).
     """
 
     name: ClassVar[str] = "streaming"
