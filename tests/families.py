@@ -65,6 +65,26 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # attention and MLP in parallel behind one LayerNorm, interleaved rotary, tied head
     "cohere": ("CohereConfig", {**_GROUPED, "logit_scale": 0.25}),
+    # keys and values made of a latent that the cache holds, appended outside of Attention; two layers without experts
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **_COMMON,
+            "num_key_value_heads": 4,
+            "intermediate_size": 96,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 48,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "first_k_dense_replace": 2,
+        },
+    ),
     # four experts, two for each token
     "mixtral": (
         "MixtralConfig",

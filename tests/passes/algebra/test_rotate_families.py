@@ -23,8 +23,8 @@ from tools.studies.families import Outcome, examine, fold
 FLOAT32 = 1e-5
 
 NO_ROTARY, POST_NORM = ("gpt2", "opt"), ("gemma2", "gemma3", "olmo2")
-# Two families of Falcon have tests of their own. A Mistral is tried with a window: without one its graph is a Llama's.
-ROTATED = [family for family in FAMILIES if family not in ("falcon", "falcon_new", "mistral")]
+# Two families of Falcon and a latent have tests of their own. A Mistral is tried with a window: without one its graph is a Llama's.
+ROTATED = [family for family in FAMILIES if family not in ("falcon", "falcon_new", "mistral", "deepseek_v3")]
 
 
 def layers_of(family: str) -> int:
@@ -124,3 +124,17 @@ def projection(value: ir.Value | None) -> ir.Node:
 def test_a_falcon_with_one_head_of_keys_fails_in_the_exporter() -> None:
     with pytest.raises(InputError, match="transformers cannot export this FalconForCausalLM to ONNX .*num_heads"):
         export_graph(make_model("falcon", 1).eval(), "falcon")
+
+
+def test_latents_of_queries_rotate_and_what_the_cache_holds_of_keys_stays(make_artifact: MakeArtifact) -> None:
+    """A second free basis is the latent between the two products of queries, behind whose norm only one product reads."""
+    row = examine("deepseek_v3", make_artifact("deepseek_v3"))
+    assert row.outcomes == {
+        "residual": Outcome(rotated=2),
+        "value": Outcome(rotated=1),
+        "query_key": Outcome(rotated=1, nodes=2),
+        "weight_input": Outcome(rotated=2, nodes=2),
+    }
+    assert row.certificate == "proved"
+    assert row.change is not None
+    assert 0 < row.change <= FLOAT32

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Bools = npt.NDArray[np.bool_]
 
-_MASK = 3
+_MASK, _PAST_KEY = 3, 4
 _MEANINGS = ("causal and padding", "causal", "padding", "everything")
 # (batch, new tokens, past): prefill, one step, several tokens onto a cache.
 _INSTANCES = [(1, 1, 0), (1, 5, 0), (2, 3, 4), (3, 1, 6), (2, 4, 1), (1, 9, 40)]
@@ -87,6 +87,10 @@ NOT_CAUSAL = Rule(
 )
 NO_WINDOW = Rule("mask.no-window", "it is neither causal nor a sliding window, with padding or without")
 NOT_TRIED = Rule("mask.not-tried", "it could not be run on a single sequence")
+CACHE_OUTSIDE = Rule(
+    "mask.cache-outside",
+    "keys are appended to the cache outside of Attention, where is_causal would count queries from the first key",
+)
 SHOWS_PADDING = Rule("mask.shows-padding", "it lets queries see padding, which a cache in pages does not store")
 
 Evaluated = list[tuple[_Instance, Array]] | Fact
@@ -103,6 +107,9 @@ def lift_masks(model: ir.Model, context: Context) -> None:
         if isinstance(meaning, Fact):
             ledger.skipped(node, MASK_STAYS(mask=mask.name, why=meaning))
             continue
+        if "causal" in meaning and not _counts_from_the_cache(node):
+            ledger.skipped(node, MASK_STAYS(mask=mask.name, why=CACHE_OUTSIDE()))
+            continue
         drop_guard(evaluator, node, mask, ledger)
         node.replace_input_with(_MASK, padding_mask(model) if "padding" in meaning else None)
         if "causal" in meaning:
@@ -110,6 +117,19 @@ def lift_masks(model: ir.Model, context: Context) -> None:
             ledger.changed(node, MASK_CAUSAL(meaning=meaning), [mask])
         else:
             ledger.changed(node, MASK_UNDERSTOOD(meaning=meaning), [mask])
+
+
+def _counts_from_the_cache(node: ir.Node) -> bool:
+    """Return whether ``is_causal`` of a node hides what follows each query: it reads a cache itself, or there is none.
+
+    Without ``past_key`` query i sees the keys 0 to i, which is right only where there are as many keys as queries.
+    """
+    if len(node.inputs) > _PAST_KEY and node.inputs[_PAST_KEY] is not None:
+        return True
+    query, key = (node.inputs[index] for index in (0, 1))
+    if query is None or key is None or query.shape is None or key.shape is None:
+        return False
+    return query.shape[-2] == key.shape[-2] and query.shape[-2] is not None
 
 
 class MaskEvaluator:

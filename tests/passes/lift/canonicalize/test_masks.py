@@ -20,6 +20,17 @@ def test_a_sliding_window_is_recognized_as_something_else(make_artifact: Callabl
     assert len(causal) == 1
 
 
+def test_a_mask_stays_where_keys_are_appended_outside_of_attention(make_artifact: Callable[[str], Path]) -> None:
+    """Without past_key, is_causal counts from the first key: a step on a cache would see that one alone."""
+    model = artifact.read(make_artifact("deepseek_v3")).model
+    report = canonicalize(model)
+    (reason,) = (str(skip.reason) for skip in report.skips if "stays as it is" in str(skip.reason))
+    assert reason.endswith(
+        "appended to the cache outside of Attention, where is_causal would count queries from the first key"
+    )
+    assert all(node.attributes.get_int("is_causal", 0) == 0 for node in model.graph if node.op_type == "Attention")
+
+
 def windowed_model(window: int | None) -> ir.Model:
     """Return one Attention with its mask spelled out: causal, not padding, and within ``window`` keys if given."""
     ids = ir.val("input_ids", ir.DataType.INT64, ["batch", "length"])
