@@ -23,7 +23,7 @@ from tools.studies.families import Outcome, examine, fold
 FLOAT32 = 1e-5
 
 NO_ROTARY, POST_NORM = ("gpt2", "opt"), ("gemma2", "gemma3", "olmo2")
-# Two families of Falcon and a latent have tests of their own. A Mistral is tried with a window: without one its graph is a Llama's.
+# Two families of Falcon and a latent have tests of their own. Mistral has a window here: without one it is a Llama.
 ROTATED = [family for family in FAMILIES if family not in ("falcon", "falcon_new", "mistral", "deepseek_v3")]
 
 
@@ -127,7 +127,7 @@ def test_a_falcon_with_one_head_of_keys_fails_in_the_exporter() -> None:
 
 
 def test_latents_of_queries_rotate_and_what_the_cache_holds_of_keys_stays(make_artifact: MakeArtifact) -> None:
-    """A second free basis is the latent between the two products of queries, behind whose norm only one product reads."""
+    """The second free basis is the latent between the two products of queries: one product reads behind its norm."""
     row = examine("deepseek_v3", make_artifact("deepseek_v3"))
     assert row.outcomes == {
         "residual": Outcome(rotated=2),
