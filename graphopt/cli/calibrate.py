@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, out, print_json, progress
+
+_COLUMNS = ("numbers", "tokens", "always 0", "rms", "largest", "kurtosis", "4 bits add")
 
 
 @command("calibrate")
@@ -29,12 +30,13 @@ def calibrate(
     """
     from graphopt.compile.calibration.inputs import collect
     from graphopt.passes.recipe import load_recipe
+    from graphopt.report.console_table import ConsoleTable, figure_columns
 
     with progress() as say:
         found = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)
     if as_json:
         return print_json(found)
-    table = Table("input", "numbers", "tokens", "always 0", "rms", "largest", "kurtosis", "4 bits add")
+    table = ConsoleTable(["input", *figure_columns(*_COLUMNS)])
     for each in found:
         figures = (f"{each.rows:,}", f"{each.tokens:,}", f"{each.dead:,}", f"{each.mean_square**0.5:.3g}")
         table.add_row(each.value, *figures, f"{each.largest:.3g}", f"{each.kurtosis:.1f}", f"{each.noise:.2%}")

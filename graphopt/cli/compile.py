@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import (
+    All,
     Jobs,
     Json,
     NoRun,
@@ -26,10 +26,14 @@ from graphopt.cli.console import (
 )
 from graphopt.util.targets import ChosenTarget
 
+if TYPE_CHECKING:
+    from graphopt.artifact.manifest import Manifest
+
 
 @command("demo")
 def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     """Export, rotate, quantize, check and run the model that ships with graphopt."""
+    from graphopt.report.console_table import ConsoleTable, figure_columns
     from graphopt.report.demo import PROMPT, run_demo
     from graphopt.report.sentences import sentence
     from graphopt.report.tables import sized
@@ -38,8 +42,8 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
         result = run_demo(output, say)
     if as_json:
         return print_json(result)
-    names = ("size", "bits per\nweight", "bits per\nbyte", "logit\nchange", "product\ninputs", "seconds")
-    table = Table(*(Column(name, no_wrap=True) for name in ("stage", *names)))
+    names = figure_columns("size", "bits per weight", "bits per byte", "logit change")
+    table = ConsoleTable(["stage", *names, "product inputs", *figure_columns("seconds")])
     for stage in result.stages:
         table.add_row(
             stage.name,
@@ -78,6 +82,7 @@ def export(
         bool, typer.Option("--no-weights", help="the graph alone, of a config.json: to look at, not to run")
     ] = False,
     part_size: PartSize = None,
+    show_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Bring a model in as ONNX: one graph for prefill and decode, with its tokenizer."""
@@ -93,7 +98,7 @@ def export(
             part_size=bytes_of(part_size),
             on_stage=say,
         )
-    report_artifact(output, manifest, as_json)
+    report_artifact(output, manifest, show_all, as_json)
 
 
 @command("optimize")
@@ -145,6 +150,7 @@ def optimize(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="write a model that is judged to be broken, too")] = False,
     part_size: PartSize = None,
+    show_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
@@ -190,7 +196,7 @@ def optimize(
             part_size=bytes_of(part_size),
             on_stage=say,
         )
-    return report_artifact(output, made.manifest, as_json)
+    return report_artifact(output, made.manifest, show_all, as_json)
 
 
 @command("assemble")
@@ -202,6 +208,7 @@ def assemble(
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     part_size: PartSize = None,
+    show_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Check and write the model whose weights all of `optimize --shard` have evaluated."""
@@ -218,7 +225,7 @@ def assemble(
             part_size=bytes_of(part_size),
             on_stage=say,
         )
-    report_artifact(output, made.manifest, as_json)
+    report_artifact(output, made.manifest, show_all, as_json)
 
 
 @command("verify")
@@ -227,21 +234,25 @@ def verify(
     after: Annotated[Path, typer.Argument(help="an artifact that `graphopt optimize` wrote")],
     no_run: NoRun = False,
     statistics: StatisticsFolder = None,
+    show_all: Annotated[bool, typer.Option("--all", help="list each finding of each check")] = False,
     as_json: Json = False,
 ) -> None:
-    """Prove again, from the two folders alone, that AFTER computes what BEFORE computes; --json has every finding."""
+    """Prove again, from the two folders alone, that AFTER computes what BEFORE computes."""
     from graphopt.compile.replay import verify as run_verify
-    from graphopt.report.tables import checks_table
+    from graphopt.report.tables import checks_table, findings_table
 
     with progress() as say:
         proof = run_verify(before, after, run=not no_run, statistics=statistics, on_stage=say)
     if as_json:
         return print_json(proof)
     out.print(checks_table(proof.checks))
+    findings = findings_table(proof.checks) if show_all else None
+    if findings is not None:
+        out.print(findings)
     return None
 
 
-def report_artifact(folder: Path, manifest: Any, as_json: bool) -> None:
+def report_artifact(folder: Path, manifest: Manifest, show_all: bool, as_json: bool) -> None:
     """Print what an artifact is and how it came to be."""
     from graphopt.report.tables import passes_table, skips_table, summary
 
@@ -249,7 +260,7 @@ def report_artifact(folder: Path, manifest: Any, as_json: bool) -> None:
         return print_json(manifest)
     if manifest.passes:
         out.print(passes_table(manifest))
-        skips = skips_table(manifest.passes)
+        skips = skips_table(manifest.passes, is_folded=not show_all)
         if skips is not None:
             out.print(skips)
     for line in summary(manifest):

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 out, err = Console(), Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead of tables")]
+All = Annotated[bool, typer.Option("--all", help="list each place that a pass left alone; else kinds, with counts")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
 NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]

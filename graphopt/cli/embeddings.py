@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
 from graphopt.cli.console import out, print_json, progress
 from graphopt.errors import InputError
 
@@ -19,16 +17,17 @@ def print_embeddings(opened: Opened, texts: list[str], as_json: bool) -> None:
     """Print the cosines between the embeddings of ``texts``; with ``as_json`` the embeddings too."""
     from graphopt.inference.embeddings import encoder_of
     from graphopt.inference.embeddings.evaluate import cosine_matrix
+    from graphopt.report.console_table import ConsoleTable, figure_columns
 
     vectors = encoder_of(opened).embed(texts)
     between = cosine_matrix(vectors)
     if as_json:
         rows = zip(texts, vectors.tolist(), between.tolist(), strict=True)
         return print_json([{"text": text, "embedding": vector, "cosines": row} for text, vector, row in rows])
-    table = Table("", "text", *(str(number) for number in range(1, len(texts) + 1)))
+    table = ConsoleTable(["", "text", *figure_columns(*map(str, range(1, len(texts) + 1)))])
     for number, (text, row) in enumerate(zip(texts, between, strict=True), start=1):
         table.add_row(str(number), text, *(f"{cosine:.4f}" for cosine in row))
-    out.print(table, markup=False, highlight=False)
+    out.print(table)
     out.print(f"cosines of embeddings of {vectors.shape[1]} numbers; --json prints the embeddings")
     return None
 
@@ -41,6 +40,7 @@ def print_closeness(opened: Opened, reference: Path | None, text: str, threads: 
     """
     from graphopt.inference.embeddings import encoder_of, load_encoder
     from graphopt.inference.embeddings.evaluate import evaluate_embeddings
+    from graphopt.report.console_table import ConsoleTable, figure_columns
 
     if reference is None:
         raise InputError(
@@ -57,7 +57,9 @@ def print_closeness(opened: Opened, reference: Path | None, text: str, threads: 
         )
     if as_json:
         return print_json(result)
-    table = Table("texts", "tokens", "cut", "mean cosine", "1% at or below", "smallest", "seconds")
+    table = ConsoleTable(
+        figure_columns("texts", "tokens", "cut", "mean cosine", "1% at or below", "smallest", "seconds")
+    )
     table.add_row(
         f"{result.texts:,}",
         f"{result.tokens:,}",

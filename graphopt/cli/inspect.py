@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import Json, out, print_json, progress, show_error
+from graphopt.cli.console import All, Json, out, print_json, progress, show_error
 
 
 @command("bases")
@@ -45,6 +44,7 @@ def inspect_model(
         list[str] | None, typer.Argument(help="which nodes: op:MatMul role:down_proj format:int4 layer:0-3 pass:rotate")
     ] = None,
     context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
+    show_all: All = False,
     as_json: Json = False,
 ) -> None:
     """Show what a model consists of and what the compiler did to it: by role, layers of one structure as one row."""
@@ -62,7 +62,11 @@ def inspect_model(
     nothing = missed(found, words)
     if nothing is not None:
         return out.print(nothing, markup=False, highlight=False, soft_wrap=True)
-    for table in (roles_table(found, selected), coverage_table(found, selected), left_table(found, selected)):
+    for table in (
+        roles_table(found, selected),
+        coverage_table(found, selected),
+        left_table(found, selected, is_folded=not show_all),
+    ):
         if table is not None:
             out.print(table)
     return None
@@ -73,6 +77,7 @@ def diff_models(
     before: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
     after: Annotated[Path, typer.Argument(help="another")],
     numbers: Annotated[bool, typer.Option(help="compare all numbers of weights; else a sample of their bytes")] = True,
+    show_all: Annotated[bool, typer.Option("--all", help="list each change of an edit; else the first few")] = False,
     as_json: Json = False,
 ) -> None:
     """Show how AFTER differs from BEFORE, equal edits of many layers as one row; exits with 1 where it does."""
@@ -84,7 +89,7 @@ def diff_models(
     else:
         for line in heading(found):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-        table = groups_table(found)
+        table = groups_table(found, is_folded=not show_all)
         if table is not None:
             out.print(table)
     raise typer.Exit(not found.equal)
@@ -96,14 +101,15 @@ def explain(
     node: Annotated[str, typer.Argument(help="a node; a weight stands for what reads it, a value for what makes it")],
     before: Annotated[Path | None, typer.Option(help="what MODEL was made from: also measure the node's error")] = None,
     time: Annotated[bool, typer.Option("--time", help="also measure the node's time")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="list all names; else the first few of many")] = False,
     as_json: Json = False,
 ) -> None:
     """Show where a node came from: the passes that made it of which nodes, what each did, and what was checked."""
+    from graphopt.report.explanation import SHOWN, told
     from graphopt.report.explanation import explain as explain_node
-    from graphopt.report.explanation import told
 
     found = explain_node(model, node)
-    lines = list(told(found))
+    lines = list(told(found, None if show_all else SHOWN))
     if before is not None or time:
         from graphopt.report import measurement as measured
 
@@ -206,6 +212,7 @@ def recipes(
 ) -> None:
     """List the recipes that ship with graphopt, or print one to start your own from."""
     from graphopt.passes.recipe import load_recipe, presets
+    from graphopt.report.console_table import ConsoleTable
 
     if name is not None:
         recipe = load_recipe(name)
@@ -213,7 +220,7 @@ def recipes(
     found = presets()
     if as_json:
         return print_json([recipe.model_dump(mode="json") for recipe in found.values()])
-    table = Table("recipe", "steps", "what it does")
+    table = ConsoleTable(["recipe", "steps", "what it does"])
     for recipe in found.values():
         table.add_row(recipe.name, ", ".join(step.step for step in recipe.steps), recipe.description)
     out.print(table)

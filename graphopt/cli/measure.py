@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, show_notes, write_text
@@ -34,6 +33,7 @@ def evaluate(
     """
     from graphopt.inference.session import open_folder, session_from
     from graphopt.quality.evaluation import evaluate as run_evaluate
+    from graphopt.report.console_table import ConsoleTable, figure_columns
 
     content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")
     opened = open_folder(folder, threads=threads)
@@ -53,7 +53,9 @@ def evaluate(
         )
     if as_json:
         return print_json(result)
-    table = Table("tokens", "bytes", "perplexity", "bits per byte", "window", "stride", "seconds")
+    table = ConsoleTable(
+        figure_columns("tokens", "bytes", "perplexity", "bits per byte", "window", "stride", "seconds")
+    )
     table.add_row(
         f"{result.tokens:,}",
         f"{result.bytes:,}",

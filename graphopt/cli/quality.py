@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Column, Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, out, print_json, progress, read_text, write_text
@@ -89,6 +88,7 @@ def table(
     from graphopt.compile.pipeline import optimize
     from graphopt.passes.recipe import load_recipe
     from graphopt.quality.judge import measured
+    from graphopt.report.console_table import ConsoleTable, figure_columns
     from graphopt.report.tables import quality_table, sized
 
     texts = None if text is None else [read_text(text)]
@@ -112,8 +112,8 @@ def table(
                 for (name, figures), size in zip(rows, sizes, strict=True)
             ]
         )
-    made = Table("recipe", *(Column(name, justify="right") for name in ("size", "bits per weight", "seconds to make")))
+    artifacts = ConsoleTable(["recipe", *figure_columns("size", "bits per weight", "seconds to make")])
     for (name, _), (size, bits, seconds) in zip(rows, sizes, strict=True):
-        made.add_row(name, sized(size), f"{bits:.2f}", f"{seconds:.1f}")
-    out.print(made)
+        artifacts.add_row(name, sized(size), f"{bits:.2f}", f"{seconds:.1f}")
+    out.print(artifacts)
     return out.print(quality_table(rows))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, bytes_of, out, print_json, progress
@@ -36,6 +35,7 @@ def search(
     from graphopt.compile.search import CHOICES
     from graphopt.compile.search import search as find
     from graphopt.compile.search.choices import choice_of, name_of
+    from graphopt.report.console_table import ConsoleTable, figure_columns
 
     room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
     assert room is not None
@@ -45,7 +45,7 @@ def search(
     output.write_text(found.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(found)
-    table = Table("format", "matrices")
+    table = ConsoleTable(["format", *figure_columns("matrices")])
     for name, count in sorted(Counter(name_of(choice) for choice in found.chosen.values()).items()):
         table.add_row(name, str(count))
     out.print(table)
@@ -80,6 +80,7 @@ def search_rope(
     """
     from graphopt.compile.search import Evolution
     from graphopt.compile.search import search_rope as find
+    from graphopt.report.console_table import ConsoleTable, figure_columns
 
     folder = work or output.parent / f".{output.name}-search"
     parents = max(2, population // 2)
@@ -96,7 +97,7 @@ def search_rope(
     output.write_text(found.recipe.to_yaml(), encoding="utf-8")
     if as_json:
         return print_json(found)
-    table = Table("", "nats per token beyond the trained length")
+    table = ConsoleTable(["", *figure_columns("nats per token beyond the trained length")])
     for name, nats in (*found.starts.items(), ("searched", found.nats)):
         table.add_row(name, f"{nats:.4f}")
     out.print(table)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-WIDTH = 60
+WIDTH = 120
 """Characters of a name that are shown."""
 
 

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from graphopt.artifact.manifest import Manifest
 
 _HINTS = 3
-_SHOWN = 8
+SHOWN = 8
+"""Names of a list that are shown, by default."""
 
 
 class Edge(BaseModel):
@@ -237,24 +238,24 @@ def _call(node: ir.Node) -> str:
     return f"{made} = {kind}({', '.join(shown)})"
 
 
-def told(found: Explanation) -> Iterator[str]:
-    """Say it in lines, oldest step first."""
+def told(found: Explanation, shown: int | None = SHOWN) -> Iterator[str]:
+    """Say it in lines, oldest step first; lists of names with at most ``shown`` of them."""
     node = found.node
     place = "outside of layers" if node.layer is None else f"layer {node.layer}"
     yield f"{plain(node.name)}: {node.role}, {place}, run by {node.runner}"
     yield f"    {found.call}"
-    yield f"came from: {_listed(found.origins)}"
+    yield f"came from: {_listed(found.origins, shown)}"
     if found.as_it_came_in:
         yield "no pass of graphopt made or edited it"
     for number, edge in enumerate(found.edges, 1):
         yield ""
         took = "" if edge.seconds is None else f", {edge.seconds:.2f} s for the whole model"
         yield f"{number}. {edge.stage} ({edge.effect or 'effect unknown'}{took})"
-        sources = "" if edge.kind == "edited" else f" of {_listed(edge.sources)}"
+        sources = "" if edge.kind == "edited" else f" of {_listed(edge.sources, shown)}"
         yield f"   {edge.kind} {plain(edge.made)}{sources}"
         yield from (f"   {plain(sentence(what), 240)}" for what in edge.what)
         if edge.replaced:
-            yield f"   in place of {_listed(edge.replaced)}"
+            yield f"   in place of {_listed(edge.replaced, shown)}"
         if edge.stage not in [other.stage for other in found.edges[: number - 1]]:
             yield from (f"   | {line}".rstrip() for line in rewrite_of(edge.stage).splitlines())
             for check in edge.checks:
@@ -267,6 +268,6 @@ def told(found: Explanation) -> Iterator[str]:
         yield f"{left.by} left it alone: {plain(sentence(left.why), 240)}"
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(map(plain, names[:_SHOWN])) + more
+def _listed(names: list[str], shown: int | None) -> str:
+    hidden = len(names[shown:]) if shown is not None else 0
+    return ", ".join(map(plain, names[:shown])) + (f" and {hidden} more" if hidden else "")

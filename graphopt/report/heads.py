@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Table
-
+from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import ranges
 
 if TYPE_CHECKING:
@@ -17,14 +16,16 @@ NOTABLE = 0.1
 """Share of attention from which on an echo or induction score has a row of its own."""
 
 
-def heads_table(found: Calibration) -> Table:
+def heads_table(found: Calibration) -> ConsoleTable:
     """Show KV heads: their echo and induction scores, the largest of their query heads, and what policies keep.
 
     A head with a score of :data:`NOTABLE` or more has a row. The others of a layer are one row, and so are layers one
     behind the other that have no such head: with the largest scores among them, and the mean of what policies keep.
     """
     policies = list(found.policies)
-    table = Table("layers", "KV heads", "induction", "echo", *(f"kept by {name}" for name in policies))
+    table = ConsoleTable(
+        ["layers", "KV heads", *figure_columns("induction", "echo", *(f"kept by {name}" for name in policies))]
+    )
     layers: list[int] = []
     rest: list[HeadFigures] = []
 
@@ -54,9 +55,9 @@ def _cells(heads: Sequence[HeadFigures], policies: Iterable[str]) -> list[str]:
     return [f"{figure:.3f}" for figure in (*scores, *kept)]
 
 
-def policies_table(found: Calibration) -> Table:
+def policies_table(found: Calibration) -> ConsoleTable:
     """Show each policy: what it reads of the tokens, and what it keeps of attention."""
-    table = Table("policy", "says", "tokens read", "attention kept")
+    table = ConsoleTable(["policy", "options", *figure_columns("tokens read", "attention kept")])
     for name, policy in found.policies.items():
         says = ", ".join(f"{key} {value}" for key, value in policy.attributes.items() if key != "policy")
         table.add_row(name, says, f"{policy.read:.1%}", f"{policy.kept:.1%}")

@@ -6,10 +6,9 @@ import json
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.table import Column, Table
-from rich.text import Text
 
 from graphopt.quality.spread import Spread
+from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import plain, ranges
 from graphopt.report.sentences import sentence
 from graphopt.report.tables import sized
@@ -23,44 +22,44 @@ if TYPE_CHECKING:
 _LINES = 8
 
 
-def errors_table(found: Losses) -> Table:
+def errors_table(found: Losses) -> ConsoleTable:
     """Show the errors of products by role, all layers together."""
-    names = ("products", "alone", "worst", "in layer", "inside: first", "last", "first token")
-    table = Table("role", *(Column(name, justify="right") for name in names))
+    names = ("products", "alone", "worst", "in layer", "inside: first layer", "last layer", "first token")
+    table = ConsoleTable(["role", *figure_columns(*names)])
     for role in dict.fromkeys(each.role for each in found.products):
         those = [each for each in found.products if each.role == role]
         worst = max(those, key=lambda one: one.local)
         usual = float(np.median([each.local for each in those]))
         inside = (those[0].accumulated, those[-1].accumulated, those[-1].first_token)
         cells = [str(len(those)), f"{usual:.1%}", f"{worst.local:.1%}", _layer(worst), *map(percent, inside)]
-        table.add_row(Text(role), *cells)
+        table.add_row(role, *cells)
     return table
 
 
-def spread_table(found: Losses) -> Table | None:
+def spread_table(found: Losses) -> ConsoleTable | None:
     """Show outliers of what products read, before and after the rotations; ``None`` where they were not measured."""
-    names = ("kurtosis before", "after", "largest before", "after")
-    table = Table("role", *(Column(name, justify="right") for name in names))
+    names = ("kurtosis before", "kurtosis after", "largest before", "largest after")
+    table = ConsoleTable(["role", *figure_columns(*names)])
     for role in dict.fromkeys(each.role for each in found.products):
         those = [each for each in found.products if each.role == role and each.read is not None]
         sides = [_usual([each.read_before for each in those]), _usual([each.read for each in those])]
         if any(sides):
             cells = [[f"{each.kurtosis:.1f}", f"{each.largest:.1f}"] if each else ["", ""] for each in sides]
-            table.add_row(Text(role), *(cells[side][figure] for figure in (0, 1) for side in (0, 1)))
-    return table if table.row_count else None
+            table.add_row(role, *(cells[side][figure] for figure in (0, 1) for side in (0, 1)))
+    return table if table.rows else None
 
 
-def groups_table(found: Losses) -> Table | None:
+def groups_table(found: Losses) -> ConsoleTable | None:
     """Show what groups of products do to the divergence; ``None`` where that was not measured."""
     if found.kl is None:
         return None
     names = ("KL: only this", "all but this", "comes back", "costs")
-    table = Table("quantized", *(Column(name, justify="right") for name in names))
+    table = ConsoleTable(["quantized", *figure_columns(*names)])
     table.add_row("everything", f"{found.kl:.4f}", "", "", "")
     for each in found.groups:
         back = round((found.kl - each.kl) / found.kl, 2) + 0.0 if found.kl else 0.0  # never "-0%"
         alone = "" if each.only is None else f"{each.only:.4f}"
-        table.add_row(Text(named(each)), alone, f"{each.kl:.4f}", f"{back:.0%}", sized(each.bytes))
+        table.add_row(named(each), alone, f"{each.kl:.4f}", f"{back:.0%}", sized(each.bytes))
     return table
 
 

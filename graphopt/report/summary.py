@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import counted, letters, plain, ranges
-from graphopt.report.sentences import sentence
+from graphopt.report.sentences import fold_reasons, sentence
 from graphopt.report.tables import sized
 from graphopt.report.trace import Node, Repeat, Trace
 from graphopt.report.trace_builder import BYTES, OPERATIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+
+    from graphopt.graph.diagnostics import Fact
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Row:
         operations: per token.
         read: bytes of weights and caches per token.
         passes: how many nodes each pass touched.
-        left: why a pass left nodes alone: by pass and sentence, the layers.
+        left: why a pass left nodes alone: by pass and reason, the layers.
     """
 
     fold: int | None
@@ -53,7 +53,7 @@ class Row:
     operations: int = 0
     read: int = 0
     passes: Counter[str] = field(default_factory=Counter)
-    left: dict[tuple[str, str], list[int | None]] = field(default_factory=lambda: defaultdict(list))
+    left: dict[tuple[str, Fact], list[int | None]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def odd(self) -> dict[str, list[int]]:
@@ -96,15 +96,14 @@ def rows(trace: Trace, selected: Callable[[Node], bool] | None = None) -> list[R
             row.parameters += trace.weights[number].parameters
             row.bytes += trace.weights[number].bytes
         for each in node.left:
-            row.left[each.by, sentence(each.why)].append(node.layer)
+            row.left[each.by, each.why].append(node.layer)
     return sorted(found.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER, SHARED)))
 
 
-def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table:
+def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> ConsoleTable:
     """Show each role of each fold: how many, how large, in what they are stored and compute, who runs them."""
-    right = [Column(name, justify="right") for name in ("nodes", "parameters", "size")]
-    costs = [Column(name, justify="right") for name in ("operations\n/token", "bytes\n/token")]
-    table = Table("layers", "role", *right, "stored", "computed", "run by", *costs)
+    sizes, costs = figure_columns("nodes", "parameters", "size"), figure_columns("operations /token", "bytes /token")
+    table = ConsoleTable(["layers", "role", *sizes, "stored", "computed", "run by", *costs])
     names, previous = list(islice(letters(), len(trace.folds))), object()
     for row in rows(trace, selected):
         where = "" if row.fold == previous else _where(trace, row.fold, names)
@@ -112,13 +111,16 @@ def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) ->
         stored = counted(row.formats) if row.formats else ""
         odd = "".join(f"\n{name} in {ranges(layers)}" for name, layers in sorted(row.odd.items()))
         table.add_row(
-            *map(Text, (where, row.role, str(row.nodes), f"{row.parameters:,}" if row.parameters else "")),
-            Text(stored_size(row)),
-            Text(stored + odd),
-            Text(counted(row.computes) if row.computes else ""),
-            Text(counted(row.runners)),
-            Text(short(row.operations)),
-            Text(short(row.read)),
+            where,
+            row.role,
+            str(row.nodes),
+            f"{row.parameters:,}" if row.parameters else "",
+            stored_size(row),
+            stored + odd,
+            counted(row.computes) if row.computes else "",
+            counted(row.runners),
+            short(row.operations),
+            short(row.read),
         )
     return table
 
@@ -128,34 +130,55 @@ def stored_size(row: Row) -> str:
     return sized(row.bytes) if row.bytes else "tied" if row.formats else ""
 
 
-def coverage_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table | None:
+def coverage_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> ConsoleTable | None:
     """Show how many nodes of each role each pass touched; ``None`` where no pass is known."""
     names = list(dict.fromkeys(stage.name for stage in trace.stages))
     if not names:
         return None
-    table = Table("layers", "role", *(Column(name, justify="right") for name in names))
+    table = ConsoleTable(["layers", "role", "nodes that each pass touched, of all"])
     folds, previous = list(islice(letters(), len(trace.folds))), object()
     for row in rows(trace, selected):
         if row.role in (OTHER, SHARED) and not row.passes:
             continue
         where = "" if row.fold == previous else _where(trace, row.fold, folds)
         previous = row.fold
-        cells = (f"{row.passes[name]}/{row.nodes}" if row.passes[name] else "" for name in names)
-        table.add_row(*map(Text, (where, row.role, *cells)))
+        shares = (f"{name} {row.passes[name]}/{row.nodes}" for name in names if row.passes[name])
+        table.add_row(where, row.role, ", ".join(shares))
     return table
 
 
-def left_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> Table | None:
-    """Show what passes left alone, and why, by roles; ``None`` where they left nothing."""
-    table = Table("pass", "role", "layers", "why")
-    roles: dict[tuple[str, str, str], list[str]] = {}
+def left_table(
+    trace: Trace, selected: Callable[[Node], bool] | None = None, *, is_folded: bool = True
+) -> ConsoleTable | None:
+    """Show what passes left alone, and why; ``None`` where they left nothing.
+
+    Args:
+        trace: of the model.
+        selected: which nodes to show; all by default.
+        is_folded: whether reasons of one kind are one row, with the roles and layers of their nodes.
+    """
+    if not is_folded:
+        return _left_nodes(trace, selected)
+    table = ConsoleTable(["pass", *figure_columns("nodes"), "role", "layers", "why"])
+    reasons: dict[str, list[tuple[Fact, tuple[str, list[int | None]]]]] = defaultdict(list)
     for row in rows(trace, selected):
-        for (name, why), layers in row.left.items():
+        for (name, reason), layers in row.left.items():
+            reasons[name].append((reason, (row.role, layers)))
+    for name, entries in reasons.items():
+        for why, nodes in fold_reasons(entries):
+            layers = [layer for _, numbers in nodes for layer in numbers]
+            roles = ", ".join(dict.fromkeys(role for role, _ in nodes))
             known = ranges(layer for layer in layers if layer is not None)
-            roles.setdefault((name, known or "outside", why), []).append(row.role)
-    for (name, where, why), those in roles.items():
-        table.add_row(*map(Text, (name, ", ".join(dict.fromkeys(those)), where, plain(why, 240))))
-    return table if table.row_count else None
+            table.add_row(name, str(len(layers)), roles, known or "outside", plain(why, 400))
+    return table if table.rows else None
+
+
+def _left_nodes(trace: Trace, selected: Callable[[Node], bool] | None) -> ConsoleTable | None:
+    table = ConsoleTable(["pass", "node", "why"])
+    for node in trace.nodes:
+        for left in node.left if selected is None or selected(node) else ():
+            table.add_row(left.by, plain(node.name), plain(sentence(left.why), 240))
+    return table if table.rows else None
 
 
 def heading(trace: Trace) -> Iterator[str]:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from graphopt.passes import PASSES
 from graphopt.passes.algebra.rotate import STAYS
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.quality.verdict import verdict_of
+from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import plain
-from graphopt.report.sentences import sentence
+from graphopt.report.sentences import fold_reasons, sentence
 from graphopt.tasks import TASKS
 
 if TYPE_CHECKING:
@@ -22,10 +20,11 @@ if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Check, PassReport, Skip
 
 
-def passes_table(manifest: Manifest) -> Table:
+def passes_table(manifest: Manifest) -> ConsoleTable:
     """Show each pass with what it changed, what it left alone, and what its check found."""
-    names = Column("pass", no_wrap=True)
-    table = Table(names, "effect", "changed", "left alone", Column("check", no_wrap=True), "change", "seconds")
+    table = ConsoleTable(
+        ["pass", "effect", *figure_columns("changed", "left alone"), "check", *figure_columns("change", "seconds")]
+    )
     compared = {task.compared for task in TASKS.values()}
     for report in manifest.passes:
         checks = {check.name: check for check in manifest.checks_of(report)}
@@ -48,31 +47,48 @@ def change(check: Check) -> str:
     return "" if value is None else f"{value:.1e}"
 
 
-def checks_table(checks: Sequence[Check]) -> Table:
+def checks_table(checks: Sequence[Check]) -> ConsoleTable:
     """Show each check with its status and its evidence."""
-    table = Table("check", "after", "status", "evidence")
+    table = ConsoleTable(["check", "after", "status", "evidence"])
     for check in checks:
         figure = change(check)
         reason = sentence(check.reason)
         evidence = f"{reason}; largest change {figure}" if figure else reason
-        table.add_row(check.name, check.after, check.status, Text(evidence))
+        table.add_row(check.name, check.after, check.status, evidence)
     return table
 
 
-def skips_table(reports: Sequence[PassReport]) -> Table | None:
-    """Show what was left alone and why, equal reasons of one pass together; ``None`` where nothing was."""
-    table = Table("pass", "left alone", "why")
+def skips_table(reports: Sequence[PassReport], *, is_folded: bool = True) -> ConsoleTable | None:
+    """Show what was left alone and why; ``None`` where nothing was.
+
+    Args:
+        reports: the passes.
+        is_folded: whether reasons of one kind are one row, with their number and an example.
+    """
+    table = ConsoleTable(
+        ["pass", *figure_columns("places"), "for example", "why"] if is_folded else ["pass", "place", "why"]
+    )
     for report in reports:
-        places: dict[str, list[str]] = {}
-        for skip in report.skips:
-            places.setdefault(sentence(skip.reason), []).append(_place(skip))
-        for reason, found in places.items():
-            more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-            table.add_row(report.name, Text(found[0] + more), Text(plain(reason, _REASON)))
-    return table if table.row_count else None
+        if is_folded:
+            for reason, skips in fold_reasons((skip.reason, skip) for skip in report.skips):
+                table.add_row(report.name, str(len(skips)), _subject(skips[0]), plain(reason, _REASON))
+        else:
+            for skip in report.skips:
+                table.add_row(report.name, _subject(skip), plain(sentence(skip.reason), _REASON))
+    return table if table.rows else None
 
 
-def _place(skip: Skip) -> str:
+def findings_table(checks: Sequence[Check]) -> ConsoleTable | None:
+    """Show each finding of checks; ``None`` where there is none."""
+    table = ConsoleTable(["check", "node", "tensor", "status", "evidence"])
+    for check in checks:
+        for finding in check.findings:
+            names = (plain(finding.node), plain(finding.tensor or ""))
+            table.add_row(check.name, *names, finding.status, plain(sentence(finding.reason), _REASON))
+    return table if table.rows else None
+
+
+def _subject(skip: Skip) -> str:
     """Name what was left alone: a node or value, or a basis with its width, and the node that is the reason."""
     width = skip.reason.figures.get("width")
     where = plain(skip.where)
@@ -124,11 +140,11 @@ def _quality(check: Check) -> str:
     return said if check.status == "measured" else f"{check.status}: {said}"
 
 
-def quality_table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> Table:
+def quality_table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> ConsoleTable:
     """Show models with their figures beside their reference: one row for each."""
     shown = {name: words for name, words in _FIGURES.items() if any(name in figures for _, figures in rows)}
     labels = (*(label for label, _ in shown.values()), "verdict")
-    table = Table("model", *(Column(label, justify="right", no_wrap=True) for label in labels))
+    table = ConsoleTable(["model", *figure_columns(*labels)])
     for label, figures in rows:
         cells = [form.format(figures[name]) if name in figures else "" for name, (_, form) in shown.items()]
         table.add_row(label, *cells, verdict_of(figures))

@@ -6,10 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import counted, plain
 from graphopt.report.trace_builder import BYTES
 
@@ -94,27 +92,24 @@ def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:
     return sorted(found.items(), key=lambda each: -each[1])
 
 
-def times_table(trace: Trace, run: Run, bandwidth: float) -> Table:
+def times_table(trace: Trace, run: Run, bandwidth: float) -> ConsoleTable:
     """Show where the time of one run goes; of a single token also which share of the bandwidth a role reaches."""
     one = run.tokens == 1
-    right = [
-        Column(name, justify="right") for name in ("nodes", "time", "share", *(["MB", "bandwidth"] if one else []))
-    ]
+    columns = figure_columns("nodes", "time", "share", *(["MB", "bandwidth"] if one else []))
     what = "one token" if one else f"a prompt of {run.tokens} tokens"
-    made = Table("role", *right, "kernels", "slowest node", title=f"{what}: {duration(run.seconds)}")
-    made.title_justify = "left"
+    table = ConsoleTable(["role", *columns, "kernels", "slowest node"], f"{what}: {duration(run.seconds)}")
     for row in rows(trace, run)[:ROWS]:
         reads = [f"{row.bytes / 1e6:.2f}", f"{reached(row, bandwidth):.0%}"] if row.bytes else ["", ""]
-        made.add_row(
-            Text(row.role),
+        table.add_row(
+            row.role,
             str(row.nodes or ""),
             duration(row.seconds),
             f"{row.seconds / run.seconds:.1%}",
             *(reads if one else []),
-            Text(kernels_of(row)),
-            Text(f"{plain(row.worst[1], 44)} {duration(row.worst[0])}" if row.worst[1] else ""),
+            kernels_of(row),
+            f"{plain(row.worst[1])} {duration(row.worst[0])}" if row.worst[1] else "",
         )
-    return made
+    return table
 
 
 def told(trace: Trace, found: Profile) -> Iterator[str]:

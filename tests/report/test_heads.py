@@ -35,8 +35,7 @@ def test_layers_without_a_retrieval_head_are_one_row() -> None:
     layers = [LayerFigures(number=number, heads=(head(0.02), head(0.03))) for number in range(32)]
     layers[20] = LayerFigures(number=20, heads=(head(0.05), head(0.9)))
     table = heads_table(calibration(ReadPolicy(attributes={}, read=0.25, kept=0.5), layers))
-    rows = list(zip(*(list(column.cells) for column in table.columns), strict=True))
-    assert rows == [
+    assert [tuple(row) for row in table.rows] == [
         ("0-19", "40 others", "0.030", "0.010", "0.750"),
         ("20", "1", "0.900", "0.010", "0.750"),
         ("20", "1 others", "0.050", "0.010", "0.750"),

@@ -18,6 +18,7 @@ from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import Manifest, Source
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
+from graphopt.report import escape
 from graphopt.report.difference import diff
 from graphopt.report.escape import plain, ranges
 from graphopt.report.query import missed, narrowed, selector
@@ -230,7 +231,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
     for name in HOSTILE:
         line = plain(name)
         assert line.isprintable()
-        assert len(line) <= 60
+        assert len(line) <= escape.WIDTH
     assert plain("two\nlines") == "two\\nlines"
     assert Trace.model_validate_json(found.model_dump_json()) == found
 

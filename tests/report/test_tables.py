@@ -8,6 +8,7 @@ from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import FileRecord, Manifest, Precision, Source
 from graphopt.graph.diagnostics import TEXT, Change, Check, PassReport, Skip
 from graphopt.passes.algebra.rotate import STAYS
+from graphopt.passes.codes.spare_inputs import ROUNDED
 from graphopt.report.tables import passes_table, skips_table, summary
 
 REPORT = PassReport(
@@ -83,19 +84,45 @@ def test_the_node_that_is_the_reason_is_named() -> None:
     report = PassReport(
         name="rotate", effect="exact", skips=[Skip(where="x", reason=TEXT(text="pinned"), node="gate")] * 2
     )
-    assert "x at gate and 1 more" in shown(skips_table([report]))
+    assert skips_table([report]).rows == [["rotate", "2", "x at gate", "pinned"]]
 
 
 def test_a_basis_is_named_with_its_width() -> None:
     reason = STAYS(why=TEXT(text="pinned"), role="residual", width=64)
     report = PassReport(name="rotate", effect="exact", skips=[Skip(where="x", reason=reason, node="x")])
-    assert "basis x [64] " in shown(skips_table([report]))
+    ((_, _, example, _),) = skips_table([report]).rows
+    assert example == "basis x [64]"
 
 
 def test_equal_reasons_are_counted_and_none_is_lost() -> None:
-    text = shown(skips_table([REPORT]))
-    assert "basis 0 and 3 more" in text
-    assert "observed" in text
+    assert skips_table([REPORT]).rows == [
+        ["rotate", "4", "basis 0", "pinned"],
+        ["rotate", "1", "basis x", "observed"],
+    ]
+
+
+def test_each_place_is_a_row_where_they_are_not_folded() -> None:
+    rows = skips_table([REPORT], is_folded=False).rows
+    assert [row[1] for row in rows] == [*(f"basis {n}" for n in range(4)), "basis x"]
+
+
+def test_reasons_that_differ_in_figures_alone_are_one_with_their_range() -> None:
+    skips = [Skip(where=f"x{n}", reason=ROUNDED(input=f"x{n}", error=n / 100)) for n in range(1, 6)]
+    report = PassReport(name="spare_inputs", effect="exact", skips=skips)
+    ((_, places, example, why),) = skips_table([report]).rows
+    assert (places, example) == ("5", "x1")
+    assert "1.00% to 5.00%" in why
+    # up to three sentences of a kind stand on their own
+    few = report.model_copy(update={"skips": skips[:3]})
+    assert [row[2] for row in skips_table([few]).rows] == ["x1", "x2", "x3"]
+
+
+def test_reasons_inside_reasons_tell_kinds_apart() -> None:
+    reasons = [STAYS(why=TEXT(text=f"{n}"), role="residual", width=n) for n in range(1, 6)]
+    reasons.append(STAYS(why=ROUNDED(input="x", error=0.5), role="residual", width=6))
+    skips = [Skip(where=f"x{n}", reason=reason) for n, reason in enumerate(reasons)]
+    rows = skips_table([PassReport(name="rotate", effect="exact", skips=skips)]).rows
+    assert [row[1] for row in rows] == ["5", "1"]
 
 
 def test_nothing_left_alone_needs_no_table() -> None:

@@ -6,9 +6,7 @@ import re
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from rich.table import Column, Table
-from rich.text import Text
-
+from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import plain, ranges
 from graphopt.report.tables import sized
 from graphopt.report.trace import Change, Diff, Edge, Group
@@ -16,7 +14,7 @@ from graphopt.report.trace import Change, Diff, Edge, Group
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-_CHANGES, _NAME, _LISTED = 4, 44, 6
+_CHANGES, _LISTED = 4, 6
 _NUMBER = re.compile(r"\d+")
 
 
@@ -50,23 +48,23 @@ def ports(changes: Sequence[Change]) -> Iterator[str]:
         yield f"{what} {said}: {before} -> {after}"
 
 
-def groups_table(found: Diff) -> Table | None:
-    """Show what is different, equal edits together; ``None`` where nothing is."""
-    names = ("", Column("x", justify="right"), "layers", "role", "before -> after", "what is different", "cause")
-    table = Table(*names)
+def groups_table(found: Diff, *, is_folded: bool = True) -> ConsoleTable | None:
+    """Show what is different, equal edits together, and of each the first few changes if folded; ``None`` for none."""
+    names = ("layers", "role", "before -> after", "what is different", "cause")
+    table = ConsoleTable(["", *figure_columns("times"), *names])
     for group, edges in rows_of(found):
         alone = len(group.edges) == 1
         edge = edges[0]
         table.add_row(
             edge.kind,
             str(len(group.edges)),
-            Text(where(group)),
-            Text(edge.role),
-            Text(became(edge, alone) if len(edges) == 1 else _listed(edges)),
-            Text("\n".join(told(edge, alone))),
-            Text(cause(edge)),
+            where(group),
+            edge.role,
+            became(edge, alone) if len(edges) == 1 else _listed(edges),
+            "\n".join(told(edge, alone, _CHANGES if is_folded else None)),
+            cause(edge),
         )
-    return table if table.row_count else None
+    return table if table.rows else None
 
 
 def rows_of(found: Diff) -> Iterator[tuple[Group, list[Edge]]]:
@@ -111,15 +109,15 @@ def became(edge: Edge, alone: bool) -> str:
     said = after if before == after or not before else before if not after else f"{before} -> {after}"
     if not alone:
         return said
-    return f"{said} {', '.join(plain(name, _NAME) for name in (edge.after or edge.before)[:2])}"
+    return f"{said} {', '.join(plain(name) for name in (edge.after or edge.before)[:2])}"
 
 
-def told(edge: Edge, alone: bool) -> Iterator[str]:
+def told(edge: Edge, alone: bool, shown: int | None = _CHANGES) -> Iterator[str]:
     """Yield what is different, in words; of an edge that stands for many, without the names of what is read."""
-    shown = list(dict.fromkeys(_line(change, alone) for change in edge.changes))
-    yield from shown[:_CHANGES]
-    if len(shown) > _CHANGES:
-        yield f"and {len(shown) - _CHANGES} more"
+    lines = list(dict.fromkeys(_line(change, alone) for change in edge.changes))
+    yield from lines[:shown]
+    if shown is not None and len(lines) > shown:
+        yield f"and {len(lines) - shown} more"
 
 
 def _line(change: Change, alone: bool) -> str:
