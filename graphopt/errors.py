@@ -36,9 +36,9 @@ class GraphoptError(Exception):
         remedy: str | None = None,
     ) -> None:
         self.what, self.file, self.node, self.tensor, self.shape, self.remedy = what, file, node, tensor, shape, remedy
-        place = {"file": file, "node": node, "tensor": tensor, "shape": None if shape is None else list(shape)}
-        where = ", ".join(f"{name}={value}" for name, value in place.items() if value is not None)
-        super().__init__(what + (f" [{where}]" if where else "") + (f": {remedy}" if remedy else ""))
+        details = {"file": file, "node": node, "tensor": tensor, "shape": None if shape is None else list(shape)}
+        location = ", ".join(f"{name}={value}" for name, value in details.items() if value is not None)
+        super().__init__(what + (f" [{location}]" if location else "") + (f": {remedy}" if remedy else ""))
 
 
 class InputError(GraphoptError):

@@ -33,11 +33,11 @@ def calibrate(
     from graphopt.report.console_table import ConsoleTable, figure_columns
 
     with progress() as say:
-        found = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)
+        statistics = collect(model, load_recipe(recipe, add or (), options or ()), folder, on_stage=say)
     if as_json:
-        return print_json(found)
+        return print_json(statistics)
     table = ConsoleTable(["input", *figure_columns(*_COLUMNS)])
-    for each in found:
+    for each in statistics:
         figures = (f"{each.rows:,}", f"{each.tokens:,}", f"{each.dead:,}", f"{each.mean_square**0.5:.3g}")
         table.add_row(each.value, *figures, f"{each.largest:.3g}", f"{each.kurtosis:.1f}", f"{each.noise:.2%}")
     out.print(table)

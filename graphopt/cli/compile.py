@@ -10,13 +10,13 @@ from rich.markup import escape
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import (
-    All,
     Jobs,
     Json,
     NoRun,
     Output,
     Overwrite,
     PartSize,
+    ShowAll,
     StatisticsFolder,
     WorkFolder,
     bytes_of,
@@ -36,7 +36,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     from graphopt.report.console_table import ConsoleTable, figure_columns
     from graphopt.report.demo import PROMPT, run_demo
     from graphopt.report.sentences import sentence
-    from graphopt.report.tables import sized
+    from graphopt.report.tables import size_text
 
     with progress() as say:
         result = run_demo(output, say)
@@ -47,7 +47,7 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
     for stage in result.stages:
         table.add_row(
             stage.name,
-            sized(stage.bytes),
+            size_text(stage.bytes),
             f"{stage.bits_per_weight:.2f}",
             f"{stage.bits_per_byte:.4f}",
             f"{stage.largest_logit_change:.1e}",
@@ -59,9 +59,9 @@ def demo(output: Output = Path("graphopt-demo"), as_json: Json = False) -> None:
         f"bits per byte: on {result.held_out_bytes:,} bytes of standard-library source that training never saw; "
         f"xz -9e needs {result.xz_bits_per_byte:.4f}"
     )
-    proved = next((stage for stage in result.stages if stage.proof is not None), result.stages[-1])
-    if proved.proof is not None:
-        out.print(f"\n{proved.name} is proved: {sentence(proved.proof)}", highlight=False)
+    stage_with_proof = next((stage for stage in result.stages if stage.proof is not None), result.stages[-1])
+    if stage_with_proof.proof is not None:
+        out.print(f"\n{stage_with_proof.name} is proved: {sentence(stage_with_proof.proof)}", highlight=False)
     for stage in (result.stages[0], result.stages[-1]):
         out.print(f"\n[bold]{stage.name}[/bold] completes:")
         out.print(PROMPT + stage.completion, markup=False, highlight=False)
@@ -82,7 +82,7 @@ def export(
         bool, typer.Option("--no-weights", help="the graph alone, of a config.json: to look at, not to run")
     ] = False,
     part_size: PartSize = None,
-    show_all: All = False,
+    show_all: ShowAll = False,
     as_json: Json = False,
 ) -> None:
     """Bring a model in as ONNX: one graph for prefill and decode, with its tokenizer."""
@@ -150,7 +150,7 @@ def optimize(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="write a model that is judged to be broken, too")] = False,
     part_size: PartSize = None,
-    show_all: All = False,
+    show_all: ShowAll = False,
     as_json: Json = False,
 ) -> None:
     """Apply a recipe, check every pass, and write the folder that an app deploys."""
@@ -158,19 +158,19 @@ def optimize(
     from graphopt.compile.pipeline import optimize as run_optimize
     from graphopt.passes.recipe import load_recipe
 
-    changed = [*(options or ()), *([f"serve.memory={kv_memory}"] if kv_memory is not None else [])]
-    chosen = chosen_recipe(load_recipe(recipe, add or (), changed), target, last_logits, float16)
+    settings = [*(options or ()), *([f"serve.memory={kv_memory}"] if kv_memory is not None else [])]
+    full_recipe = chosen_recipe(load_recipe(recipe, add or (), settings), target, last_logits, float16)
     if shard is not None:
         from graphopt.compile.shards import evaluate_shard, parse_shard
 
         with progress() as say:
-            number, of = parse_shard(shard)
+            number, shards = parse_shard(shard)
             folder = evaluate_shard(
                 model,
-                chosen,
+                full_recipe,
                 output,
                 number,
-                of,
+                shards,
                 overwrite=overwrite,
                 jobs=jobs,
                 work=work,
@@ -181,9 +181,9 @@ def optimize(
             return print_json([{"shard": shard, "work": str(folder)}])
         return out.print(f"shard {shard} is evaluated: {folder}", highlight=False, soft_wrap=True)
     with progress() as say:
-        made = run_optimize(
+        artifact = run_optimize(
             model,
-            chosen,
+            full_recipe,
             output,
             overwrite=overwrite,
             run=not no_run,
@@ -196,7 +196,7 @@ def optimize(
             part_size=bytes_of(part_size),
             on_stage=say,
         )
-    return report_artifact(output, made.manifest, show_all, as_json)
+    return report_artifact(output, artifact.manifest, show_all, as_json)
 
 
 @command("assemble")
@@ -208,14 +208,14 @@ def assemble(
     overwrite: Overwrite = False,
     no_run: NoRun = False,
     part_size: PartSize = None,
-    show_all: All = False,
+    show_all: ShowAll = False,
     as_json: Json = False,
 ) -> None:
     """Check and write the model whose weights all of `optimize --shard` have evaluated."""
     from graphopt.compile.shards import assemble as run_assemble
 
     with progress() as say:
-        made = run_assemble(
+        artifact = run_assemble(
             output,
             overwrite=overwrite,
             run=not no_run,
@@ -225,7 +225,7 @@ def assemble(
             part_size=bytes_of(part_size),
             on_stage=say,
         )
-    report_artifact(output, made.manifest, show_all, as_json)
+    report_artifact(output, artifact.manifest, show_all, as_json)
 
 
 @command("verify")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 out, err = Console(), Console(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="print a JSON report instead of tables")]
-All = Annotated[bool, typer.Option("--all", help="list each place that a pass left alone; else kinds, with counts")]
+ShowAll = Annotated[bool, typer.Option("--all", help="list each place that a pass left alone; else kinds, with counts")]
 Output = Annotated[Path, typer.Option("-o", "--output", help="folder to write")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace an artifact that is already there")]
 NoRun = Annotated[bool, typer.Option("--no-run", help="prove what can be proved, but do not run the model")]
@@ -53,8 +53,8 @@ def progress() -> Iterator[Progress]:
     with Bar(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
 
-        def say(stage: str, done: int = 0, total: int | None = None) -> None:
-            bar.update(task, description=escape(stage), completed=done, total=total)
+        def say(stage: str, count: int = 0, total: int | None = None) -> None:
+            bar.update(task, description=escape(stage), completed=count, total=total)
 
         yield say
 
@@ -79,20 +79,20 @@ def bytes_of(size: str | None) -> int | None:
     if size is None:
         return None
     try:
-        found = int(TypeAdapter(ByteSize).validate_python(size))
+        count = int(TypeAdapter(ByteSize).validate_python(size))
     except ValidationError as error:
         raise InputError(f"{size!r} is no size of a file", remedy="write it as 2GB, 512MiB or 4096") from error
-    if found < 1:
+    if count < 1:
         raise InputError(f"no tensor fits into a file of {size!r}", remedy="write it as 2GB, 512MiB or 4096")
-    return found
+    return count
 
 
 def print_json(value: BaseModel | Sequence[Any] | Mapping[str, Any]) -> None:
     """Print a report as JSON on standard output."""
     single = isinstance(value, BaseModel | Mapping)
     values = [value] if isinstance(value, BaseModel | Mapping) else value
-    dumped = [each.model_dump(mode="json") if isinstance(each, BaseModel) else each for each in values]
-    content = dumped[0] if single else dumped
+    contents = [entry.model_dump(mode="json") if isinstance(entry, BaseModel) else entry for entry in values]
+    content = contents[0] if single else contents
     print(json.dumps(content, indent=2))
 
 

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from graphopt.inference.session import Opened
 
 
-def print_embeddings(opened: Opened, texts: list[str], as_json: bool) -> None:
+def print_embeddings(model: Opened, texts: list[str], as_json: bool) -> None:
     """Print the cosines between the embeddings of ``texts``; with ``as_json`` the embeddings too."""
     from graphopt.inference.embeddings import encoder_of
     from graphopt.inference.embeddings.evaluate import cosine_matrix
     from graphopt.report.console_table import ConsoleTable, figure_columns
 
-    vectors = encoder_of(opened).embed(texts)
-    between = cosine_matrix(vectors)
+    vectors = encoder_of(model).embed(texts)
+    cosines = cosine_matrix(vectors)
     if as_json:
-        rows = zip(texts, vectors.tolist(), between.tolist(), strict=True)
+        rows = zip(texts, vectors.tolist(), cosines.tolist(), strict=True)
         return print_json([{"text": text, "embedding": vector, "cosines": row} for text, vector, row in rows])
     table = ConsoleTable(["", "text", *figure_columns(*map(str, range(1, len(texts) + 1)))])
-    for number, (text, row) in enumerate(zip(texts, between, strict=True), start=1):
+    for number, (text, row) in enumerate(zip(texts, cosines, strict=True), start=1):
         table.add_row(str(number), text, *(f"{cosine:.4f}" for cosine in row))
     out.print(table)
     out.print(f"cosines of embeddings of {vectors.shape[1]} numbers; --json prints the embeddings")
     return None
 
 
-def print_closeness(opened: Opened, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+def print_closeness(model: Opened, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
     """Print the cosines of the embeddings of lines of ``text`` with those of ``reference``.
 
     Raises:
@@ -45,12 +45,12 @@ def print_closeness(opened: Opened, reference: Path | None, text: str, threads: 
     if reference is None:
         raise InputError(
             "an encoder is compared with another one, and no reference was given",
-            file=opened.file,
+            file=model.file,
             remedy="graphopt eval FOLDER --reference FLOAT_EXPORT --text FILE",
         )
     with progress() as say:
         result = evaluate_embeddings(
-            encoder_of(opened),
+            encoder_of(model),
             load_encoder(reference, threads=threads),
             text,
             on_progress=lambda done, of: say("embedding", done, of),

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from graphopt.cli.commands import command
-from graphopt.cli.console import All, Json, out, print_json, progress, show_error
+from graphopt.cli.console import Json, ShowAll, out, print_json, progress, show_error
 
 
 @command("bases")
@@ -29,10 +29,10 @@ def bases(
     steps = [PASSES[name](PASSES[name].options_type()) for name in ("canonicalize", "fold_norms")]
     for step in [] if as_it_is else [*imports_of(graph.graph), *steps]:
         step(graph)
-    found = [describe(basis) for basis in find_bases(graph.graph)]
+    reports = [describe(basis) for basis in find_bases(graph.graph)]
     if as_json:
-        return print_json(found)
-    for line in lines(found, graph.graph):
+        return print_json(reports)
+    for line in lines(reports, graph.graph):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
 
@@ -44,28 +44,28 @@ def inspect_model(
         list[str] | None, typer.Argument(help="which nodes: op:MatMul role:down_proj format:int4 layer:0-3 pass:rotate")
     ] = None,
     context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
-    show_all: All = False,
+    show_all: ShowAll = False,
     as_json: Json = False,
 ) -> None:
     """Show what a model consists of and what the compiler did to it: by role, layers of one structure as one row."""
-    from graphopt.report.query import missed, narrowed, selector
+    from graphopt.report.query import mismatch, select_nodes, selector
     from graphopt.report.summary import coverage_table, heading, left_table, roles_table
     from graphopt.report.trace_builder import trace
 
-    found = trace(model, context)
+    model_trace = trace(model, context)
     words = " ".join(query or ())
     if as_json:
-        return print_json(narrowed(found, words))
-    selected = selector(found, words)
-    for line in heading(found):
+        return print_json(select_nodes(model_trace, words))
+    is_selected = selector(model_trace, words)
+    for line in heading(model_trace):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
-    nothing = missed(found, words)
-    if nothing is not None:
-        return out.print(nothing, markup=False, highlight=False, soft_wrap=True)
+    missing = mismatch(model_trace, words)
+    if missing is not None:
+        return out.print(missing, markup=False, highlight=False, soft_wrap=True)
     for table in (
-        roles_table(found, selected),
-        coverage_table(found, selected),
-        left_table(found, selected, is_folded=not show_all),
+        roles_table(model_trace, is_selected),
+        coverage_table(model_trace, is_selected),
+        left_table(model_trace, is_selected, is_folded=not show_all),
     ):
         if table is not None:
             out.print(table)
@@ -83,16 +83,16 @@ def diff_models(
     """Show how AFTER differs from BEFORE, equal edits of many layers as one row; exits with 1 where it does."""
     from graphopt.report.difference import diff, groups_table, heading
 
-    found = diff(before, after, numbers=numbers)
+    difference = diff(before, after, numbers=numbers)
     if as_json:
-        print_json(found)
+        print_json(difference)
     else:
-        for line in heading(found):
+        for line in heading(difference):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
-        table = groups_table(found, is_folded=not show_all)
+        table = groups_table(difference, is_folded=not show_all)
         if table is not None:
             out.print(table)
-    raise typer.Exit(not found.equal)
+    raise typer.Exit(not difference.equal)
 
 
 @command("explain")
@@ -105,19 +105,21 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Show where a node came from: the passes that made it of which nodes, what each did, and what was checked."""
-    from graphopt.report.explanation import SHOWN, told
+    from graphopt.report.explanation import LIST_LENGTH, summary_lines
     from graphopt.report.explanation import explain as explain_node
 
-    found = explain_node(model, node)
-    lines = list(told(found, None if show_all else SHOWN))
+    explanation = explain_node(model, node)
+    lines = list(summary_lines(explanation, None if show_all else LIST_LENGTH))
     if before is not None or time:
         from graphopt.report import measurement as measured
 
         with progress() as say:
-            found.measured = measured.measured(model, found.node.name, before=before, time=time, on_stage=say)
-        lines += ["", *measured.told(found.measured)]
+            explanation.measured = measured.measure_node(
+                model, explanation.node.name, before=before, time=time, on_stage=say
+            )
+        lines += ["", *measured.summary_lines(explanation.measured)]
     if as_json:
-        return print_json(found)
+        return print_json(explanation)
     for line in lines:
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
@@ -128,7 +130,9 @@ def write_report(
     model: Annotated[Path, typer.Argument(help="a folder that holds model.onnx, or an .onnx file, of any maker")],
     output: Annotated[Path, typer.Option("-o", "--output", help="the HTML file to write")] = Path("report.html"),
     before: Annotated[Path | None, typer.Option(help="what it was made from: the page shows what is different")] = None,
-    where: Annotated[bool, typer.Option("--where", help="also run both, and show where quality was lost")] = False,
+    locate_losses: Annotated[
+        bool, typer.Option("--where", help="also run both, and show where quality was lost")
+    ] = False,
     time: Annotated[bool, typer.Option("--time", help="also run it, and show where time goes")] = False,
     weights: Annotated[
         bool,
@@ -140,7 +144,9 @@ def write_report(
     from graphopt.report.page.write import write
 
     with progress() as say:
-        write(model, output, before=before, where=where, time=time, weights=weights, context=context, on_stage=say)
+        write(
+            model, output, before=before, where=locate_losses, time=time, weights=weights, context=context, on_stage=say
+        )
     out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -173,8 +179,8 @@ def view_model(
         from graphopt.report.difference import diff
         from graphopt.report.trace_builder import trace
 
-        both = None if before is None else (trace(before, context), diff(before, model))
-        for file in explorer.export(trace(model, context), model_explorer, *(both or ())):
+        comparison = None if before is None else (trace(before, context), diff(before, model))
+        for file in explorer.export(trace(model, context), model_explorer, *(comparison or ())):
             out.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
         return None
     with progress() as say:
@@ -196,10 +202,10 @@ def passes(as_json: Json = False) -> None:
     """List the passes: what each does to a graph, and whether it is exact."""
     from graphopt.passes import PASSES
 
-    found = [{"name": p.name, "effect": p.effect, "doc": inspect.getdoc(p) or ""} for p in PASSES.values()]
+    entries = [{"name": p.name, "effect": p.effect, "doc": inspect.getdoc(p) or ""} for p in PASSES.values()]
     if as_json:
-        return print_json(found)
-    for entry in found:
+        return print_json(entries)
+    for entry in entries:
         out.print(f"[bold]{entry['name']}[/bold] ({entry['effect']})")
         out.print(entry["doc"] + "\n", markup=False, highlight=False, soft_wrap=True)
     return None
@@ -217,11 +223,11 @@ def recipes(
     if name is not None:
         recipe = load_recipe(name)
         return print_json(recipe) if as_json else print(recipe.to_yaml(), end="")
-    found = presets()
+    shipped_recipes = presets()
     if as_json:
-        return print_json([recipe.model_dump(mode="json") for recipe in found.values()])
+        return print_json([recipe.model_dump(mode="json") for recipe in shipped_recipes.values()])
     table = ConsoleTable(["recipe", "steps", "what it does"])
-    for recipe in found.values():
+    for recipe in shipped_recipes.values():
         table.add_row(recipe.name, ", ".join(step.step for step in recipe.steps), recipe.description)
     out.print(table)
     return None

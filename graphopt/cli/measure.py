@@ -36,17 +36,17 @@ def evaluate(
     from graphopt.report.console_table import ConsoleTable, figure_columns
 
     content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")
-    opened = open_folder(folder, threads=threads)
-    show_notes(opened.notes)
-    if opened.manifest.task == "encoder":
+    model = open_folder(folder, threads=threads)
+    show_notes(model.notes)
+    if model.manifest.task == "encoder":
         if window is not None or stride is not None:
             raise InputError("an encoder reads a text line by line", file=folder, remedy="leave out window and stride")
-        return print_closeness(opened, reference, content, threads, as_json)
+        return print_closeness(model, reference, content, threads, as_json)
     if reference is not None:
         raise InputError(
             "--reference is for encoders, and this is a causal language model", file=folder, remedy="leave it out"
         )
-    session = session_from(opened)
+    session = session_from(model)
     with progress() as say:
         result = run_evaluate(
             session, content, window=window, stride=stride, on_progress=lambda done, of: say("reading", done, of)
@@ -99,7 +99,7 @@ def heads(
         raise InputError("there is no such folder to write to", file=output, remedy="make it, or choose another")
     options = SparseKVOptions.model_validate({"sinks": sinks, "recent": recent, "budget": budget, "page": page})
     with progress() as say:
-        found = calibrate(
+        calibration = calibrate(
             model,
             content,
             streaming=options.model_copy(update={"policy": "streaming"}),
@@ -109,13 +109,13 @@ def heads(
             on_stage=say,
         )
     if output is not None:
-        write_text(output, found.model_dump_json(indent=2) + "\n")
+        write_text(output, calibration.model_dump_json(indent=2) + "\n")
     if as_json:
-        return print_json(found)
-    out.print(heads_table(found))
-    out.print(policies_table(found))
-    if found.windowed:
-        out.print(f"left out, since they have sliding windows: layers {', '.join(map(str, found.windowed))}")
+        return print_json(calibration)
+    out.print(heads_table(calibration))
+    out.print(policies_table(calibration))
+    if calibration.windowed:
+        out.print(f"left out, since they have sliding windows: layers {', '.join(map(str, calibration.windowed))}")
     if output is not None:
         out.print(f"written: {output}. A recipe's step sparse_kv takes it as `heads: {output}`", soft_wrap=True)
     return None
@@ -134,17 +134,17 @@ def profile_model(
 ) -> None:
     """Show where time goes, prompt and single tokens apart: by role, layers together, and by the pass that made it."""
     from graphopt.inference.profiling import profile
-    from graphopt.report.times import times_table, told
+    from graphopt.report.times import summary_lines, times_table
     from graphopt.report.trace_builder import trace
 
     with progress() as say:
-        found = profile(model, prompt=prompt, tokens=tokens, threads=threads, perfetto=perfetto, on_stage=say)
+        measurement = profile(model, prompt=prompt, tokens=tokens, threads=threads, perfetto=perfetto, on_stage=say)
     if as_json:
-        return print_json(found)
-    traced = trace(model, prompt + tokens)
-    for run in (found.prompt, found.token):
+        return print_json(measurement)
+    model_trace = trace(model, prompt + tokens)
+    for run in (measurement.prompt, measurement.token):
         if run is not None:
-            out.print(times_table(traced, run, found.bandwidth))
-    for line in told(traced, found):
+            out.print(times_table(model_trace, run, measurement.bandwidth))
+    for line in summary_lines(model_trace, measurement):
         out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None

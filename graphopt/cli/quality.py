@@ -25,7 +25,7 @@ def quality(
     text: Texts = None,
     tokens: Tokens = 4096,
     window: Window = 512,
-    where: Annotated[
+    locate_losses: Annotated[
         bool, typer.Option("--where", help="also measure where quality was lost: layer by layer, and what to do")
     ] = False,
     recipe: Annotated[
@@ -38,37 +38,37 @@ def quality(
     from graphopt.artifact.manifest import read_manifest
     from graphopt.quality.judge import measured
     from graphopt.quality.losses import losses
-    from graphopt.report.losses import errors_table, groups_table, spread_table, told
+    from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
     from graphopt.report.tables import quality_table
 
-    if recipe is not None and not where:
+    if recipe is not None and not locate_losses:
         raise InputError("--recipe needs to know where quality was lost", remedy="add --where")
     if recipe is not None and len(after) > 1:
         raise InputError(f"--recipe is for one model, and there are {len(after)}", remedy="give one after BEFORE")
     texts = None if text is None else [read_text(text)]
-    rows, lost = [], []
+    rows, reports = [], []
     with progress() as say:
         for folder in after:
             task = read_manifest(folder).task
             figures = measured(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
             rows.append((str(folder), figures))
-            lost += [losses(before, folder, texts, window=window, on_stage=say)] if where else []
+            reports += [losses(before, folder, texts, window=window, on_stage=say)] if locate_losses else []
     if recipe is not None:
-        if lost[0].recipe is None:
+        if reports[0].recipe is None:
             raise InputError("no better recipe: no layer and no kind of product brings back a tenth of the loss")
-        write_text(recipe, lost[0].recipe.to_yaml())
+        write_text(recipe, reports[0].recipe.to_yaml())
     if as_json:
-        more = [{"where": each.model_dump(mode="json")} for each in lost] or [{}] * len(rows)
+        extras = [{"where": extra.model_dump(mode="json")} for extra in reports] or [{}] * len(rows)
         return print_json(
-            [{"model": name, **figures, **each} for (name, figures), each in zip(rows, more, strict=True)]
+            [{"model": name, **figures, **extra} for (name, figures), extra in zip(rows, extras, strict=True)]
         )
     out.print(quality_table(rows))
-    for (name, _), found in zip(rows, lost, strict=False):
+    for (name, _), report in zip(rows, reports, strict=False):
         out.print(f"where {name} loses quality:", markup=False, highlight=False, soft_wrap=True)
-        for table in (errors_table(found), spread_table(found), groups_table(found)):
+        for table in (errors_table(report), spread_table(report), groups_table(report)):
             if table is not None:
                 out.print(table)
-        for line in told(found):
+        for line in summary_lines(report):
             out.print(line, markup=False, highlight=False, soft_wrap=True)
     return None
 
@@ -89,16 +89,16 @@ def table(
     from graphopt.passes.recipe import load_recipe
     from graphopt.quality.judge import measured
     from graphopt.report.console_table import ConsoleTable, figure_columns
-    from graphopt.report.tables import quality_table, sized
+    from graphopt.report.tables import quality_table, size_text
 
     texts = None if text is None else [read_text(text)]
     rows, sizes = [], []
     with tempfile.TemporaryDirectory(prefix="graphopt-table-") as temporary, progress() as say:
         for name in recipes:
             recipe = load_recipe(name)
-            folder, began = (keep or Path(temporary)) / recipe.name, time.perf_counter()
+            folder, start = (keep or Path(temporary)) / recipe.name, time.perf_counter()
             optimize(model, recipe, folder, overwrite=True, quality_tokens=0, force=True, on_stage=say)
-            seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - start
             manifest = read_manifest(folder)
             figures = measured(model, folder, manifest.task, texts=texts, tokens=tokens, window=window, on_stage=say)
             bits = manifest.weights.bits_per_weight if manifest.weights else 0.0
@@ -114,6 +114,6 @@ def table(
         )
     artifacts = ConsoleTable(["recipe", *figure_columns("size", "bits per weight", "seconds to make")])
     for (name, _), (size, bits, seconds) in zip(rows, sizes, strict=True):
-        artifacts.add_row(name, sized(size), f"{bits:.2f}", f"{seconds:.1f}")
+        artifacts.add_row(name, size_text(size), f"{bits:.2f}", f"{seconds:.1f}")
     out.print(artifacts)
     return out.print(quality_table(rows))

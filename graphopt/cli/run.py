@@ -173,9 +173,9 @@ def _complete(
         completions = complete(session, prompts, settings, proposer)
         return [{"prompt_text": t, **c.model_dump()} for t, c in zip(prompts, completions, strict=True)]
     if len(prompts) == 1:
-        found = steps(session, prompts, settings, proposer)
+        parts = steps(session, prompts, settings, proposer)
         sys.stdout.write(prompts[0])
-        for step in found:
+        for step in parts:
             sys.stdout.write(step.texts[0])
             sys.stdout.flush()
         sys.stdout.write("\n")

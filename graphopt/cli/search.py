@@ -39,18 +39,18 @@ def search(
 
     room, folder = bytes_of(size), work or output.parent / f".{output.name}-search"
     assert room is not None
-    choices = [choice_of(each) for each in formats] if formats else CHOICES
+    choices = [choice_of(text) for text in formats] if formats else CHOICES
     with progress() as say:
-        found = find(model, room, folder, recipe=recipe, choices=choices, tokens=tokens, on_stage=say)
-    output.write_text(found.recipe.to_yaml(), encoding="utf-8")
+        result = find(model, room, folder, recipe=recipe, choices=choices, tokens=tokens, on_stage=say)
+    output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
-        return print_json(found)
+        return print_json(result)
     table = ConsoleTable(["format", *figure_columns("matrices")])
-    for name, count in sorted(Counter(name_of(choice) for choice in found.chosen.values()).items()):
+    for name, count in sorted(Counter(name_of(choice) for choice in result.chosen.values()).items()):
         table.add_row(name, str(count))
     out.print(table)
     out.print(
-        f"{output}: about {found.bytes / 1e6:.1f} MB, expected divergence {found.loss:.4f} nats per token",
+        f"{output}: about {result.bytes / 1e6:.1f} MB, expected divergence {result.loss:.4f} nats per token",
         soft_wrap=True,
     )
     return None
@@ -84,7 +84,7 @@ def search_rope(
 
     folder = work or output.parent / f".{output.name}-search"
     parents = max(2, population // 2)
-    how = Evolution(
+    evolution = Evolution(
         population=population,
         parents=parents,
         mutations=mutations,
@@ -93,13 +93,13 @@ def search_rope(
         seed=seed,
     )
     with progress() as say:
-        found = find(model, factor, folder, how=how, texts=texts, text=text, on_stage=say)
-    output.write_text(found.recipe.to_yaml(), encoding="utf-8")
+        result = find(model, factor, folder, how=evolution, texts=texts, text=text, on_stage=say)
+    output.write_text(result.recipe.to_yaml(), encoding="utf-8")
     if as_json:
-        return print_json(found)
+        return print_json(result)
     table = ConsoleTable(["", *figure_columns("nats per token beyond the trained length")])
-    for name, nats in (*found.starts.items(), ("searched", found.nats)):
+    for name, nats in (*result.starts.items(), ("searched", result.nats)):
         table.add_row(name, f"{nats:.4f}")
     out.print(table)
-    out.print(f"{output}: {found.measured} candidates measured", soft_wrap=True)
+    out.print(f"{output}: {result.measured} candidates measured", soft_wrap=True)
     return None

@@ -47,9 +47,9 @@ def describe(basis: Basis) -> BasisReport:
 
     A basis that is pinned by what makes it alone can be rotated behind that at run time; one that is observed cannot.
     """
-    observed = next((pin for pin in basis.pins if pin.side == "observed"), None)
-    pin = observed or next(iter(basis.pins), None)
-    verdict = "free" if pin is None else "pinned" if observed is not None else "at run time"
+    observation = next((pin for pin in basis.pins if pin.side == "observed"), None)
+    pin = observation or next(iter(basis.pins), None)
+    verdict = "free" if pin is None else "pinned" if observation is not None else "at run time"
     return BasisReport(
         name=basis.name,
         role=basis.role,
@@ -71,39 +71,38 @@ def lines(reports: Sequence[BasisReport], graph: ir.Graph | None = None) -> list
             once, by the first.
     """
     verdicts = {"free": "for free", "at run time": "at run time", "pinned": "not to be rotated"}
-    places = {} if graph is None else _places(graph)
-    alike: dict[Hashable, list[int]] = {}
+    positions = {} if graph is None else _positions(graph)
+    layers_of: dict[Hashable, list[int]] = {}
     first: dict[Hashable, BasisReport] = {}
     for number, report in enumerate(reports):
-        place, layer = places.get(report.name, (("alone", number), None))
+        position, layer = positions.get(report.name, (("alone", number), None))
         reason = report.reason and sentence(report.reason)
         counts = len(report.writers), len(report.readers)
-        key: Hashable = (place, report.role, report.width, report.verdict, reason, counts)
+        key: Hashable = (position, report.role, report.width, report.verdict, reason, counts)
         first.setdefault(key, report)
-        alike.setdefault(key, []).extend([] if layer is None else [layer])
-    said = []
+        layers_of.setdefault(key, []).extend([] if layer is None else [layer])
+    texts = []
     for same, report in first.items():
-        counted = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
-        many = f"  (x {len(alike[same])}, layers {ranges(alike[same])})" if len(alike[same]) > 1 else ""
-        why = f"\n    {plain(report.node or '')}: {report.reason and sentence(report.reason)}"
-        head = (
-            f"{plain(report.name)} [{report.width or '?'}]  {report.role}, {counted}: {verdicts[report.verdict]}{many}"
-        )
-        said.append(head if report.node is None else head + why)
-    return said
+        counts_text = f"{len(report.writers)} writer(s), {len(report.readers)} reader(s)"
+        repeats = f"  (x {len(layers_of[same])}, layers {ranges(layers_of[same])})" if len(layers_of[same]) > 1 else ""
+        reason_text = f"\n    {plain(report.node or '')}: {report.reason and sentence(report.reason)}"
+        head = f"{plain(report.name)} [{report.width or '?'}]  {report.role}, {counts_text}: "
+        head += verdicts[report.verdict] + repeats
+        texts.append(head if report.node is None else head + reason_text)
+    return texts
 
 
-def _places(graph: ir.Graph) -> dict[str, tuple[Hashable, int]]:
+def _positions(graph: ir.Graph) -> dict[str, tuple[Hashable, int]]:
     """Return of each tensor that a layer makes: the fold of the layer and the place in it, and the layer."""
-    folded = fold(graph)
-    found: dict[str, tuple[Hashable, int]] = {}
-    for number, layer in enumerate(folded.layers()):
-        kind = tuple(folded.structures[segment] for segment in layer)
-        nodes = [node for segment in layer for node in folded.order[segment]]
-        for place, node in enumerate(nodes):
+    folding = fold(graph)
+    positions: dict[str, tuple[Hashable, int]] = {}
+    for number, layer in enumerate(folding.layers()):
+        kind = tuple(folding.structures[segment] for segment in layer)
+        nodes = [node for segment in layer for node in folding.order[segment]]
+        for index, node in enumerate(nodes):
             for value in node.outputs:
-                found[value.name or ""] = ((kind, place, value.index()), number)
-    return found
+                positions[value.name or ""] = ((kind, index, value.index()), number)
+    return positions
 
 
 def _name(site: WeightAxis) -> str:

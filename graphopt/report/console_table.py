@@ -89,30 +89,30 @@ class ConsoleTable:
         layout = None
         for lines, words in product(self._arrangements(), _WORDS):
             room = width - 1 - _FRAME * len(lines[0])
-            least = self._widths(lines, [self._least(number, words) for number in range(len(self.headings))])
-            layout = _Layout(lines, self._grown(lines, least, room - sum(least)))
-            if sum(least) <= room:
+            minima = self._widths(lines, [self._minimum(number, words) for number in range(len(self.headings))])
+            layout = _Layout(lines, self._grow(lines, minima, room - sum(minima)))
+            if sum(minima) <= room:
                 return layout
         assert layout is not None
         return layout
 
     def _arrangements(self) -> list[list[list[int]]]:
         """Return the columns in one line, in two, and so on; lines after the first begin below the second column."""
-        others = list(range(1, len(self.headings)))
-        if not others:
+        numbers = list(range(1, len(self.headings)))
+        if not numbers:
             return [[[0]]]
         arrangements = []
-        for count in range(1, len(others) + 1):
-            size = -(-len(others) // count)
-            lines = [[0, *others[first : first + size]] for first in range(0, len(others), size)]
+        for count in range(1, len(numbers) + 1):
+            size = -(-len(numbers) // count)
+            lines = [[0, *numbers[first : first + size]] for first in range(0, len(numbers), size)]
             if len(lines) == count:
                 arrangements.append(lines)
         return arrangements
 
     def _widths(self, lines: list[list[int]], columns: list[int]) -> list[int]:
-        return [max(columns[line[place]] for line in lines if place < len(line)) for place in range(len(lines[0]))]
+        return [max(columns[line[index]] for line in lines if index < len(line)) for index in range(len(lines[0]))]
 
-    def _least(self, number: int, words: int) -> int:
+    def _minimum(self, number: int, words: int) -> int:
         """Return the least width of a column: its figures and the words of its heading are whole."""
         heading = self.headings[number]
         longest = max(map(cell_len, heading.split()), default=1)
@@ -120,18 +120,18 @@ class ConsoleTable:
             return max([longest, *(cell_len(line) for row in self.rows for line in row[number].split("\n"))])
         return max([longest, *(min(words, cell_len(word)) for row in self.rows for word in _WORD.findall(row[number]))])
 
-    def _grown(self, lines: list[list[int]], least: list[int], spare: int) -> list[int]:
+    def _grow(self, lines: list[list[int]], minima: list[int], spare: int) -> list[int]:
         """Share what is left of the terminal among columns that could use it, equally."""
         cells = [
             max(cell_len(line) for row in (self.headings, *self.rows) for line in row[number].split("\n"))
             for number in range(len(self.headings))
         ]
-        wanted, widths = self._widths(lines, cells), list(least)
-        while spare > 0 and (short := [place for place, width in enumerate(widths) if width < wanted[place]]):
+        naturals, widths = self._widths(lines, cells), list(minima)
+        while spare > 0 and (short := [index for index, width in enumerate(widths) if width < naturals[index]]):
             share = max(1, spare // len(short))
-            for place in short[:spare]:
-                growth = min(share, wanted[place] - widths[place])
-                widths[place] += growth
+            for index in short[:spare]:
+                growth = min(share, naturals[index] - widths[index])
+                widths[index] += growth
                 spare -= growth
         return widths
 
@@ -139,18 +139,18 @@ class ConsoleTable:
         """Return the cells of a row as they are printed: wrapped, and those of further lines below."""
         blocks: list[list[str]] = [[] for _ in layout.widths]
         for line_number, line in enumerate(layout.lines):
-            wrapped = []
-            for place, number in enumerate(line):
-                text = "" if place == 0 and line_number else row[number]
-                aligned = wrap(text, layout.widths[place])
+            pieces = []
+            for index, number in enumerate(line):
+                text = "" if index == 0 and line_number else row[number]
+                text_lines = wrap(text, layout.widths[index])
                 if isinstance(self.headings[number], Figures):
-                    aligned = [" " * (layout.widths[place] - cell_len(part)) + part for part in aligned]
-                wrapped.append(aligned)
-            height = max(map(len, wrapped))
-            for place in range(len(layout.widths)):
-                part = wrapped[place] if place < len(wrapped) else []
+                    text_lines = [" " * (layout.widths[index] - cell_len(part)) + part for part in text_lines]
+                pieces.append(text_lines)
+            height = max(map(len, pieces))
+            for index in range(len(layout.widths)):
+                part = pieces[index] if index < len(pieces) else []
                 blank = [""] * (height - len(part))
-                blocks[place] += [*blank, *part] if is_head else [*part, *blank]
+                blocks[index] += [*blank, *part] if is_head else [*part, *blank]
         return ["\n".join(block) for block in blocks]
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MODEL = "stdlib_lm"
 # Six of the held-out modules, 29% of the text: `graphopt eval --held-out` reads them all.
 MODULES = ("csv", "heapq", "json/decoder", "shlex", "string", "textwrap")
-EXPORTED = "float32"
+EXPORT = "float32"
 RECIPES = ("rotate", "int4", "rotate-int4")
 PROMPT = "def read_lines(path):"
 SAMPLING = Sampling(temperature=0.5, top_p=0.9, seed=2)
@@ -92,23 +92,23 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
     """
     text = held_out_text(MODULES) if text is None else text
     stages = []
-    for number, name in enumerate((EXPORTED, *RECIPES)):
+    for number, name in enumerate((EXPORT, *RECIPES)):
 
-        def say(stage: str, done: int = 0, total: int | None = None, number: int = number, name: str = name) -> None:
-            share = done / total if total else 0.0
+        def say(stage: str, count: int = 0, total: int | None = None, number: int = number, name: str = name) -> None:
+            share = count / total if total else 0.0
             on_stage(f"{name}: {stage}", round(100 * (number + share)), 100 * (1 + len(RECIPES)))
 
-        folder, started = output / name, time.perf_counter()
-        if name == EXPORTED:
+        folder, start = output / name, time.perf_counter()
+        if name == EXPORT:
             manifest = export(MODEL, folder, overwrite=True, on_stage=say)
         else:
-            manifest = optimize(output / EXPORTED, name, folder, overwrite=True, on_stage=say).manifest
-        seconds = time.perf_counter() - started
+            manifest = optimize(output / EXPORT, name, folder, overwrite=True, on_stage=say).manifest
+        seconds = time.perf_counter() - start
         say("judging it on held-out text", 1, 2)
         stages.append(_judge(name, folder, manifest, text, seconds))
     page = output / "report.html"
     on_stage("writing the report", 100 * (1 + len(RECIPES)), 100 * (1 + len(RECIPES)))
-    write(output / RECIPES[-1], page, before=output / EXPORTED, where=True, groups=False, time=True)
+    write(output / RECIPES[-1], page, before=output / EXPORT, where=True, groups=False, time=True)
     size = len(text.encode())
     xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
     return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages, report=str(page))
@@ -117,14 +117,14 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
 def _judge(name: str, folder: Path, manifest: Manifest, text: str, seconds: float) -> Stage:
     session = load(folder)
     key = "largest_change_from_start"
-    moved = [check.figures[key] for check in manifest.checks if key in check.figures]
+    changes = [check.figures[key] for check in manifest.checks if key in check.figures]
     return Stage(
         name=name,
         folder=str(folder),
         bytes=sum(file.stat().st_size for file in folder.iterdir()),
         bits_per_weight=manifest.weights.bits_per_weight if manifest.weights else 0.0,
         bits_per_byte=evaluate(session, text).bits_per_byte,
-        largest_logit_change=moved[-1] if moved else 0.0,
+        largest_logit_change=changes[-1] if changes else 0.0,
         activations=manifest.precision.activations if manifest.precision else "float32",
         proof=next((check.reason for check in manifest.checks if check.status == "proved"), None),
         seconds=seconds,

@@ -51,12 +51,12 @@ def weight_of(value: ir.Value) -> Weight:
 def weights_of(values: Sequence[ir.Value]) -> list[Weight]:
     """Return what a trace says of tensors; of those that are the same bytes, the first is the one that counts."""
     first: dict[Hashable, int] = {}
-    found = []
-    for place, value in enumerate(values):
+    weights = []
+    for index, value in enumerate(values):
         assert value.const_value is not None
-        stored = first.setdefault(source_of(value.const_value), place)
-        found.append(weight_of(value).model_copy(update={"same_as": None if stored == place else stored}))
-    return found
+        original = first.setdefault(source_of(value.const_value), index)
+        weights.append(weight_of(value).model_copy(update={"same_as": None if original == index else original}))
+    return weights
 
 
 def is_here(value: ir.Value) -> bool:
@@ -82,23 +82,27 @@ def stored_as(value: ir.Value, constant: set[ir.Node]) -> str:
         value: an initializer, or what is computed of nothing but initializers.
         constant: the nodes that read nothing but constants.
     """
-    maker, waiting, read = value.producer(), [value], list[ir.Value]()
+    maker, waiting, initializers = value.producer(), [value], list[ir.Value]()
     while waiting:
-        each = waiting.pop(0)
-        producer = each.producer()
+        operand = waiting.pop(0)
+        producer = operand.producer()
         waiting += [] if producer is None else [v for v in producer.inputs if v is not None]
-        read += [each] if each.is_initializer() and each.const_value is not None else []
-    weights = [each for each in read if each.const_value is not None and is_weight(each, each.const_value)]
-    found = next(iter(weights or read), None)
-    if found is None or found.const_value is None:
+        initializers += [operand] if operand.is_initializer() and operand.const_value is not None else []
+    weights = [
+        operand
+        for operand in initializers
+        if operand.const_value is not None and is_weight(operand, operand.const_value)
+    ]
+    initializer = next(iter(weights or initializers), None)
+    if initializer is None or initializer.const_value is None:
         return "a constant" if maker is None else maker.op_type
-    tensor = found.const_value
-    if maker is None and tensor.size <= _FEW and not isinstance(tensor, ir.StringTensor):
+    tensor = initializer.const_value
+    if maker is None and tensor.size <= _LARGEST and not isinstance(tensor, ir.StringTensor):
         return str(tensor.numpy().tolist())
-    group = group_of(found)
-    form = format_of(found, tensor) + ("" if group is None else f" by {group}")
+    group = group_of(initializer)
+    form = format_of(initializer, tensor) + ("" if group is None else f" by {group}")
     return f"{form} {[int(size) for size in tensor.shape.numpy()]}"
 
 
-_FEW = 8
+_LARGEST = 8
 """Numbers of the largest constant that is written out."""

@@ -15,7 +15,7 @@ WIDTH = 120
 def plain(text: str, width: int = WIDTH) -> str:
     """Return a name on one line, with control characters escaped, and its middle left out where it is long."""
     head = text if len(text) <= 4 * width else text[: 2 * width] + text[-2 * width :]
-    line = "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in head)
+    line = "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in head)
     if len(line) <= width:
         return line
     half = (width - 1) // 2
@@ -24,13 +24,13 @@ def plain(text: str, width: int = WIDTH) -> str:
 
 def ranges(numbers: Iterable[int]) -> str:
     """Return numbers as ranges: ``0-4, 6, 8-9``."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if found and found[-1][-1] == number - 1:
-            found[-1].append(number)
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
         else:
-            found.append([number])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found)
+            runs.append([number])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def letters() -> Iterable[str]:
@@ -40,8 +40,10 @@ def letters() -> Iterable[str]:
             yield chr(ord("A") + code) + (str(number) if number else "")
 
 
-def counted(found: dict[str, int]) -> str:
+def count_text(counts: dict[str, int]) -> str:
     """Return what there is how often, most first: ``30 x int4, 2 x int8``; without numbers where all are alike."""
-    if len(found) == 1:
-        return next(iter(found))
-    return ", ".join(f"{times} x {name}" for name, times in sorted(found.items(), key=lambda each: (-each[1], each[0])))
+    if len(counts) == 1:
+        return next(iter(counts))
+    return ", ".join(
+        f"{times} x {name}" for name, times in sorted(counts.items(), key=lambda each: (-each[1], each[0]))
+    )

@@ -15,10 +15,10 @@ from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Effect, Fact, Finding, PassReport
 from graphopt.passes import PASSES
 from graphopt.report.escape import plain
-from graphopt.report.measurement import Measured
+from graphopt.report.measurement import NodeMeasurement
 from graphopt.report.sentences import sentence
-from graphopt.report.trace import Left, Node
-from graphopt.report.trace_builder import opened, trace_of
+from graphopt.report.trace import Node, SkipReason
+from graphopt.report.trace_builder import open_model, trace_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from graphopt.artifact.manifest import Manifest
 
 _HINTS = 3
-SHOWN = 8
+LIST_LENGTH = 8
 """Names of a list that are shown, by default."""
 
 
@@ -85,8 +85,8 @@ class Explanation(BaseModel):
     origins: list[str]
     as_it_came_in: bool
     edges: list[Edge] = []
-    left: list[Left] = []
-    measured: Measured | None = None
+    left: list[SkipReason] = []
+    measured: NodeMeasurement | None = None
 
 
 def explain(path: Path, name: str) -> Explanation:
@@ -95,13 +95,13 @@ def explain(path: Path, name: str) -> Explanation:
     Raises:
         InputError: there is no model, it cannot be read, or it has no such node; names those that are called alike.
     """
-    model, manifest = opened(path, weights=False)
-    return explained(model, manifest, name)
+    model, manifest = open_model(path, weights=False)
+    return explain_model(model, manifest, name)
 
 
-def explained(model: ir.Model, manifest: Manifest | None, name: str) -> Explanation:
+def explain_model(model: ir.Model, manifest: Manifest | None, name: str) -> Explanation:
     """Say where a node came from; see :func:`explain`."""
-    (only,) = explanations(model, manifest, [found(model.graph, name)])
+    (only,) = explanations(model, manifest, [find_node(model.graph, name)])
     return only
 
 
@@ -113,10 +113,10 @@ def explanations(
     trace = trace_of(model, manifest, "")
     for record, node in zip(trace.nodes, model.graph, strict=True):
         if nodes is None or node in nodes:
-            yield _explained(node, record, constant, manifest)
+            yield _explanation(node, record, constant, manifest)
 
 
-def _explained(node: ir.Node, record: Node, constant: set[ir.Node], manifest: Manifest | None) -> Explanation:
+def _explanation(node: ir.Node, record: Node, constant: set[ir.Node], manifest: Manifest | None) -> Explanation:
     weights = [] if node in constant else constants_of(node, constant)
     items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *weights]
     histories = [(provenance.steps(item), item) for item in items]
@@ -127,19 +127,21 @@ def _explained(node: ir.Node, record: Node, constant: set[ir.Node], manifest: Ma
             origins.update(dict.fromkeys(provenance.history(item)[1]))
         elif item is node:
             origins[node.name or ""] = None
-    ran = [] if manifest is None else [report.name for report in manifest.passes]
-    ordered = sorted(edges.values(), key=lambda step: ran.index(step.pass_name) if step.pass_name in ran else -1)
+    names = [] if manifest is None else [report.name for report in manifest.passes]
+    ordered_steps = sorted(
+        edges.values(), key=lambda step: names.index(step.pass_name) if step.pass_name in names else -1
+    )
     return Explanation(
         node=record,
         call=_call(node),
         origins=list(origins),
         as_it_came_in=not edges,
-        edges=[_edge(step, manifest) for step in ordered],
+        edges=[_edge(step, manifest) for step in ordered_steps],
         left=record.left,
     )
 
 
-def found(graph: ir.Graph, name: str) -> ir.Node:
+def find_node(graph: ir.Graph, name: str) -> ir.Node:
     """Return the node of a name, the maker of a value, the first reader of a weight, or what came of one that is gone.
 
     Raises:
@@ -156,53 +158,57 @@ def found(graph: ir.Graph, name: str) -> ir.Node:
             return node
     constant = constant_nodes(graph)
     for node in graph:
-        if node not in constant and name in _mentioned(node, constant):
+        if node not in constant and name in _names_in_record(node, constant):
             return node
-    like = _alike(name, [node.name for node in graph if node.name and node not in constant])
-    remedy = f"there are {', '.join(map(plain, like))}" if like else "`graphopt inspect MODEL --json` lists its nodes"
+    suggestions = _suggestions(name, [node.name for node in graph if node.name and node not in constant])
+    remedy = (
+        f"there are {', '.join(map(plain, suggestions))}"
+        if suggestions
+        else "`graphopt inspect MODEL --json` lists its nodes"
+    )
     raise InputError("the model has no node, value or weight of this name", node=plain(name), remedy=remedy)
 
 
-def _mentioned(node: ir.Node, constant: set[ir.Node]) -> set[str]:
+def _names_in_record(node: ir.Node, constant: set[ir.Node]) -> set[str]:
     """Return the names that the record of a node and of what it is made of mentions."""
     items: list[ir.Node | ir.Value] = [node, *_makers(node, constant), *constants_of(node, constant)]
     return {name for item in items for step in provenance.steps(item) for name in (step.made, *step.sources)}
 
 
-def _alike(name: str, names: list[str]) -> list[str]:
+def _suggestions(name: str, names: list[str]) -> list[str]:
     """Return names that hold ``name``, or something like it."""
-    parts = {part for each in names for part in (each, *each.split("."))}
-    like = [each for each in names if name in each]
-    for part in difflib.get_close_matches(name, sorted(parts), _HINTS) if not like else ():
-        like += [each for each in names if part in each and each not in like]
-    return like[:_HINTS]
+    parts = {part for known in names for part in (known, *known.split("."))}
+    matches = [known for known in names if name in known]
+    for part in difflib.get_close_matches(name, sorted(parts), _HINTS) if not matches else ():
+        matches += [known for known in names if part in known and known not in matches]
+    return matches[:_HINTS]
 
 
 def rewrite_of(name: str) -> str:
     """Return the before and after of a pass, as its docstring has it; "" for a pass that this version lacks."""
     doc = inspect.getdoc(PASSES[name]) if name in PASSES else None
-    _, before, rest = (doc or "").partition("before")
-    lines = (before + rest).replace("``", "").splitlines()
+    _, before, tail = (doc or "").partition("before")
+    lines = (before + tail).replace("``", "").splitlines()
     last = max((number for number, line in enumerate(lines) if line.startswith("    ")), default=-1)
     return "\n".join(line if line.startswith(" ") else line.replace("::", ":") for line in lines[: last + 1])
 
 
 def _makers(node: ir.Node, constant: set[ir.Node]) -> list[ir.Node]:
-    made: list[ir.Node] = []
+    makers: list[ir.Node] = []
     waiting = [] if node in constant else [value.producer() for value in node.inputs if value is not None]
     while waiting:
-        each = waiting.pop()
-        if each is not None and each in constant and each not in made:
-            made.append(each)
-            waiting += [value.producer() for value in each.inputs if value is not None]
-    return made
+        producer = waiting.pop()
+        if producer is not None and producer in constant and producer not in makers:
+            makers.append(producer)
+            waiting += [value.producer() for value in producer.inputs if value is not None]
+    return makers
 
 
 def _edge(step: provenance.HistoryStep, manifest: Manifest | None) -> Edge:
-    edited = not step.sources or step.sources == (step.made,)
+    is_edit = not step.sources or step.sources == (step.made,)
     edge = Edge(
         stage=step.pass_name,
-        kind="edited" if edited else "made",
+        kind="edited" if is_edit else "made",
         made=step.made,
         sources=list(step.sources),
     )
@@ -216,9 +222,9 @@ def _edge(step: provenance.HistoryStep, manifest: Manifest | None) -> Edge:
             "run": report.run,
             "effect": report.effect,
             "what": [change.what for change in report.changes if change.where == step.made],
-            "replaced": [f"{each.where} ({each.op_type})" for each in report.removed if step.made in each.by],
+            "replaced": [f"{entry.where} ({entry.op_type})" for entry in report.removed if step.made in entry.by],
             "checks": [check.model_copy(update={"findings": []}) for check in checks],
-            "findings": [each for check in checks for each in check.findings if {each.node, each.tensor} & names],
+            "findings": [entry for check in checks for entry in check.findings if {entry.node, entry.tensor} & names],
             "seconds": report.seconds,
         }
     )
@@ -227,47 +233,47 @@ def _edge(step: provenance.HistoryStep, manifest: Manifest | None) -> Edge:
 def _report(step: provenance.HistoryStep, manifest: Manifest) -> PassReport | None:
     """Return the run of the pass that the step is of: the one that says so, or the first."""
     runs = [report for report in manifest.passes if report.name == step.pass_name]
-    said = (report for report in runs if any(change.where == step.made for change in report.changes))
-    return next(said, next(iter(runs), None))
+    matches = (report for report in runs if any(change.where == step.made for change in report.changes))
+    return next(matches, next(iter(runs), None))
 
 
 def _call(node: ir.Node) -> str:
-    shown = [plain(value.name or "?", 40) if value is not None else "" for value in node.inputs]
-    made = ", ".join(plain(value.name or "?", 40) for value in node.outputs)
+    arguments = [plain(value.name or "?", 40) if value is not None else "" for value in node.inputs]
+    results = ", ".join(plain(value.name or "?", 40) for value in node.outputs)
     kind = f"{node.domain}::{node.op_type}" if node.domain else node.op_type
-    return f"{made} = {kind}({', '.join(shown)})"
+    return f"{results} = {kind}({', '.join(arguments)})"
 
 
-def told(found: Explanation, shown: int | None = SHOWN) -> Iterator[str]:
-    """Say it in lines, oldest step first; lists of names with at most ``shown`` of them."""
-    node = found.node
-    place = "outside of layers" if node.layer is None else f"layer {node.layer}"
-    yield f"{plain(node.name)}: {node.role}, {place}, run by {node.runner}"
-    yield f"    {found.call}"
-    yield f"came from: {_listed(found.origins, shown)}"
-    if found.as_it_came_in:
+def summary_lines(explanation: Explanation, length: int | None = LIST_LENGTH) -> Iterator[str]:
+    """Say it in lines, oldest step first; lists of names with at most ``length`` of them."""
+    node = explanation.node
+    position = "outside of layers" if node.layer is None else f"layer {node.layer}"
+    yield f"{plain(node.name)}: {node.role}, {position}, run by {node.runner}"
+    yield f"    {explanation.call}"
+    yield f"came from: {_name_list(explanation.origins, length)}"
+    if explanation.as_it_came_in:
         yield "no pass of graphopt made or edited it"
-    for number, edge in enumerate(found.edges, 1):
+    for number, edge in enumerate(explanation.edges, 1):
         yield ""
-        took = "" if edge.seconds is None else f", {edge.seconds:.2f} s for the whole model"
-        yield f"{number}. {edge.stage} ({edge.effect or 'effect unknown'}{took})"
-        sources = "" if edge.kind == "edited" else f" of {_listed(edge.sources, shown)}"
+        duration = "" if edge.seconds is None else f", {edge.seconds:.2f} s for the whole model"
+        yield f"{number}. {edge.stage} ({edge.effect or 'effect unknown'}{duration})"
+        sources = "" if edge.kind == "edited" else f" of {_name_list(edge.sources, length)}"
         yield f"   {edge.kind} {plain(edge.made)}{sources}"
-        yield from (f"   {plain(sentence(what), 240)}" for what in edge.what)
+        yield from (f"   {plain(sentence(change), 240)}" for change in edge.what)
         if edge.replaced:
-            yield f"   in place of {_listed(edge.replaced, shown)}"
-        if edge.stage not in [other.stage for other in found.edges[: number - 1]]:
+            yield f"   in place of {_name_list(edge.replaced, length)}"
+        if edge.stage not in [earlier.stage for earlier in explanation.edges[: number - 1]]:
             yield from (f"   | {line}".rstrip() for line in rewrite_of(edge.stage).splitlines())
             for check in edge.checks:
                 figures = "".join(f", {name} {value:.3g}" for name, value in check.figures.items())
                 yield f"   {check.name}: {check.status}: {plain(sentence(check.reason), 240)}{figures}"
         for finding in edge.findings:
-            where = "" if finding.tensor is None else f" {plain(finding.tensor)}"
-            yield f"   {finding.status}{where}: {plain(sentence(finding.reason), 240)}"
-    for left in found.left:
-        yield f"{left.by} left it alone: {plain(sentence(left.why), 240)}"
+            tensor = "" if finding.tensor is None else f" {plain(finding.tensor)}"
+            yield f"   {finding.status}{tensor}: {plain(sentence(finding.reason), 240)}"
+    for skip in explanation.left:
+        yield f"{skip.by} left it alone: {plain(sentence(skip.why), 240)}"
 
 
-def _listed(names: list[str], shown: int | None) -> str:
-    hidden = len(names[shown:]) if shown is not None else 0
-    return ", ".join(map(plain, names[:shown])) + (f" and {hidden} more" if hidden else "")
+def _name_list(names: list[str], length: int | None) -> str:
+    hidden = len(names[length:]) if length is not None else 0
+    return ", ".join(map(plain, names[:length])) + (f" and {hidden} more" if hidden else "")

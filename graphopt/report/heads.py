@@ -16,33 +16,33 @@ NOTABLE = 0.1
 """Share of attention from which on an echo or induction score has a row of its own."""
 
 
-def heads_table(found: Calibration) -> ConsoleTable:
+def heads_table(calibration: Calibration) -> ConsoleTable:
     """Show KV heads: their echo and induction scores, the largest of their query heads, and what policies keep.
 
     A head with a score of :data:`NOTABLE` or more has a row. The others of a layer are one row, and so are layers one
     behind the other that have no such head: with the largest scores among them, and the mean of what policies keep.
     """
-    policies = list(found.policies)
+    policies = list(calibration.policies)
     table = ConsoleTable(
         ["layers", "KV heads", *figure_columns("induction", "echo", *(f"kept by {name}" for name in policies))]
     )
     layers: list[int] = []
-    rest: list[HeadFigures] = []
+    others_: list[HeadFigures] = []
 
     def close() -> None:
-        if rest:
-            table.add_row(ranges(layers), f"{len(rest)} others", *_cells(rest, policies))
+        if others_:
+            table.add_row(ranges(layers), f"{len(others_)} others", *_cells(others_, policies))
         layers.clear()
-        rest.clear()
+        others_.clear()
 
-    for layer in found.layers:
+    for layer in calibration.layers:
         notable = [number for number, head in enumerate(layer.heads) if max(*head.induction, *head.echo) >= NOTABLE]
         if notable:
             close()
         for number in notable:
             table.add_row(str(layer.number), str(number), *_cells([layer.heads[number]], policies))
         layers.append(layer.number)
-        rest += [head for number, head in enumerate(layer.heads) if number not in notable]
+        others_ += [head for number, head in enumerate(layer.heads) if number not in notable]
         if notable:
             close()
     close()
@@ -51,19 +51,19 @@ def heads_table(found: Calibration) -> ConsoleTable:
 
 def _cells(heads: Sequence[HeadFigures], policies: Iterable[str]) -> list[str]:
     scores = [max(max(head.induction) for head in heads), max(max(head.echo) for head in heads)]
-    kept = [_mean(share for head in heads for share in head.kept[name]) for name in policies]
-    return [f"{figure:.3f}" for figure in (*scores, *kept)]
+    shares = [_mean(share for head in heads for share in head.kept[name]) for name in policies]
+    return [f"{figure:.3f}" for figure in (*scores, *shares)]
 
 
-def policies_table(found: Calibration) -> ConsoleTable:
+def policies_table(calibration: Calibration) -> ConsoleTable:
     """Show each policy: what it reads of the tokens, and what it keeps of attention."""
     table = ConsoleTable(["policy", "options", *figure_columns("tokens read", "attention kept")])
-    for name, policy in found.policies.items():
+    for name, policy in calibration.policies.items():
         says = ", ".join(f"{key} {value}" for key, value in policy.attributes.items() if key != "policy")
         table.add_row(name, says, f"{policy.read:.1%}", f"{policy.kept:.1%}")
     return table
 
 
 def _mean(values: Iterable[float]) -> float:
-    listed = list(values)
-    return sum(listed) / len(listed)
+    numbers = list(values)
+    return sum(numbers) / len(numbers)

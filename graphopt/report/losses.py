@@ -11,7 +11,7 @@ from graphopt.quality.spread import Spread
 from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import plain, ranges
 from graphopt.report.sentences import sentence
-from graphopt.report.tables import sized
+from graphopt.report.tables import size_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -22,48 +22,50 @@ if TYPE_CHECKING:
 _LINES = 8
 
 
-def errors_table(found: Losses) -> ConsoleTable:
+def errors_table(losses: Losses) -> ConsoleTable:
     """Show the errors of products by role, all layers together."""
     names = ("products", "alone", "worst", "in layer", "inside: first layer", "last layer", "first token")
     table = ConsoleTable(["role", *figure_columns(*names)])
-    for role in dict.fromkeys(each.role for each in found.products):
-        those = [each for each in found.products if each.role == role]
-        worst = max(those, key=lambda one: one.local)
-        usual = float(np.median([each.local for each in those]))
-        inside = (those[0].accumulated, those[-1].accumulated, those[-1].first_token)
-        cells = [str(len(those)), f"{usual:.1%}", f"{worst.local:.1%}", _layer(worst), *map(percent, inside)]
+    for role in dict.fromkeys(product.role for product in losses.products):
+        products = [product for product in losses.products if product.role == role]
+        worst = max(products, key=lambda one: one.local)
+        median = float(np.median([product.local for product in products]))
+        inside = (products[0].accumulated, products[-1].accumulated, products[-1].first_token)
+        cells = [str(len(products)), f"{median:.1%}", f"{worst.local:.1%}", _layer(worst), *map(percent, inside)]
         table.add_row(role, *cells)
     return table
 
 
-def spread_table(found: Losses) -> ConsoleTable | None:
+def spread_table(losses: Losses) -> ConsoleTable | None:
     """Show outliers of what products read, before and after the rotations; ``None`` where they were not measured."""
     names = ("kurtosis before", "kurtosis after", "largest before", "largest after")
     table = ConsoleTable(["role", *figure_columns(*names)])
-    for role in dict.fromkeys(each.role for each in found.products):
-        those = [each for each in found.products if each.role == role and each.read is not None]
-        sides = [_usual([each.read_before for each in those]), _usual([each.read for each in those])]
+    for role in dict.fromkeys(product.role for product in losses.products):
+        products = [product for product in losses.products if product.role == role and product.read is not None]
+        sides = [_usual([product.read_before for product in products]), _usual([product.read for product in products])]
         if any(sides):
-            cells = [[f"{each.kurtosis:.1f}", f"{each.largest:.1f}"] if each else ["", ""] for each in sides]
+            cells = [
+                [f"{product.kurtosis:.1f}", f"{product.largest:.1f}"] if product else ["", ""] for product in sides
+            ]
             table.add_row(role, *(cells[side][figure] for figure in (0, 1) for side in (0, 1)))
     return table if table.rows else None
 
 
-def groups_table(found: Losses) -> ConsoleTable | None:
+def groups_table(losses: Losses) -> ConsoleTable | None:
     """Show what groups of products do to the divergence; ``None`` where that was not measured."""
-    if found.kl is None:
+    if losses.kl is None:
         return None
     names = ("KL: only this", "all but this", "comes back", "costs")
     table = ConsoleTable(["quantized", *figure_columns(*names)])
-    table.add_row("everything", f"{found.kl:.4f}", "", "", "")
-    for each in found.groups:
-        back = round((found.kl - each.kl) / found.kl, 2) + 0.0 if found.kl else 0.0  # never "-0%"
-        alone = "" if each.only is None else f"{each.only:.4f}"
-        table.add_row(named(each), alone, f"{each.kl:.4f}", f"{back:.0%}", sized(each.bytes))
+    table.add_row("everything", f"{losses.kl:.4f}", "", "", "")
+    for group in losses.groups:
+        back = round((losses.kl - group.kl) / losses.kl, 2) + 0.0 if losses.kl else 0.0  # never "-0%"
+        kl_alone = "" if group.only is None else f"{group.only:.4f}"
+        table.add_row(group_name(group), kl_alone, f"{group.kl:.4f}", f"{back:.0%}", size_text(group.bytes))
     return table
 
 
-def named(group: Group) -> str:
+def group_name(group: Group) -> str:
     """Return what a group of products is called."""
     if group.what == "both":
         return f"{group.role} of layer {ranges(group.layers)}"
@@ -77,32 +79,32 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{value:.1%}"
 
 
-def told(found: Losses) -> Iterator[str]:
+def summary_lines(losses: Losses) -> Iterator[str]:
     """Say what the columns are, and what the figures support."""
     yield (
-        f"errors are relative to what a product makes in floats, on {found.tokens:,} tokens: alone, with inputs of the "
-        "float model; inside the model, in the first layer and in the last; first token: that of each text, inside"
+        f"errors are relative to what a product makes in floats, on {losses.tokens:,} tokens: alone, with inputs of "
+        "the float model; inside the model, in the first layer and in the last; first token: that of each text, inside"
     )
-    if any(each.read is not None for each in found.products):
+    if any(product.read is not None for product in losses.products):
         yield "kurtosis and largest (over the root mean square) are of inputs: of the model before, and after rotations"
-    if found.remainder is not None:
-        yield remainder(found)
-    yield from (f"advice: {plain(sentence(each), 300)}" for each in found.advice)
-    if found.remedy is not None and found.recipe is not None:
+    if losses.remainder is not None:
+        yield remainder(losses)
+    yield from (f"advice: {plain(sentence(product), 300)}" for product in losses.advice)
+    if losses.remedy is not None and losses.recipe is not None:
         yield "the most for its bytes, as lines for the recipe (`--recipe FILE` writes all of it):"
-        yield from (f"  {line}" for line in recipe_lines(found.remedy))
-    if found.unmatched:
-        yield f"not measured, no counterpart in the float model: {', '.join(map(plain, found.unmatched[:8]))}"
+        yield from (f"  {line}" for line in recipe_lines(losses.remedy))
+    if losses.unmatched:
+        yield f"not measured, no counterpart in the float model: {', '.join(map(plain, losses.unmatched[:8]))}"
 
 
-def remainder(found: Losses) -> str:
+def remainder(losses: Losses) -> str:
     """Say what of the divergence no kind of product explains."""
-    assert found.remainder is not None
-    kinds, rest, together = (found.remainder.kinds, found.remainder.rest, found.remainder.together)
-    how = "strengthen" if together > 0 else "cancel"
+    assert losses.remainder is not None
+    kinds, outside, interaction = (losses.remainder.kinds, losses.remainder.rest, losses.remainder.together)
+    how = "strengthen" if interaction > 0 else "cancel"
     return (
-        f"one by one, the kinds of products cause {kinds:.4f} nats, and what is not a product {rest:.4f}; the other "
-        f"{together:+.4f} of {found.kl or 0:.4f} do not add up: errors of several kinds {how} each other"
+        f"one by one, the kinds of products cause {kinds:.4f} nats, and what is not a product {outside:.4f}; the other "
+        f"{interaction:+.4f} of {losses.kl or 0:.4f} do not add up: errors of several kinds {how} each other"
     )
 
 
@@ -119,8 +121,8 @@ def _layer(product: ProductLoss) -> str:
 
 
 def _usual(spreads: Sequence[Spread | None]) -> Spread | None:
-    known = [each for each in spreads if each is not None]
-    if not known:
+    values = [spread for spread in spreads if spread is not None]
+    if not values:
         return None
-    medians = {name: float(np.median([getattr(each, name) for each in known])) for name in ("kurtosis", "largest")}
+    medians = {name: float(np.median([getattr(spread, name) for spread in values])) for name in ("kurtosis", "largest")}
     return Spread(**medians)

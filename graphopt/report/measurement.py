@@ -38,7 +38,7 @@ class Time(BaseModel):
     kernels: list[str]
 
 
-class Measured(BaseModel):
+class NodeMeasurement(BaseModel):
     """What was measured of one node.
 
     Attributes:
@@ -54,9 +54,9 @@ class Measured(BaseModel):
     times: list[Time] = []
 
 
-def measured(
+def measure_node(
     path: Path, node: str, *, before: Path | None = None, time: bool = False, on_stage: Progress = silent
-) -> Measured:
+) -> NodeMeasurement:
     """Measure what one node costs.
 
     Args:
@@ -70,8 +70,8 @@ def measured(
         InputError: a model cannot be run, or the artifact has no recipe.
     """
     loss = None if before is None else loss_of(before, path, node, on_stage=on_stage)
-    taken = profile(path, prompt=PROMPT, tokens=TOKENS, repeats=REPEATS, on_stage=on_stage) if time else None
-    runs = () if taken is None else (run for run in (taken.prompt, taken.token) if run is not None)
+    times_taken = profile(path, prompt=PROMPT, tokens=TOKENS, repeats=REPEATS, on_stage=on_stage) if time else None
+    runs = () if times_taken is None else (run for run in (times_taken.prompt, times_taken.token) if run is not None)
     times = [
         Time(
             tokens=run.tokens,
@@ -81,18 +81,18 @@ def measured(
         )
         for run in runs
     ]
-    return Measured(asked=before is not None, loss=loss, times=times)
+    return NodeMeasurement(asked=before is not None, loss=loss, times=times)
 
 
-def told(found: Measured) -> Iterator[str]:
+def summary_lines(measurement: NodeMeasurement) -> Iterator[str]:
     """Say it in lines."""
-    loss = found.loss
+    loss = measurement.loss
     if loss is not None:
         inside = "" if loss.accumulated is None else f", {percent(loss.accumulated)} inside the model"
         yield f"error: {percent(loss.local)} alone{inside} (root mean square, of what it makes in floats)"
-    elif found.asked:
+    elif measurement.asked:
         yield "error: not measured; only products by a weight matrix have errors of their own"
-    for time in found.times:
+    for time in measurement.times:
         run = "one token" if time.tokens == 1 else f"a prompt of {time.tokens} tokens"
         if time.kernels:
             share = time.seconds / time.whole if time.whole else 0.0

@@ -25,21 +25,21 @@ GRAPH = "main"
 _COLD, _HOT = "#ffffff", "#f87171"
 
 
-def export(trace: Trace, folder: Path, before: Trace | None = None, found: Diff | None = None) -> list[Path]:
+def export(trace: Trace, folder: Path, before: Trace | None = None, difference: Diff | None = None) -> list[Path]:
     """Write ``graph.json`` and ``figures.json``; beside a model before also ``before.json`` and ``mapping.json``.
 
     Args:
         trace: of the model.
         folder: where the files go; it is made if it is not there.
         before: of what it was made from.
-        found: what is different between both.
+        difference: what is different between both.
 
     Raises:
         InputError: a file cannot be written.
     """
     files: dict[str, Any] = {"graph.json": graph(trace), "figures.json": figures(trace)}
-    if before is not None and found is not None:
-        files |= {"before.json": graph(before), "mapping.json": mapping(before, trace, found)}
+    if before is not None and difference is not None:
+        files |= {"before.json": graph(before), "mapping.json": mapping(before, trace, difference)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
@@ -52,21 +52,21 @@ def export(trace: Trace, folder: Path, before: Trace | None = None, found: Diff 
 def graph(trace: Trace) -> dict[str, Any]:
     """Return a model as a collection of one graph."""
     ids, measures = _ids(trace), defaultdict[str, dict[str, str]](dict)
-    for each in trace.measures:
-        measures[each.subject][each.metric] = f"{each.value:,.0f}"
+    for measure in trace.measures:
+        measures[measure.subject][measure.metric] = f"{measure.value:,.0f}"
     facts = [{**_facts(trace, node), **measures[node.name]} for node in trace.nodes]
     nodes = [
         {
-            "id": ids[place],
+            "id": ids[index],
             "label": node.role if node.role not in ("other", "shared") else node.operator,
             "namespace": "outside of layers" if node.layer is None else f"layer {node.layer}",
-            "attrs": [{"key": key, "value": value} for key, value in facts[place].items()],
+            "attrs": [{"key": key, "value": value} for key, value in facts[index].items()],
             "incomingEdges": [
                 {"sourceNodeId": ids[maker], "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
                 for number, maker in enumerate(node.reads)
             ],
         }
-        for place, node in enumerate(trace.nodes)
+        for index, node in enumerate(trace.nodes)
     ]
     return {"label": trace.model, "graphs": [{"id": GRAPH, "nodes": nodes}]}
 
@@ -74,20 +74,23 @@ def graph(trace: Trace) -> dict[str, Any]:
 def figures(trace: Trace) -> dict[str, Any]:
     """Return bytes that each node reads for a token, as data that colour the graph."""
     ids = dict(zip((node.name for node in trace.nodes), _ids(trace), strict=True))
-    values = {ids[each.subject]: {"value": each.value} for each in trace.measures if each.metric == BYTES}
+    values = {ids[measure.subject]: {"value": measure.value} for measure in trace.measures if measure.metric == BYTES}
     stops = [{"stop": 0, "bgColor": _COLD}, {"stop": 1, "bgColor": _HOT}]
     return {GRAPH: {"results": values, "gradient": stops}}
 
 
-def mapping(before: Trace, after: Trace, found: Diff) -> dict[str, Any]:
+def mapping(before: Trace, after: Trace, difference: Diff) -> dict[str, Any]:
     """Return which node became which; nodes that were kept have the same name in both, which is enough there.
 
     Where several became one, each leads to it; where one became several, it leads to the first.
     """
-    first, second = (dict(zip((node.name for node in each.nodes), _ids(each), strict=True)) for each in (before, after))
+    first, second = (
+        dict(zip((node.name for node in model_trace.nodes), _ids(model_trace), strict=True))
+        for model_trace in (before, after)
+    )
     pairs = {
         first[old]: second[edge.after[0]]
-        for edge in found.edges
+        for edge in difference.edges
         for old in edge.before
         if edge.after and old in first and edge.after[0] in second
     }
@@ -98,19 +101,21 @@ def _ids(trace: Trace) -> list[str]:
     """Return the name of each node, with its place where it has none or shares it."""
     times = Counter(node.name for node in trace.nodes)
     return [
-        node.name if node.name and times[node.name] == 1 else f"{node.name}#{place}"
-        for place, node in enumerate(trace.nodes)
+        node.name if node.name and times[node.name] == 1 else f"{node.name}#{index}"
+        for index, node in enumerate(trace.nodes)
     ]
 
 
 def _facts(trace: Trace, node: Node) -> Mapping[str, str]:
     weights = [trace.weights[number] for number in node.weights]
-    said = {
+    facts = {
         "operator": node.operator,
         "role": node.role,
         "run by": node.runner,
         "computes in": node.computes or "",
-        "weights": "; ".join(f"{each.name}: {each.format} {each.shape}, {each.bytes:,} bytes" for each in weights),
+        "weights": "; ".join(
+            f"{weight.name}: {weight.format} {weight.shape}, {weight.bytes:,} bytes" for weight in weights
+        ),
         "passes": ", ".join(node.passes),
     }
-    return {key: value for key, value in said.items() if value}
+    return {key: value for key, value in facts.items() if value}

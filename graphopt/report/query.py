@@ -28,18 +28,18 @@ def _words(trace: Trace, node: Node, key: str) -> list[str]:
     if key == "weight":
         return [trace.weights[number].name for number in node.weights]
     if key == "left":
-        return [each.by for each in node.left]
-    found: dict[str, list[str | None]] = {
+        return [skip.by for skip in node.left]
+    words: dict[str, list[str | None]] = {
         "name": [node.name],
         "role": [node.role],
         "runner": [node.runner],
         "computes": [node.computes],
         "pass": [*node.passes],
     }
-    return [word for word in found[key] if word is not None]
+    return [word for word in words[key] if word is not None]
 
 
-_LISTED = ("role", "format", "runner", "computes", "pass", "left")
+_ENUMERATED = ("role", "format", "runner", "computes", "pass", "left")
 """Keys of few different words."""
 
 KEYS = ("op", "role", "format", "layer", "name", "weight", "runner", "computes", "pass", "left")
@@ -73,9 +73,9 @@ def _test(trace: Trace, key: str, colon: str, words: str) -> Callable[[Node], bo
 
 
 def _keys(key: str) -> str:
-    like = difflib.get_close_matches(key, KEYS, 1)
-    meant = f"did you mean {like[0]}? " if like else ""
-    return f"{meant}the keys are {', '.join(KEYS)}; put a name that has a colon behind name:"
+    close = difflib.get_close_matches(key, KEYS, 1)
+    suggestion = f"did you mean {close[0]}? " if close else ""
+    return f"{suggestion}the keys are {', '.join(KEYS)}; put a name that has a colon behind name:"
 
 
 def _range(text: str) -> range:
@@ -88,23 +88,27 @@ def _range(text: str) -> range:
         ) from error
 
 
-def missed(trace: Trace, query: str) -> str | None:
+def mismatch(trace: Trace, query: str) -> str | None:
     """Say why a query means no node: of the first term that no node meets, what there is; ``None`` if it means some."""
     if any(map(selector(trace, query), trace.nodes)):
         return None
     for term in shlex.split(query):
         if not any(map(selector(trace, shlex.quote(term)), trace.nodes)):
             key, colon, _ = term.partition(":")
-            listed = colon and key in _LISTED
-            known = sorted({word for node in trace.nodes for word in _words(trace, node, key)}) if listed else []
-            return f"no node matches {plain(term)}" + (f"; there are {', '.join(map(plain, known))}" if known else "")
+            is_enumerated = colon and key in _ENUMERATED
+            choices = (
+                sorted({word for node in trace.nodes for word in _words(trace, node, key)}) if is_enumerated else []
+            )
+            return f"no node matches {plain(term)}" + (
+                f"; there are {', '.join(map(plain, choices))}" if choices else ""
+            )
     return "each term of the query matches some nodes, but no node matches all of them"
 
 
-def narrowed(trace: Trace, query: str) -> Trace:
+def select_nodes(trace: Trace, query: str) -> Trace:
     """Return a trace with only the nodes that a query means, and their figures."""
-    selected = selector(trace, query)
-    nodes = [node for node in trace.nodes if selected(node)]
+    is_selected = selector(trace, query)
+    nodes = [node for node in trace.nodes if is_selected(node)]
     names = {node.name for node in nodes}
-    measures = [each for each in trace.measures if each.subject in names]
+    measures = [measure for measure in trace.measures if measure.subject in names]
     return trace.model_copy(update={"nodes": nodes, "measures": measures})

@@ -76,13 +76,15 @@ def fold_reasons(reasons: Iterable[tuple[Fact, Subject]]) -> list[tuple[str, lis
         kind = _kind(fact)
         facts[kind].append(fact)
         kinds[kind].setdefault(sentence(fact), []).append(subject)
-    folded: list[tuple[str, list[Subject]]] = []
+    sentences: list[tuple[str, list[Subject]]] = []
     for kind, subjects in kinds.items():
         if len(subjects) > _SENTENCES:
-            folded.append((_joint_sentence(facts[kind]), [subject for group in subjects.values() for subject in group]))
+            sentences.append(
+                (_joint_sentence(facts[kind]), [subject for group in subjects.values() for subject in group])
+            )
         else:
-            folded += subjects.items()
-    return folded
+            sentences += subjects.items()
+    return sentences
 
 
 def _kind(fact: Fact) -> Hashable:

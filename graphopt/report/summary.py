@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.roles import OTHER, SHARED
 from graphopt.report.console_table import ConsoleTable, figure_columns
-from graphopt.report.escape import counted, letters, plain, ranges
+from graphopt.report.escape import count_text, letters, plain, ranges
 from graphopt.report.sentences import fold_reasons, sentence
-from graphopt.report.tables import sized
+from graphopt.report.tables import size_text
 from graphopt.report.trace import Node, Repeat, Trace
 from graphopt.report.trace_builder import BYTES, OPERATIONS
 
@@ -36,7 +36,7 @@ class Row:
         computes: in what they compute, how often.
         runners: who runs them, how often.
         operations: per token.
-        read: bytes of weights and caches per token.
+        bytes_read: bytes of weights and caches per token.
         passes: how many nodes each pass touched.
         left: why a pass left nodes alone: by pass and reason, the layers.
     """
@@ -51,140 +51,142 @@ class Row:
     computes: Counter[str] = field(default_factory=Counter)
     runners: Counter[str] = field(default_factory=Counter)
     operations: int = 0
-    read: int = 0
+    bytes_read: int = 0
     passes: Counter[str] = field(default_factory=Counter)
     left: dict[tuple[str, Fact], list[int | None]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def odd(self) -> dict[str, list[int]]:
         """Of each format that is not that of most, the layers."""
-        usual = self.formats.most_common(1)[0][0] if self.formats else ""
-        return {name: layers for name, layers in self.layers.items() if name != usual and layers}
+        majority = self.formats.most_common(1)[0][0] if self.formats else ""
+        return {name: layers for name, layers in self.layers.items() if name != majority and layers}
 
 
-def rows(trace: Trace, selected: Callable[[Node], bool] | None = None) -> list[Row]:
+def rows(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> list[Row]:
     """Put nodes of one role and one fold together.
 
     Args:
         trace: of the model.
-        selected: which nodes to count; all by default.
+        is_selected: which nodes to count; all by default.
     """
-    found: dict[tuple[int | None, str], Row] = {}
-    seen: set[int] = set()
+    by_key: dict[tuple[int | None, str], Row] = {}
+    counted_weights: set[int] = set()
     figures: dict[str, dict[str, float]] = defaultdict(dict)
     for measure in trace.measures:
         figures[measure.subject][measure.metric] = measure.value
     helps = {node.role for node in trace.nodes if node.weights}
     for node in trace.nodes:
         # A node that only makes the matrix of a product is no product of its own.
-        if (selected is not None and not selected(node)) or (not node.weights and node.role in helps - {OTHER, SHARED}):
+        if (is_selected is not None and not is_selected(node)) or (
+            not node.weights and node.role in helps - {OTHER, SHARED}
+        ):
             continue
-        row = found.setdefault((node.fold, node.role), Row(node.fold, node.role))
+        row = by_key.setdefault((node.fold, node.role), Row(node.fold, node.role))
         row.nodes += 1
         row.runners[node.runner] += 1
         row.passes.update(node.passes)
         row.computes.update([node.computes] if node.computes is not None else [])
         row.operations += round(figures[node.name].get(OPERATIONS, 0))
-        row.read += round(figures[node.name].get(BYTES, 0))
+        row.bytes_read += round(figures[node.name].get(BYTES, 0))
         formats = [_format(trace, number) for number in node.weights if trace.weights[number].parameters]
         for name in formats[:1]:
             row.formats[name] += 1
             if node.layer is not None:
                 row.layers[name].append(node.layer)
-        for number in {trace.weights[each].same_as or each for each in node.weights} - seen:
-            seen.add(number)
+        for number in {trace.weights[reference].same_as or reference for reference in node.weights} - counted_weights:
+            counted_weights.add(number)
             row.parameters += trace.weights[number].parameters
             row.bytes += trace.weights[number].bytes
-        for each in node.left:
-            row.left[each.by, each.why].append(node.layer)
-    return sorted(found.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER, SHARED)))
+        for reference in node.left:
+            row.left[reference.by, reference.why].append(node.layer)
+    return sorted(by_key.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER, SHARED)))
 
 
-def roles_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> ConsoleTable:
+def roles_table(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> ConsoleTable:
     """Show each role of each fold: how many, how large, in what they are stored and compute, who runs them."""
     sizes, costs = figure_columns("nodes", "parameters", "size"), figure_columns("operations /token", "bytes /token")
     table = ConsoleTable(["layers", "role", *sizes, "stored", "computed", "run by", *costs])
     names, previous = list(islice(letters(), len(trace.folds))), object()
-    for row in rows(trace, selected):
-        where = "" if row.fold == previous else _where(trace, row.fold, names)
+    for row in rows(trace, is_selected):
+        fold_label = "" if row.fold == previous else _fold_label(trace, row.fold, names)
         previous = row.fold
-        stored = counted(row.formats) if row.formats else ""
+        formats = count_text(row.formats) if row.formats else ""
         odd = "".join(f"\n{name} in {ranges(layers)}" for name, layers in sorted(row.odd.items()))
         table.add_row(
-            where,
+            fold_label,
             row.role,
             str(row.nodes),
             f"{row.parameters:,}" if row.parameters else "",
             stored_size(row),
-            stored + odd,
-            counted(row.computes) if row.computes else "",
-            counted(row.runners),
+            formats + odd,
+            count_text(row.computes) if row.computes else "",
+            count_text(row.runners),
             short(row.operations),
-            short(row.read),
+            short(row.bytes_read),
         )
     return table
 
 
 def stored_size(row: Row) -> str:
     """Return the bytes of the weights of a row; ``tied`` where all of them are stored with those of another row."""
-    return sized(row.bytes) if row.bytes else "tied" if row.formats else ""
+    return size_text(row.bytes) if row.bytes else "tied" if row.formats else ""
 
 
-def coverage_table(trace: Trace, selected: Callable[[Node], bool] | None = None) -> ConsoleTable | None:
+def coverage_table(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> ConsoleTable | None:
     """Show how many nodes of each role each pass touched; ``None`` where no pass is known."""
     names = list(dict.fromkeys(stage.name for stage in trace.stages))
     if not names:
         return None
     table = ConsoleTable(["layers", "role", "nodes that each pass touched, of all"])
     folds, previous = list(islice(letters(), len(trace.folds))), object()
-    for row in rows(trace, selected):
+    for row in rows(trace, is_selected):
         if row.role in (OTHER, SHARED) and not row.passes:
             continue
-        where = "" if row.fold == previous else _where(trace, row.fold, folds)
+        fold_label = "" if row.fold == previous else _fold_label(trace, row.fold, folds)
         previous = row.fold
         shares = (f"{name} {row.passes[name]}/{row.nodes}" for name in names if row.passes[name])
-        table.add_row(where, row.role, ", ".join(shares))
+        table.add_row(fold_label, row.role, ", ".join(shares))
     return table
 
 
 def left_table(
-    trace: Trace, selected: Callable[[Node], bool] | None = None, *, is_folded: bool = True
+    trace: Trace, is_selected: Callable[[Node], bool] | None = None, *, is_folded: bool = True
 ) -> ConsoleTable | None:
     """Show what passes left alone, and why; ``None`` where they left nothing.
 
     Args:
         trace: of the model.
-        selected: which nodes to show; all by default.
+        is_selected: which nodes to show; all by default.
         is_folded: whether reasons of one kind are one row, with the roles and layers of their nodes.
     """
     if not is_folded:
-        return _left_nodes(trace, selected)
+        return _left_nodes(trace, is_selected)
     table = ConsoleTable(["pass", *figure_columns("nodes"), "role", "layers", "why"])
     reasons: dict[str, list[tuple[Fact, tuple[str, list[int | None]]]]] = defaultdict(list)
-    for row in rows(trace, selected):
+    for row in rows(trace, is_selected):
         for (name, reason), layers in row.left.items():
             reasons[name].append((reason, (row.role, layers)))
     for name, entries in reasons.items():
-        for why, nodes in fold_reasons(entries):
+        for reason_text, nodes in fold_reasons(entries):
             layers = [layer for _, numbers in nodes for layer in numbers]
             roles = ", ".join(dict.fromkeys(role for role, _ in nodes))
-            known = ranges(layer for layer in layers if layer is not None)
-            table.add_row(name, str(len(layers)), roles, known or "outside", plain(why, 400))
+            layer_text = ranges(layer for layer in layers if layer is not None)
+            table.add_row(name, str(len(layers)), roles, layer_text or "outside", plain(reason_text, 400))
     return table if table.rows else None
 
 
-def _left_nodes(trace: Trace, selected: Callable[[Node], bool] | None) -> ConsoleTable | None:
+def _left_nodes(trace: Trace, is_selected: Callable[[Node], bool] | None) -> ConsoleTable | None:
     table = ConsoleTable(["pass", "node", "why"])
     for node in trace.nodes:
-        for left in node.left if selected is None or selected(node) else ():
-            table.add_row(left.by, plain(node.name), plain(sentence(left.why), 240))
+        for skip in node.left if is_selected is None or is_selected(node) else ():
+            table.add_row(skip.by, plain(node.name), plain(sentence(skip.why), 240))
     return table if table.rows else None
 
 
 def heading(trace: Trace) -> Iterator[str]:
     """Say in a few lines what the model is, and how its layers repeat."""
     parameters, size = trace.totals()
-    yield f"{plain(trace.model, 200)}: {len(trace.nodes):,} nodes, {parameters:,} parameters in {sized(size)}"
+    yield f"{plain(trace.model, 200)}: {len(trace.nodes):,} nodes, {parameters:,} parameters in {size_text(size)}"
     names = list(islice(letters(), len(trace.folds)))
     if trace.folds:
         count = sum(len(fold.layers) for fold in trace.folds)
@@ -198,14 +200,14 @@ def heading(trace: Trace) -> Iterator[str]:
 
 def repeats_of(parts: list[Repeat | int], names: list[str]) -> str:
     """Return how layers repeat: ``((A) x 5, B) x 4``."""
-    said = []
+    texts = []
     for part in parts:
         inner = repeats_of(part.parts, names) if isinstance(part, Repeat) else names[part]
-        said.append(inner if isinstance(part, int) else f"({inner}) x {part.count}")
-    return ", ".join(said)
+        texts.append(inner if isinstance(part, int) else f"({inner}) x {part.count}")
+    return ", ".join(texts)
 
 
-def _where(trace: Trace, fold: int | None, names: list[str]) -> str:
+def _fold_label(trace: Trace, fold: int | None, names: list[str]) -> str:
     return "outside" if fold is None else f"{names[fold]}: {ranges(trace.folds[fold].layers)}"
 
 

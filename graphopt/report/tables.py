@@ -25,17 +25,17 @@ def passes_table(manifest: Manifest) -> ConsoleTable:
     table = ConsoleTable(
         ["pass", "effect", *figure_columns("changed", "left alone"), "check", *figure_columns("change", "seconds")]
     )
-    compared = {task.compared for task in TASKS.values()}
+    comparisons = {task.compared for task in TASKS.values()}
     for report in manifest.passes:
         checks = {check.name: check for check in manifest.checks_of(report)}
-        moved = next((check for name, check in checks.items() if name in compared), None)
+        comparison = next((check for name, check in checks.items() if name in comparisons), None)
         table.add_row(
             report.name if report.run < 2 else f"{report.name} ({report.run})",
             report.effect,
             str(len(report.changes)),
             str(len(report.skips)),
             "\n".join(check.status for check in checks.values()),
-            "" if moved is None else change(moved),
+            "" if comparison is None else change(comparison),
             f"{report.seconds:.2f}",
         )
     return table
@@ -91,9 +91,9 @@ def findings_table(checks: Sequence[Check]) -> ConsoleTable | None:
 def _subject(skip: Skip) -> str:
     """Name what was left alone: a node or value, or a basis with its width, and the node that is the reason."""
     width = skip.reason.figures.get("width")
-    where = plain(skip.where)
-    what = where if skip.reason.code != STAYS.code else f"basis {where} [{width or '?'}]"
-    return what if skip.node is None or skip.node == skip.where else f"{what} at {plain(skip.node)}"
+    name = plain(skip.where)
+    subject = name if skip.reason.code != STAYS.code else f"basis {name} [{width or '?'}]"
+    return subject if skip.node is None or skip.node == skip.where else f"{subject} at {plain(skip.node)}"
 
 
 _REASON = 400
@@ -107,16 +107,16 @@ def summary(manifest: Manifest) -> list[str]:
     if manifest.weights is not None:
         weights = manifest.weights
         lines.append(
-            f"{sized(total)} on disk: {weights.parameters:,} weights of {weights.bits_per_weight:.2f} bits, "
+            f"{size_text(total)} on disk: {weights.parameters:,} weights of {weights.bits_per_weight:.2f} bits, "
             f"scales included"
         )
     if manifest.precision is not None:
-        stored = ", ".join(f"{count} {name}" for name, count in manifest.precision.storage.items())
-        lines.append(f"stored: {stored} tensor(s)")
-        said = "; ".join(map(sentence, manifest.precision.notes))
-        lines.append(f"computed: activations {manifest.precision.activations}; {said}")
-    judged = [check for check in manifest.checks if check.name == QUALITY]
-    lines += [f"quality: {_quality(check)}" for check in judged[-1:]]
+        storage = ", ".join(f"{count} {name}" for name, count in manifest.precision.storage.items())
+        lines.append(f"stored: {storage} tensor(s)")
+        notes = "; ".join(map(sentence, manifest.precision.notes))
+        lines.append(f"computed: activations {manifest.precision.activations}; {notes}")
+    verdicts = [check for check in manifest.checks if check.name == QUALITY]
+    lines += [f"quality: {_quality(check)}" for check in verdicts[-1:]]
     return [*lines, *map("note: {}".format, (*_idle(manifest), *map(sentence, manifest.notes)))]
 
 
@@ -124,11 +124,11 @@ def _idle(manifest: Manifest) -> Iterator[str]:
     """Say which steps of the last recipe changed nothing, and why."""
     steps = (manifest.recipe or {}).get("steps", ())
     for report in manifest.passes[len(manifest.passes) - len(steps) :]:
-        known = PASSES.get(report.name)
-        if known is not None and known.phase() in _OF_MODELS and report.skips and not report.changes:
+        step = PASSES.get(report.name)
+        if step is not None and step.phase() in _OF_MODELS and report.skips and not report.changes:
             reasons = dict.fromkeys(sentence(skip.reason) for skip in report.skips)
-            more = f" ({len(reasons)} reasons in all)" if len(reasons) > 1 else ""
-            yield f"the step {report.name} changed nothing: {plain(next(iter(reasons)), _REASON)}{more}"
+            rest_text = f" ({len(reasons)} reasons in all)" if len(reasons) > 1 else ""
+            yield f"the step {report.name} changed nothing: {plain(next(iter(reasons)), _REASON)}{rest_text}"
 
 
 _OF_MODELS = ("algebra", "codes", "cache")
@@ -136,17 +136,17 @@ _OF_MODELS = ("algebra", "codes", "cache")
 
 
 def _quality(check: Check) -> str:
-    said = sentence(check.reason)
-    return said if check.status == "measured" else f"{check.status}: {said}"
+    text = sentence(check.reason)
+    return text if check.status == "measured" else f"{check.status}: {text}"
 
 
 def quality_table(rows: Sequence[tuple[str, Mapping[str, float]]]) -> ConsoleTable:
     """Show models with their figures beside their reference: one row for each."""
-    shown = {name: words for name, words in _FIGURES.items() if any(name in figures for _, figures in rows)}
-    labels = (*(label for label, _ in shown.values()), "verdict")
+    columns = {name: words for name, words in _FIGURES.items() if any(name in figures for _, figures in rows)}
+    labels = (*(label for label, _ in columns.values()), "verdict")
     table = ConsoleTable(["model", *figure_columns(*labels)])
     for label, figures in rows:
-        cells = [form.format(figures[name]) if name in figures else "" for name, (_, form) in shown.items()]
+        cells = [form.format(figures[name]) if name in figures else "" for name, (_, form) in columns.items()]
         table.add_row(label, *cells, verdict_of(figures))
     return table
 
@@ -163,7 +163,7 @@ _FIGURES = {
 }
 
 
-def sized(size: int) -> str:
+def size_text(size: int) -> str:
     """Show a size in bytes: as megabytes (10^6) from a tenth of one on, as kilobytes (10^3), or as it is."""
     if abs(size) >= _TENTH or not size:
         return f"{size / 1e6:.2f} MB"

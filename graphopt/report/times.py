@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from graphopt.analysis.structure.roles import OTHER, SHARED
 from graphopt.report.console_table import ConsoleTable, figure_columns
-from graphopt.report.escape import counted, plain
+from graphopt.report.escape import count_text, plain
 from graphopt.report.trace_builder import BYTES
 
 if TYPE_CHECKING:
@@ -44,35 +44,35 @@ class Row:
 
 def rows(trace: Trace, run: Run) -> list[Row]:
     """Put nodes of one role together, the slowest role first; what no kernel took is the row :data:`OUTSIDE`."""
-    known = {node.name: node for node in trace.nodes}
-    read = {each.subject: each.value for each in trace.measures if each.metric == BYTES}
-    found: dict[str, Row] = {}
+    nodes = {node.name: node for node in trace.nodes}
+    bytes_read = {measure.subject: measure.value for measure in trace.measures if measure.metric == BYTES}
+    by_role: dict[str, Row] = {}
     for name, seconds in run.nodes.items():
-        node = known.get(name)
+        node = nodes.get(name)
         role = _role(node)
-        row = found.setdefault(role, Row(role))
+        row = by_role.setdefault(role, Row(role))
         row.nodes += 1
         row.seconds += seconds
-        row.bytes += read.get(name, 0.0)
+        row.bytes += bytes_read.get(name, 0.0)
         row.kernels.update(run.kernels.get(name, ()))
         row.worst = max(row.worst, (seconds, name))
-    found[OUTSIDE] = Row(OUTSIDE, seconds=run.between)
-    return sorted(found.values(), key=lambda row: -row.seconds)
+    by_role[OUTSIDE] = Row(OUTSIDE, seconds=run.between)
+    return sorted(by_role.values(), key=lambda row: -row.seconds)
 
 
 def parts(trace: Trace, run: Run) -> dict[str, dict[int | None, tuple[float, str]]]:
     """Return the seconds of each role in each layer (``None``: outside of layers), with the slowest node there."""
-    known = {node.name: node for node in trace.nodes}
-    found: dict[str, dict[int | None, tuple[float, str]]] = {}
+    nodes = {node.name: node for node in trace.nodes}
+    seconds_of: dict[str, dict[int | None, tuple[float, str]]] = {}
     slowest: dict[tuple[str, int | None], float] = {}
     for name, seconds in run.nodes.items():
-        node = known.get(name)
+        node = nodes.get(name)
         role, layer = _role(node), None if node is None else node.layer
-        total, worst = found.setdefault(role, {}).get(layer, (0.0, name))
+        total, worst = seconds_of.setdefault(role, {}).get(layer, (0.0, name))
         if seconds > slowest.get((role, layer), 0.0):
             slowest[role, layer], worst = seconds, name
-        found[role][layer] = total + seconds, worst
-    return found
+        seconds_of[role][layer] = total + seconds, worst
+    return seconds_of
 
 
 def _role(node: Node | None) -> str:
@@ -83,48 +83,48 @@ def _role(node: Node | None) -> str:
 
 def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:
     """Return the seconds of nodes by the last pass that touched them, the most first."""
-    known = {node.name: node for node in trace.nodes}
-    found: dict[str, float] = {}
+    nodes = {node.name: node for node in trace.nodes}
+    seconds_of: dict[str, float] = {}
     for name, seconds in run.nodes.items():
-        node = known.get(name)
+        node = nodes.get(name)
         last = node.passes[-1] if node is not None and node.passes else "as it came in"
-        found[last] = found.get(last, 0.0) + seconds
-    return sorted(found.items(), key=lambda each: -each[1])
+        seconds_of[last] = seconds_of.get(last, 0.0) + seconds
+    return sorted(seconds_of.items(), key=lambda each: -each[1])
 
 
 def times_table(trace: Trace, run: Run, bandwidth: float) -> ConsoleTable:
     """Show where the time of one run goes; of a single token also which share of the bandwidth a role reaches."""
-    one = run.tokens == 1
-    columns = figure_columns("nodes", "time", "share", *(["MB", "bandwidth"] if one else []))
-    what = "one token" if one else f"a prompt of {run.tokens} tokens"
-    table = ConsoleTable(["role", *columns, "kernels", "slowest node"], f"{what}: {duration(run.seconds)}")
+    is_token = run.tokens == 1
+    columns = figure_columns("nodes", "time", "share", *(["MB", "bandwidth"] if is_token else []))
+    title = "one token" if is_token else f"a prompt of {run.tokens} tokens"
+    table = ConsoleTable(["role", *columns, "kernels", "slowest node"], f"{title}: {duration(run.seconds)}")
     for row in rows(trace, run)[:ROWS]:
-        reads = [f"{row.bytes / 1e6:.2f}", f"{reached(row, bandwidth):.0%}"] if row.bytes else ["", ""]
+        reads = [f"{row.bytes / 1e6:.2f}", f"{bandwidth_share(row, bandwidth):.0%}"] if row.bytes else ["", ""]
         table.add_row(
             row.role,
             str(row.nodes or ""),
             duration(row.seconds),
             f"{row.seconds / run.seconds:.1%}",
-            *(reads if one else []),
+            *(reads if is_token else []),
             kernels_of(row),
             f"{plain(row.worst[1])} {duration(row.worst[0])}" if row.worst[1] else "",
         )
     return table
 
 
-def told(trace: Trace, found: Profile) -> Iterator[str]:
+def summary_lines(trace: Trace, measurement: Profile) -> Iterator[str]:
     """Say what was run, and how long it took."""
-    for run in (found.prompt, found.token):
+    for run in (measurement.prompt, measurement.token):
         if run is not None:
-            yield from told_of(trace, run)
-    yield f"this machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run"
+            yield from run_lines(trace, run)
+    yield f"this machine reads memory at {measurement.bandwidth / 1e9:.1f} GB/s, probed in the same run"
 
 
-def told_of(trace: Trace, run: Run) -> Iterator[str]:
+def run_lines(trace: Trace, run: Run) -> Iterator[str]:
     """Say of one kind of run how long it took, and which passes made the nodes that took most of it."""
-    what = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
+    title = "one token" if run.tokens == 1 else f"a prompt of {run.tokens} tokens"
     yield (
-        f"{what}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s (with the profiler "
+        f"{title}: {duration(run.seconds)}, {run.tokens / run.seconds:,.1f} tokens/s (with the profiler "
         f"{duration(run.profiled)}; times are scaled to a run without it)"
     )
     yield "by the last pass: " + ", ".join(f"{n} {s / run.seconds:.0%}" for n, s in by_pass(trace, run)[:6])
@@ -138,11 +138,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 1e-6:.2g} us" if seconds else "0"
 
 
-def reached(row: Row, bandwidth: float) -> float:
+def bandwidth_share(row: Row, bandwidth: float) -> float:
     """Return which share of the bandwidth of the memory the nodes of a row reach."""
     return row.bytes / row.seconds / bandwidth if row.seconds and bandwidth else 0.0
 
 
 def kernels_of(row: Row) -> str:
     """Return the operators that onnxruntime ran for a row, those of most nodes first."""
-    return counted(dict(row.kernels.most_common(_KERNELS))) + (", ..." if len(row.kernels) > _KERNELS else "")
+    return count_text(dict(row.kernels.most_common(_KERNELS))) + (", ..." if len(row.kernels) > _KERNELS else "")

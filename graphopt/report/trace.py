@@ -44,7 +44,7 @@ class Stage(_Part):
     checks: list[Check] = []
 
 
-class Left(_Part):
+class SkipReason(_Part):
     """Why a pass left a node alone."""
 
     by: str
@@ -80,7 +80,7 @@ class Node(_Part):
     computes: str | None = None
     runner: str = "onnxruntime"
     passes: list[str] = []
-    left: list[Left] = []
+    left: list[SkipReason] = []
 
 
 class Weight(_Part):
@@ -271,5 +271,5 @@ class Trace(_Part):
 
     def totals(self) -> tuple[int, int]:
         """Return how many numbers the weights hold and in how many bytes; what is stored once counts once."""
-        stored = [each for each in self.weights if each.same_as is None]
-        return sum(each.parameters for each in stored), sum(each.bytes for each in stored)
+        distinct = [weight for weight in self.weights if weight.same_as is None]
+        return sum(weight.parameters for weight in distinct), sum(weight.bytes for weight in distinct)

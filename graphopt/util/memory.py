@@ -23,11 +23,11 @@ def available_memory(root: Path = _ROOT) -> int:
     Args:
         root: where /proc and /sys are.
     """
-    left = list(_left_in_groups(root))
+    candidates = list(_left_in_groups(root))
     with contextlib.suppress(OSError):
         for line in (root / "proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return max(0, min([1024 * int(line.split()[1]), *left]))
+                return max(0, min([1024 * int(line.split()[1]), *candidates]))
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -43,12 +43,12 @@ def _left_in_groups(root: Path) -> Iterator[int]:
                 yield from _up(root / "sys/fs/cgroup/memory", name, *names)
 
 
-def _up(mounted: Path, name: str, limit: str, used: str, files: str) -> Iterator[int]:
+def _up(mount: Path, name: str, limit: str, used: str, files: str) -> Iterator[int]:
     # A container often sees its own group as the root, whatever its name; groups that do not exist are skipped.
-    group = mounted / name.lstrip("/")
+    group = mount / name.lstrip("/")
     for folder in (group, *group.parents):
-        if folder.is_relative_to(mounted):
+        if folder.is_relative_to(mount):
             with contextlib.suppress(OSError, ValueError):
                 statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                held = int((folder / used).read_text()) - int(statistics.get(files, 0))
-                yield int((folder / limit).read_text()) - held
+                usage = int((folder / used).read_text()) - int(statistics.get(files, 0))
+                yield int((folder / limit).read_text()) - usage

@@ -7,7 +7,7 @@ import os
 
 def processors() -> int:
     """Return how many processors this process may use, or ``OMP_NUM_THREADS``, which workers have set."""
-    stated = os.environ.get("OMP_NUM_THREADS", "")
-    if stated.isdecimal() and int(stated):
-        return int(stated)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if setting.isdecimal() and int(setting):
+        return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -61,7 +61,7 @@ class Registry(Mapping[str, T], Generic[T]):
         return members
 
     def _modules(self) -> Iterator[ModuleType]:
-        head, _, rest = self._part.partition(".")
+        head, _, tail = self._part.partition(".")
         for folder in self._folders:
             for info in pkgutil.iter_modules(importlib.import_module(folder).__path__, f"{folder}."):
                 if not head:
@@ -69,7 +69,7 @@ class Registry(Mapping[str, T], Generic[T]):
                 elif info.ispkg and any(
                     inner.name == head for inner in pkgutil.iter_modules(importlib.import_module(info.name).__path__)
                 ):
-                    yield importlib.import_module(f"{info.name}.{head}.{rest}" if rest else f"{info.name}.{head}")
+                    yield importlib.import_module(f"{info.name}.{head}.{tail}" if tail else f"{info.name}.{head}")
 
     def refresh(self) -> None:
         """Forget the members: the folders are searched again at the next use."""

@@ -16,7 +16,7 @@ from graphopt.errors import InputError
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.judge import measured
 from graphopt.quality.losses import loss_of, losses
-from graphopt.report.losses import errors_table, groups_table, spread_table, told
+from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
 
 BAD = "model.layers.1.mlp.up_proj.MatMul"
 
@@ -69,7 +69,7 @@ def test_a_planted_bad_rounding_is_named_first(shipped_artifact: Path, planted: 
     assert found.remainder is not None
     assert found.remainder.rest == whole.kl
     assert found.remainder.kinds + found.remainder.rest + found.remainder.together == pytest.approx(found.kl)
-    said = list(told(found))
+    said = list(summary_lines(found))
     assert any(BAD in line and "errs most" in line for line in said)
     assert any("up_proj of layer 1 in floats" in line for line in said)
     assert any("do not add up" in line for line in said)
@@ -98,7 +98,7 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
     assert found.remedy is not None
     assert found.remedy.layers == [2]
     assert bad in found.remedy.matrices
-    assert any("null" in line and bad in line for line in told(found))
+    assert any("null" in line and bad in line for line in summary_lines(found))
     assert found.recipe is not None
     pasted = Recipe.model_validate(yaml.safe_load(found.recipe.to_yaml()))
     optimize(shipped_artifact, pasted, tmp_path / "good", run=False)

@@ -14,7 +14,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.models.export import export
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
-from graphopt.report.demo import EXPORTED, MODEL, MODULES, RECIPES, Demo, run_demo
+from graphopt.report.demo import EXPORT, MODEL, MODULES, RECIPES, Demo, run_demo
 from graphopt.util.stdlib_text import HELD_OUT, held_out_text
 
 
@@ -22,13 +22,13 @@ from graphopt.util.stdlib_text import HELD_OUT, held_out_text
 def demo(tmp_path_factory: pytest.TempPathFactory, shipped_artifact: Path, llama_artifact: Path) -> Demo:
     """A demo in a folder where another one has been; its export is the one that all tests share."""
     folder = tmp_path_factory.mktemp("demo")
-    for name in (EXPORTED, *RECIPES):
+    for name in (EXPORT, *RECIPES):
         shutil.copytree(llama_artifact, folder / name)
     (folder / "report.html").write_text("of another demo")
 
     def exported(*args: Any, **options: Any) -> Manifest:
         asked = inspect.signature(export).bind(*args, **options).arguments
-        assert (asked["model"], asked["output"], asked["overwrite"]) == (MODEL, folder / EXPORTED, True)
+        assert (asked["model"], asked["output"], asked["overwrite"]) == (MODEL, folder / EXPORT, True)
         assert set(asked) == {"model", "output", "overwrite", "on_stage"}
         shutil.rmtree(asked["output"])
         return read_manifest(shutil.copytree(shipped_artifact, asked["output"]))

@@ -12,7 +12,7 @@ from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.passes import PASSES
-from graphopt.report.explanation import explain, explained, rewrite_of
+from graphopt.report.explanation import explain, explain_model, rewrite_of
 from graphopt.util.targets import ChosenTarget
 from tests.decoders import decoder
 
@@ -27,7 +27,7 @@ def names_of(graph: ir.Graph) -> set[str]:
 def test_nodes_for_graphopt_s_kernels_have_an_origin_too(
     llama_artifact: Path, preset: str, target: ChosenTarget
 ) -> None:
-    source = artifact.read(llama_artifact).model.graph
+    source = artifact.bytes_read(llama_artifact).model.graph
     there = names_of(source)
     untouched = {(node.name, node.op_type) for node in source}
     made = optimize(llama_artifact, preset, run=False, target=target, quality_tokens=0)
@@ -48,7 +48,7 @@ def rotated(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_merged_product_leads_back_to_three(rotated: Path) -> None:
-    graph = artifact.read(rotated).model.graph
+    graph = artifact.bytes_read(rotated).model.graph
     (node,) = [node for node in graph if "layers.1" in (node.name or "") and "q_proj" in (node.name or "")
                and node.op_type == "MatMulDynamic"]  # fmt: skip
     told = explain(rotated, node.name or "")
@@ -66,7 +66,7 @@ def test_a_merged_product_leads_back_to_three(rotated: Path) -> None:
 
 
 def test_the_certificate_has_a_word_on_what_was_rotated(rotated: Path) -> None:
-    graph = artifact.read(rotated).model.graph
+    graph = artifact.bytes_read(rotated).model.graph
     down = next(node.name or "" for node in graph if "down_proj" in (node.name or "") and node.op_type != "Mul")
     told = explain(rotated, down)
     (turned, *_) = [edge for edge in told.edges if edge.stage == "rotate"]
@@ -80,7 +80,7 @@ def test_the_certificate_has_a_word_on_what_was_rotated(rotated: Path) -> None:
 def test_what_no_pass_touched_came_in_so(rotated: Path) -> None:
     told = [
         explain(rotated, node.name or "")
-        for node in list(artifact.read(rotated).model.graph)
+        for node in list(artifact.bytes_read(rotated).model.graph)
         if node.op_type == "Sigmoid"
     ]
     assert [each.as_it_came_in for each in told] == [True, True]
@@ -90,9 +90,9 @@ def test_what_no_pass_touched_came_in_so(rotated: Path) -> None:
 
 def test_names_of_weights_and_values_stand_for_nodes() -> None:
     model = decoder(2)
-    assert explained(model, None, "down1.weight").node.name == "down1"
-    assert explained(model, None, "present.1.key").node.name == "present_key1"
-    assert explained(model, None, "down1").call == "down1.out = MatMul(gated1.out, down1.weight)"
+    assert explain_model(model, None, "down1.weight").node.name == "down1"
+    assert explain_model(model, None, "present.1.key").node.name == "present_key1"
+    assert explain_model(model, None, "down1").call == "down1.out = MatMul(gated1.out, down1.weight)"
 
 
 def test_a_weight_that_is_gone_stands_for_what_came_of_it(rotated: Path) -> None:
@@ -112,13 +112,13 @@ def _named_as_exported() -> ir.Model:
 
 def test_an_unknown_name_gets_those_that_are_alike() -> None:
     with pytest.raises(InputError, match="there are down0, down1"):
-        explained(decoder(2), None, "down")
+        explain_model(decoder(2), None, "down")
     with pytest.raises(InputError, match="model.mlp.down_proj0.MatMul"):
-        explained(_named_as_exported(), None, "dwn_proj")
+        explain_model(_named_as_exported(), None, "dwn_proj")
     with pytest.raises(InputError, match="gate1"):
-        explained(decoder(2), None, "gatr1")
+        explain_model(decoder(2), None, "gatr1")
     with pytest.raises(InputError, match=r"no node, value or weight") as failed:
-        explained(decoder(1), None, "[red]\n" * 5000)
+        explain_model(decoder(1), None, "[red]\n" * 5000)
     assert len(str(failed.value)) < 300
 
 

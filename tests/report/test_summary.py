@@ -21,7 +21,7 @@ from graphopt.errors import InputError
 from graphopt.report import escape
 from graphopt.report.difference import diff
 from graphopt.report.escape import plain, ranges
-from graphopt.report.query import missed, narrowed, selector
+from graphopt.report.query import mismatch, select_nodes, selector
 from graphopt.report.summary import coverage_table, heading, left_table, roles_table, rows
 from graphopt.report.trace import Trace
 from graphopt.report.trace_builder import BYTES, OPERATIONS, trace, trace_of
@@ -105,7 +105,7 @@ def test_codes_are_read_with_their_scales() -> None:
 
 def test_queries() -> None:
     found = traced(mixed())
-    names = lambda query: [node.name for node in narrowed(found, query).nodes]  # noqa: E731
+    names = lambda query: [node.name for node in select_nodes(found, query).nodes]  # noqa: E731
     assert names("op:MatMul role:down_proj format:int4 layer:0-3") == ["down0", "down2", "down3"]
     assert (
         names("role:gate_proj,up_proj layer:5,1") == ["gate1", "up1", "gate5", "up5"]
@@ -115,7 +115,7 @@ def test_queries() -> None:
     assert names("attention3") == ["attention3"]
     assert names("op:RMS* layer:2") == ["input_norm2", "mlp_norm2"]
     assert names("role:down_proj layer:9") == []
-    kept = narrowed(found, "attention3")
+    kept = select_nodes(found, "attention3")
     assert {each.subject for each in kept.measures} == {"attention3"}
     assert Trace.model_validate_json(kept.model_dump_json()) == kept
 
@@ -132,7 +132,7 @@ def test_queries() -> None:
     ],
 )
 def test_a_query_that_means_nothing_says_what_there_is(query: str, said: str | None) -> None:
-    found = missed(traced(mixed()), query)
+    found = mismatch(traced(mixed()), query)
     assert found is None if said is None else found is not None and said in found
 
 
@@ -224,7 +224,7 @@ def test_hostile_names_are_text(tmp_path: Path) -> None:
         weight.name = f"{name}.weight"
         model.graph.initializers[weight.name] = weight
     found = trace(save(model, tmp_path))
-    assert [node.name for node in narrowed(found, "role:down_proj").nodes] == HOSTILE
+    assert [node.name for node in select_nodes(found, "role:down_proj").nodes] == HOSTILE
     text = shown(found)
     assert f"{len(HOSTILE)} layers: (A) x {len(HOSTILE)}" in text
     assert "\x1b" not in text

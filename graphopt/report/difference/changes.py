@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from graphopt.analysis.structure.matching import Matching, Side
 
-_DEPTH, _FEW = 12, 8
+_DEPTH, _LARGEST = 12, 8
 
 
 class Comparer:
@@ -26,8 +26,8 @@ class Comparer:
     Args:
         before: the first graph.
         after: the second.
-        matched: which node is which.
-        together: of nodes that several others became, or that several others were made of, a number of the edge.
+        matching: which node is which.
+        edge_of: of nodes that several others became, or that several others were made of, a number of the edge.
         ports: which input of the second graph is which of the first.
         numbers: whether weights of one format are compared number by number.
     """
@@ -36,108 +36,118 @@ class Comparer:
         self,
         before: Side,
         after: Side,
-        matched: Matching,
-        together: Mapping[ir.Node, int],
+        matching: Matching,
+        edge_of: Mapping[ir.Node, int],
         ports: Mapping[ir.Value, ir.Value],
         numbers: bool,
     ) -> None:
-        self.before, self.after, self.matched, self.together = before, after, matched, together
+        self.before, self.after, self.matching, self.edge_of = before, after, matching, edge_of
         self.ports, self.numbers = ports, numbers
-        self._moved: dict[tuple[ir.Value, ir.Value], Difference | None] = {}
+        self._differences: dict[tuple[ir.Value, ir.Value], Difference | None] = {}
 
-    def changes(self, ours: ir.Node, theirs: ir.Node) -> list[Change]:
+    def changes(self, first: ir.Node, second: ir.Node) -> list[Change]:
         """Return what is different."""
-        found = []
-        if (ours.domain, ours.op_type) != (theirs.domain, theirs.op_type):
-            found.append(Change(what="operator", name="", before=operator(ours), after=operator(theirs)))
+        changes = []
+        if (first.domain, first.op_type) != (second.domain, second.op_type):
+            changes.append(Change(what="operator", name="", before=operator(first), after=operator(second)))
         else:
-            found += self._attributes(ours, theirs)
-        read = dict(self.after.inputs(theirs))
-        mine = dict(self.before.inputs(ours))
-        for place in sorted(mine.keys() | read.keys()):
-            change = self._input(place, mine.get(place), read.get(place))
+            changes += self._attributes(first, second)
+        inputs_after = dict(self.after.inputs(second))
+        inputs_before = dict(self.before.inputs(first))
+        for index in sorted(inputs_before.keys() | inputs_after.keys()):
+            change = self._input(index, inputs_before.get(index), inputs_after.get(index))
             if change is not None:
-                found.append(change)
-        return found
+                changes.append(change)
+        return changes
 
     @staticmethod
-    def _attributes(ours: ir.Node, theirs: ir.Node) -> Iterator[Change]:
-        for name in sorted({*ours.attributes, *theirs.attributes}):
-            mine, other = ours.attributes.get(name), theirs.attributes.get(name)
-            if mine is None or other is None or attribute_key(mine) != attribute_key(other):
-                yield Change(what="attribute", name=name, before=_attribute(mine), after=_attribute(other))
+    def _attributes(first: ir.Node, second: ir.Node) -> Iterator[Change]:
+        for name in sorted({*first.attributes, *second.attributes}):
+            before, after = first.attributes.get(name), second.attributes.get(name)
+            if before is None or after is None or attribute_key(before) != attribute_key(after):
+                yield Change(what="attribute", name=name, before=_attribute(before), after=_attribute(after))
 
-    def _input(self, place: int, ours: ir.Value | None, theirs: ir.Value | None) -> Change | None:
-        if ours is not None and theirs is not None:
-            constant = self.before.is_constant(ours), self.after.is_constant(theirs)
+    def _input(self, index: int, first: ir.Value | None, second: ir.Value | None) -> Change | None:
+        if first is not None and second is not None:
+            constant = self.before.is_constant(first), self.after.is_constant(second)
             if all(constant):
-                return self._constant(place, ours, theirs)
-            if not any(constant) and self.same(ours, theirs):
+                return self._constant(index, first, second)
+            if not any(constant) and self.is_same(first, second):
                 return None
-        said = [_source(value, side) for value, side in ((ours, self.before), (theirs, self.after))]
-        return Change(what="input", name=str(place), before=said[0], after=said[1])
+        texts = [_source(value, side) for value, side in ((first, self.before), (second, self.after))]
+        return Change(what="input", name=str(index), before=texts[0], after=texts[1])
 
-    def _constant(self, place: int, ours: ir.Value, theirs: ir.Value) -> Change | None:
-        moved = self._apart(ours, theirs) if self.numbers else None
-        if moved is None and self.before.constant_key(ours) == self.after.constant_key(theirs):
+    def _constant(self, index: int, first: ir.Value, second: ir.Value) -> Change | None:
+        distance = self._distance(first, second) if self.numbers else None
+        if distance is None and self.before.constant_key(first) == self.after.constant_key(second):
             return None
-        said = stored_as(ours, self.before.constant), stored_as(theirs, self.after.constant)
-        figures = {} if moved is None else {k: v for k, v in vars(moved).items() if v is not None and v < float("inf")}
-        return Change(what="weight", name=str(place), before=said[0], after=said[1], figures=figures)
+        texts = stored_as(first, self.before.constant), stored_as(second, self.after.constant)
+        figures = (
+            {} if distance is None else {k: v for k, v in vars(distance).items() if v is not None and v < float("inf")}
+        )
+        return Change(what="weight", name=str(index), before=texts[0], after=texts[1], figures=figures)
 
-    def _apart(self, ours: ir.Value, theirs: ir.Value) -> Difference | None:
+    def _distance(self, first: ir.Value, second: ir.Value) -> Difference | None:
         """Return how far two constants are apart: that of their tensors which differ most."""
-        if (ours, theirs) in self._moved:
-            return self._moved[ours, theirs]
-        mine, other = ours.producer(), theirs.producer()
-        found: Difference | None = None
-        if mine is not None and other is not None and kind(mine) == kind(other):
-            reads = zip(mine.inputs, other.inputs, strict=False)
-            each = (self._apart(a, b) for a, b in reads if a is not None and b is not None)
-            found = max((one for one in each if one is not None), key=lambda one: one.changed, default=None)
-        elif _comparable(ours, theirs) and ours.const_value is not None and theirs.const_value is not None:
-            found = difference(ours.const_value, theirs.const_value)
-        elif sample(ours.const_value) != sample(theirs.const_value):
-            found = Difference(1.0)
-        self._moved[ours, theirs] = found
-        return found
+        if (first, second) in self._differences:
+            return self._differences[first, second]
+        producer, partner = first.producer(), second.producer()
+        distance: Difference | None = None
+        if producer is not None and partner is not None and kind(producer) == kind(partner):
+            reads = zip(producer.inputs, partner.inputs, strict=False)
+            distances = (self._distance(a, b) for a, b in reads if a is not None and b is not None)
+            distance = max(
+                (candidate for candidate in distances if candidate is not None),
+                key=lambda one: one.changed,
+                default=None,
+            )
+        elif _comparable(first, second) and first.const_value is not None and second.const_value is not None:
+            distance = difference(first.const_value, second.const_value)
+        elif sample(first.const_value) != sample(second.const_value):
+            distance = Difference(1.0)
+        self._differences[first, second] = distance
+        return distance
 
-    def same(self, ours: ir.Value, theirs: ir.Value, depth: int = _DEPTH) -> bool:
+    def is_same(self, first: ir.Value, second: ir.Value, depth: int = _DEPTH) -> bool:
         """Return whether two values are the same place of both graphs; what was added or removed is seen through."""
-        mine, other = ours.producer(), theirs.producer()
-        if mine is None and other is None:
-            return self.ports.get(theirs) is ours
-        if mine is not None and other is not None:
-            if self.matched.pairs.get(mine) is other:
-                return ours.index() == theirs.index()
-            if mine in self.together and self.together.get(other) == self.together[mine]:
+        producer, partner = first.producer(), second.producer()
+        if producer is None and partner is None:
+            return self.ports.get(second) is first
+        if producer is not None and partner is not None:
+            if self.matching.pairs.get(producer) is partner:
+                return first.index() == second.index()
+            if producer in self.edge_of and self.edge_of.get(partner) == self.edge_of[producer]:
                 return True
         if not depth:
             return False
-        if mine is not None and other is not None and self._repeats(ours, theirs, mine, other, depth):
+        if producer is not None and partner is not None and self._repeats(first, second, producer, partner, depth):
             return True
-        if other is not None and other not in self.matched.back:
-            return any(self.same(ours, value, depth - 1) for _, value in self.after.inputs(other))
-        if mine is not None and mine not in self.matched.pairs:
-            return any(self.same(value, theirs, depth - 1) for _, value in self.before.inputs(mine))
+        if partner is not None and partner not in self.matching.back:
+            return any(self.is_same(first, value, depth - 1) for _, value in self.after.inputs(partner))
+        if producer is not None and producer not in self.matching.pairs:
+            return any(self.is_same(value, second, depth - 1) for _, value in self.before.inputs(producer))
         return False
 
-    def _repeats(self, ours: ir.Value, theirs: ir.Value, mine: ir.Node, other: ir.Node, depth: int) -> bool:
+    def _repeats(self, first: ir.Value, second: ir.Value, producer: ir.Node, partner: ir.Node, depth: int) -> bool:
         """Return whether a node without a partner computes what another does, as where equal nodes became one."""
-        if mine in self.matched.pairs and other in self.matched.back:
+        if producer in self.matching.pairs and partner in self.matching.back:
             return False
-        if ours.index() != theirs.index() or kind(mine) != kind(other) or len(mine.inputs) != len(other.inputs):
+        if (
+            first.index() != second.index()
+            or kind(producer) != kind(partner)
+            or len(producer.inputs) != len(partner.inputs)
+        ):
             return False
         return all(
             a is b if a is None or b is None else self._reads_same(a, b, depth - 1)
-            for a, b in zip(mine.inputs, other.inputs, strict=True)
+            for a, b in zip(producer.inputs, partner.inputs, strict=True)
         )
 
-    def _reads_same(self, ours: ir.Value, theirs: ir.Value, depth: int) -> bool:
-        constant = self.before.is_constant(ours), self.after.is_constant(theirs)
+    def _reads_same(self, first: ir.Value, second: ir.Value, depth: int) -> bool:
+        constant = self.before.is_constant(first), self.after.is_constant(second)
         if all(constant):
-            return self.before.constant_key(ours) == self.after.constant_key(theirs)
-        return not any(constant) and self.same(ours, theirs, depth)
+            return self.before.constant_key(first) == self.after.constant_key(second)
+        return not any(constant) and self.is_same(first, second, depth)
 
 
 def operator(node: ir.Node) -> str:
@@ -145,14 +155,14 @@ def operator(node: ir.Node) -> str:
     return f"{node.domain}::{node.op_type}" if node.domain else node.op_type
 
 
-def _comparable(ours: ir.Value, theirs: ir.Value) -> bool:
-    mine, other = ours.const_value, theirs.const_value
+def _comparable(first: ir.Value, second: ir.Value) -> bool:
+    tensor, other_tensor = first.const_value, second.const_value
     return (
-        ours.is_initializer()
-        and theirs.is_initializer()
-        and mine is not None
-        and other is not None
-        and (mine.dtype, tuple(mine.shape.numpy())) == (other.dtype, tuple(other.shape.numpy()))
+        first.is_initializer()
+        and second.is_initializer()
+        and tensor is not None
+        and other_tensor is not None
+        and (tensor.dtype, tuple(tensor.shape.numpy())) == (other_tensor.dtype, tuple(other_tensor.shape.numpy()))
     )
 
 
@@ -164,7 +174,7 @@ def _attribute(attribute: ir.Attr | None) -> str:
         return f"a graph of {sum(len(graph) for graph in graphs)} nodes"
     if attribute.type == ir.AttributeType.TENSOR:
         tensor = attribute.value
-        return plain(str(tensor.numpy().tolist()) if tensor.size <= _FEW else f"{tensor.dtype}{list(tensor.shape)}")
+        return plain(str(tensor.numpy().tolist()) if tensor.size <= _LARGEST else f"{tensor.dtype}{list(tensor.shape)}")
     return plain(str(attribute.value))
 
 

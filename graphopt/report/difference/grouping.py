@@ -20,10 +20,10 @@ def grouped(edges: Sequence[Edge], folds: Sequence[Sequence[int]]) -> list[Group
         edges: what is different.
         folds: layers of one structure.
     """
-    found: dict[Hashable, list[int]] = {}
+    numbers_of: dict[Hashable, list[int]] = {}
     for number, edge in enumerate(edges):
-        found.setdefault(_key(edge), []).append(number)
-    groups = [_group(edges, numbers, folds) for numbers in found.values()]
+        numbers_of.setdefault(_key(edge), []).append(number)
+    groups = [_group(edges, numbers, folds) for numbers in numbers_of.values()]
     return sorted(groups, key=lambda group: (_KINDS.index(edges[group.edges[0]].kind), -len(group.edges)))
 
 
@@ -51,8 +51,8 @@ def _group(edges: Sequence[Edge], numbers: list[int], folds: Sequence[Sequence[i
     layers = sorted({layer for number in numbers if (layer := edges[number].layer) is not None})
     missing: list[int] = []
     if len(layers) > 1:
-        around = [fold for fold in folds if set(layers) <= set(fold)]
+        candidates = [fold for fold in folds if set(layers) <= set(fold)]
         # Half of the layers or fewer are not all but some.
-        missing = [each for each in max(around, key=len, default=[]) if each not in layers]
+        missing = [layer for layer in max(candidates, key=len, default=[]) if layer not in layers]
         missing = missing if len(missing) < len(layers) else []
     return Group(edges=numbers, layers=layers, missing=missing)

@@ -26,51 +26,51 @@ class Ports:
         notes: what is different and changes nothing.
     """
 
-    def __init__(self, before: Side, after: Side, matched: Matching) -> None:
+    def __init__(self, before: Side, after: Side, matching: Matching) -> None:
         self._before, self._after = before.graph, after.graph
         self.notes: list[str] = []
-        self.inputs = {theirs: ours for ours, theirs in self._inputs(before, after, matched)}
+        self.inputs = {second: first for first, second in self._inputs(before, after, matching)}
         self.outputs = list(_by_name_or_place(self._before.outputs, self._after.outputs))
-        renamed = sum(theirs.name != ours.name for theirs, ours in self.inputs.items())
-        renamed += sum(ours.name != theirs.name for ours, theirs in self.outputs)
-        if renamed:
-            self.notes.append(f"inputs and outputs under other names: {renamed:,}")
+        renames = sum(second.name != first.name for second, first in self.inputs.items())
+        renames += sum(first.name != second.name for first, second in self.outputs)
+        if renames:
+            self.notes.append(f"inputs and outputs under other names: {renames:,}")
 
-    def _inputs(self, before: Side, after: Side, matched: Matching) -> Iterator[tuple[ir.Value, ir.Value]]:
-        ours, theirs = (_named(graph.inputs) for graph in (before.graph, after.graph))
-        shared = ours.keys() & theirs.keys()
-        yield from ((ours[name], theirs[name]) for name in shared)
-        if shared == ours.keys() or shared == theirs.keys():
+    def _inputs(self, before: Side, after: Side, matching: Matching) -> Iterator[tuple[ir.Value, ir.Value]]:
+        first, second = (_named(graph.inputs) for graph in (before.graph, after.graph))
+        names = first.keys() & second.keys()
+        yield from ((first[name], second[name]) for name in names)
+        if names == first.keys() or names == second.keys():
             return
         votes: Counter[tuple[ir.Value, ir.Value]] = Counter()
-        for mine, other in matched.pairs.items():
-            read = dict(after.inputs(other))
-            for place, value in before.inputs(mine):
-                port = read.get(place)
-                if port is not None and value.name in ours and port.name in theirs and value.producer() is None:
+        for node, partner in matching.pairs.items():
+            ports = dict(after.inputs(partner))
+            for index, value in before.inputs(node):
+                port = ports.get(index)
+                if port is not None and value.name in first and port.name in second and value.producer() is None:
                     votes[value, port] += port.producer() is None
-        taken: set[ir.Value] = {ours[name] for name in shared} | {theirs[name] for name in shared}
+        settled_values: set[ir.Value] = {first[name] for name in names} | {second[name] for name in names}
         for (value, port), count in votes.most_common():
-            if count and not {value, port} & taken:
-                taken |= {value, port}
+            if count and not {value, port} & settled_values:
+                settled_values |= {value, port}
                 yield value, port
 
-    def changes(self, same: Callable[[ir.Value, ir.Value], bool]) -> Iterator[Change]:
+    def changes(self, is_same: Callable[[ir.Value, ir.Value], bool]) -> Iterator[Change]:
         """Yield what is different."""
-        paired = {*self.inputs, *self.inputs.values()}
-        for ours, theirs in [*((mine, other) for other, mine in self.inputs.items()), *self.outputs]:
-            said = _said(ours), _said(theirs)
-            if said[0] != said[1]:
-                yield _change("port", theirs, *said)
-        for ours, theirs in self.outputs:
-            paired |= {ours, theirs}
-            if not same(ours, theirs):
-                yield _change("output", theirs, _maker(ours), _maker(theirs))
+        partners = {*self.inputs, *self.inputs.values()}
+        for first, second in [*((before, after) for after, before in self.inputs.items()), *self.outputs]:
+            texts = _said(first), _said(second)
+            if texts[0] != texts[1]:
+                yield _change("port", second, *texts)
+        for first, second in self.outputs:
+            partners |= {first, second}
+            if not is_same(first, second):
+                yield _change("output", second, _maker(first), _maker(second))
         for value in [*self._before.inputs, *self._before.outputs]:
-            if value not in paired:
+            if value not in partners:
                 yield _change("port", value, _said(value), "absent")
         for value in [*self._after.inputs, *self._after.outputs]:
-            if value not in paired:
+            if value not in partners:
                 yield _change("port", value, "absent", _said(value))
 
 
@@ -78,17 +78,17 @@ def _named(values: object) -> dict[str, ir.Value]:
     return {value.name or "": value for value in values}  # type: ignore[attr-defined]
 
 
-def _by_name_or_place(ours: object, theirs: object) -> Iterator[tuple[ir.Value, ir.Value]]:
-    mine, other = _named(ours), _named(theirs)
-    shared = mine.keys() & other.keys()
-    yield from ((mine[name], other[name]) for name in mine if name in shared)
-    rest = [[value for name, value in found.items() if name not in shared] for found in (mine, other)]
-    if not shared:
-        yield from zip(*rest, strict=False)
+def _by_name_or_place(first: object, second: object) -> Iterator[tuple[ir.Value, ir.Value]]:
+    before, after = _named(first), _named(second)
+    names = before.keys() & after.keys()
+    yield from ((before[name], after[name]) for name in before if name in names)
+    remaining = [[value for name, value in ports.items() if name not in names] for ports in (before, after)]
+    if not names:
+        yield from zip(*remaining, strict=False)
 
 
-def _change(what: str, value: ir.Value, before: str, after: str) -> Change:
-    return Change(what=what, name=plain(value.name or ""), before=before, after=after)  # type: ignore[arg-type]
+def _change(kind: str, value: ir.Value, before: str, after: str) -> Change:
+    return Change(what=kind, name=plain(value.name or ""), before=before, after=after)  # type: ignore[arg-type]
 
 
 def _said(value: ir.Value) -> str:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from graphopt.quality.losses import Losses, ProductLoss
-from graphopt.report.losses import named, recipe_lines, remainder
+from graphopt.report.losses import group_name, recipe_lines, remainder
 from graphopt.report.page.charts import curves, histogram_chart
 from graphopt.report.page.html import Html, bar, el, section, shade, table
-from graphopt.report.tables import sized
+from graphopt.report.tables import size_text
 
 if TYPE_CHECKING:
     from graphopt.quality.spread import Spread
@@ -73,11 +73,11 @@ def _groups(lost: Losses) -> Iterator[object]:
     kl = lost.kl or 1.0
     lines = (
         (
-            named(each),
+            group_name(each),
             bar((each.only or 0.0) / kl, f"{each.only:.4f}") if each.only is not None else "",
             bar(each.kl / kl, f"{each.kl:.4f}"),
             f"{round((lost.kl - each.kl) / kl, 2) + 0.0:.0%}",
-            sized(each.bytes),
+            size_text(each.bytes),
         )
         for each in lost.groups
     )

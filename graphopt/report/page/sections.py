@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from graphopt.analysis.structure.roles import OTHER, SHARED
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.report.difference.tables import became, rows_of, where
-from graphopt.report.escape import counted, letters, ranges
+from graphopt.report.escape import count_text, letters, ranges
 from graphopt.report.explanation import rewrite_of
 from graphopt.report.page.difference import counted_operators
 from graphopt.report.page.drawing import drawing
 from graphopt.report.page.html import Html, bar, el, section, table
 from graphopt.report.sentences import sentence
 from graphopt.report.summary import repeats_of, rows, short, stored_size
-from graphopt.report.tables import sized
+from graphopt.report.tables import size_text
 from graphopt.report.times import duration
 
 if TYPE_CHECKING:
@@ -35,9 +35,11 @@ def verdict(
 ) -> Html:
     """Return size, quality, speed and proofs in a few tiles, and what to look at first."""
     parameters, size = trace.totals()
-    tiles = [("weights", sized(size), f"{parameters:,} parameters, {8 * size / max(1, parameters):.2f} bits each")]
+    tiles = [("weights", size_text(size), f"{parameters:,} parameters, {8 * size / max(1, parameters):.2f} bits each")]
     if found is not None and found.bytes[1]:
-        tiles.append(("smaller", f"{found.bytes[0] / found.bytes[1]:.1f} x", f"than {sized(found.bytes[0])} before"))
+        tiles.append(
+            ("smaller", f"{found.bytes[0] / found.bytes[1]:.1f} x", f"than {size_text(found.bytes[0])} before")
+        )
     checks = [] if manifest is None else manifest.checks
     judged = [check for check in checks if check.name == QUALITY]
     for check in judged[-1:]:
@@ -54,7 +56,7 @@ def verdict(
         prompt = f"; a prompt of {taken.prompt.tokens}: {duration(taken.prompt.seconds)}" if taken.token else ""
         tiles.append(("speed", f"{run.tokens / run.seconds:,.0f} tokens/s", f"{duration(run.seconds)} {what}{prompt}"))
     per_token = sum(each.value for each in trace.measures if each.metric == "bytes/token")
-    tiles.append(("read per token", sized(round(per_token)), f"with {trace.context:,} tokens in the cache"))
+    tiles.append(("read per token", size_text(round(per_token)), f"with {trace.context:,} tokens in the cache"))
     boxes = (
         el("div", el("span", name, class_="label"), el("b", value), el("span", more, class_="note"), class_="tile")
         for name, value, more in tiles
@@ -74,7 +76,7 @@ def _first(manifest: Manifest | None, lost: Losses | None, trace: Trace) -> Iter
     yield from (sentence(each) for each in ([] if lost is None else lost.advice))
     bodies = Counter(node.operator for node in trace.nodes if node.runner == "body")
     if bodies:
-        yield f"{counted(dict(bodies))} run by bodies, not by kernels"
+        yield f"{count_text(dict(bodies))} run by bodies, not by kernels"
     yield from trace.notes
     yield from (sentence(note) for note in ([] if manifest is None else manifest.notes))
 
@@ -166,11 +168,11 @@ def size(trace: Trace) -> Html:
             f"{row.nodes:,}",
             f"{row.parameters:,}" if row.parameters else "",
             bar(row.bytes / largest, stored_size(row)),
-            counted(row.formats) if row.formats else "",
-            counted(row.computes) if row.computes else "",
-            counted(row.runners),
+            count_text(row.formats) if row.formats else "",
+            count_text(row.computes) if row.computes else "",
+            count_text(row.runners),
             short(row.operations),
-            short(row.read),
+            short(row.bytes_read),
         )
         for row in found
     )

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from graphopt.report.page.charts import icicle
 from graphopt.report.page.html import Html, bar, el, section, table
-from graphopt.report.times import ROWS, duration, kernels_of, reached, rows, told_of
+from graphopt.report.times import ROWS, bandwidth_share, duration, kernels_of, rows, run_lines
 
 if TYPE_CHECKING:
     from graphopt.inference.profiling import Profile
@@ -29,13 +29,13 @@ def time_section(trace: Trace, found: Profile) -> Html:
                 row.nodes or "",
                 bar(row.seconds / longest, duration(row.seconds)),
                 f"{row.seconds / run.seconds:.1%}",
-                f"{reached(row, found.bandwidth):.0%}" if row.bytes and run.tokens == 1 else "",
+                f"{bandwidth_share(row, found.bandwidth):.0%}" if row.bytes and run.tokens == 1 else "",
                 kernels_of(row),
                 row.worst[1],
             )
             for row in listed
         )
         head = ("role", "nodes", "time", "share", "bandwidth", "kernels", "slowest node")
-        spoken = (el("p", f"{line[0].upper()}{line[1:]}.") for line in told_of(trace, run))
+        spoken = (el("p", f"{line[0].upper()}{line[1:]}.") for line in run_lines(trace, run))
         parts += [el("h3", title), *spoken, icicle(trace, run), table(head, lines, right=(1, 3, 4), long=(5, 6))]
     return section("time", "Where time goes", parts)

@@ -9,7 +9,7 @@ from graphopt.inference.profiling import profile
 from graphopt.quality.losses import losses
 from graphopt.report.difference import diff_of
 from graphopt.report.page.report import report
-from graphopt.report.trace_builder import opened, trace_of
+from graphopt.report.trace_builder import open_model, trace_of
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -84,12 +84,12 @@ def page_about(
     if weights and not where:
         raise InputError("--weights is a part of --where", remedy="add --where")
     on_stage("reading the model")
-    graph, manifest = opened(model, weights=before is not None)
+    graph, manifest = open_model(model, weights=before is not None)
     trace = trace_of(graph, manifest, str(model), context)
     found = None
     if before is not None:
         on_stage("comparing it with the model before")
-        found = diff_of(opened(before), (graph, manifest), (str(before), str(model)))
+        found = diff_of(open_model(before), (graph, manifest), (str(before), str(model)))
     lost = None
     if where and before is not None:
         lost = losses(before, model, restore=groups, weights=weights, on_stage=on_stage)

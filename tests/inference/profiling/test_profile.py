@@ -17,7 +17,7 @@ from graphopt.errors import InputError
 from graphopt.inference.profiling import Profile, Run, profile
 from graphopt.inference.profiling.events import origins, read_events
 from graphopt.report.page import report
-from graphopt.report.times import OUTSIDE, by_pass, duration, rows, times_table, told
+from graphopt.report.times import OUTSIDE, by_pass, duration, rows, summary_lines, times_table
 from graphopt.report.trace_builder import trace
 
 DETOUR = "model.layers.1.mlp.detour"
@@ -160,7 +160,7 @@ def test_hostile_names_of_kernels_are_text(detoured: Path) -> None:
     traced = trace(detoured)
     assert "<img" not in report(traced, None, None, None, found)
     assert len(times_table(traced, run, 1e9).rows) == 2
-    assert all("\n" not in line for line in told(traced, found))
+    assert all("\n" not in line for line in summary_lines(traced, found))
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(2.5, "2.5 s"), (0.0123, "12.3 ms"), (4.56e-5, "45.6 us"), (0, "0")])

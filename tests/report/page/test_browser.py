@@ -19,7 +19,7 @@ from graphopt.quality.losses import Losses, ProductLoss, losses
 from graphopt.quality.spread import Spread
 from graphopt.report.difference import diff_of
 from graphopt.report.page import report
-from graphopt.report.trace_builder import opened, trace_of
+from graphopt.report.trace_builder import open_model, trace_of
 from tests.decoders import decoder
 from tests.graphs import run_pass
 from tests.report.page.test_report import HOSTILE, traced
@@ -49,8 +49,8 @@ def browser() -> Iterator[Browser]:
 def demo(before: Path, after: Path) -> str:
     """Return the page about what the demo makes last, with all of its parts, measured on a little text."""
     optimize(before, "rotate-int4-rtn", after, run=False, quality_tokens=0)
-    graph, manifest = opened(after)
-    found = diff_of(opened(before), (graph, manifest), (before.name, after.name))
+    graph, manifest = open_model(after)
+    found = diff_of(open_model(before), (graph, manifest), (before.name, after.name))
     lost = losses(before, after, [TEXT], tokens=64, window=32, weights=True)
     taken = profile(after, prompt=16, tokens=3, repeats=1, threads=1)
     return report(trace_of(graph, manifest, after.name), manifest, found, lost, taken)

@@ -22,7 +22,7 @@ from graphopt.quality.spread import Spread
 from graphopt.report.difference import diff_of
 from graphopt.report.page import report
 from graphopt.report.page.write import write
-from graphopt.report.query import narrowed, selector
+from graphopt.report.query import select_nodes, selector
 from graphopt.report.trace import Trace
 from graphopt.report.trace_builder import trace_of
 from tests.analysis.structure.folding.test_folding import mixed
@@ -185,7 +185,7 @@ def test_the_page_finds_what_inspect_finds(tmp_path: Path) -> None:
     answers = json.loads(ran.stdout)
     places = {id(each): place for place, each in enumerate(found.nodes)}
     for query, answer in zip(QUERIES, answers[: len(QUERIES)], strict=True):
-        assert answer == [places[id(each)] for each in narrowed(found, query).nodes], query
+        assert answer == [places[id(each)] for each in select_nodes(found, query).nodes], query
     assert answers[len(QUERIES) :] == ["error"] * len(WRONG)
     for query in WRONG:
         with pytest.raises(InputError):
