@@ -179,7 +179,7 @@ def test_bad_input_exits_2_with_one_line_and_writes_nothing(
 def test_a_refused_check_exits_3(run, llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from graphopt.passes.algebra.fold_norms import gains
 
-    monkeypatch.setattr(gains, "Scaled", lambda matrix, factors, axis: matrix)
+    monkeypatch.setattr(gains, "Scale", lambda matrix, factors, axis: matrix)
     code, _, err = run("optimize", llama_artifact, "-r", "rotate", "-o", tmp_path / "out")
     assert code == 3
     assert "fold_norms is exact" in err

@@ -27,7 +27,7 @@ def names_of(graph: ir.Graph) -> set[str]:
 def test_nodes_for_graphopt_s_kernels_have_an_origin_too(
     llama_artifact: Path, preset: str, target: ChosenTarget
 ) -> None:
-    source = artifact.bytes_read(llama_artifact).model.graph
+    source = artifact.read(llama_artifact).model.graph
     there = names_of(source)
     untouched = {(node.name, node.op_type) for node in source}
     made = optimize(llama_artifact, preset, run=False, target=target, quality_tokens=0)
@@ -48,7 +48,7 @@ def rotated(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_a_merged_product_leads_back_to_three(rotated: Path) -> None:
-    graph = artifact.bytes_read(rotated).model.graph
+    graph = artifact.read(rotated).model.graph
     (node,) = [node for node in graph if "layers.1" in (node.name or "") and "q_proj" in (node.name or "")
                and node.op_type == "MatMulDynamic"]  # fmt: skip
     told = explain(rotated, node.name or "")
@@ -66,7 +66,7 @@ def test_a_merged_product_leads_back_to_three(rotated: Path) -> None:
 
 
 def test_the_certificate_has_a_word_on_what_was_rotated(rotated: Path) -> None:
-    graph = artifact.bytes_read(rotated).model.graph
+    graph = artifact.read(rotated).model.graph
     down = next(node.name or "" for node in graph if "down_proj" in (node.name or "") and node.op_type != "Mul")
     told = explain(rotated, down)
     (turned, *_) = [edge for edge in told.edges if edge.stage == "rotate"]
@@ -80,7 +80,7 @@ def test_the_certificate_has_a_word_on_what_was_rotated(rotated: Path) -> None:
 def test_what_no_pass_touched_came_in_so(rotated: Path) -> None:
     told = [
         explain(rotated, node.name or "")
-        for node in list(artifact.bytes_read(rotated).model.graph)
+        for node in list(artifact.read(rotated).model.graph)
         if node.op_type == "Sigmoid"
     ]
     assert [each.as_it_came_in for each in told] == [True, True]

@@ -38,11 +38,11 @@ def test_an_artifact_shows_what_was_done_and_checked(tmp_path: Path) -> None:
     assert "int4-rtn" in shown
     assert "quantize_weights" in shown
     assert "bits each" in shown
-    assert "&lt;made&gt;" in html_of(artifact.bytes_read(tmp_path / "<made>"))
+    assert "&lt;made&gt;" in html_of(artifact.read(tmp_path / "<made>"))
     assert "<made>" not in shown
 
 
 def test_a_plain_file_shows_that_nothing_was_done(tmp_path: Path) -> None:
-    shown = html_of(artifact.bytes_read(save(residual_model(), tmp_path)))
+    shown = html_of(artifact.read(save(residual_model(), tmp_path)))
     assert "none" in shown
     assert "changed" not in shown

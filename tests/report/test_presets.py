@@ -33,7 +33,7 @@ def names_of(graph: ir.Graph) -> set[str]:
 @pytest.fixture(scope="module")
 def sources(shipped_artifact: Path, llama_artifact: Path) -> dict[int, artifact.Artifact]:
     """The shipped model and the small one by how many layers they have."""
-    return {6: artifact.bytes_read(shipped_artifact), 2: artifact.bytes_read(llama_artifact)}
+    return {6: artifact.read(shipped_artifact), 2: artifact.read(llama_artifact)}
 
 
 @pytest.mark.parametrize(("preset", "layers"), [(preset, 6 if preset in DEEP else 2) for preset in distinct()])

@@ -114,7 +114,7 @@ def test_equal_models_have_no_difference(layers: int | list[str]) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mixtral", "bert"])
 def test_a_copy_under_other_names_in_another_order_is_equal(make_artifact: Callable[[str], Path], family: str) -> None:
-    before, after = (artifact.bytes_read(make_artifact(family)).model for _ in range(2))
+    before, after = (artifact.read(make_artifact(family)).model for _ in range(2))
     shuffle_order(after)
     shuffle_names(after)
     found = compared(before, after)
@@ -227,7 +227,7 @@ def test_stages_of_one_compile_are_told_by_the_record(
         assert merged.kind == "replaced"
         assert merged.operators[0] == ["MatMul"] * 3 + ["RotaryEmbedding"] * 2, "its heads lie side by side for pages"
         assert {name.split(".")[-2] for name in merged.before[:3]} == {"q_proj", "k_proj", "v_proj"}
-    known = {node.name for node in artifact.bytes_read(llama_artifact).model.graph}
+    known = {node.name for node in artifact.read(llama_artifact).model.graph}
     assert {name for edge in found.edges for name in edge.before} <= known
     told = {name for edge in found.edges for name in edge.before}
     assert found.kept + len(told) >= len(known) - 10  # nodes that only make constants have no edge of their own

@@ -39,7 +39,7 @@ def running(server: PageServer) -> Iterator[PageServer]:
 
 def get(server: PageServer, path: str = "") -> str:
     with urllib.request.urlopen(server.address + path, timeout=10) as answer:
-        return str(answer.bytes_read().decode())
+        return str(answer.read().decode())
 
 
 def test_the_page_follows_the_files_of_the_model(model: Path) -> None:
