@@ -289,7 +289,7 @@ def interpreted(interpreted_library: Path) -> ctypes.CDLL:
 @pytest.fixture
 def interpreted_gpu(interpreted_library: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sessions on the device ``cuda`` work without a GPU: kernels and memory are those of the host interpreter."""
-    from graphopt.inference.decoding.device import DeviceMemory
+    from graphopt.inference.states.device_memory import DeviceMemory
     from graphopt.ort.session import PROVIDERS
     from graphopt.runtime_ops.library import CUDA_PATH_VARIABLE
 

@@ -255,7 +255,7 @@ def _generate(
     session: Session, rows: Sequence[Continuation], proposer: Proposer | Speculation | None
 ) -> Iterator[Step]:
     drafts = None if proposer is None else as_speculation(proposer).start(session, rows)
-    decoder = Decoder(session, len(rows), expected=room_for(rows))
+    decoder = Decoder(session, len(rows), room=room_for(rows))
     return run(decoder, rows, *_padded_left([row.prompt for row in rows]), drafts=drafts)
 
 

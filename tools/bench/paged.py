@@ -29,7 +29,7 @@ import typer
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from graphopt.inference.decoding.large_pages import aligned_zeros
+from graphopt.inference.states.large_pages import aligned_zeros
 from graphopt.ort.session import open_session, ort_value
 from graphopt.runtime_ops import OPERATORS, declare
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes

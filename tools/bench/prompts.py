@@ -25,7 +25,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.errors import InputError
 from graphopt.inference.decoding import decoder as decoding
-from graphopt.inference.decoding.unpadded_prefill import pay_apart
+from graphopt.inference.decoding.unpadded_prefill import is_faster_unpadded
 from graphopt.inference.session import load
 from graphopt.quality.texts import held_out_texts
 
@@ -54,14 +54,14 @@ def main(
         found: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(rounds):
             for apart, seconds in found.items():
-                decoder = decoding.Decoder(session, len(counts), expected=longest)
-                with mock.patch.object(decoding, "pay_apart", lambda mask, apart=apart: apart):
+                decoder = decoding.Decoder(session, len(counts), room=longest)
+                with mock.patch.object(decoding, "is_faster_unpadded", lambda mask, apart=apart: apart):
                     began = time.perf_counter()
                     for _ in decoder.feed(ids, mask):
                         pass
                     seconds.append(time.perf_counter() - began)
         padded, alone = (statistics.median(seconds) * 1e3 for seconds in (found[False], found[True]))
-        chosen = "apart" if pay_apart(mask) else "padding"
+        chosen = "apart" if is_faster_unpadded(mask) else "padding"
         table.add_row(each, f"{padded:.0f}", f"{alone:.0f}", f"{padded / alone:.2f}", chosen)
     Console().print(table)
 

@@ -73,7 +73,7 @@ def in_turns(
         rounds: of all widths.
     """
     ids = np.random.default_rng(0).integers(0, session.interface.vocabulary or 2, (1, context + max(WIDTHS)))
-    decoder = Decoder(session, 1, expected=ids.shape[1])
+    decoder = Decoder(session, 1, room=ids.shape[1])
     for _ in decoder.feed(ids[:, :context]):
         pass
     found: list[dict[int, list[float]]] = [{width: [] for width in WIDTHS} for _ in "ab"]
@@ -93,7 +93,7 @@ def in_turns(
 def costs_of_model(session: Session, smaller: Session, alone: float, context: int) -> Costs:
     """Return what a draft model's trees cost."""
     ids = np.random.default_rng(1).integers(0, smaller.interface.vocabulary or 2, (1, context + max(WIDTHS)))
-    decoder = Decoder(smaller, 1, expected=ids.shape[1])
+    decoder = Decoder(smaller, 1, room=ids.shape[1])
     for _ in decoder.feed(ids[:, :context]):
         pass
 

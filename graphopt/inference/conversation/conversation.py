@@ -159,7 +159,7 @@ class Conversation:
                 return self._decoder, kept
             except InputError:
                 pass  # pages that it would read again are overwritten: all is fed again
-        self._decoder = Decoder(self._session, 1, expected=room_for([row]))
+        self._decoder = Decoder(self._session, 1, room=room_for([row]))
         return self._decoder, 0
 
     def _tokens_of(self, text: str) -> list[int]:

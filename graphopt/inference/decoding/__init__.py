@@ -1,1 +1,1 @@
-"""Parts of generation: a cache that lives across steps, the choice of a token, text from tokens."""
+"""Parts of generation: states that live across steps, the choice of a token, text from tokens."""

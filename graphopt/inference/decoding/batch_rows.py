@@ -6,6 +6,7 @@ pages, which take two numbers per row.
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
@@ -24,13 +25,13 @@ class Step(NamedTuple):
 
     Attributes:
         feeds: all inputs except caches, by name.
-        stored: tokens that each row has, int64 [batch].
-        tokens: tokens that each row will have then, int64 [batch].
+        past: tokens that each row has, int64 [batch].
+        total: tokens that each row will have then, int64 [batch].
     """
 
     feeds: Mapping[str, Array]
-    stored: IntArray
-    tokens: IntArray
+    past: IntArray
+    total: IntArray
 
 
 class Rows(Protocol):
@@ -42,7 +43,7 @@ class Rows(Protocol):
 
     @property
     def tokens(self) -> IntArray:
-        """Tokens that each row has stored, int64 [batch]."""
+        """Tokens that each row has, int64 [batch]."""
 
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
         """Return the step of new columns, of which ``mask`` marks the tokens; all are tokens by default.
@@ -53,6 +54,16 @@ class Rows(Protocol):
 
     def finish(self) -> None:
         """Count the columns of the last :meth:`begin`, which have been run."""
+
+    def rewind(self, lengths: IntArray) -> Rows:
+        """Return the rows with their first tokens only.
+
+        Args:
+            lengths: tokens of each row that stay, int64 [batch].
+
+        Raises:
+            InputError: a row has fewer, or rows cannot lose such tokens.
+        """
 
 
 class MaskedRows:
@@ -74,31 +85,24 @@ class MaskedRows:
         tokens: IntArray = self._mask.sum(axis=1)
         return tokens
 
-    def rewind(self, kept: IntArray) -> int:
-        """Forget the newest tokens of each row and return how many columns stay.
-
-        Args:
-            kept: tokens of each row that stay, int64 [batch].
+    def rewind(self, lengths: IntArray) -> MaskedRows:
+        """See :class:`Rows`.
 
         Raises:
             InputError: a row has fewer; or rows would end at different columns, or in the middle of padding.
         """
-        columns, tokens = self.columns, self.tokens
-        for row, (have, keep) in enumerate(zip(tokens.tolist(), kept.tolist(), strict=True)):
-            if not 0 <= keep <= have:
-                raise InputError(
-                    f"row {row} has {have} tokens and cannot be rewound to {keep}",
-                    remedy=f"give a number from 0 to {have}",
-                )
-        dropped = tokens - kept
-        first = columns - int(dropped.max(initial=0))
-        if (dropped != dropped[0]).any() or not self._mask[:, first:].all():
+        tokens = self.tokens
+        _check_lengths(tokens, lengths)
+        dropped_tokens = tokens - lengths
+        first = self.columns - int(dropped_tokens.max(initial=0))
+        if (dropped_tokens != dropped_tokens[0]).any() or not self._mask[:, first:].all():
             raise InputError(
                 "rows of a cache that grows can only be rewound by the same columns, which hold tokens of all rows",
                 remedy="rewind all rows by the same number of tokens, or add the step page_kv to the recipe",
             )
-        self._mask = self._mask[:, :first]
-        return first
+        rows = copy.copy(self)
+        rows._mask = self._mask[:, :first]
+        return rows
 
     def begin(self, input_ids: IntArray, mask: IntArray | None) -> Step:
         """See :class:`Rows`."""
@@ -117,7 +121,7 @@ class CountedRows:
 
     Args:
         interface: names of the graph's inputs.
-        tokens: tokens that each row has stored, int64 [batch].
+        tokens: tokens that each row has, int64 [batch].
         columns: columns fed so far.
     """
 
@@ -143,10 +147,26 @@ class CountedRows:
         feeds: dict[str, Array] = {"input_ids": input_ids, "past_length": self.tokens, "new_length": new}
         self._next, self._new_columns = self.tokens + new, length
         if self._has_positions:
-            places = (self._next - length)[:, None] + np.arange(length)
-            feeds["position_ids"] = np.maximum(places, 0)
+            positions = (self._next - length)[:, None] + np.arange(length)
+            feeds["position_ids"] = np.maximum(positions, 0)
         return Step(feeds, self.tokens, self._next)
 
     def finish(self) -> None:
         """See :class:`Rows`."""
         self._tokens, self._columns = self._next, self._columns + self._new_columns
+
+    def rewind(self, lengths: IntArray) -> CountedRows:
+        """See :class:`Rows`."""
+        _check_lengths(self._tokens, lengths)
+        rows = copy.copy(self)
+        rows._tokens = lengths
+        return rows
+
+
+def _check_lengths(tokens: IntArray, lengths: IntArray) -> None:
+    for row, (count, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+        if not 0 <= length <= count:
+            raise InputError(
+                f"row {row} has {count} tokens and cannot be rewound to {length}",
+                remedy=f"give a number from 0 to {count}",
+            )

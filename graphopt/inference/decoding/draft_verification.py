@@ -6,7 +6,7 @@
 
 A token is sampled from the same logits, with the same draw, as if it came alone. So the text depends on the model, the
 prompt and the seed, and not on the drafts. That logits of several tokens in a step are the same to the bit as of one
-is what :mod:`graphopt.inference.decoding.rollback_trace` and :mod:`graphopt.inference.decoding.step_costs` look after.
+is what :mod:`graphopt.inference.states.rollback` and :mod:`graphopt.inference.decoding.step_costs` look after.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from graphopt.errors import InputError
 from graphopt.inference.decoding.draft_lengths import Lengths
 from graphopt.inference.decoding.draft_statistics import DraftStats
 from graphopt.inference.decoding.draft_verification import Columns, Verdict
-from graphopt.inference.decoding.rollback_trace import Mark, check_drafts
 from graphopt.inference.decoding.step_costs import LONGEST, Costs, costs_of
+from graphopt.inference.states.rollback import check_drafts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.decoder import Decoder
     from graphopt.inference.decoding.proposer import Guess, Proposer
     from graphopt.inference.session import Session
+    from graphopt.inference.states.store import Mark
 
 _STALL = 2.0
 """Times its usual time that a step is charged for, at most: what comes on top was another program's."""
@@ -165,7 +166,7 @@ class Drafting:
             if text:
                 kept[row] += len(text) + max(0, verdict.sampled[row] - 1)
         if (kept < decoder.tokens).any():
-            decoder.take_back(before, kept)
+            decoder.roll_back(before, kept)
         # A row that went back further feeds its tokens once more.
         back = (kept - decoder.tokens).tolist()
         for row, draft in enumerate(self._drafts):

@@ -95,7 +95,7 @@ def _measured(session: Session, batch: int) -> Costs:
     widths = [width for width in WIDTHS if width <= room] or [1]
     vocabulary = session.interface.vocabulary or 2
     ids = np.random.default_rng(0).integers(0, vocabulary, (batch, _BEGINNING + widths[-1]))
-    decoder = Decoder(session, batch, expected=ids.shape[1])
+    decoder = Decoder(session, batch, room=ids.shape[1])
     decoder.step(ids[:, :_BEGINNING])
     begin = decoder.tokens
     singly, found = [], {1: math.inf}

@@ -3,7 +3,7 @@
     side by side    8 prompts of 100 to 1000 tokens: 8 x 1000 columns, of which half are padding
     apart           the tokens that there are
 
-Prepacking (Zhao et al., 2024, arXiv:2404.09529) packs prompts into one row for that. Where each row of a cache in pages
+Prepacking (Zhao et al., 2024, arXiv:2404.09529) packs prompts into one row for that. Where each row of states in pages
 lies by itself, a step of one row writes there as well, and no mask is needed between prompts. Kernels are as fast for
 the rows of one prompt as for those of several once there are some tens of them.
 """
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.floating]
 
-_LEAST = 32
+_MIN_COST = 32
 """Tokens below which a prompt by itself costs hardly less: kernels do their best with some tens of rows."""
 
 _SHARE = 0.8
 """Of the columns with padding, that tokens may be for prompts to go apart."""
 
 
-def pay_apart(mask: IntArray) -> bool:
+def is_faster_unpadded(mask: IntArray) -> bool:
     """Return whether prompts are fed faster one after the other.
 
     Args:
@@ -38,11 +38,11 @@ def pay_apart(mask: IntArray) -> bool:
     """
     batch = len(mask)
     counts: list[int] = mask.sum(axis=1).tolist()
-    apart = sum(max(count, _LEAST) for count in counts)
-    return batch > 1 and apart < _SHARE * mask.size
+    cost = sum(max(count, _MIN_COST) for count in counts)
+    return batch > 1 and cost < _SHARE * mask.size
 
 
-class OneRow(Protocol):
+class RowDecoder(Protocol):
     """A decoder of one row, see :class:`graphopt.inference.decoding.decoder.Decoder`."""
 
     hidden: Floats | None
@@ -56,7 +56,7 @@ class OneRow(Protocol):
 
 
 @dataclass(frozen=True)
-class Fed:
+class Prefill:
     """What rows were fed so far; numbers are 0 where a row was not.
 
     Attributes:
@@ -70,11 +70,11 @@ class Fed:
     hidden: Floats | None
 
 
-def feed_apart(decoders: Iterable[OneRow], input_ids: IntArray, mask: IntArray) -> Iterator[Fed]:
+def feed_rows(decoders: Iterable[RowDecoder], input_ids: IntArray, mask: IntArray) -> Iterator[Prefill]:
     """Feed prompts one after the other, each piece by piece, and yield behind each piece.
 
     Args:
-        decoders: of each row, with a cache that is a part of the batch's.
+        decoders: of each row, with states that are a part of the batch's.
         input_ids: the tokens, [batch, length], each prompt at the right end of its row.
         mask: 1 for a token, 0 for padding, [batch, length].
     """
@@ -82,15 +82,15 @@ def feed_apart(decoders: Iterable[OneRow], input_ids: IntArray, mask: IntArray) 
     tokens, newest, states = np.zeros(batch, np.int64), None, None
     for row, (count, decoder) in enumerate(zip(mask.sum(axis=1).tolist(), decoders, strict=True)):
         for _, logits in decoder.feed(input_ids[row : row + 1, length - count :]) if count else ():
-            newest = _with(newest, logits, batch, row)
-            states = None if decoder.hidden is None else _with(states, decoder.hidden, batch, row)
+            newest = _write_row(newest, logits, batch, row)
+            states = None if decoder.hidden is None else _write_row(states, decoder.hidden, batch, row)
             tokens[row] = decoder.tokens[0]
-            yield Fed(tokens.copy(), newest, states)
+            yield Prefill(tokens.copy(), newest, states)
 
 
-def _with(every: Floats | None, numbers: Floats, batch: int, row: int) -> Floats:
-    """Write the last position of ``numbers`` [1, positions, width] to a row of ``every`` [batch, 1, width]."""
-    if every is None:
-        every = np.zeros((batch, 1, numbers.shape[-1]), numbers.dtype)
-    every[row, 0] = numbers[0, -1]
-    return every
+def _write_row(rows: Floats | None, positions: Floats, batch: int, row: int) -> Floats:
+    """Write the last position of ``positions`` [1, positions, width] to a row of ``rows`` [batch, 1, width]."""
+    if rows is None:
+        rows = np.zeros((batch, 1, positions.shape[-1]), positions.dtype)
+    rows[row, 0] = positions[0, -1]
+    return rows

@@ -115,7 +115,7 @@ def profile(
     def run(given: Opened) -> tuple[list[float], list[float]]:
         session, feeds, steps = session_from(given), [], []
         for _ in range(repeats + 1):
-            decoder = Decoder(session, 1, expected=prompt + tokens)
+            decoder = Decoder(session, 1, room=prompt + tokens)
             feeds.append(_timed(lambda decoder=decoder: list(decoder.feed(ids[:, :prompt]))))  # type: ignore[misc]
         for at in range(prompt, prompt + tokens):
             steps.append(_timed(lambda at=at: decoder.step(ids[:, at : at + 1])))  # type: ignore[misc]

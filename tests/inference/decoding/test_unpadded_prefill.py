@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from graphopt.compile.pipeline import optimize
 from graphopt.inference.decoding import decoder as decoding
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.unpadded_prefill import pay_apart
+from graphopt.inference.decoding.unpadded_prefill import is_faster_unpadded
 from graphopt.inference.generation import generate
 from graphopt.inference.session import Session, load
 from graphopt.passes.recipe import load_recipe
@@ -42,7 +42,7 @@ def sessions(llama_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.fixture
 def apart(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Return a function that says whether prompts go apart."""
-    return lambda yes: monkeypatch.setattr(decoding, "pay_apart", lambda mask: yes)
+    return lambda yes: monkeypatch.setattr(decoding, "is_faster_unpadded", lambda mask: yes)
 
 
 def padded(counts: list[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -96,7 +96,7 @@ def test_texts_are_the_same(sessions: dict[str, Session], counts: list[int], nam
     found = []
     for yes in (False, True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoding, "pay_apart", lambda mask, yes=yes: yes)
+            patch.setattr(decoding, "is_faster_unpadded", lambda mask, yes=yes: yes)
             found.append([each.tokens for each in generate(sessions[name], prompts, max_new_tokens=8)])
     assert found[0] == found[1]
 
@@ -123,4 +123,4 @@ def test_a_caller_that_stops_finds_what_rows_were_fed(
 )
 def test_prompts_go_apart_where_padding_would_cost_more(counts: list[int], pays: bool) -> None:
     """A prompt of 5 counts as 32, as a step of few rows costs hardly less."""
-    assert pay_apart(padded(counts)[1]) is pays
+    assert is_faster_unpadded(padded(counts)[1]) is pays

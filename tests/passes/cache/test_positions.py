@@ -86,10 +86,10 @@ def test_text_longer_than_the_positions_is_scored_and_the_cache_stays(llama_arti
     decoder, ids = Decoder(session, 1), np.zeros((1, POSITIONS), np.int64)
     decoder.step(ids)
     decoder.step(ids)  # beside what the first of these tokens still read
-    size = decoder.cache.bytes
+    size = decoder.states.bytes
     for _ in range(3):
         decoder.step(ids)
-    assert decoder.cache.bytes == size
+    assert decoder.states.bytes == size
     with pytest.raises(InputError, match=f"longer than the model's {POSITIONS} positions"):
         Decoder(plain, 1).step(np.zeros((1, POSITIONS + 1), np.int64))
 

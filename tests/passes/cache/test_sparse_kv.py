@@ -88,7 +88,7 @@ def test_streaming_is_measured_and_its_cache_stops_growing(llama_artifact: Path,
     decoder, ids = Decoder(session, 1), np.random.default_rng(0).integers(0, 300, (1, 120))
     steps = [decoder.step(ids[:, [column]])[:, -1] for column in range(120)]
     # a page of sinks, and the 8 newest, one new token and a page: 25 tokens in pages of 16
-    assert decoder.cache.pages == (3, 3)
+    assert decoder.states.pages == (3, 3)
     # in one call nothing goes round, and every query reads the same: float32 rounding, as of page_kv
     assert relative(session.logits(ids), np.stack(steps, axis=1)) < FLOAT32
 
@@ -143,7 +143,7 @@ def test_compensated_streaming_in_any_calls(llama_artifact: Path, tmp_path: Path
     decoder, ids = Decoder(session, 1), np.random.default_rng(0).integers(0, 300, (1, 120))
     steps = [decoder.step(ids[:, [column]])[:, -1] for column in range(120)]
     # a page of sinks, and the 8 newest, one new token, a page and another one, whose summary is the mean
-    assert decoder.cache.pages == (4, 4)
+    assert decoder.states.pages == (4, 4)
     in_one = session.logits(ids)
     assert relative(in_one, np.stack(steps, axis=1)) < FLOAT32
     # back to the first length whose pages are all there, and on again

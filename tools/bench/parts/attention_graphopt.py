@@ -12,7 +12,7 @@ import numpy as np
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.large_pages import aligned_zeros
+from graphopt.inference.states.large_pages import aligned_zeros
 from graphopt.ort.session import open_session
 from graphopt.runtime_ops import DOMAIN, OPERATORS, library_path
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STORAGES, STREAMING, KVAttributes

@@ -134,7 +134,7 @@ def edited(text: str) -> str:
 def step_medians(session: Session, widths: Sequence[int], context: int = 64, rounds: int = 15) -> list[float]:
     """Return the seconds of steps of so many tokens behind ``context`` others, medians of rounds in turn."""
     ids = np.random.default_rng(0).integers(0, session.interface.vocabulary or 2, (1, context + max(widths)))
-    decoder = Decoder(session, 1, expected=ids.shape[1])
+    decoder = Decoder(session, 1, room=ids.shape[1])
     decoder.step(ids[:, :context])
     found: list[list[float]] = [[] for _ in widths]
     for _ in range(rounds):
@@ -156,7 +156,7 @@ def written(
         assert isinstance(row, Given)
         row.given = task.given
     drafts = None if speculation is None else speculation.start(session, [row])
-    steps = run(Decoder(session, 1, expected=room_for([row])), [row], np.array([task.prompt]), drafts=drafts)
+    steps = run(Decoder(session, 1, room=room_for([row])), [row], np.array([task.prompt]), drafts=drafts)
     next(steps)
     began = time.perf_counter()
     for _ in steps:

@@ -63,7 +63,7 @@ def as_one(session: Session, ids: IntArray) -> tuple[Nats, int]:
     nats, largest = [], 0
     for begin, logits in decoder.feed(ids[None, :-1]):
         nats.append(negative_log_likelihood(logits[0], ids[begin + 1 :][: logits.shape[1]]))
-        largest = max(largest, decoder.cache.bytes)
+        largest = max(largest, decoder.states.bytes)
     return np.concatenate(nats), largest
 
 

@@ -78,7 +78,7 @@ class _Turn:
         self.smaller = smaller
         vocabulary = min(session.interface.vocabulary or 2 for session in (target, smaller))
         self._ids = np.random.default_rng(0).integers(0, vocabulary, (1, _PREFIX + _DRAFT + 1))
-        self._decoders = [Decoder(session, 1, expected=self._ids.shape[1]) for session in (target, smaller)]
+        self._decoders = [Decoder(session, 1, room=self._ids.shape[1]) for session in (target, smaller)]
         for decoder in self._decoders:
             decoder.step(self._ids[:, :_PREFIX])
         self.seconds()

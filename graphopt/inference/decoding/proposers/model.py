@@ -217,9 +217,9 @@ class FollowedTexts:
         """Feed what the states do not hold of the texts whose drafts have a limit above 0; return the logits."""
         longest = max(map(len, texts))
         if self._decoder is None:
-            self._decoder = Decoder(self._session, len(texts), expected=longest + max(limits) + _RESERVE)
+            self._decoder = Decoder(self._session, len(texts), room=longest + max(limits) + _RESERVE)
         if not self.truncate([self._common_length(row, text, limits[row]) for row, text in enumerate(texts)]):
-            self._decoder = Decoder(self._session, len(texts), expected=longest)
+            self._decoder = Decoder(self._session, len(texts), room=longest)
             self._tokens = [[] for _ in texts]
         tokens = zip(texts, self._tokens, limits, strict=True)
         return self.feed([list(text[len(held) :]) if limit > 0 else [] for text, held, limit in tokens])

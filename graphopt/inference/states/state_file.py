@@ -1,4 +1,4 @@
-"""The cache of a session in a file: safetensors, with the SHA-256 of the content.
+"""States of a batch in a file: safetensors, with the SHA-256 of the content.
 
 Only pages that are in use are written. A file says of which model, and of which layers, sizes and policies it is; a
 cache of another model is refused, and so is a file that was changed or cut off. States of bfloat16 and float8 are
@@ -13,22 +13,21 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from graphopt.errors import InputError
+from graphopt.inference.states.store import Saved
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from graphopt.inference.states.store import Array
     from graphopt.tasks.ports import IntArray
-
-Array = npt.NDArray[Any]
 
 _FORMAT = "graphopt cache 1"
 
@@ -36,36 +35,34 @@ _TYPES = {dtype.name: dtype for dtype in FLOATS.values()}
 
 
 @dataclass(frozen=True)
-class CacheFile:
+class StateFile:
     """The content of such a file.
 
     Attributes:
         model: fingerprint of the model.
-        layers: sizes and policies of its caches, as JSON.
-        tokens: tokens that each row has stored, int64 [batch].
+        layout: kinds, sizes and policies of the states, see :attr:`StateStore.layout`.
+        tokens: tokens that each row has, int64 [batch].
         columns: columns fed so far.
-        oldest: by layer and row, the oldest page after the sinks that is not overwritten.
-        states: the state tensors, by graph input.
+        saved: the states.
     """
 
     model: str
-    layers: str
+    layout: str
     tokens: IntArray
     columns: int
-    oldest: list[list[int]]
-    states: Mapping[str, Array]
+    saved: Saved
 
     def write(self, file: Path) -> None:
         """Write the file, whole or not at all."""
         metadata = {
             "format": _FORMAT,
             "model": self.model,
-            "layers": self.layers,
+            "layers": self.layout,
             "tokens": json.dumps(self.tokens.tolist()),
             "columns": str(self.columns),
-            "oldest": json.dumps(self.oldest),
+            "oldest": self.saved.progress,
         }
-        states = {name: np.ascontiguousarray(array) for name, array in self.states.items()}
+        states = {name: np.ascontiguousarray(array) for name, array in self.saved.arrays.items()}
         types = {name: array.dtype.name for name, array in states.items() if array.dtype.kind == "V"}
         if types:
             metadata["types"] = json.dumps(types)
@@ -81,7 +78,7 @@ class CacheFile:
             Path(temporary).unlink(missing_ok=True)
 
     @classmethod
-    def read(cls, file: Path) -> CacheFile:
+    def load(cls, file: Path) -> StateFile:
         """Read a file.
 
         Raises:
@@ -90,9 +87,9 @@ class CacheFile:
         if not file.is_file():
             raise InputError("there is no cache file here", file=file)
         try:
-            with safe_open(file, framework="numpy") as stored:
-                metadata = stored.metadata() or {}
-                states = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118, it is no dict
+            with safe_open(file, framework="numpy") as reader:
+                metadata = reader.metadata() or {}
+                states = {name: reader.get_tensor(name) for name in reader.keys()}  # noqa: SIM118, it is no dict
         except (SafetensorError, OSError) as error:
             raise InputError(f"the cache file cannot be read: {error}", file=file) from error
         if metadata.get("format") != _FORMAT:
@@ -102,14 +99,14 @@ class CacheFile:
         types = json.loads(metadata.get("types", "{}"))
         states |= {name: states[name].view(_TYPES[type_name]) for name, type_name in types.items()}
         tokens = np.array(json.loads(metadata["tokens"]), np.int64)
-        oldest = json.loads(metadata["oldest"])
-        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), oldest, states)
+        saved = Saved(states, metadata["oldest"])
+        return cls(metadata["model"], metadata["layers"], tokens, int(metadata["columns"]), saved)
 
 
 def _digest(metadata: Mapping[str, str], states: Mapping[str, Array]) -> str:
     """Return the SHA-256 of metadata and tensors, independent of their order in the file."""
-    found = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
+    digest = hashlib.sha256(json.dumps(dict(sorted(metadata.items()))).encode())
     for name, array in sorted(states.items()):
-        found.update(json.dumps([name, array.dtype.str, array.shape]).encode())
-        found.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
-    return found.hexdigest()
+        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        digest.update(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""Where the states of a cache lie: tensors [batch, KV heads, places, ...] in memory of the host, or of a GPU.
+"""Where states in pages lie: tensors [batch, KV heads, pages, ...] in memory of the host, or of a GPU.
 
-A place is a page, or a slot for a page that is still floats. The graph reads and writes a buffer where it lies. The
-host edits some places of a row, of all heads at once, when a cache grows or is rewound, copied or saved; for a GPU see
-:mod:`graphopt.inference.decoding.device`.
+A page may be a slot for a page that is still floats. The graph reads and writes a buffer where it lies. The host edits
+some pages of a row, of all heads at once, when states grow or is rewound, copied or saved; for a GPU see
+:mod:`graphopt.inference.states.device_memory`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from graphopt.inference.decoding.large_pages import aligned_zeros
+from graphopt.inference.states.large_pages import aligned_zeros
 from graphopt.ort.session import ort_value
 from graphopt.util.memory import available_memory
 
@@ -30,7 +30,7 @@ class Buffer(ABC):
     """A state tensor: zeros, until something is written.
 
     Attributes:
-        shape: [batch, KV heads, places, ...].
+        shape: [batch, KV heads, pages, ...].
         dtype: of its numbers.
     """
 
@@ -38,7 +38,7 @@ class Buffer(ABC):
     dtype: np.dtype[Any]
 
     @property
-    def places(self) -> int:
+    def pages(self) -> int:
         """Pages, or slots, of each head of a row."""
         return self.shape[2]
 
@@ -48,28 +48,28 @@ class Buffer(ABC):
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     @abstractmethod
-    def whole(self, places: int) -> Array:
-        """Return the first places of all rows, [batch, KV heads, places, ...], without a copy where possible."""
+    def array_of(self, pages: int) -> Array:
+        """Return the first pages of all rows, [batch, KV heads, pages, ...], without a copy where possible."""
 
     @abstractmethod
-    def read(self, row: int, place: int) -> Array:
-        """Return a place of a row, [KV heads, ...], which may be the buffer's own memory."""
+    def get(self, row: int, page: int) -> Array:
+        """Return a page of a row, [KV heads, ...], which may be the buffer's own memory."""
 
     @abstractmethod
     def write(self, row: int, first: int, numbers: Array) -> None:
-        """Write places from ``first`` on of a row, [KV heads, places, ...]."""
+        """Write pages from ``first`` on of a row, [KV heads, pages, ...]."""
 
     @abstractmethod
-    def copy(self, row: int, first: int, source: Buffer, source_row: int, source_first: int, places: int) -> None:
-        """Copy places of a row of another buffer to a row of this one.
+    def copy(self, row: int, first: int, source: Buffer, source_row: int, source_first: int, pages: int) -> None:
+        """Copy pages of a row of another buffer to a row of this one.
 
         Args:
             row: of this buffer.
-            first: of its places, where the first one goes.
-            source: a buffer in the same memory, with the same number of heads and of numbers per place.
+            first: of its pages, where the first one goes.
+            source: a buffer in the same memory, with the same number of heads and of numbers per page.
             source_row: of that.
-            source_first: the first of its places.
-            places: how many.
+            source_first: the first of its pages.
+            pages: how many.
         """
 
     @abstractmethod
@@ -103,24 +103,24 @@ class Row:
     row: int
 
     @property
-    def places(self) -> int:
+    def pages(self) -> int:
         """See :class:`Buffer`."""
-        return self.buffer.places
+        return self.buffer.pages
 
-    def read(self, place: int) -> Array:
-        """See :meth:`Buffer.read`."""
-        return self.buffer.read(self.row, place)
+    def get(self, page: int) -> Array:
+        """See :meth:`Buffer.get`."""
+        return self.buffer.get(self.row, page)
 
-    def write(self, place: int, numbers: Array) -> None:
-        """Write one place, [KV heads, ...]."""
-        self.buffer.write(self.row, place, numbers[:, None])
+    def write(self, page: int, numbers: Array) -> None:
+        """Write one page, [KV heads, ...]."""
+        self.buffer.write(self.row, page, numbers[:, None])
 
 
 class HostBuffer(Buffer):
     """An array of NumPy, which onnxruntime sees without a copy.
 
     Args:
-        array: [batch, KV heads, places, ...], contiguous.
+        array: [batch, KV heads, pages, ...], contiguous.
     """
 
     def __init__(self, array: Array) -> None:
@@ -132,23 +132,23 @@ class HostBuffer(Buffer):
         """Return one row as a buffer of its own, in the same memory."""
         return HostBuffer(self.array[row : row + 1])
 
-    def whole(self, places: int) -> Array:
-        """See :meth:`Buffer.whole`."""
-        return self.array[:, :, :places]
+    def array_of(self, pages: int) -> Array:
+        """See :meth:`Buffer.array_of`."""
+        return self.array[:, :, :pages]
 
-    def read(self, row: int, place: int) -> Array:
-        """See :meth:`Buffer.read`."""
-        page: Array = self.array[row, :, place]
-        return page
+    def get(self, row: int, page: int) -> Array:
+        """See :meth:`Buffer.get`."""
+        content: Array = self.array[row, :, page]
+        return content
 
     def write(self, row: int, first: int, numbers: Array) -> None:
         """See :meth:`Buffer.write`."""
         self.array[row, :, first : first + numbers.shape[1]] = numbers
 
-    def copy(self, row: int, first: int, source: Buffer, source_row: int, source_first: int, places: int) -> None:
+    def copy(self, row: int, first: int, source: Buffer, source_row: int, source_first: int, pages: int) -> None:
         """See :meth:`Buffer.copy`."""
         assert isinstance(source, HostBuffer)
-        self.write(row, first, source.array[source_row, :, source_first : source_first + places])
+        self.write(row, first, source.array[source_row, :, source_first : source_first + pages])
 
     def bind_input(self, binding: onnxruntime.IOBinding, name: str) -> None:
         """See :meth:`Buffer.bind_input`."""

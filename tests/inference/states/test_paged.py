@@ -9,12 +9,12 @@ import pytest
 
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
-from graphopt.inference.decoding.buffer import HostBuffer
 from graphopt.inference.decoding.decoder import Decoder
-from graphopt.inference.decoding.device import DeviceBuffer
-from graphopt.inference.decoding.paged import PagedCache
 from graphopt.inference.generation import generate
 from graphopt.inference.session import Session, load
+from graphopt.inference.states.buffers import HostBuffer
+from graphopt.inference.states.device_memory import DeviceBuffer
+from graphopt.inference.states.paged import PagedStates
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.evaluation import evaluate
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS
@@ -145,40 +145,40 @@ def test_the_cache_grows_by_doubling_and_reports_its_memory(
     seen = []
     for _ in range(70):
         decoder.step(tokens(1, 1))
-        seen.append(decoder.cache.capacity)
+        seen.append(decoder.states.capacity)
     assert sorted(set(seen)) == [16, 32, 64, 128]
-    assert decoder.cache.pages == (8, 8)
+    assert decoder.states.pages == (8, 8)
     # 2 layers, keys and values, 2 heads of 16 numbers of 4 bytes, and a second set where a body cannot write in place
     sets = 1 if decoder._session.in_place else 2
-    assert decoder.cache.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
-    buffers = [each for layer in decoder.cache.states for state in layer.values() for each in state.buffers]
+    assert decoder.states.bytes == sets * 128 * 2 * 2 * 2 * 16 * 4
+    buffers = [each for layer in decoder.states.tensors for state in layer.values() for each in state.buffers]
     assert {type(each) for each in buffers} == {DeviceBuffer if device == "cuda" else HostBuffer}
 
 
 def test_room_for_what_is_expected_is_made_at_once(make_session: Callable[..., Session]) -> None:
     session = make_session("llama", page=16)
-    decoder = Decoder(session, 1, expected=90)
-    assert decoder.cache.capacity == 96
+    decoder = Decoder(session, 1, room=90)
+    assert decoder.states.capacity == 96
     decoder.step(tokens(1, 90))
-    assert decoder.cache.capacity == 96
+    assert decoder.states.capacity == 96
     decoder.step(tokens(1, 7))  # more than was expected
-    assert decoder.cache.capacity == 128
+    assert decoder.states.capacity == 128
 
 
 def test_what_is_expected_is_no_more_than_a_wish(make_session: Callable[..., Session]) -> None:
     session = make_session("llama", page=16)
     sets = 1 if session.in_place else 2
     limit = sets * 48 * 256 * 2
-    cache = PagedCache(session.interface, 1, in_place=session.in_place, memory_limit=limit, expected=1000)
+    cache = PagedStates(session.interface, 1, in_place=session.in_place, memory_limit=limit, room=1000)
     assert cache.capacity == 16
-    positions = PagedCache(session.interface, 1, in_place=session.in_place, max_tokens=40, expected=1000)
+    positions = PagedStates(session.interface, 1, in_place=session.in_place, max_tokens=40, room=1000)
     assert positions.capacity == 48
 
 
 def test_generating_grows_no_cache(make_session: Callable[..., Session], monkeypatch: pytest.MonkeyPatch) -> None:
     session, grown = make_session("llama", page=16), []
-    grow = PagedCache._grow
-    monkeypatch.setattr(PagedCache, "_grow", lambda *given: (grown.append(given), grow(*given)))
+    grow = PagedStates._grow
+    monkeypatch.setattr(PagedStates, "_grow", lambda *given: (grown.append(given), grow(*given)))
     generate(session, [[1] * 20, [2] * 3], max_new_tokens=50)
     assert len(grown) == 1
 
@@ -195,8 +195,8 @@ def test_logits_stay_what_they_were_while_others_are_made(make_session: Callable
 def test_too_little_memory_is_said_before_it_runs_out(make_session: Callable[..., Session]) -> None:
     session = make_session("llama", page=16)
     sets = 1 if session.in_place else 2
-    cache = PagedCache(session.interface, 1, in_place=session.in_place, memory_limit=sets * 48 * 256 * 2)
-    decoder = Decoder(session, 1, cache=cache)
+    cache = PagedStates(session.interface, 1, in_place=session.in_place, memory_limit=sets * 48 * 256 * 2)
+    decoder = Decoder(session, 1, states=cache)
     decoder.step(tokens(1, 30))
     # doubled to 64 tokens it would not fit, with the 48 that are needed it does
     decoder.step(tokens(1, 10))
@@ -218,7 +218,7 @@ def test_a_window_keeps_the_cache_from_growing(
     found = [decoder.step(ids[:, :7]), *(decoder.step(ids[:, [column]]) for column in range(7, 120))]
     assert close(expected, np.concatenate(found, axis=1))
     # window 6, calls of 7 and a page: two pages of 16
-    assert decoder.cache.pages == (2,)
+    assert decoder.states.pages == (2,)
 
 
 def test_a_larger_call_moves_pages_that_have_gone_round(
@@ -357,7 +357,7 @@ def test_caches_of_types_that_numpy_has_not_are_rewound_forked_saved_and_restore
     decoder.rewind(40)
     decoder.save(tmp_path / "cache.safetensors")
     restored = Decoder.restore(session, tmp_path / "cache.safetensors")
-    assert {array.dtype.name for array in restored.cache.contents().values()} == {FLOATS[storage].name}
+    assert {array.dtype.name for array in restored.states.contents().values()} == {FLOATS[storage].name}
     forked = decoder.fork([1, 0])
     assert np.array_equal(decoder.step(more), expected)
     assert np.array_equal(restored.step(more), expected)

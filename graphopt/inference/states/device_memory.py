@@ -1,4 +1,4 @@
-"""States of a cache in memory of a GPU, through the C interface of graphopt's library (``cuda/c_interface.h``).
+"""States in memory of a GPU, through the C interface of graphopt's library (``cuda/c_interface.h``).
 
 onnxruntime is given pointers and copies nothing. Each call waits until it is done, and onnxruntime waits for its own
 stream at the end of a run, so neither reads unfinished results of the other.
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import onnx_ir as ir
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.buffer import Buffer, HostMemory, Memory
+from graphopt.inference.states.buffers import Buffer, HostMemory, Memory
 from graphopt.runtime_ops import library_path
 
 if TYPE_CHECKING:
@@ -52,14 +52,14 @@ class DeviceMemory:
         self._library.graphopt_cuda_free.argtypes, self._library.graphopt_cuda_free.restype = [pointer], None
 
     def zeros(self, tensor: StateTensor) -> Buffer:
-        """See :meth:`graphopt.inference.decoding.buffer.Memory.zeros`."""
+        """See :meth:`graphopt.inference.states.buffers.Memory.zeros`."""
         return DeviceBuffer(self, tuple(int(size) for size in tensor.shape), tensor.dtype)
 
     def available(self) -> int:
         """Return the bytes that the driver could still allocate, without what onnxruntime holds in advance."""
-        left = ctypes.c_size_t()
-        self._check(self._library.graphopt_cuda_memory_left(ctypes.byref(left)))
-        return left.value
+        size = ctypes.c_size_t()
+        self._check(self._library.graphopt_cuda_memory_left(ctypes.byref(size)))
+        return size.value
 
     def allocate(self, owner: object, size: int) -> int:
         """Return the address of ``size`` bytes of zeros, which are freed when ``owner`` is collected."""
@@ -69,9 +69,9 @@ class DeviceMemory:
         weakref.finalize(owner, self._library.graphopt_cuda_free, pointer.value).atexit = False
         return pointer.value or 0
 
-    def copy(self, to: int, to_pitch: int, source: int, source_pitch: int, size: int, rows: int) -> None:
+    def copy(self, target: int, target_pitch: int, source: int, source_pitch: int, size: int, rows: int) -> None:
         """Copy ``rows`` runs of ``size`` bytes, which begin a pitch apart, from and to the host or the GPU."""
-        self._check(self._library.graphopt_cuda_copy(to, to_pitch, source, source_pitch, size, rows))
+        self._check(self._library.graphopt_cuda_copy(target, target_pitch, source, source_pitch, size, rows))
 
     def _check(self, failure: bytes | None) -> None:
         if failure is not None:
@@ -85,35 +85,35 @@ class DeviceBuffer(Buffer):
         self.shape, self.dtype = shape, dtype
         self._memory = memory
         self._pointer = memory.allocate(self, self.nbytes)
-        self._place = int(np.prod(shape[3:])) * dtype.itemsize  # bytes
-        self._head = shape[2] * self._place
+        self._page_bytes = int(np.prod(shape[3:])) * dtype.itemsize  # bytes
+        self._head = shape[2] * self._page_bytes
         self._bound = (memory.device, 0, int(ir.DataType.from_numpy(dtype)), shape, self._pointer)
 
-    def whole(self, places: int) -> Array:
-        """See :meth:`Buffer.whole`: a copy."""
-        copy = np.empty((*self.shape[:2], places, *self.shape[3:]), self.dtype)
-        size = places * self._place
+    def array_of(self, pages: int) -> Array:
+        """See :meth:`Buffer.array_of`: a copy."""
+        copy = np.empty((*self.shape[:2], pages, *self.shape[3:]), self.dtype)
+        size = pages * self._page_bytes
         self._memory.copy(copy.ctypes.data, size, self._pointer, self._head, size, self.shape[0] * self.shape[1])
         return copy
 
-    def read(self, row: int, place: int) -> Array:
-        """See :meth:`Buffer.read`: a copy."""
+    def get(self, row: int, page: int) -> Array:
+        """See :meth:`Buffer.get`: a copy."""
         copy = np.empty((self.shape[1], *self.shape[3:]), self.dtype)
-        at = self._at(row, place, 1)
-        self._memory.copy(copy.ctypes.data, self._place, at, self._head, self._place, self.shape[1])
+        address = self._address(row, page, 1)
+        self._memory.copy(copy.ctypes.data, self._page_bytes, address, self._head, self._page_bytes, self.shape[1])
         return copy
 
     def write(self, row: int, first: int, numbers: Array) -> None:
         """See :meth:`Buffer.write`."""
         numbers = np.ascontiguousarray(numbers, self.dtype)
-        at, size = self._at(row, first, numbers.shape[1]), numbers.shape[1] * self._place
-        self._memory.copy(at, self._head, numbers.ctypes.data, size, size, self.shape[1])
+        address, size = self._address(row, first, numbers.shape[1]), numbers.shape[1] * self._page_bytes
+        self._memory.copy(address, self._head, numbers.ctypes.data, size, size, self.shape[1])
 
-    def copy(self, row: int, first: int, source: Buffer, source_row: int, source_first: int, places: int) -> None:
+    def copy(self, row: int, first: int, source: Buffer, source_row: int, source_first: int, pages: int) -> None:
         """See :meth:`Buffer.copy`."""
         assert isinstance(source, DeviceBuffer)
-        to, at = self._at(row, first, places), source._at(source_row, source_first, places)
-        self._memory.copy(to, self._head, at, source._head, places * self._place, self.shape[1])
+        target, address = self._address(row, first, pages), source._address(source_row, source_first, pages)
+        self._memory.copy(target, self._head, address, source._head, pages * self._page_bytes, self.shape[1])
 
     def bind_input(self, binding: onnxruntime.IOBinding, name: str) -> None:
         """See :meth:`Buffer.bind_input`."""
@@ -123,11 +123,11 @@ class DeviceBuffer(Buffer):
         """See :meth:`Buffer.bind_output`."""
         binding.bind_output(name, *self._bound)
 
-    def _at(self, row: int, first: int, places: int) -> int:
-        """Return the address of places of a row, after checking that they exist."""
-        if not (0 <= row < self.shape[0] and first >= 0 and first + places <= self.shape[2]):
-            raise IndexError(f"places {first} to {first + places} of row {row} of a state {list(self.shape)}")
-        return self._pointer + row * self.shape[1] * self._head + first * self._place
+    def _address(self, row: int, first: int, pages: int) -> int:
+        """Return the address of pages of a row, after checking that they exist."""
+        if not (0 <= row < self.shape[0] and first >= 0 and first + pages <= self.shape[2]):
+            raise IndexError(f"pages {first} to {first + pages} of row {row} of a state {list(self.shape)}")
+        return self._pointer + row * self.shape[1] * self._head + first * self._page_bytes
 
 
 def memory_of(session: Session) -> Memory:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphopt.errors import InputError
-from graphopt.inference.decoding.buffer import Buffer, HostMemory, Memory, Row
-from graphopt.inference.decoding.device import DeviceMemory
+from graphopt.inference.states.buffers import Buffer, HostMemory, Memory, Row
+from graphopt.inference.states.device_memory import DeviceMemory
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, StateTensor
 
 TYPES = (*FLOATS.values(), np.dtype(np.uint8))
@@ -57,8 +57,8 @@ def test_they_agree(
         Row(source, row).write(first, numbers((heads, size), dtype, 11))
         target.copy(to_row, to, source, row, first, count)
         assert source.nbytes == batch * heads * places * size * dtype.itemsize
-        read = [Row(buffer, row).read(first) for buffer in (source, target)]
-        return [*read, source.whole(count), source.whole(places), target.whole(places + more)]
+        read = [Row(buffer, row).get(first) for buffer in (source, target)]
+        return [*read, source.array_of(count), source.array_of(places), target.array_of(places + more)]
 
     expected, found = use(HostMemory()), use(memory)
     assert all(equal(*each) for each in zip(expected, found, strict=True))
@@ -74,7 +74,7 @@ def test_places_that_are_not_there_are_an_error_before_anything_is_copied(memory
             buffer.write(row, first, np.ones((3, count, 5), np.float32))
         with pytest.raises(IndexError):
             buffer.copy(0, 0, buffer, row, first, count)
-    assert not buffer.whole(4).any()
+    assert not buffer.array_of(4).any()
 
 
 def test_memory_that_cannot_be_had_is_an_error_that_names_the_library(memory: DeviceMemory) -> None:
