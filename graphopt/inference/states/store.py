@@ -12,7 +12,7 @@ A kind of states is a store:
 
 A recurrent matrix, or the tail of a convolution, has a fixed size for each row and does not know the tokens that it was
 made of. Its store needs no room for new tokens; :meth:`StateStore.mark` copies it, :meth:`StateStore.roll_back` puts
-the copy back, so that the tokens that stay are fed once more; ``rewind`` allows 0 and the lengths of copies that are kept;
+the copy back, and the tokens that stay are fed once more; ``rewind`` allows 0 and the lengths of copies that are kept;
 ``fork`` and ``save`` copy it whole. A model with several kinds has a store that asks one of each.
 """
 
