@@ -12,18 +12,13 @@ import onnx_ir as ir
 import onnxruntime
 
 from graphopt.artifact import artifact
+from graphopt.compile.compilation import Compilation
 from graphopt.graph.diagnostics import PassReport
-from graphopt.graph.weights.evaluator import Evaluator
-from graphopt.graph.weights.store import Store
-from graphopt.ort.runner import Runner
 from graphopt.ort.session import open_session
 from graphopt.passes import PASSES
 from graphopt.passes.base import Pass
-from graphopt.passes.context import Surroundings
 from graphopt.passes.recipe import Recipe
-from graphopt.tasks import TASKS
 from graphopt.tasks.causal_lm.interface import Interface
-from graphopt.verification.steps import run_passes
 
 VOCABULARY = 24
 
@@ -181,16 +176,11 @@ def compiled(source: artifact.Artifact, recipe: Recipe, folder: Path) -> tuple[i
         recipe: as it is written; steps that the graph needs are added.
         folder: an empty one, for evaluated weights.
     """
-    model, fitted = source.model.clone(), recipe.fitting(source.model.graph)
-    evaluator, reports = Evaluator(Store(folder)), []
-    facts = source.manifest
-    runner, positions = Runner(fitted.session_entries()), facts.model.max_positions
-    shared = Surroundings(TASKS[facts.task], fitted.target, runner, max_positions=positions)
+    compilation = Compilation(source, recipe, work=folder)
 
     def settle(step: Pass[Any]) -> None:
         if step.phase() == "lower":  # it reads scales
-            evaluator.settle(model)
+            compilation.settle()
 
-    for ran in run_passes(model, fitted.passes(), shared, on_pass=settle):
-        reports.append(ran.report)
-    return model, reports
+    compilation.apply_unchecked(compilation.passes, settle)
+    return compilation.model, compilation.reports

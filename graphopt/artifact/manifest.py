@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from collections import Counter
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from graphopt.analysis.structure.cost import WeightTotals
 from graphopt.artifact.hf_config import ModelFacts
@@ -64,20 +63,6 @@ class Precision(BaseModel):
         found = [each for each in self.products if each.operator == operator]
         return sum(each.count for each in found if activations in (None, each.activations))
 
-    @model_validator(mode="before")
-    @classmethod
-    def _of_older(cls, value: Any) -> Any:
-        """Read the older form: a sentence ``note``, and products named "operator, inputs type"."""
-        if not isinstance(value, dict):
-            return value
-        value = dict(value)
-        if "note" in value:
-            value["notes"] = [value.pop("note")]
-        if isinstance(value.get("products"), dict):
-            named = [(*name.split(", inputs "), count) for name, count in value["products"].items()]
-            value["products"] = [dict(zip(("operator", "activations", "count"), each, strict=True)) for each in named]
-        return value
-
 
 class FileRecord(BaseModel):
     """Size and SHA-256 of one file of the folder."""
@@ -128,32 +113,6 @@ class Manifest(BaseModel):
             if name in ("", ".", "..", MANIFEST) or {"/", "\\", "\0"} & set(name):
                 raise ValueError(f"{name!r} is not the name of another file in this folder")
         return files
-
-    @field_validator("notes", mode="before")
-    @classmethod
-    def _of_older(cls, notes: Any) -> Any:
-        """Give the one sentence that is replaced later its code: what else is no fact stays a text."""
-        prefix = "no genai_config.json: "
-        return [
-            {"code": "artifact.no-genai-config", "figures": {"why": note.removeprefix(prefix)}}
-            if isinstance(note, str) and note.startswith(prefix)
-            else note
-            for note in notes
-        ]
-
-    @model_validator(mode="after")
-    def _number_runs(self) -> Manifest:
-        """Number the runs of each pass, and the checks of passes in manifests that have no numbers yet."""
-        runs: Counter[str] = Counter()
-        for report in self.passes:
-            runs[report.name] += 1
-            report.run = report.run or runs[report.name]
-        checked: Counter[tuple[str, str]] = Counter()
-        for check in self.checks:
-            checked[check.name, check.after] += 1
-            if not check.run and check.after in runs:
-                check.run = checked[check.name, check.after]
-        return self
 
     def checks_of(self, report: PassReport) -> list[Check]:
         """Return the checks that are about one run of a pass."""

@@ -36,8 +36,8 @@ def quality(
 ) -> None:
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
     from graphopt.artifact.manifest import read_manifest
+    from graphopt.compile.losses import losses
     from graphopt.quality.judge import measured
-    from graphopt.quality.losses import losses
     from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
     from graphopt.report.tables import quality_table
 

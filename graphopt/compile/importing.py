@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact.artifact import Artifact
+from graphopt.compile.compilation import Compilation
 from graphopt.passes import imports_of
-from graphopt.passes.context import Surroundings
-from graphopt.tasks import task_of
+from graphopt.passes.recipe import Recipe
 from graphopt.util.progress import Progress, silent
-from graphopt.verification.equivalence import Verifier
-from graphopt.verification.steps import Checks, run_passes
-
-if TYPE_CHECKING:
-    from graphopt.passes.base import Pass
 
 
 def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:
@@ -25,24 +20,15 @@ def imported(source: Artifact, on_stage: Progress = silent) -> Artifact:
         InputError: onnxruntime cannot run the model as it is.
         VerificationError: a pass changed what the model computes.
     """
-    passes = imports_of(source.model.graph)
-    if not passes:
+    if not imports_of(source.model.graph):
         return source
-    model, manifest = source.model.clone(), source.manifest
-    reports = []
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        verifier = Verifier(Path(folder), {})
-        verifier.start(model)
-        shared = Surroundings(task_of(model.graph), runner=verifier.runner)
-        with Checks(verifier, on_stage) as checks:
-
-            def begin(step: Pass[Any]) -> None:
-                checks.before(step, model)
-                on_stage(step.name)
-
-            for ran in run_passes(model, passes, shared, earlier=manifest.passes, on_pass=begin):
-                checks.behind(ran, ran.report.claims)
-                reports.append(ran.report)
-            found = checks.finish(model)
-    passed = {"passes": [*manifest.passes, *reports], "checks": [*manifest.checks, *found]}
-    return Artifact(model, manifest.model_copy(update=passed), source.companions)
+        recipe = Recipe(name="import", steps=(), activations="float32")
+        compilation = Compilation(source, recipe, work=Path(folder), on_stage=on_stage)
+        verifier = compilation.verifier(Path(folder))
+        verifier.start(compilation.model)
+        checks = compilation.apply_checked(compilation.of_phases("importing"), verifier, on_stage)
+    del compilation.model.metadata_props[ORIGIN]  # the origin of a model is what was imported
+    manifest = source.manifest
+    passed = {"passes": [*manifest.passes, *compilation.reports], "checks": [*manifest.checks, *checks]}
+    return Artifact(compilation.model, manifest.model_copy(update=passed), source.companions)

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnx_ir.passes.common import NameFixPass
 
-from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
-from graphopt.compile.calibration.statistics import calibration_of
-from graphopt.compile.manifest import manifest_of
+from graphopt.compile.compilation import Compilation
 from graphopt.errors import InputError
-from graphopt.graph.diagnostics import Check, PassReport, Rule
-from graphopt.graph.weights import check_finite
-from graphopt.graph.weights.evaluator import Evaluator, workers
-from graphopt.graph.weights.work_folder import new_in, statistics_in, store_in, work_folder
-from graphopt.ort.runner import Runner
-from graphopt.passes.context import Statistics, Surroundings
+from graphopt.graph.diagnostics import Check, Rule
+from graphopt.graph.weights.evaluator import workers
+from graphopt.graph.weights.work_folder import new_in, work_folder
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quality.compare import TOKENS, WINDOW
 from graphopt.quality.judge import Ask, confirm, judge, not_judged, reference_beside
 from graphopt.quality.verdict import Requirement
 from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
-from graphopt.verification.equivalence import NOT_ASKED, Verifier, context_of
-from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes, quantized_products
-from graphopt.verification.steps import Checks, run_passes
+from graphopt.verification.equivalence import NOT_ASKED
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
+    from contextlib import AbstractContextManager
 
-    from graphopt.passes.base import Pass
     from graphopt.util.targets import ChosenTarget
 
 IN_MEMORY = Rule("pipeline.in-memory", "the model came from memory, and quality is measured on files")
@@ -96,49 +89,50 @@ def optimize(
         VerificationError: a check failed, the result is broken or does not meet ``require``; nothing was written.
     """
     required = None if require is None else Requirement.parse(require)
-    chosen = chosen_recipe(load_recipe(recipe), target, last_logits, float16)
+    chosen = chosen_recipe(load_recipe(recipe), None, last_logits, float16)
     if output is None:
-        if work is not None:
-            raise InputError("a work folder is for an artifact that is written", file=work, remedy="name an output too")
-        if required is not None:
-            raise InputError(
-                f"--require {required.text} is for an artifact that is written", remedy="name an output too"
-            )
-        folder = tempfile.TemporaryDirectory(prefix="graphopt-")
+        _refuse_without_output(work, required)
+        temporary = tempfile.TemporaryDirectory(prefix="graphopt-")
         with workers(jobs) as executor:
-            made = _compile(model, chosen, Path(folder.name), executor, statistics, run=run, on_stage=on_stage)
-        made.keep = folder
+            compilation = Compilation(
+                model,
+                chosen,
+                target,
+                work=Path(temporary.name),
+                run=run,
+                statistics=statistics,
+                executor=executor,
+                on_stage=on_stage,
+            )
+            made = compile_model(compilation, on_stage)
+        made.keep = temporary
         return made
     output = Path(output)
     artifacts.check_output(output, overwrite=overwrite)
-
-    def examine(folder: Path) -> Check | None:
-        if not any(report.effect == "lossy" and report.changes for report in made.manifest.passes):
-            return None
-        on_stage("judging it on held-out text")
-        check = _judged(model, folder, made, judged, window, on_stage, ask)
-        confirm(check, required, force=force)
-        return check
-
-    steps, judged = chosen.passes(), quality_tokens if run else 0
-    # What a cache of few bits or few pages loses shows behind a longer text.
-    window = 2 * WINDOW if any(step.phase() == "cache" for step in steps) else WINDOW
-    # The step `lower` often leaves a model as it is, which then is not judged.
-    lossy = any(step.effect == "lossy" and step.phase() != "lower" for step in steps)
-    reference = _place_of(model) if judged and lossy else None
+    held_out = HeldOut(model, chosen, quality_tokens if run else 0, on_stage)
     with (
-        work_folder(output, None if work is None else Path(work)) as place,
+        work_folder(output, None if work is None else Path(work)) as folder,
         workers(jobs) as executor,
-        reference_beside(reference, window=window, tokens=judged) as ask,
+        held_out.reference() as reference,
     ):
-        made = _compile(model, chosen, place, executor, statistics, run=run, on_stage=on_stage)
+        compilation = Compilation(
+            model, chosen, target, work=folder, run=run, statistics=statistics, executor=executor, on_stage=on_stage
+        )
+        made = compile_model(compilation, on_stage)
+
+        def examine(written: Path) -> Check | None:
+            check = held_out.judge(made, written, reference)
+            if check is not None:
+                confirm(check, required, force=force)
+            return check
+
         made.manifest = artifacts.write(
             made,
             output,
             overwrite=overwrite,
             on_tensor=lambda done, of: on_stage("writing", done, of),
             executor=executor,
-            within=new_in(place),
+            within=new_in(folder),
             examine=examine,
             part_size=part_size,
         )
@@ -146,29 +140,87 @@ def optimize(
     return made
 
 
-def _place_of(model: str | Path | Artifact) -> Path | None:
-    return model.place if isinstance(model, Artifact) else Path(model)
+def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Artifact:
+    """Return what the recipe of a compilation makes of its model: the phases in order, each pass checked.
+
+    Raises:
+        InputError: the model cannot be used, or a pass cannot work on it.
+        VerificationError: a check failed.
+    """
+    total = len(compilation.passes) + 3
+    recipe = compilation.recipe.self_contained(compilation.statistics)
+    on_stage("reading the weights", 0, total)
+    compilation.check_weights()
+    on_stage("running the model as it is", 1, total)
+    with compilation.run_folder() as folder:
+        verifier = compilation.verifier(folder)
+        verifier.start(compilation.model)
+        checks = compilation.apply_checked(
+            compilation.passes, verifier, lambda stage: on_stage(stage, 2 + len(compilation.reports), total)
+        )
+        NameFixPass()(compilation.model)
+        kernels = None
+        if compilation.has_kernels():
+            on_stage("reading the graph that onnxruntime runs", total - 1, total)
+            kernels = compilation.check_kernels(verifier)
+            checks.append(kernels.check)
+    return compilation.artifact(recipe, checks, kernels)
 
 
-def _judged(
-    model: str | Path | Artifact,
-    folder: Path,
-    made: Artifact,
-    tokens: int,
-    window: int,
-    on_stage: Progress,
-    ask: Ask | None,
-) -> Check:
-    """Return the quality of what was written to ``folder``, or why it was not measured."""
-    place = _place_of(model)
-    ran = [check for check in made.manifest.checks if check.name == TASKS[made.manifest.task].compared]
-    if not tokens:
-        return not_judged(NOT_ASKED())
-    if place is None:
-        return not_judged(IN_MEMORY())
-    if ran and ran[-1].status == "not covered":
-        return not_judged(ran[-1].reason)
-    return judge(place, folder, made.manifest.task, window=window, tokens=tokens, on_stage=on_stage, ask=ask)
+def _refuse_without_output(work: str | Path | None, required: Requirement | None) -> None:
+    """Refuse what only an artifact that is written can have."""
+    if work is not None:
+        raise InputError("a work folder is for an artifact that is written", file=work, remedy="name an output too")
+    if required is not None:
+        raise InputError(f"--require {required.text} is for an artifact that is written", remedy="name an output too")
+
+
+class HeldOut:
+    """Compares the result of a lossy recipe with the model that it was made from, on held-out text.
+
+    Args:
+        model: what it is made from.
+        recipe: the recipe as it was asked for.
+        tokens: how many of the text; 0 for no comparison.
+        on_stage: called when a stage begins.
+    """
+
+    def __init__(self, model: str | Path | Artifact, recipe: Recipe, tokens: int, on_stage: Progress) -> None:
+        self._file = model.place if isinstance(model, Artifact) else Path(model)
+        self._tokens, self._on_stage = tokens, on_stage
+        steps = recipe.passes()
+        # What a cache of few bits or few pages loses shows behind a longer text.
+        self._window = 2 * WINDOW if any(step.phase() == "cache" for step in steps) else WINDOW
+        # The step `lower` often leaves a model as it is, which then is not judged.
+        self._is_lossy = any(step.effect == "lossy" and step.phase() != "lower" for step in steps)
+
+    def reference(self) -> AbstractContextManager[Ask | None]:
+        """Run the model that the result is made from, meanwhile, where it will be needed."""
+        file = self._file if self._tokens and self._is_lossy else None
+        return reference_beside(file, window=self._window, tokens=self._tokens)
+
+    def judge(self, result: Artifact, folder: Path, reference: Ask | None) -> Check | None:
+        """Return the quality of what was written to ``folder``, or why it was not measured; ``None`` if it is exact."""
+        manifest = result.manifest
+        if not any(report.effect == "lossy" and report.changes for report in manifest.passes):
+            return None
+        self._on_stage("judging it on held-out text")
+        comparisons = [check for check in manifest.checks if check.name == TASKS[manifest.task].compared]
+        if not self._tokens:
+            return not_judged(NOT_ASKED())
+        if self._file is None:
+            return not_judged(IN_MEMORY())
+        if comparisons and comparisons[-1].status == "not covered":
+            return not_judged(comparisons[-1].reason)
+        return judge(
+            self._file,
+            folder,
+            manifest.task,
+            window=self._window,
+            tokens=self._tokens,
+            on_stage=self._on_stage,
+            ask=reference,
+        )
 
 
 def chosen_recipe(recipe: Recipe, target: ChosenTarget | None, last_logits: int, float16: bool) -> Recipe:
@@ -177,88 +229,3 @@ def chosen_recipe(recipe: Recipe, target: ChosenTarget | None, last_logits: int,
         recipe = recipe.adding("last_logits").setting("last_logits", positions=int(last_logits))
     recipe = recipe if target is None else recipe.lowered(target)
     return recipe.adding("float16") if float16 else recipe
-
-
-def _refuse_caches(source: Artifact, recipe: Recipe) -> None:
-    """Refuse steps for caches of keys and values where models of this kind have none.
-
-    Raises:
-        InputError: there is such a step; names it.
-    """
-    of_caches = [step.name for step in recipe.passes() if step.phase() == "cache"]
-    if of_caches and not TASKS[source.manifest.task].caches:
-        raise InputError(
-            f"the step {of_caches[0]} of the recipe {recipe.name} is for a cache of keys and values, which a model of "
-            f"the task {source.manifest.task} has not",
-            file=source.place,
-            remedy="choose a recipe without it: `graphopt passes` lists them",
-        )
-
-
-def _compile(
-    model: str | Path | Artifact,
-    recipe: Recipe,
-    place: Path,
-    executor: Executor | None,
-    kept: str | Path | None,
-    *,
-    run: bool,
-    on_stage: Progress,
-) -> Artifact:
-    """Return the optimized model; its weights lie in the folder ``place``, or are expressions of what lies there."""
-    source = model if isinstance(model, Artifact) else artifacts.read(model)
-    recipe = recipe.fitting(source.model.graph).on_this_machine()
-    _refuse_caches(source, recipe)
-    graph = source.model.clone()
-
-    runner = Runner(recipe.session_entries()) if run else None
-    calibration = calibration_of(source, recipe, kept or statistics_in(place), runner, on_stage)
-    statistics = Statistics(calibration)
-    contained = recipe.self_contained(statistics)
-    passes = recipe.passes()
-    total = len(passes) + 3
-    on_stage("reading the weights", 0, total)
-    check_finite(graph, None if isinstance(model, Artifact) else model, executor)
-    graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
-    on_stage("running the model as it is", 1, total)
-    positions = source.manifest.model.max_positions
-    context = context_of(passes, positions)
-    evaluator = Evaluator(store_in(place), executor)
-    with tempfile.TemporaryDirectory(prefix="run-", dir=new_in(place)) as folder:
-        verifier = Verifier(Path(folder), recipe.session_entries(), run=run, context=context, evaluator=evaluator)
-        verifier.start(graph)
-        shared = Surroundings(TASKS[source.manifest.task], recipe.target, verifier.runner, statistics, positions)
-
-        def settle() -> None:
-            evaluator.settle(graph, lambda done, of: on_stage("evaluating weights", done, of))
-
-        def begin(step: Pass[Any]) -> None:
-            checking.before(step, graph)
-            stage(step.name)
-            if step.phase() == "lower":
-                # It reads scales, to tell which type they are stored in.
-                settle()
-
-        def stage(name: str) -> None:
-            on_stage(name, 2 + len(reports), total)
-
-        reports: list[PassReport] = []
-        with Checks(verifier, stage) as checking:
-            for ran in run_passes(graph, passes, shared, earlier=source.manifest.passes, on_pass=begin):
-                if ran.report.claims is not None:
-                    settle()
-                checking.behind(ran, ran.report.claims)
-                reports.append(ran.report)
-            checks = checking.finish(graph)
-
-        NameFixPass()(graph)
-        kernels: KernelReport | None = None
-        if quantized_products(graph.graph) or own_nodes(graph.graph):
-            on_stage("reading the graph that onnxruntime runs", total - 1, total)
-            kernels = check_kernels(graph, verifier.snapshots, recipe.session_entries(), verifier.why_not)
-            checks.append(kernels.check)
-        if not any(step.phase() == "lower" for step in passes):
-            settle()
-
-    manifest = manifest_of(source, graph, contained, reports, checks, kernels)
-    return Artifact(graph, manifest, source.companions)

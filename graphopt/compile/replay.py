@@ -10,38 +10,25 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from onnx_ir.passes.common import NameFixPass
 from pydantic import BaseModel
 
-from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact import artifact as artifacts
-from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.manifest import MANIFEST
-from graphopt.compile.calibration.statistics import calibration_of
-from graphopt.compile.manifest import manifest_of
+from graphopt.compile.compilation import Compilation
 from graphopt.compile.same_manifest import confirm_manifest, left_out, recorded_kernels
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check, Finding, PassReport, Rule
 from graphopt.passes.codes.quantize_weights import MEASURED
-from graphopt.passes.context import Statistics, Surroundings
-from graphopt.passes.recipe import Recipe
-from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.companions import confirm_companions
-from graphopt.verification.equivalence import Verifier, context_of
-from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes, quantized_products
 from graphopt.verification.same_model import confirm_model
-from graphopt.verification.steps import Checks, by_run, run_passes
-from graphopt.version import VERSION
+from graphopt.verification.steps import Checks, by_run
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    import onnx_ir as ir
-
-    from graphopt.passes.base import Pass
+    from graphopt.verification.equivalence import Verifier
 
 SAME_AGAIN = Rule(
     "replay.same",
@@ -49,20 +36,10 @@ SAME_AGAIN = Rule(
     "other field of the model, the manifest, every file beside them, and nothing else",
     rounded="; {rounded} tensors differ by rounding, which the certificate covers",
 )
-SAME_UP_TO_NAMES = Rule(
-    "replay.same-up-to-names",
-    "the recipe, run again on the model before, computes what this one computes: every operator that an output needs, "
-    "every function, port and stored number, up to names and metadata",
-)
 RECORDED = Rule(
     "replay.recorded",
     "of the manifest these are not compared: the figures of checks that ran the model, the name and the description of "
     "the recipe, {fields}",
-)
-OTHER_NAMES = Rule(
-    "replay.other-names",
-    "names, metadata, comments, types of inner values, the order of nodes and functions, the producer of the model and "
-    "nodes that no output needs are not compared: graphopt {version} wrote the artifact; {first}",
 )
 
 
@@ -96,90 +73,133 @@ def verify(
         VerificationError: a check failed; names the first node and tensor at fault.
     """
     with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
-        return _verify(Path(before), Path(after), Path(statistics or folder), run=run, on_stage=on_stage)
+        replay = Replay(Path(before), Path(after), Path(folder), statistics, run=run, on_stage=on_stage)
+        return Proof(checks=replay.checks())
 
 
-def _verify(before: Path, after: Path, statistics: Path, *, run: bool, on_stage: Progress) -> Proof:
-    first, last = artifacts.read(before), artifacts.read(after)
-    recipe = _recipe_between(first, last, after)
-    for folder in (before, after):
-        _confirm_hashes(folder)
-    version = last.manifest.versions.get("graphopt")
-    older = None if version == VERSION else str(version)
-    # An older graphopt did these steps while it read a file, and recorded none.
-    recipe = recipe.importing(first.model.graph) if older else recipe
-    passes = recipe.passes()
-    recorded = by_run(last.manifest.passes)
-    changed = [report for report in last.manifest.passes[len(first.manifest.passes) :] if report.changes]
-    total = len(passes) + 1
-    graph = first.model.clone()
-    graph.metadata_props[ORIGIN] = artifacts.origin_of(first)
-    reports: list[PassReport] = []
-    unread = Verifier(after, recipe.session_entries(), run=False)
-    unread.start(graph)
-    calibration = calibration_of(first, recipe, statistics, unread.runner if run else None, on_stage)
-    positions = first.manifest.model.max_positions
-    shared = Surroundings(TASKS[first.manifest.task], recipe.target, unread.runner, Statistics(calibration), positions)
+class Replay:
+    """The recipe of an artifact, run again on the model before.
 
-    def begin(step: Pass[Any]) -> None:
-        on_stage(f"running {step.name} again", len(reports), total)
+    Args:
+        before: what ``after`` was made from.
+        after: an artifact that :func:`graphopt.optimize` wrote.
+        folder: an empty one, for weights and models while they run.
+        statistics: as for :func:`verify`.
+        run: as for :func:`verify`.
+        on_stage: called when a stage begins.
+    """
 
-    with Checks(unread, lambda stage: on_stage(stage, len(reports), total)) as made_of:
-        for ran in run_passes(graph, passes, shared, earlier=first.manifest.passes, on_pass=begin):
-            report = recorded.get((ran.step.name, ran.report.run))
-            if report is None:
-                # An older graphopt did not record steps that this one adds by itself.
-                made_of.skip(ran)
-                continue
-            _confirm_statistics(ran.report, report, after)
-            reports.append(ran.report)
-            # The names of an older version, which lead from node to node, may be others than this one gives.
-            final = report is changed[-1] if changed and not older else False
-            made_of.behind(ran, report.claims, last.model if final else None)
-        made_checks = made_of.finish(graph)
-    checks = [check for check in made_checks if check.name == "certificate"]
-    NameFixPass()(graph)
-    on_stage("comparing all that is in the files", total - 1, total)
-    certified = bool(changed) and changed[-1].claims is not None and checks[-1].status == "proved"
-    fields = left_out(first.manifest, older=older is not None)
-    checks.append(_confirm_replay(graph, after, fields, rounding_proved=certified and not older, older=older))
-    kernels: KernelReport | None = None
-    if quantized_products(graph.graph) or own_nodes(graph.graph):
-        kernels = check_kernels(graph, unread.snapshots, recipe.session_entries(), unread.why_not)
-        made_checks.append(kernels.check)
-        kernels = recorded_kernels(kernels, last.manifest.precision, graph, recipe, after / MANIFEST)
-    made = Artifact(graph, manifest_of(first, graph, recipe, reports, made_checks, kernels), first.companions)
-    made.manifest = made.manifest.model_copy(update={"notes": confirm_companions(made, after)})
-    confirm_manifest(made.manifest, last.manifest, after / MANIFEST, first.manifest, older=older is not None)
-    on_stage("running both models", total - 1, total)
-    with tempfile.TemporaryDirectory(prefix="graphopt-") as temporary:
-        # with the bodies that the file carries: our own kernels would not show that one of them is another
-        context = context_of(passes, positions)
-        verifier = Verifier(Path(temporary), recipe.session_entries(), run=run, native=False, context=context)
-        verifier.start(first.model.clone())
-        lossy = any(report.effect == "lossy" for report in changed)
-        checks.append(verifier.check(last.model.clone(), "the recipe", "lossy" if lossy else "exact"))
-    return Proof(checks=checks)
-
-
-def _recipe_between(first: Artifact, last: Artifact, file: Path) -> Recipe:
-    """Return the recipe that made ``last`` of ``first``."""
-    done, all_done = ([report.name for report in made.manifest.passes] for made in (first, last))
-    if last.manifest.recipe is None:
-        raise InputError(
-            "its manifest has no recipe, so it does not say how it was made",
-            file=file,
-            remedy="give BEFORE and then AFTER, a folder that `graphopt optimize` wrote",
+    def __init__(
+        self,
+        before: Path,
+        after: Path,
+        folder: Path,
+        statistics: str | Path | None,
+        *,
+        run: bool,
+        on_stage: Progress,
+    ) -> None:
+        self._folder, self._file, self._on_stage = folder, after, on_stage
+        self._before, self._after = artifacts.read(before), artifacts.read(after)
+        recipe = self._after.manifest.recipe
+        if recipe is None:
+            raise InputError(
+                "its manifest has no recipe, so it does not say how it was made",
+                file=after,
+                remedy="give BEFORE and then AFTER, a folder that `graphopt optimize` wrote",
+            )
+        self._compilation = Compilation(
+            self._before, recipe, work=folder, run=run, statistics=statistics or folder, on_stage=on_stage
         )
-    recipe = Recipe.recorded(last.manifest.recipe)
-    if [*done, *(step["step"] for step in last.manifest.recipe["steps"])] != all_done:
-        raise InputError(
-            f"it went through {', '.join(all_done) or 'no pass'}, which is not what its recipe {recipe.name} does "
-            f"after {', '.join(done) or 'no pass'}",
-            file=file,
-            remedy="give the artifact that it was made from as BEFORE",
+        self._confirm_passes()
+        for artifact in (before, after):
+            _confirm_hashes(artifact)
+        self._total = len(self._compilation.passes) + 1
+        earlier, reports = len(self._before.manifest.passes), self._after.manifest.passes
+        self._changed = [report for report in reports[earlier:] if report.changes]
+
+    def _confirm_passes(self) -> None:
+        """Refuse an artifact that other passes made than those of its recipe, behind those of the model before."""
+        first, last = ([run.name for run in artifact.manifest.passes] for artifact in (self._before, self._after))
+        recipe = self._compilation.recipe
+        if [*first, *(step.step for step in recipe.steps)] != last:
+            raise InputError(
+                f"it went through {', '.join(last) or 'no pass'}, which is not what its recipe {recipe.name} does "
+                f"after {', '.join(first) or 'no pass'}",
+                file=self._file,
+                remedy="give the artifact that it was made from as BEFORE",
+            )
+
+    def checks(self) -> list[Check]:
+        """Return what was found, check by check.
+
+        Raises:
+            InputError: statistics that the artifact was made with cannot be had.
+            VerificationError: a check failed.
+        """
+        compilation = self._compilation
+        unread = compilation.verifier(self._folder, run=False)
+        unread.start(compilation.model)
+        checks_again = self._run_again(unread)
+        checks = [check for check in checks_again if check.name == "certificate"]
+        NameFixPass()(compilation.model)
+        self._on_stage("comparing all that is in the files", self._total - 1, self._total)
+        is_certified = bool(self._changed) and self._changed[-1].claims is not None and checks[-1].status == "proved"
+        checks.append(self._confirm_model(is_certified))
+        self._confirm_manifest(unread, checks_again)
+        self._on_stage("running both models", self._total - 1, self._total)
+        checks.append(self._run_both())
+        return checks
+
+    def _run_again(self, verifier: Verifier) -> list[Check]:
+        """Run the recipe again; where a claim comes last, it is compared with what the artifact really holds."""
+        compilation, recorded = self._compilation, by_run(self._after.manifest.passes)
+
+        def say(stage: str) -> None:
+            self._on_stage(stage, len(compilation.reports), self._total)
+
+        with Checks(verifier, say) as checks:
+            for run in compilation.apply(compilation.passes, lambda step: say(f"running {step.name} again")):
+                report = recorded[run.step.name, run.report.run]
+                _confirm_statistics(run.report, report, self._file)
+                is_last = bool(self._changed) and report is self._changed[-1]
+                checks.behind(run, report.claims, self._after.model if is_last else None)
+            return checks.finish(compilation.model)
+
+    def _confirm_model(self, rounding_proved: bool) -> Check:
+        """Confirm that the recipe, run again, made the model that is stored; see :func:`confirm_model`."""
+        fields = left_out(self._before.manifest)
+        recorded = RECORDED(fields=[f"{pattern} ({why})" for pattern, why in fields.items()])
+        extent = confirm_model(self._compilation.model, self._file, rounding_proved=rounding_proved)
+        return Check(
+            name="replay",
+            after="the recipe",
+            status="proved",
+            reason=SAME_AGAIN(rounded=extent.rounded),
+            figures=dataclasses.asdict(extent),
+            findings=[Finding(node="manifest", tensor=None, status="not covered", reason=recorded)],
         )
-    return recipe
+
+    def _confirm_manifest(self, unread: Verifier, checks: list[Check]) -> None:
+        """Confirm that the artifact says of itself what the recipe, run again, says, and has the files beside it."""
+        compilation, stored, file = self._compilation, self._after.manifest, self._file / MANIFEST
+        kernels = None
+        if compilation.has_kernels():
+            report = compilation.check_kernels(unread)
+            checks = [*checks, report.check]
+            kernels = recorded_kernels(report, stored.precision, compilation.model, compilation.recipe, file)
+        artifact = compilation.artifact(compilation.recipe, checks, kernels)
+        manifest = artifact.manifest.model_copy(update={"notes": confirm_companions(artifact, self._file)})
+        confirm_manifest(manifest, stored, file, self._before.manifest)
+
+    def _run_both(self) -> Check:
+        """Run both models with the bodies that the files carry: our own kernels would not show that one was changed."""
+        folder = self._folder / "run"
+        folder.mkdir()
+        verifier = self._compilation.verifier(folder, native=False)
+        verifier.start(self._before.model.clone())
+        is_lossy = any(report.effect == "lossy" for report in self._changed)
+        return verifier.check(self._after.model.clone(), "the recipe", "lossy" if is_lossy else "exact")
 
 
 def _confirm_statistics(made: PassReport, recorded: PassReport, file: Path) -> None:
@@ -206,39 +226,3 @@ def _confirm_hashes(folder: Path) -> None:
         artifacts.verify_files(folder)
     except InputError as error:
         raise VerificationError(error.what, file=error.file, remedy=error.remedy) from error
-
-
-def _confirm_replay(
-    made: ir.Model, folder: Path, fields: Mapping[str, str], *, rounding_proved: bool, older: str | None
-) -> Check:
-    """Confirm that the recipe, run again, made what is stored.
-
-    Args:
-        made: what it makes.
-        folder: the artifact.
-        fields: the fields of the manifest that are not compared, and why.
-        rounding_proved: see :func:`confirm_model`.
-        older: another version of graphopt that wrote the artifact; it may have given other names than this one.
-    """
-    recorded = RECORDED(fields=[f"{pattern} ({why})" for pattern, why in fields.items()])
-    findings = [Finding(node="manifest", tensor=None, status="not covered", reason=recorded)]
-    try:
-        extent = confirm_model(made, folder, rounding_proved=rounding_proved)
-    except VerificationError as error:
-        if older is None:
-            raise
-        try:
-            extent = confirm_model(made, folder, rounding_proved=rounding_proved, up_to_names=True)
-        except VerificationError as other:
-            other.add_note(f"the artifact was written by graphopt {older}, this is {VERSION}")
-            raise
-        reason = OTHER_NAMES(version=older, first=error.what)
-        findings.append(Finding(node="model", tensor=None, status="not covered", reason=reason))
-    return Check(
-        name="replay",
-        after="the recipe",
-        status="proved",
-        reason=SAME_UP_TO_NAMES() if len(findings) > 1 else SAME_AGAIN(rounded=extent.rounded),
-        figures=dataclasses.asdict(extent),
-        findings=findings,
-    )

@@ -29,15 +29,6 @@ LEFT_OUT = {
 }
 """Fields that are not compared, as patterns of their names, and why."""
 
-OLDER = {
-    "recipe.*": "steps may have gained options",
-    "passes*": "what they say has codes now, and `lower` comes behind `merge_products` and in every recipe",
-    "checks.*": "sentences that have codes now",
-    "notes*": "sentences that have codes now",
-    "precision.notes*": "sentences that have codes now",
-}
-"""Fields that are not compared either where another version of graphopt wrote the artifact."""
-
 JUDGED = ("quality",)
 """Checks that are not compared, see :data:`LEFT_OUT`."""
 
@@ -46,18 +37,17 @@ _MEASURED = ("seconds", "largest_share_of_rounding")
 _BY_LEVEL = {"0": "float32", "4": "int8"}
 
 
-def left_out(before: Manifest, *, older: bool) -> dict[str, str]:
+def left_out(before: Manifest) -> dict[str, str]:
     """Return the fields of a manifest that are not compared, as patterns of their names, and why.
 
     Args:
         before: the manifest of the model before.
-        older: whether another version of graphopt wrote the artifact.
     """
     source = {} if before.files else {"source.name": "the path of a plain file, which may be given in another way now"}
-    return LEFT_OUT | source | (OLDER if older else {})
+    return LEFT_OUT | source
 
 
-def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manifest, *, older: bool) -> None:
+def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manifest) -> None:
     """Confirm that ``stored`` says what ``made`` says.
 
     Args:
@@ -65,7 +55,6 @@ def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manif
         stored: the manifest of the artifact.
         file: where that is.
         before: the manifest of the model before.
-        older: whether another version of graphopt wrote it.
 
     Raises:
         VerificationError: a field differs; names the first.
@@ -75,7 +64,7 @@ def confirm_manifest(made: Manifest, stored: Manifest, file: Path, before: Manif
     for said, manifest in ((ours, made), (theirs, stored)):
         new = [check for check in manifest.checks[first_new:] if check.name not in JUDGED]
         said["checks"][first_new:] = [_outline(check) for check in new]
-    found = _first_difference(ours, theirs, "", [*left_out(before, older=older)])
+    found = _first_difference(ours, theirs, "", [*left_out(before)])
     if found is not None:
         place, mine, other = found
         raise VerificationError(

@@ -16,24 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact import artifact as artifacts
-from graphopt.compile.calibration.statistics import calibration_of
+from graphopt.compile.compilation import Compilation
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.graph.weights import Expression, WeightTensor
-from graphopt.graph.weights.evaluator import Evaluator, computed_weights, cost_of, group_expressions, workers
+from graphopt.graph.weights.evaluator import computed_weights, cost_of, group_expressions, workers
 from graphopt.graph.weights.store import StoreEntry
 from graphopt.graph.weights.work_folder import (
     default_work_folder,
     open_work_folder,
-    statistics_in,
-    store_in,
     write_whole,
 )
-from graphopt.passes.context import Statistics, Surroundings
+from graphopt.passes.context import Statistics
 from graphopt.passes.recipe import Recipe
-from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -101,31 +97,21 @@ def evaluate_shard(
         )
     artifacts.check_output(Path(output), overwrite=overwrite)
     on_stage("applying the passes")
-    source = artifacts.read(model)
     folder = open_work_folder(Path(output), None if work is None else Path(work))
     # The other machines may not have the files that the recipe names.
     recipe = recipe.self_contained(Statistics())
-    request = Request(model=str(Path(model).absolute()), recipe=recipe.model_dump(mode="json"), shards=shards)
-    _agree(folder / _REQUEST, request)
-    graph = source.model.clone()
-    graph.metadata_props[ORIGIN] = artifacts.origin_of(source)
-    calibration = calibration_of(source, recipe, statistics or statistics_in(folder), None)
-    shared = Surroundings(
-        TASKS[source.manifest.task],
-        recipe.target,
-        statistics=Statistics(calibration),
-        max_positions=source.manifest.model.max_positions,
-    )
-    for step in recipe.fitting(graph.graph).passes():
-        if step.phase() == "lower":
-            break
-        if step(graph, shared).report.claims is not None:
-            # The proof reads these weights, so `assemble` looks for them.
-            _keep(graph)
-    expressions = [tensor.expression for _, tensor in computed_weights(graph)]
     with workers(jobs) as executor:
-        evaluator = Evaluator(store_in(folder), executor)
-        evaluator.values(share(expressions, shard, shards), lambda done, of: on_stage("evaluating weights", done, of))
+        compilation = Compilation(model, recipe, work=folder, run=False, statistics=statistics, executor=executor)
+        request = Request(model=str(Path(model).absolute()), recipe=recipe.model_dump(mode="json"), shards=shards)
+        _agree(folder / _REQUEST, request)
+        for run in compilation.apply(compilation.before_phase("lower")):
+            if run.report.claims is not None:
+                # The proof reads these weights, so `assemble` looks for them.
+                _keep(compilation.model)
+        expressions = [tensor.expression for _, tensor in computed_weights(compilation.model)]
+        compilation.evaluator.values(
+            share(expressions, shard, shards), lambda done, of: on_stage("evaluating weights", done, of)
+        )
     _done(folder, shard, shards).touch()
     return folder
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, model_validator
 
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, PassReport
-from graphopt.passes.context import Context, Ledger, Nodes, Statistics, Surroundings
+from graphopt.passes.context import Context, Nodes, Statistics, make_context
 from graphopt.passes.phases import CANONICAL_OPSETS, PHASES, Phase
 from graphopt.runtime_ops import declare
 from graphopt.tasks import task_of
@@ -88,7 +88,7 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
     effect: ClassVar[Effect]
     options_type: ClassVar[type[StepOptions]]
     after: ClassVar[tuple[str, ...]] = ()
-    _surroundings: Surroundings | None = None
+    _context: Context | None = None
 
     def __init__(self, options: OptionsT) -> None:
         self.options = options
@@ -114,21 +114,21 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
         """Rewrite ``model`` in place and write every change and every skip into ``context.ledger``."""
 
     def __call__(
-        self, model_or_result: ir.Model | ir.passes.PassResult, /, surroundings: Surroundings | None = None
+        self, model_or_result: ir.Model | ir.passes.PassResult, /, context: Context | None = None
     ) -> PassResult:
         """Run the pass on a model, with its checks before and after, and return its report with the model.
 
         Args:
             model_or_result: the model, rewritten in place.
-            surroundings: what the pass shares with others; by default those of the model alone.
+            context: what the pass shares with others; by default that of the model alone.
         """
-        self._surroundings = surroundings
+        self._context = context
         try:
             result = super().__call__(model_or_result)
         except ir.passes.PreconditionError as error:
             raise InputError(str(error), remedy="put the step `canonicalize` first in the recipe") from error
         finally:
-            self._surroundings = None
+            self._context = None
         assert isinstance(result, PassResult)
         return result
 
@@ -153,7 +153,7 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
         report = PassReport(name=self.name, effect=self.effect)
         there = Nodes(model.graph)
         started = time.perf_counter()
-        self.rewrite(model, Context(Ledger(report), self._surroundings or Surroundings(task_of(model.graph))))
+        self.rewrite(model, (self._context or make_context(task_of(model.graph))).of_pass(report))
         declare(model)
         report.seconds = time.perf_counter() - started
         there.record_added(model.graph, self.name)

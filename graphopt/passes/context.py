@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -135,8 +136,8 @@ class Statistics:
 
 
 @dataclass
-class Surroundings:
-    """What all passes of one compilation share.
+class Context:
+    """What a pass meets the world through; all passes of one compilation share it but for the ledger.
 
     Attributes:
         task: what kind of model it is.
@@ -144,43 +145,29 @@ class Surroundings:
         runner: runs models and parts of models.
         statistics: what was measured of the model.
         max_positions: tokens that a sequence of the model may have, as it came in; ``None`` where that is unknown.
+        ledger: where a pass writes down every change and every skip; there is none outside of a pass.
     """
 
     task: Task
-    target: Target = "portable"
-    runner: Runner = field(default_factory=Runner)
-    statistics: Statistics = field(default_factory=Statistics)
-    max_positions: int | None = None
+    target: Target
+    runner: Runner
+    statistics: Statistics
+    max_positions: int | None
+    ledger: Ledger = field(init=False)
+
+    def of_pass(self, report: PassReport) -> Context:
+        """Return the context of one pass, whose ledger writes into ``report``."""
+        context = copy.copy(self)
+        context.ledger = Ledger(report)
+        return context
 
 
-@dataclass
-class Context:
-    """What a pass is given beside the model.
-
-    Attributes:
-        ledger: where it writes down every change and every skip.
-        surroundings: what it shares with the other passes.
-    """
-
-    ledger: Ledger
-    surroundings: Surroundings
-
-    @property
-    def task(self) -> Task:
-        """What kind of model it is."""
-        return self.surroundings.task
-
-    @property
-    def target(self) -> Target:
-        """What the model is to run on."""
-        return self.surroundings.target
-
-    @property
-    def runner(self) -> Runner:
-        """Runs models and parts of models."""
-        return self.surroundings.runner
-
-    @property
-    def statistics(self) -> Statistics:
-        """What was measured of the model."""
-        return self.surroundings.statistics
+def make_context(
+    task: Task,
+    target: Target = "portable",
+    runner: Runner | None = None,
+    statistics: Statistics | None = None,
+    max_positions: int | None = None,
+) -> Context:
+    """Return the context of a compilation, or of a pass that is called alone: the one place that makes one."""
+    return Context(task, target, runner or Runner(), statistics or Statistics(), max_positions)

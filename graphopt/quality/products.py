@@ -15,17 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphopt.artifact import artifact as artifacts
-from graphopt.errors import InputError
-from graphopt.ort.runner import Runner
 from graphopt.ort.session import Array, run
-from graphopt.passes.context import Surroundings
-from graphopt.passes.recipe import Recipe
 from graphopt.quality.correspondence import Product, products_of
 from graphopt.quality.product_sessions import cut_out, names_of, sessions, tapped
 from graphopt.quality.spread import Moments
 from graphopt.tasks import TASKS
-from graphopt.verification.steps import run_passes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,6 +28,7 @@ if TYPE_CHECKING:
     import onnx_ir as ir
 
     from graphopt.artifact.artifact import Artifact
+    from graphopt.passes.recipe import Recipe
     from graphopt.tasks.ports import IntArray
 
 LIMIT = 1 << 30
@@ -85,16 +80,13 @@ class Pair:
     Args:
         before: what AFTER was made from.
         after: an artifact of ``graphopt optimize``.
+        reference: what the exact steps of the recipe of AFTER make of BEFORE.
+        recipe: that recipe.
         folder: an empty one, for weights and models while they run.
-
-    Raises:
-        InputError: AFTER has no recipe, or the exact steps of it cannot be run again.
     """
 
-    def __init__(self, before: Path, after: Path, folder: Path) -> None:
-        self.folder = folder
-        self.before, self.after = artifacts.read(before), artifacts.read(after)
-        self.reference, self.recipe = reference_of(self.before, self.after, after)
+    def __init__(self, before: Artifact, after: Artifact, reference: ir.Model, recipe: Recipe, folder: Path) -> None:
+        self.before, self.after, self.reference, self.recipe, self.folder = before, after, reference, recipe, folder
         self.task = TASKS[self.after.manifest.task]
         self.entries = self.after.manifest.session
         self.products, self.unmatched = products_of(self.reference, self.after.model)
@@ -130,27 +122,6 @@ class Pair:
         asked = {each.name for each in session.get_inputs()}
         made = run(session, None, {name: array for name, array in feeds.items() if name in asked})
         return dict(zip(names_of(session), made, strict=True))
-
-
-def reference_of(before: Artifact, after: Artifact, file: Path) -> tuple[ir.Model, Recipe]:
-    """Return what the exact steps of the recipe of ``after`` make of ``before``, and the recipe.
-
-    Raises:
-        InputError: there is no recipe, or one of the steps cannot be run.
-    """
-    if after.manifest.recipe is None:
-        raise InputError(
-            "there is no recipe in its manifest, so its losses cannot be located",
-            file=file,
-            remedy="give first what it was made from, then the folder that `graphopt optimize` wrote",
-        )
-    recipe = Recipe.recorded(after.manifest.recipe)
-    steps = [step for step in recipe.passes() if step.effect == "exact"]
-    model = before.model.clone()
-    shared = Surroundings(TASKS[before.manifest.task], recipe.target, Runner(recipe.session_entries()))
-    for _ in run_passes(model, steps, shared, on_pass=lambda step: None):
-        pass
-    return model, recipe
 
 
 def _inputs(model: ir.Model) -> dict[str, str]:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
+from graphopt.compile.losses import loss_of
 from graphopt.inference.profiling import profile
-from graphopt.quality.losses import ProductLoss, loss_of
+from graphopt.quality.losses import ProductLoss
 from graphopt.report.losses import percent
 from graphopt.report.times import duration
 from graphopt.util.progress import Progress, silent

@@ -16,7 +16,6 @@ import onnx_ir as ir
 from graphopt.artifact.artifact import DATA, MODEL, is_data
 from graphopt.errors import VerificationError
 from graphopt.verification.protobuf import Difference, all_messages, first_difference
-from graphopt.verification.up_to_names import without_names
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,7 +39,7 @@ class Extent:
     rounded: int
 
 
-def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False, up_to_names: bool = False) -> Extent:
+def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False) -> Extent:
     """Confirm that the model file in ``folder`` holds ``made`` and nothing else.
 
     Args:
@@ -48,7 +47,6 @@ def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False
         folder: the artifact. That its external data is there in full was checked when it was read.
         rounding_proved: whether a certificate holds for the floating-point weights of the file. Another processor
             rounds them differently, so they need not be equal to the last bit then.
-        up_to_names: leave out what does not change what a model computes, see :mod:`graphopt.verification.up_to_names`.
 
     Raises:
         VerificationError: something differs; names the first place, what was made and what is stored.
@@ -61,8 +59,6 @@ def confirm_model(made: ir.Model, folder: Path, *, rounding_proved: bool = False
     outside = {tensor.name for tensor in found if tensor.data_location == onnx.TensorProto.EXTERNAL}
     expected, tensors = _serialized(made, outside)
     bare = _numbered(stored)
-    if up_to_names:
-        expected, bare = without_names(expected), without_names(bare)
     theirs = [int(tensor.external_data[0].value) for tensor in _initializers(bare)]
     ours = [int(tensor.external_data[0].value) for tensor in _initializers(expected)]
     difference = first_difference(_without_numbers(expected), _without_numbers(bare))

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Check, PassReport
     from graphopt.numerics.rotations.claims import Claims
     from graphopt.passes.base import Pass
-    from graphopt.passes.context import Surroundings
+    from graphopt.passes.context import Context
     from graphopt.verification.equivalence import Verifier
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Ran:
+class PassRun:
     """One pass that has just run.
 
     Attributes:
@@ -48,17 +48,17 @@ class Ran:
 def run_passes(
     model: ir.Model,
     passes: Iterable[Pass[Any]],
-    shared: Surroundings,
+    context: Context,
     *,
     earlier: Iterable[PassReport] = (),
     on_pass: Callable[[Pass[Any]], None],
-) -> Iterator[Ran]:
+) -> Iterator[PassRun]:
     """Run ``passes`` on ``model`` in place, and yield each when it has run.
 
     Args:
         model: rewritten in place.
         passes: what to run, in order.
-        shared: what they share.
+        context: what they share.
         earlier: the reports of all passes that ran on the model before; runs of a pass are counted on from there.
         on_pass: called before each.
 
@@ -70,11 +70,11 @@ def run_passes(
     for step in passes:
         on_pass(step)
         there, before = breaches(model, step.phase()), model.clone()
-        report = step(model, shared).report
+        report = step(model, context).report
         confirm(model, step.name, step.phase(), there)
         runs[step.name] += 1
         report.run = runs[step.name]
-        yield Ran(step, before, model, report)
+        yield PassRun(step, before, model, report)
 
 
 def by_run(reports: Iterable[PassReport]) -> dict[tuple[str, int], PassReport]:
@@ -101,7 +101,7 @@ class Checks:
         self._verifier, self._on_stage = verifier, on_stage
         self._found: list[list[Check]] = []
         # Exact passes that were not run yet, with the place of what is found of each.
-        self._waiting: list[tuple[Ran, list[Check]]] = []
+        self._waiting: list[tuple[PassRun, list[Check]]] = []
         self._proofs = Proofs(on_stage)
 
     def __enter__(self) -> Checks:
@@ -110,7 +110,7 @@ class Checks:
     def __exit__(self, *error: object) -> None:
         self._proofs.__exit__(*error)
 
-    def skip(self, ran: Ran) -> None:
+    def skip(self, ran: PassRun) -> None:
         """Leave a pass that has just run unchecked."""
         self._proofs.begin(ran.before)
 
@@ -123,7 +123,7 @@ class Checks:
         if step.effect == "lossy":
             self._run(model)
 
-    def behind(self, ran: Ran, claims: Claims | None, against: ir.Model | None = None) -> None:
+    def behind(self, ran: PassRun, claims: Claims | None, against: ir.Model | None = None) -> None:
         """Take what a pass that has just run claims, to be proved, and run the model behind it unless it is exact.
 
         Args:
@@ -185,7 +185,7 @@ class Checks:
         for (ran, found), check in zip(waiting, checks, strict=True):
             self._add(found, ran, check)
 
-    def _add(self, found: list[Check], ran: Ran, check: Check, place: int | None = None) -> None:
+    def _add(self, found: list[Check], ran: PassRun, check: Check, place: int | None = None) -> None:
         found.insert(len(found) if place is None else place, check.model_copy(update={"run": ran.report.run}))
 
 

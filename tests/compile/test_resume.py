@@ -56,8 +56,8 @@ for _ in range(10):
     killed += os.waitpid(child, 0)[1] == signal.SIGKILL
 there = {file.name for file in weights.glob("*.bin")} if weights.is_dir() else set()
 again = []
-put = Store._put
-Store._put = lambda self, expression, array: (again.append(f"{expression.digest}.bin"), put(self, expression, array))[1]
+write = Store._write
+Store._write = lambda self, of, array: (again.append(f"{of.digest}.bin"), write(self, of, array))[1]
 optimize(source, recipe, out, run=False, overwrite=True)
 print(json.dumps({"killed": killed, "there": len(there), "again": len(there & set(again))}))
 """
@@ -127,7 +127,7 @@ def test_shards_and_assemble_make_what_one_process_makes(
     def again(self: Store, expression: object, array: object) -> None:
         raise AssertionError(f"{expression} was evaluated by no shard")
 
-    monkeypatch.setattr(Store, "_put", again)
+    monkeypatch.setattr(Store, "_write", again)
     assemble(tmp_path / "out", run=False)
     assert files_of(tmp_path / "out") == plain
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
@@ -197,7 +197,7 @@ def test_a_chosen_work_folder_outlives_a_refusal_and_is_gone_at_the_end(
 ) -> None:
     work = tmp_path / "work"
     with monkeypatch.context() as patched:
-        patched.setattr(gains, "Scaled", lambda of, factors, axis: of)
+        patched.setattr(gains, "Scale", lambda source, factors, axis: source)
         with pytest.raises(VerificationError):
             optimize(llama_artifact, "rotate", tmp_path / "out", work=work)
     assert work.is_dir()

@@ -12,7 +12,7 @@ from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes import PASSES
 from graphopt.passes.base import Options, Pass, StepOptions
-from graphopt.passes.context import Context, Statistics, Surroundings
+from graphopt.passes.context import Context, Statistics, make_context
 from graphopt.tasks import task_of
 from tests.graphs import residual_model, run_pass
 
@@ -51,7 +51,7 @@ def test_passes_share_what_their_compilation_has(tmp_path: Path) -> None:
             self.seen.append(context)
 
     model, look = residual_model(), Look(StepOptions(step="look"))
-    shared = Surroundings(task_of(model.graph), "ort-cpu")
+    shared = make_context(task_of(model.graph), "ort-cpu")
     look(model, shared)
     look(model)
     first, alone = Look.seen

@@ -14,7 +14,7 @@ from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import Effect
 from graphopt.passes.base import Pass, PassResult, StepOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat
-from graphopt.passes.context import Context, Surroundings
+from graphopt.passes.context import Context, make_context
 from graphopt.passes.phases import INVARIANTS, PHASES, Phase, breaches
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.tasks import task_of
@@ -55,7 +55,7 @@ class InLower(Careless):
 
 
 def run(model: ir.Model, change: Change, kind: type[Careless] = Careless) -> None:
-    list(run_passes(model, [kind(change)], Surroundings(task_of(model.graph)), on_pass=lambda step: None))
+    list(run_passes(model, [kind(change)], make_context(task_of(model.graph)), on_pass=lambda step: None))
 
 
 def quantized(fmt: str = "fp6-e2m3") -> ir.Model:

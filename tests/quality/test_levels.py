@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from graphopt.artifact import artifact
+from graphopt.compile.losses import losses
 from graphopt.compile.pipeline import optimize
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.levels import BINS, grid_of
-from graphopt.quality.losses import losses
 from graphopt.report.page.charts import histogram_chart
 from graphopt.util.targets import ChosenTarget
 

@@ -11,11 +11,11 @@ import yaml
 from rich.console import Console
 
 from graphopt.artifact import artifact
+from graphopt.compile.losses import loss_of, losses
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.judge import measured
-from graphopt.quality.losses import loss_of, losses
 from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
 
 BAD = "model.layers.1.mlp.up_proj.MatMul"

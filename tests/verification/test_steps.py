@@ -16,7 +16,7 @@ from graphopt.graph.diagnostics import TEXT, Check, Effect, PassReport
 from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort.runner import Runner
 from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.context import Context, Surroundings
+from graphopt.passes.context import Context, make_context
 from graphopt.passes.phases import Phase
 from graphopt.tasks import task_of
 from graphopt.verification.equivalence import TOGETHER, TOLERANCE, UNCHANGED, Verifier
@@ -78,7 +78,7 @@ class Runs:
         self.verifier.start(self.model)
 
     def check(self, passes: Sequence[Pass[Any]]) -> list[Check]:
-        shared = Surroundings(task_of(self.model.graph))
+        shared = make_context(task_of(self.model.graph))
         with Checks(self.verifier, lambda stage: None) as checks:
             for ran in run_passes(self.model, passes, shared, on_pass=lambda step: checks.before(step, self.model)):
                 checks.behind(ran, ran.report.claims)
@@ -172,7 +172,7 @@ def test_each_pass_is_announced_run_and_numbered_and_the_model_before_is_kept() 
         run_passes(
             model,
             steps,
-            Surroundings(task_of(model.graph)),
+            make_context(task_of(model.graph)),
             earlier=earlier,
             on_pass=lambda step: announced.append((step, model.graph[0].name)),
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,14 +14,10 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.analysis.structure.paged_caches import PagedLayer, kv_nodes, layer_of
+from graphopt.compile.compilation import Compilation
 from graphopt.errors import InputError
-from graphopt.passes import imports_of
-from graphopt.passes.cache.page_kv import PageKV, PageKVOptions
-from graphopt.passes.context import Surroundings
-from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
 from graphopt.runtime_ops import bodies_aside, port
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE
-from graphopt.tasks import task_of
 from graphopt.tasks.causal_lm.interface import Interface
 
 if TYPE_CHECKING:
@@ -109,11 +107,9 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     Raises:
         InputError: ``page_kv`` does not understand its attention, or its heads have policies already.
     """
-    model = artifact.model.clone()
-    shared = Surroundings(task_of(model.graph))
-    for step in (*imports_of(model.graph), Canonicalize(CanonicalizeOptions())):
-        step(model, shared)
-    report = PageKV(PageKVOptions())(model, shared).report
+    with tempfile.TemporaryDirectory(prefix="graphopt-") as folder:
+        compilation = Compilation.of_pages(artifact, Path(folder))
+    model, report = compilation.model, compilation.reports[-1]
     nodes = kv_nodes(model.graph)
     if not nodes:
         raise InputError(f"the attention of this model cannot be measured: {_reason(report)}")
@@ -138,7 +134,7 @@ def tap(artifact: Artifact) -> Iterator[Tap]:
     model.graph.outputs.extend(values.values())
     with bodies_aside(model):
         RemoveUnusedNodesPass()(model)
-    with shared.runner.opened(model) as session:
+    with compilation.context.runner.opened(model) as session:
         yield Tap(session, interface, layers, windowed)
 
 

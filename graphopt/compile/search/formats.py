@@ -10,28 +10,25 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
-from graphopt.artifact import artifact as artifacts
-from graphopt.artifact.artifact import Artifact
-from graphopt.compile.calibration.statistics import calibration_of
+from graphopt.compile.compilation import Compilation
 from graphopt.compile.search.choices import CHOICES, Choice, choice_of, name_of
 from graphopt.compile.search.losses import Database, Matrix, Replaceable, Rounder
 from graphopt.compile.search.program import solved
 from graphopt.errors import InputError
-from graphopt.graph.weights import check_finite, expression_of, weight_of
+from graphopt.graph.weights import expression_of, weight_of
 from graphopt.ort.runner import Runner
 from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
 from graphopt.passes.codes.tied_embedding import tied_lookups
-from graphopt.passes.context import Statistics, Surroundings
-from graphopt.passes.recipe import Recipe, load_recipe
-from graphopt.tasks import TASKS, task_of
+from graphopt.passes.recipe import Recipe
+from graphopt.tasks import task_of
 from graphopt.util.progress import Progress, silent
-from graphopt.verification.steps import run_passes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import onnx_ir as ir
 
+    from graphopt.artifact.artifact import Artifact
     from graphopt.quantization.statistics import Calibration
 
 TOKENS, _WINDOW = 512, 256
@@ -83,13 +80,16 @@ def search(
         InputError: the model or the recipe cannot be used, or the bytes are too few.
         MissingDependencyError: scipy is not installed.
     """
-    source = model if isinstance(model, Artifact) else artifacts.read(model)
-    recipe = load_recipe(recipe).fitting(source.model.graph)
+    compilation = Compilation(model, recipe, work=Path(folder), statistics=folder, on_stage=on_stage)
+    # The recipe that is found serves other machines, too.
+    recipe = compilation.requested.fitting(compilation.source.model.graph)
+    names = [step.step for step in compilation.recipe.steps]
     step = next((step for step in recipe.steps if isinstance(step, QuantizeWeightsOptions)), None)
     if step is None:
         raise InputError(f"the recipe {recipe.name} has no step quantize_weights", remedy="--add quantize_weights")
-    calibration = calibration_of(source, recipe, folder, Runner(recipe.session_entries()), on_stage)
-    graph = _before(source, recipe, calibration)
+    compilation.check_weights()
+    compilation.apply_unchecked(compilation.passes[: names.index("quantize_weights")])
+    graph, calibration = compilation.model, compilation.calibration
     matrices = _matrices(graph.graph)
     leveled = any(step.step == "level_scales" for step in recipe.steps)
     settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {leveled}"
@@ -113,20 +113,6 @@ def search(
         loss=sum(row.losses[chosen[row.weight]] for row in rows),
         chosen={name: choice_of(choice) for name, choice in chosen.items()},
     )
-
-
-def _before(source: Artifact, recipe: Recipe, calibration: Calibration) -> ir.Model:
-    """Return the model as the step ``quantize_weights`` meets it."""
-    facts = source.manifest
-    shared = Surroundings(
-        TASKS[facts.task], recipe.target, Runner(), Statistics(calibration), facts.model.max_positions
-    )
-    graph = source.model.clone()
-    check_finite(graph)
-    names = [step.step for step in recipe.steps]
-    for _ in run_passes(graph, recipe.passes()[: names.index("quantize_weights")], shared, on_pass=lambda _: None):
-        pass
-    return graph
 
 
 def _matrices(graph: ir.Graph) -> dict[str, ir.Node]:

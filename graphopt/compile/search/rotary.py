@@ -9,26 +9,20 @@ from typing import TYPE_CHECKING
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from graphopt.artifact import artifact as artifacts
-from graphopt.artifact.artifact import Artifact
 from graphopt.artifact.tokens import texts_of
+from graphopt.compile.compilation import Compilation
 from graphopt.compile.search.evolution import Candidate, Evolution, evolve
 from graphopt.compile.search.jsonl import Lines
 from graphopt.compile.search.rotary_inputs import Turnable
 from graphopt.errors import InputError
-from graphopt.ort.runner import Runner
-from graphopt.passes import PASSES, imports_of
-from graphopt.passes.context import Surroundings
 from graphopt.passes.lift.canonicalize import CanonicalizeOptions
 from graphopt.passes.lift.rescale_rope.methods import METHODS, Method, RescaleRopeOptions, attention_factor
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
-from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
-    import onnx_ir as ir
-
+    from graphopt.artifact.artifact import Artifact
     from graphopt.tasks.ports import IntArray
 
 PAPER = Evolution()
@@ -86,7 +80,9 @@ def search_rope(
     Raises:
         InputError: the model, the factor or the text cannot be used.
     """
-    source = model if isinstance(model, Artifact) else artifacts.read(model)
+    # Caches in pages need less memory.
+    compilation = Compilation.of_pages(model, Path(folder))
+    source = compilation.source
     trained = source.manifest.model.max_positions
     if trained is None or factor <= 1:
         raise InputError(
@@ -95,15 +91,15 @@ def search_rope(
             remedy="give a model whose config.json states its positions, and a factor above 1",
         )
     sequences = _sequences(source, int(trained * factor), texts, text)
-    turnable = Turnable(_prepared(source, trained))
+    turnable = Turnable(compilation.model)
     starts = _starts(turnable, factor, trained)
-    key = hashlib.sha256(artifacts.origin_of(source).encode())
+    key = hashlib.sha256(compilation.origin.encode())
     for ids in sequences:
         key.update(ids.tobytes())
     kept = Lines(
         Path(folder) / f"rope-{key.hexdigest()[:16]}.jsonl", Measured, lambda row: row.candidate.model_dump_json()
     )
-    with Runner().opened(turnable.model) as session:
+    with compilation.context.runner.opened(turnable.model) as session:
 
         def measure(candidate: Candidate) -> float:
             name = candidate.model_dump_json()
@@ -128,18 +124,6 @@ def _sequences(source: Artifact, length: int, texts: int, text: Path | None) -> 
             remedy="give a longer text, or search for a smaller factor",
         )
     return long_enough
-
-
-def _prepared(source: Artifact, trained: int) -> ir.Model:
-    """Return the model as ``rescale_rope`` meets it, with caches in pages where that can be: they need less memory."""
-    graph = source.model.clone()
-    shared = Surroundings(TASKS[source.manifest.task], max_positions=trained)
-    for step in (
-        *imports_of(graph.graph),
-        *(PASSES[name](PASSES[name].options_type()) for name in ("canonicalize", "page_kv")),
-    ):
-        step(graph, shared)
-    return graph
 
 
 def _starts(turnable: Turnable, factor: float, trained: int) -> dict[str, Candidate]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from graphopt.compile.losses import losses
 from graphopt.errors import InputError
 from graphopt.inference.profiling import profile
-from graphopt.quality.losses import losses
 from graphopt.report.difference import diff_of
 from graphopt.report.page.report import report
 from graphopt.report.trace_builder import open_model, trace_of

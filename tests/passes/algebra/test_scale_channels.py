@@ -25,7 +25,7 @@ from graphopt.passes.algebra.scale_channels import (
     scales_of,
 )
 from graphopt.passes.codes.formats import LinearFormat
-from graphopt.passes.context import Statistics, Surroundings
+from graphopt.passes.context import Statistics, make_context
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import task_of
@@ -48,7 +48,7 @@ def uneven(model: ir.Model, *, factor: float = 1.5) -> ir.Model:
 
 def scale(model: ir.Model, folder: Path, **options: object) -> PassReport:
     step, calibration = PASSES["scale_channels"], Calibration(folder, lambda: TEXTS, Runner())
-    shared = Surroundings(task_of(model.graph), statistics=Statistics(calibration))
+    shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
     report: PassReport = step(ScaleChannelsOptions(linear=FORMAT, **options))(model, shared).report  # type: ignore[arg-type]
     return report
 

@@ -16,7 +16,7 @@ from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
 from graphopt.passes.algebra.split_inputs import BRANCH, LM_HEAD, NONE, SPLIT, directions
 from graphopt.passes.codes.quantize_weights import THIN
-from graphopt.passes.context import Statistics, Surroundings
+from graphopt.passes.context import Statistics, make_context
 from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import task_of
 from tests.graphs import residual_model, run_pass
@@ -26,7 +26,7 @@ TEXTS = [np.random.default_rng(3).integers(0, 24, 30 + row) for row in range(3)]
 
 def split(model: ir.Model, folder: Path, **options: object) -> PassReport:
     step, calibration = PASSES["split_inputs"], Calibration(folder, lambda: TEXTS, Runner())
-    shared = Surroundings(task_of(model.graph), statistics=Statistics(calibration))
+    shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
     report: PassReport = step(step.options_type(**options))(model, shared).report
     return report
 

@@ -20,7 +20,7 @@ from graphopt.passes import PASSES
 from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
 from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
 from graphopt.passes.codes.spare_inputs import ROUNDED, SPARED, gain_of
-from graphopt.passes.context import Statistics, Surroundings
+from graphopt.passes.context import Statistics, make_context
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.statistics import Calibration
 from graphopt.quantization.statistics.moments import Moments, coarse_error
@@ -33,7 +33,7 @@ TEXTS = [np.random.default_rng(3).integers(0, 24, 60 + row) for row in range(3)]
 
 def choose(model: ir.Model, folder: Path, share: float) -> PassReport:
     step, calibration = PASSES["spare_inputs"], Calibration(folder, lambda: TEXTS, Runner())
-    shared = Surroundings(task_of(model.graph), statistics=Statistics(calibration))
+    shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
     report: PassReport = step(step.options_type(share=share))(model, shared).report  # type: ignore[call-arg]
     return report
 

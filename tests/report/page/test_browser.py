@@ -12,10 +12,11 @@ import pytest
 
 from graphopt.artifact.hf_config import ModelFacts
 from graphopt.artifact.manifest import Manifest, Source
+from graphopt.compile.losses import losses
 from graphopt.compile.pipeline import optimize
 from graphopt.inference.profiling import Profile, Run, profile
 from graphopt.quality.groups import Group
-from graphopt.quality.losses import Losses, ProductLoss, losses
+from graphopt.quality.losses import Losses, ProductLoss
 from graphopt.quality.spread import Spread
 from graphopt.report.difference import diff_of
 from graphopt.report.page import report

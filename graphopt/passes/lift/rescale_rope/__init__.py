@@ -86,7 +86,7 @@ class RescaleRope(Pass[RescaleRopeOptions]):
                 node=found.where,
                 remedy="put the step `canonicalize` in front; if it is there, export the model from its checkpoint",
             )
-        stated = model.metadata_props.get(MAX_POSITIONS) or context.surroundings.max_positions
+        stated = model.metadata_props.get(MAX_POSITIONS) or context.max_positions
         trained = self.options.trained or (None if stated is None else int(stated))
         scale, scaled = attention_factor(self.options, trained), set[ir.Node]()
         old = [angles.radians for angles in found]

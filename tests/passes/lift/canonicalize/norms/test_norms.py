@@ -17,7 +17,7 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.runner import Runner
-from graphopt.passes.context import Context, Ledger, Surroundings
+from graphopt.passes.context import make_context
 from graphopt.passes.lift.canonicalize.norms import lift_norms
 from graphopt.tasks import TASKS
 
@@ -95,7 +95,7 @@ def run(model: ir.Model, x: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def lifted(model: ir.Model) -> PassReport:
     report = PassReport(name="canonicalize", effect="exact")
-    lift_norms(model, Context(Ledger(report), Surroundings(TASKS["causal_lm"])))
+    lift_norms(model, make_context(TASKS["causal_lm"]).of_pass(report))
     return report
 
 

@@ -1,0 +1,268 @@
+"""One run of the compiler: a model, the recipe that fits it, and all that the passes of the run share.
+
+`optimize`, `verify`, shards, calibrations, searches, imports and `quality --where` each make a :class:`Compilation` and
+run the passes that they need. None of them sets up a context, statistics or checks by hand.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from graphopt.analysis.structure.heads import ORIGIN
+from graphopt.artifact import artifact as artifacts
+from graphopt.artifact.artifact import Artifact
+from graphopt.artifact.tokens import texts_of
+from graphopt.compile.manifest import manifest_of
+from graphopt.errors import InputError
+from graphopt.graph.weights import check_finite
+from graphopt.graph.weights.evaluator import Evaluator
+from graphopt.graph.weights.work_folder import new_in, statistics_in, store_in
+from graphopt.ort.runner import Runner
+from graphopt.passes.cache.page_kv import PageKVOptions
+from graphopt.passes.context import Statistics, make_context
+from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.recipe import Recipe, load_recipe
+from graphopt.quantization.statistics import Calibration
+from graphopt.tasks import TASKS
+from graphopt.util.progress import Progress, silent
+from graphopt.verification.equivalence import Verifier, context_of
+from graphopt.verification.kernels import KernelReport, check_kernels, own_nodes, quantized_products
+from graphopt.verification.steps import Checks, PassRun, run_passes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from concurrent.futures import Executor
+
+    from graphopt.graph.diagnostics import Check, PassReport
+    from graphopt.passes.base import Pass
+    from graphopt.passes.phases import Phase
+    from graphopt.tasks.ports import IntArray
+    from graphopt.util.targets import ChosenTarget
+
+
+def _no_callback(step: Pass[Any]) -> None:
+    """Do nothing before a pass."""
+    del step
+
+
+def _recorded_recipe(recipe: Mapping[str, Any]) -> Recipe:
+    try:
+        return Recipe.model_validate(recipe)
+    except ValidationError as error:
+        raise InputError(
+            f"the recipe in the manifest cannot be used: {error}",
+            remedy="was it changed after it was made, or made by another version of graphopt?",
+        ) from error
+
+
+class Compilation:
+    """A model that a recipe is applied to.
+
+    Args:
+        source: an artifact, its folder, or an ``.onnx`` file. It is not changed.
+        recipe: the name of a preset, a YAML file, or a recipe. The steps that the graph needs are added, and the
+            instructions of this machine named. Or the mapping in a manifest, which was fitted when it was written.
+        target: what the model is to run on; ``None``: what the recipe says, by default ``portable``.
+        work: the folder for evaluated weights and statistics.
+        run: whether the model may be run.
+        statistics: the folder of statistics of models; ``None`` for one in ``work``.
+        executor: what evaluates weights; ``None`` for this process.
+        on_stage: called when a stage begins.
+
+    Attributes:
+        source: the model as it came in.
+        requested: the recipe for ``target``, before it was fitted.
+        recipe: the recipe that is applied.
+        passes: its passes.
+        model: the graph that the passes rewrite, a copy of that of ``source``.
+        origin: which model it was first made from, see :func:`graphopt.artifact.artifact.origin_of`.
+        calibration: collects statistics of activations on the text that the recipe names.
+        statistics: what passes ask for statistics.
+        context: what the passes share.
+        evaluator: evaluates weights into ``work``.
+        reports: what the passes did so far.
+
+    Raises:
+        InputError: the model or the recipe cannot be read, or the recipe has steps for caches that the model has not.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Artifact,
+        recipe: str | Path | Recipe | Mapping[str, Any],
+        target: ChosenTarget | None = None,
+        *,
+        work: Path,
+        run: bool = True,
+        statistics: str | Path | None = None,
+        executor: Executor | None = None,
+        on_stage: Progress = silent,
+    ) -> None:
+        self.source = source if isinstance(source, Artifact) else artifacts.read(source)
+        self._work = work
+        self._file = None if isinstance(source, Artifact) else source
+        self._executor, self._may_run, self._on_stage = executor, run, on_stage
+        if isinstance(recipe, Mapping):
+            self.requested = self.recipe = _recorded_recipe(recipe)
+        else:
+            self.requested = load_recipe(recipe) if target is None else load_recipe(recipe).lowered(target)
+            self.recipe = self.requested.fitting(self.source.model.graph).on_this_machine()
+        self.passes = self.recipe.passes()
+        self._refuse_caches()
+        self.model, self.origin = self.source.model.clone(), artifacts.origin_of(self.source)
+        self.model.metadata_props[ORIGIN] = self.origin
+        self._entries, positions = self.recipe.session_entries(), self.source.manifest.model.max_positions
+        runner = Runner(self._entries)
+
+        def texts() -> list[IntArray]:
+            return texts_of(self.source.companions, self.recipe.calibration, positions)
+
+        folder = Path(statistics or statistics_in(work))
+        self.calibration = Calibration(folder, texts, runner if run else None, on_stage=on_stage)
+        self.statistics = Statistics(self.calibration)
+        task = TASKS[self.source.manifest.task]
+        self.context = make_context(task, self.recipe.target, runner, self.statistics, positions)
+        self.evaluator = Evaluator(store_in(work), executor)
+        self.reports: list[PassReport] = []
+
+    @classmethod
+    def of_pages(cls, source: str | Path | Artifact, work: Path) -> Compilation:
+        """Return a compilation whose model is canonical, with its caches in pages where that can be.
+
+        Its last report is that of ``page_kv``.
+        """
+        steps = CanonicalizeOptions(), PageKVOptions()
+        compilation = cls(source, Recipe(name="pages", steps=steps, activations="float32"), work=work)
+        compilation.apply_unchecked(compilation.of_phases("importing", "lift", "cache"))
+        return compilation
+
+    def _refuse_caches(self) -> None:
+        """Refuse steps for caches of keys and values where models of this kind have none."""
+        task = self.source.manifest.task
+        step = next((step.name for step in self.passes if step.phase() == "cache"), None)
+        if step is not None and not TASKS[task].caches:
+            raise InputError(
+                f"the step {step} of the recipe {self.recipe.name} is for a cache of keys and values, which a model of "
+                f"the task {task} has not",
+                file=self.source.place,
+                remedy="choose a recipe without it: `graphopt passes` lists them",
+            )
+
+    def of_phases(self, *phases: Phase) -> list[Pass[Any]]:
+        """Return the passes of some phases."""
+        return [step for step in self.passes if step.phase() in phases]
+
+    def before_phase(self, phase: Phase) -> list[Pass[Any]]:
+        """Return the passes in front of a phase that comes last, such as ``lower``."""
+        return [step for step in self.passes if step.phase() != phase]
+
+    def check_weights(self) -> None:
+        """Read every weight of the model once.
+
+        Raises:
+            InputError: one is NaN or infinite.
+        """
+        check_finite(self.model, self._file, self._executor)
+
+    def apply(
+        self, passes: Iterable[Pass[Any]], on_pass: Callable[[Pass[Any]], None] = _no_callback
+    ) -> Iterator[PassRun]:
+        """Run passes on the model, yield each when it has run, and write down its report.
+
+        Raises:
+            VerificationError: a pass broke an invariant of its phase.
+            InputError: a pass cannot work on the model.
+        """
+        earlier = [*self.source.manifest.passes, *self.reports]
+        for run in run_passes(self.model, passes, self.context, earlier=earlier, on_pass=on_pass):
+            self.reports.append(run.report)
+            yield run
+
+    def apply_unchecked(self, passes: Iterable[Pass[Any]], on_pass: Callable[[Pass[Any]], None] = _no_callback) -> None:
+        """Run passes on the model, and check nothing but the invariants of their phases."""
+        for _ in self.apply(passes, on_pass):
+            pass
+
+    def verifier(self, folder: Path, *, native: bool = True, run: bool | None = None) -> Verifier:
+        """Return what runs models of this compilation to compare them.
+
+        Args:
+            folder: where models are written to be run.
+            native: whether graphopt's kernels run, or the bodies that the model carries.
+            run: whether to run models at all; by default as the compilation may.
+        """
+        return Verifier(
+            folder,
+            self._entries,
+            run=self._may_run if run is None else run,
+            native=native,
+            context=context_of(self.passes, self.context.max_positions),
+            evaluator=self.evaluator,
+        )
+
+    def apply_checked(
+        self, passes: Sequence[Pass[Any]], verifier: Verifier, on_stage: Callable[[str], None]
+    ) -> list[Check]:
+        """Run passes on the model, and prove or measure each.
+
+        Args:
+            passes: what to run.
+            verifier: has run the model in front of the first.
+            on_stage: called with what begins.
+
+        Raises:
+            VerificationError: a check failed.
+            InputError: a pass cannot work on the model.
+        """
+        with Checks(verifier, on_stage) as checks:
+
+            def begin(step: Pass[Any]) -> None:
+                checks.before(step, self.model)
+                on_stage(step.name)
+                if step.phase() == "lower":  # it reads scales, to tell which type they are stored in
+                    self.settle()
+
+            for run in self.apply(passes, begin):
+                if run.report.claims is not None:
+                    self.settle()
+                checks.behind(run, run.report.claims)
+            return checks.finish(self.model)
+
+    @contextlib.contextmanager
+    def run_folder(self) -> Iterator[Path]:
+        """Give a folder in the work folder for models while they run; what an earlier run left there is gone."""
+        with tempfile.TemporaryDirectory(prefix="run-", dir=new_in(self._work)) as folder:
+            yield Path(folder)
+
+    def settle(self) -> None:
+        """Evaluate the weights of the model into the work folder."""
+        self.evaluator.settle(self.model, lambda done, of: self._on_stage("evaluating weights", done, of))
+
+    def has_kernels(self) -> bool:
+        """Return whether the model has quantized products, or nodes of graphopt's operators."""
+        return bool(quantized_products(self.model.graph) or own_nodes(self.model.graph))
+
+    def check_kernels(self, verifier: Verifier) -> KernelReport:
+        """Confirm that quantized products run as the kernels that they are meant for.
+
+        Raises:
+            VerificationError: a product would run on dequantized weights.
+        """
+        return check_kernels(self.model, verifier.snapshots, self._entries, verifier.why_not)
+
+    def artifact(self, recipe: Recipe, checks: Sequence[Check], kernels: KernelReport | None) -> Artifact:
+        """Return the model with its manifest.
+
+        Args:
+            recipe: the recipe to write down.
+            checks: what was proved or measured.
+            kernels: how its quantized products run; ``None`` if it has none.
+        """
+        manifest = manifest_of(self.source, self.model, recipe, self.reports, checks, kernels)
+        return Artifact(self.model, manifest, self.source.companions)
