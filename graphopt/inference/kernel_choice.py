@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from graphopt.graph.diagnostics import Fact, PassReport, Rule
-from graphopt.runtime_ops.costs import MEASURED, NOT_MEASURED, Costs, shipped_costs
+from graphopt.runtime_ops.costs import MEASURED_COSTS, NOT_MEASURED, Costs, shipped_costs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def elsewhere(
     found = []
     for (bits, ours), count in sorted(Counter(_choices(last)).items()):
         choice = known.compare(bits, here)
-        if choice.ours == ours:
+        if choice.is_faster == ours:
             continue
         if choice.reason.code == NOT_MEASURED.code:
             found.append(UNKNOWN(count=count, bits=bits))
@@ -67,6 +67,5 @@ def _choices(report: PassReport) -> Iterator[tuple[int, bool]]:
     made = ((change.what.figures.get("reason"), True) for change in report.changes)
     left = ((skip.reason, False) for skip in report.skips)
     for reason, ours in (*made, *left):
-        # A manifest of an older version does not say how many bits it was.
-        if isinstance(reason, Fact) and reason.code in (MEASURED.code, NOT_MEASURED.code) and "bits" in reason.figures:
+        if isinstance(reason, Fact) and reason.code in (MEASURED_COSTS.code, NOT_MEASURED.code):
             yield int(str(reason.figures["bits"])), ours

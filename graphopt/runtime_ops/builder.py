@@ -15,7 +15,7 @@ from graphopt.runtime_ops.schema import DOMAIN, Schema
 Write = Callable[[OpBuilder, Mapping[str, ir.Value]], Sequence[ir.Value]]
 
 
-def written(schema: Schema, overload: str, opset: int, write: Write) -> ir.Function:
+def build_body(schema: Schema, overload: str, opset: int, write: Write) -> ir.Function:
     """Return a body of an operator.
 
     Args:
@@ -33,8 +33,8 @@ def written(schema: Schema, overload: str, opset: int, write: Write) -> ir.Funct
         return outputs
 
     inputs = [ir.Value(name=name) for name in schema.input_names]
-    made = build_function(trace, inputs, domain=DOMAIN, name=schema.name, opset_imports={"": opset})
-    return ir.Function(DOMAIN, schema.name, overload, graph=made.graph, attributes=schema.parameters)
+    function = build_function(trace, inputs, domain=DOMAIN, name=schema.name, opset_imports={"": opset})
+    return ir.Function(DOMAIN, schema.name, overload, graph=function.graph, attributes=schema.parameters)
 
 
 class _Builder(GraphBuilder):

@@ -15,14 +15,14 @@ FILE = "costs.json"
 NOT_MEASURED = Rule(
     "lower.not-measured", "no cost was measured for {bits} bits on {instructions}: onnxruntime's kernel stays"
 )
-MEASURED = Rule(
+MEASURED_COSTS = Rule(
     "lower.measured",
     "{ours_us:g} us against {theirs_us:g} us of MatMulNBits at its least advantage ({rows_of_x} row(s) of x, "
     "{rows} x {columns}, group {group}, {instructions})",
     tie="; about as fast, and the same bits for any number of rows",
     also=("bits",),
 )
-ESTIMATED = Rule(
+ESTIMATED_COSTS = Rule(
     "lower.estimated",
     "an estimate, nothing was measured: {ours_us:.3g} us against {theirs_us:.3g} us of float16 weights, by the bytes "
     "of {rows} x {columns} codes of {bits} bits at a nominal {bandwidth_tb:g} TB/s",
@@ -68,7 +68,7 @@ class Cost(BaseModel):
 class Choice:
     """Whether graphopt's kernel is the faster one, and the figures that say so."""
 
-    ours: bool
+    is_faster: bool
     reason: Fact
 
 
@@ -102,7 +102,7 @@ class Costs(BaseModel):
         if not rows:
             return Choice(False, NOT_MEASURED(bits=bits, instructions=instructions))
         worst = min(rows, key=lambda cost: cost.matmulnbits_us / cost.matmultable_us)
-        reason = MEASURED(
+        reason = MEASURED_COSTS(
             bits=bits,
             ours_us=worst.matmultable_us,
             theirs_us=worst.matmulnbits_us,
@@ -121,10 +121,11 @@ def estimate(rows: int, columns: int, bits: int) -> Choice:
 
     The other choice is float16 weights, as onnxruntime's CUDA provider multiplies what it has dequantized.
     """
-    ours, theirs = (rows * columns * each / 8 / NOMINAL_BANDWIDTH * 1e6 for each in (bits, 16))
+    table_us, float16_us = (rows * columns * width / 8 / NOMINAL_BANDWIDTH * 1e6 for width in (bits, 16))
     bandwidth = NOMINAL_BANDWIDTH / 1e12
-    reason = ESTIMATED(ours_us=ours, theirs_us=theirs, rows=rows, columns=columns, bits=bits, bandwidth_tb=bandwidth)
-    return Choice(ours < theirs, reason)
+    figures = {"ours_us": table_us, "theirs_us": float16_us, "rows": rows, "columns": columns, "bits": bits}
+    reason = ESTIMATED_COSTS(**figures, bandwidth_tb=bandwidth)
+    return Choice(table_us < float16_us, reason)
 
 
 @cache

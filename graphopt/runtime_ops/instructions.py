@@ -43,20 +43,20 @@ def instructions_here() -> InstructionSet:
     """
     library = library_path()
     ask = None if library is None else _function_of(str(library))
-    asked = os.environ.get(ISA_VARIABLE)
+    variable = os.environ.get(ISA_VARIABLE)
     if ask is not None:
         name = ask()
-        found = None if name is None else name.decode()
-    elif asked:
-        found = asked if asked in get_args(InstructionSet) else None
+        instructions = None if name is None else name.decode()
+    elif variable:
+        instructions = variable if variable in get_args(InstructionSet) else None
     else:
-        found = _by_flags(_flags(_CPUINFO))
-    if found is None:
+        instructions = _by_flags(_flags(_CPUINFO))
+    if instructions is None:
         raise InputError(
-            f"{ISA_VARIABLE} is {asked!r}, which this machine does not have",
+            f"{ISA_VARIABLE} is {variable!r}, which this machine does not have",
             remedy=f"unset it, or name one of {', '.join(get_args(InstructionSet))} that the machine has",
         )
-    return cast("InstructionSet", found)
+    return cast("InstructionSet", instructions)
 
 
 @lru_cache(maxsize=4)
@@ -78,11 +78,11 @@ def _flags(cpuinfo: Path) -> frozenset[str] | None:
     except OSError:
         return None
     # x86 calls them flags, ARM features
-    named = (line.partition(":") for line in lines)
-    return next((frozenset(found.split()) for name, _, found in named if name.strip() in ("flags", "Features")), None)
+    fields = (line.partition(":") for line in lines)
+    return next((frozenset(flags.split()) for name, _, flags in fields if name.strip() in ("flags", "Features")), None)
 
 
 def _by_flags(flags: frozenset[str] | None) -> InstructionSet:
     if flags is None:
         return _OF_MACHINES.get(platform.machine(), "scalar")
-    return next(name for name, needed in _NEEDS.items() if needed <= flags)
+    return next(name for name, features in _NEEDS.items() if features <= flags)

@@ -29,13 +29,13 @@ def library_path(device: Device = "cpu") -> Path | None:
 
     An editable install keeps the libraries in site-packages, not beside this file; the import system knows both places.
     """
-    other = os.environ.get(PATH_VARIABLE if device == "cpu" else CUDA_PATH_VARIABLE)
-    if other is not None:
-        return Path(other) if other else None
-    return _installed(device)
+    variable = os.environ.get(PATH_VARIABLE if device == "cpu" else CUDA_PATH_VARIABLE)
+    if variable is not None:
+        return Path(variable) if variable else None
+    return _installed_path(device)
 
 
 @cache
-def _installed(device: Device) -> Path | None:
+def _installed_path(device: Device) -> Path | None:
     file = files("graphopt.runtime_ops").joinpath(NAMES[device])
     return Path(str(file)) if file.is_file() else None

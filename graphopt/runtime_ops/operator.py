@@ -92,8 +92,8 @@ class Operator:
         if body is None or not body.is_as_made():
             if len(_BODIES) == _MOST_BODIES:
                 del _BODIES[next(iter(_BODIES))]
-            made = self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
-            body = _BODIES[key] = Body(made, key)
+            function = self.function(opset) if self.overload is None else self.function(opset, **attributes_of(node))
+            body = _BODIES[key] = Body(function, key)
         return body
 
     def is_body(self, body: ir.Function, node: ir.Node, opset: int) -> bool:
@@ -119,14 +119,14 @@ class Body(ir.Function):
         calls: its nodes that are of no standard operator.
     """
 
-    def __init__(self, made: ir.Function, made_for: _Key) -> None:
-        super().__init__(made.domain, made.name, made.overload, graph=made.graph, attributes=made.attributes)
+    def __init__(self, function: ir.Function, made_for: _Key) -> None:
+        super().__init__(*function.identifier(), graph=function.graph, attributes=function.attributes)
         # `optimize` ends with this pass, which must find nothing to rename.
-        around = ir.Graph([], [], nodes=[], opset_imports=dict(made.opset_imports))
-        NameFixPass()(ir.Model(around, ir_version=10, functions=[self]))
+        graph = ir.Graph([], [], nodes=[], opset_imports=dict(function.opset_imports))
+        NameFixPass()(ir.Model(graph, ir_version=10, functions=[self]))
         self.made_for = made_for
         self.calls = [node for node in self.all_nodes() if node.domain]
-        self._made = _fingerprint(self)
+        self._first_fingerprint = _fingerprint(self)
 
     def clone(self, deep_copy: bool = False) -> Body:
         """Return itself."""
@@ -135,20 +135,20 @@ class Body(ir.Function):
 
     def is_as_made(self) -> bool:
         """Return whether nothing was changed in it."""
-        return _fingerprint(self) == self._made
+        return _fingerprint(self) == self._first_fingerprint
 
 
 def _fingerprint(body: ir.Function) -> list[object]:
     """Return all that a body says: its ports, opsets, metadata, attributes and nodes, in order."""
-    found: list[object] = [body.identifier(), dict(body.opset_imports), list(body.attributes), body.doc_string]
-    found += [dict(body.metadata_props), _ports(body.inputs), _ports(body.outputs)]
+    facts: list[object] = [body.identifier(), dict(body.opset_imports), list(body.attributes), body.doc_string]
+    facts += [dict(body.metadata_props), _ports(body.inputs), _ports(body.outputs)]
     for node in body.all_nodes():
-        found += [node.op_identifier(), node.name, node.doc_string, dict(node.metadata_props)]
-        found += [[value and value.name for value in node.inputs], _ports(node.outputs)]
+        facts += [node.op_identifier(), node.name, node.doc_string, dict(node.metadata_props)]
+        facts += [[value and value.name for value in node.inputs], _ports(node.outputs)]
         for name, attribute in node.attributes.items():
             inner = _graphs_of(attribute)
-            found += [name, [(_ports(each.inputs), _ports(each.outputs)) for each in inner] or id(attribute)]
-    return found
+            facts += [name, [(_ports(graph.inputs), _ports(graph.outputs)) for graph in inner] or id(attribute)]
+    return facts
 
 
 def _graphs_of(attribute: ir.Attr) -> Sequence[ir.Graph]:

@@ -92,10 +92,17 @@ class Port:
             return True
         if self.placeholder is None or value.shape is None:
             return False
-        known = [size for size in value.shape if isinstance(size, int)]
-        if 0 in known:
+        sizes = [size for size in value.shape if isinstance(size, int)]
+        if 0 in sizes:
             return self.placeholder == 0
-        return len(known) == len(value.shape) and prod(known) == self.placeholder
+        return len(sizes) == len(value.shape) and prod(sizes) == self.placeholder
+
+    def type_from(self, inputs: Mapping[str, ir.Value | None]) -> ir.DataType | None:
+        """Return the type that an output has beside these inputs; ``None`` where that is not known."""
+        if self.like is None:
+            return self.types[0] if len(self.types) == 1 else None
+        value = inputs.get(self.like)
+        return None if value is None else value.dtype
 
 
 def as_given(attributes: Mapping[str, Any]) -> str | None:
@@ -213,20 +220,19 @@ class Schema(Signature):
 
     def parameters_for(self, overload: str) -> list[ir.Attr]:
         """Return what the body of an overload declares: also the optional attributes that it is named after."""
-        more = [ir.Attr(name, self.optional[name], None) for name in overload.split("_") if name in self.optional]
-        return [*self.parameters, *more]
+        optional = [ir.Attr(name, self.optional[name], None) for name in overload.split("_") if name in self.optional]
+        return [*self.parameters, *optional]
 
     def infer(self, node: ir.Node) -> None:
         """Set types and shapes of the outputs of ``node`` where those of its inputs are known."""
         values = dict(zip(self.input_names, node.inputs, strict=True))
         for port, output in zip(self.outputs, node.outputs, strict=False):
-            like = values.get(port.like or "")
-            dtype = port.types[0] if port.like is None and len(port.types) == 1 else like.dtype if like else None
+            dtype = port.type_from(values)
             if dtype is not None:
                 output.type = ir.TensorType(dtype)  # copies of a graph share types: none is edited
-        known = {name: tuple(value.shape) for name, value in values.items() if value is not None and value.shape}
-        if len(known) == len(self.inputs):
-            shapes = self.shapes(known, attributes_of(node))
+        shapes_by_name = {name: tuple(value.shape) for name, value in values.items() if value and value.shape}
+        if len(shapes_by_name) == len(self.inputs):
+            shapes = self.shapes(shapes_by_name, attributes_of(node))
             for output, dims in zip(node.outputs, shapes, strict=False):
                 output.shape = ir.Shape(dims)
 

@@ -22,20 +22,20 @@ def number_of(tape: ir.tape.Tape, attribute: str) -> ir.Value:
 
 
 def choice(
-    tape: ir.tape.Tape, attribute: str, kind: ir.AttributeType, known: Sequence[str] | Sequence[int]
+    tape: ir.tape.Tape, attribute: str, kind: ir.AttributeType, options: Sequence[str] | Sequence[int]
 ) -> ir.Value:
-    """Return the place of the node's attribute among ``known`` as int64 [1]; another value is an error of a Gather.
+    """Return the place of the node's attribute among ``options`` as int64 [1]; another value is an error of a Gather.
 
     ``NonZero`` would say it at once, but onnxruntime does not fold it.
     """
     is_text = kind == ir.AttributeType.STRING
-    one, several = ("value_string", "value_strings") if is_text else ("value_int", "value_ints")
-    given = tape.op("Constant", [], {one: ir.RefAttr(one, attribute, kind)})
-    matches = tape.op("Equal", [tape.op("Constant", [], {several: known}), given])
-    countdown = ints(tape, *range(len(known), 0, -1))
-    weighted = tape.op("Mul", [tape.op("Cast", [matches], {"to": ir.DataType.INT64}), countdown])
-    place = tape.op("Sub", [ints(tape, len(known)), tape.op("ReduceSum", [weighted], {"keepdims": 1})])
-    return tape.op("Gather", [ints(tape, *range(len(known))), place])
+    single_kind, list_kind = ("value_string", "value_strings") if is_text else ("value_int", "value_ints")
+    value = tape.op("Constant", [], {single_kind: ir.RefAttr(single_kind, attribute, kind)})
+    matches = tape.op("Equal", [tape.op("Constant", [], {list_kind: options}), value])
+    countdown = ints(tape, *range(len(options), 0, -1))
+    ranks = tape.op("Mul", [tape.op("Cast", [matches], {"to": ir.DataType.INT64}), countdown])
+    index = tape.op("Sub", [ints(tape, len(options)), tape.op("ReduceSum", [ranks], {"keepdims": 1})])
+    return tape.op("Gather", [ints(tape, *range(len(options))), index])
 
 
 def branch(name: str, write: Callable[[ir.tape.Tape], ir.Value]) -> ir.Graph:

@@ -38,7 +38,7 @@ def made(instructions: InstructionSet, four: int = 3, eight: int = 1) -> list[Pa
     for bits, count in ((4, four), (8, eight)):
         choice = COSTS.compare(bits, instructions)
         for _ in range(count):
-            if choice.ours:
+            if choice.is_faster:
                 what = PACKED(activations="int8", group=32, reason=choice.reason)
                 report.changes.append(Change(where="a", what=what))
             else:
@@ -69,7 +69,7 @@ def test_what_costs_nothing_is_not_told() -> None:
     assert elsewhere(made("avx512", four=0, eight=0), "avx512", "avx2", COSTS) is None
     assert elsewhere([], "avx512", "avx2", COSTS) is None
     tie = COSTS.model_copy(update={"costs": (*COSTS.costs[:3], cost(8, "avx2", 200, 206))})
-    assert tie.compare(8, "avx2").ours
+    assert tie.compare(8, "avx2").is_faster
     assert elsewhere(made("avx512", four=0), "avx512", "avx2", tie) is None
 
 

@@ -151,7 +151,7 @@ class Lower(Pass[LowerOptions]):
             ledger.skipped(node, PORTABLE())
             return
         choice, x = self._compare(stored), node.inputs[0]
-        if not choice.ours:
+        if not choice.is_faster:
             ledger.skipped(node, choice.reason)
         elif x is not None and x.dtype not in (None, ir.DataType.FLOAT):
             ledger.skipped(node, NOT_FLOAT(type=str(x.dtype)))

@@ -69,17 +69,17 @@ def test_the_faster_kernel_is_chosen_and_the_figures_are_in_the_report() -> None
 
 
 def test_a_kernel_that_loses_anywhere_is_not_chosen() -> None:
-    assert COSTS.compare(4, "avx512").ours
+    assert COSTS.compare(4, "avx512").is_faster
     slower = Costs(source="", machine="", costs=(*COSTS.costs, cost(4, 900, 950, rows=256)))
-    assert not slower.compare(4, "avx512").ours
+    assert not slower.compare(4, "avx512").is_faster
 
 
 def test_a_tie_goes_to_the_kernel_whose_bits_do_not_depend_on_the_rows() -> None:
     tie = Costs(source="", machine="", costs=(cost(8, 100, 105), cost(8, 400, 200, rows=8)))
-    assert tie.compare(8, "avx512").ours
+    assert tie.compare(8, "avx512").is_faster
     assert str(tie.compare(8, "avx512").reason).endswith("; about as fast, and the same bits for any number of rows")
     assert "tie" not in COSTS.compare(4, "avx512").reason.figures
-    assert not Costs(source="", machine="", costs=(cost(8, 100, 105.1),)).compare(8, "avx512").ours
+    assert not Costs(source="", machine="", costs=(cost(8, 100, 105.1),)).compare(8, "avx512").is_faster
 
 
 def test_what_was_not_measured_stays() -> None:
@@ -116,8 +116,8 @@ def test_avx_vnni_goes_by_the_costs_of_avx2_until_it_has_its_own() -> None:
     assert shipped.compare(8, "avxvnni") == shipped.compare(8, "avx2")
     own = cost(8, 100, 200).model_copy(update={"instructions": "avxvnni"})
     measured = shipped.model_copy(update={"costs": (*shipped.costs, own)})
-    assert (measured.compare(8, "avxvnni").ours, measured.compare(8, "avx2").ours) == (False, True)
-    assert not shipped.compare(4, "scalar").ours
+    assert (measured.compare(8, "avxvnni").is_faster, measured.compare(8, "avx2").is_faster) == (False, True)
+    assert not shipped.compare(4, "scalar").is_faster
 
 
 def test_the_portable_target_keeps_standard_forms() -> None:
@@ -174,7 +174,7 @@ def test_the_shipped_costs_can_be_read_and_say_where_they_come_from() -> None:
     costs = shipped_costs()
     assert costs.source
     assert costs.machine
-    assert costs.compare(4, "avx512").ours
+    assert costs.compare(4, "avx512").is_faster
 
 
 def test_a_gpu_gets_our_kernel_for_every_product_and_an_estimate_that_says_so() -> None:

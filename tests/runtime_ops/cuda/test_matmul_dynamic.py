@@ -10,10 +10,10 @@ import pytest
 
 from graphopt.numerics.formats import FORMATS
 from graphopt.numerics.rotations import hadamard
-from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference
 from tests.pairwise import pairwise
 from tests.runtime_ops.cuda.products import Products
+from tests.runtime_ops.matmul_dynamic.bound import bound
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
 from tests.runtime_ops.products import case_of
 

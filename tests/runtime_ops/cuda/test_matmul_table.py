@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from graphopt.numerics.formats import FORMATS
 from graphopt.runtime_ops.matmul_table.spec.activations import ON_GPUS
-from graphopt.runtime_ops.matmul_table.spec.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize, reference
 from tests.pairwise import pairwise
 from tests.runtime_ops.cuda.products import DECODERS, Products
+from tests.runtime_ops.matmul_table.bound import TENSOR_CORE_UNIT, UNIT, bound, product_bound
 from tests.runtime_ops.matmul_table.test_kernels import TABLES
 from tests.runtime_ops.matmul_table.test_op import of_float32
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load

@@ -12,8 +12,8 @@ from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.hadamard.spec.op import reference as turned
 from graphopt.runtime_ops.matmul_dynamic.spec.op import LEVELS, MATMUL_DYNAMIC, reference
 from graphopt.runtime_ops.matmul_table.spec.activations import round_rows
-from graphopt.runtime_ops.matmul_table.spec.bound import product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
+from tests.runtime_ops.matmul_table.bound import product_bound
 from tests.runtime_ops.products import Case, case_of, model_of, run_body
 
 NAME = MATMUL_DYNAMIC.name

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from graphopt.numerics.rotations import hadamard
 from graphopt.runtime_ops.hadamard.spec.op import reference as turned
-from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound as dynamic_bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference as dynamic_reference
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES
-from graphopt.runtime_ops.matmul_table.spec.bound import bound
 from graphopt.runtime_ops.matmul_table.spec.op import reference
 from graphopt.runtime_ops.matmul_table.spec.packing import pack
+from tests.runtime_ops.matmul_dynamic.bound import bound as dynamic_bound
+from tests.runtime_ops.matmul_table.bound import bound
 from tests.runtime_ops.products import Case, case_of, run_body
 
 EACH_MODE = pytest.mark.parametrize("activations", MODES)

@@ -16,15 +16,15 @@ from graphopt.numerics.rotations import hadamard
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.dequantize.spec.op import reference as dequantized
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
-from graphopt.runtime_ops.matmul_dynamic.spec.bound import bound as dynamic_bound
 from graphopt.runtime_ops.matmul_dynamic.spec.op import MATMUL_DYNAMIC
 from graphopt.runtime_ops.matmul_dynamic.spec.op import reference as dynamic_reference
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES, SYMMETRIC
-from graphopt.runtime_ops.matmul_table.spec.bound import bound
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, dequantize, reference
 from graphopt.runtime_ops.matmul_table.spec.packing import unpack, untile
 from tests.native import here, needs_library
 from tests.pairwise import pairwise
+from tests.runtime_ops.matmul_dynamic.bound import bound as dynamic_bound
+from tests.runtime_ops.matmul_table.bound import bound
 from tests.runtime_ops.matmul_table.test_op import of_float32
 from tests.runtime_ops.matmul_table.test_vectors import inputs_of, load
 from tests.runtime_ops.products import Case, any_case, case_of, model_of, run_body

@@ -9,9 +9,9 @@ import pytest
 
 from graphopt.runtime_ops import DOMAIN, OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.activations import MODES, round_activations, to_bfloat16
-from graphopt.runtime_ops.matmul_table.spec.bound import product_bound
 from graphopt.runtime_ops.matmul_table.spec.op import MATMUL_TABLE, reference
 from tests.pairwise import pairwise
+from tests.runtime_ops.matmul_table.bound import product_bound
 from tests.runtime_ops.products import Case, case_of, model_of, run_body
 
 NAME = MATMUL_TABLE.name

@@ -54,8 +54,8 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     values = tape.op("Gather", [table, tape.op("Cast", [codes], {"to": ir.DataType.INT32})], {"axis": 0})
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     zeros_of_row = for_each_row(full_zeros)
-    shifted = values if minimums else tape.op("Sub", [values, zeros_of_row])
-    weight = tape.op("Mul", [shifted, for_each_row(scales)])
+    differences = values if minimums else tape.op("Sub", [values, zeros_of_row])
+    weight = tape.op("Mul", [differences, for_each_row(scales)])
     if minimums:
         weight = tape.op("Add", [weight, zeros_of_row])
     weight.name = "W"

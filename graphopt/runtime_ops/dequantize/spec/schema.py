@@ -18,8 +18,8 @@ _SCALES = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """Return what a call takes, with float scales: a lookup, a difference and a product for each number."""
-    codes, *others = shapes
-    return Cost(operations=3 * prod(codes), bytes=5 * prod(codes) + 4 * sum(prod(shape) for shape in others))
+    codes, *parameters = shapes
+    return Cost(operations=3 * prod(codes), bytes=5 * prod(codes) + 4 * sum(prod(shape) for shape in parameters))
 
 
 SCHEMA = Schema(
@@ -34,7 +34,7 @@ SCHEMA = Schema(
     outputs=(Port("W", Role.DATA, (ir.DataType.FLOAT,)),),
     attributes={"group": ir.AttributeType.INT},
     optional=OPTIONAL,
-    shapes=lambda shapes, attributes: (shapes["codes"],),
+    shapes=lambda shapes, _: (shapes["codes"],),
     cost=cost,
     coordinates=Coordinates.DECODES,
 )

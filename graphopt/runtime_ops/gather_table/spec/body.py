@@ -25,8 +25,8 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     tape = ir.tape.Tape()
     rows, columns, group = (number_of(tape, name) for name in ("rows", "columns", "group"))
     # a lookup in 0, 1, 2, ...: it counts negative columns from the end, and refuses those that the last tile pads
-    wanted = tape.op("Gather", [_count(tape, columns), tape.op("Reshape", [ids, ints(tape, -1)])], {"axis": 0})
-    tile, lane = (tape.op(op_type, [wanted, ints(tape, TILE)]) for op_type in ("Div", "Mod"))
+    numbers = tape.op("Gather", [_count(tape, columns), tape.op("Reshape", [ids, ints(tape, -1)])], {"axis": 0})
+    tile, lane = (tape.op(op_type, [numbers, ints(tape, TILE)]) for op_type in ("Div", "Mod"))
     lane = tape.op("Unsqueeze", [lane, ints(tape, 1)])
 
     def of_lane(whole: ir.Value, perm: list[int]) -> ir.Value:
@@ -38,21 +38,22 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     )
     in_order = of_lane(units, [0, 3, 1, 2, 4])  # n, u, j, r, i -> n, r, u, j, i
     padded_rows = tape.op("Mul", [tape.op("Shape", [codes], {"start": 1, "end": 2}), ints(tape, TILE)])
-    count = tape.op("Shape", [wanted])
-    padded = tape.op("Reshape", [in_order, tape.op("Concat", [count, padded_rows], {"axis": 0})], {"allowzero": 1})
-    indices = tape.op("Cast", [tape.op("Slice", [padded, ints(tape, 0), rows, ints(tape, 1)])], {"to": _INDEX})
+    count = tape.op("Shape", [numbers])
+    shape_of_codes = tape.op("Concat", [count, padded_rows], {"axis": 0})
+    codes_of_ids = tape.op("Reshape", [in_order, shape_of_codes], {"allowzero": 1})
+    indices = tape.op("Cast", [tape.op("Slice", [codes_of_ids, ints(tape, 0), rows, ints(tape, 1)])], {"to": _INDEX})
     values = tape.op("Gather", [table, indices], {"axis": 0})
     of_row = tape.op("Div", [_count(tape, rows), group])
 
-    def for_each_row(tiled: ir.Value) -> ir.Value:
+    def for_each_row(factors: ir.Value) -> ir.Value:
         """Return scales or zero points [T, G, 16] of each column and row, float [n, K]."""
-        per_group = of_lane(_tiles(tape, tiled, tile), [0, 2, 1])
+        per_group = of_lane(_tiles(tape, factors, tile), [0, 2, 1])
         return tape.op("Gather", [tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT}), of_row], {"axis": 1})
 
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     zeros_of_row = for_each_row(full_zeros)
-    shifted = values if minimums else tape.op("Sub", [values, zeros_of_row])
-    weight = tape.op("Mul", [shifted, for_each_row(scales)])
+    differences = values if minimums else tape.op("Sub", [values, zeros_of_row])
+    weight = tape.op("Mul", [differences, for_each_row(scales)])
     if minimums:
         weight = tape.op("Add", [weight, zeros_of_row])
     shape = tape.op("Concat", [tape.op("Shape", [ids]), rows], {"axis": 0})
@@ -70,5 +71,5 @@ def _count(tape: ir.tape.Tape, end: ir.Value) -> ir.Value:
     return tape.op("Range", [tape.op("Squeeze", [bound]) for bound in (ints(tape, 0), end, ints(tape, 1))])
 
 
-def _tiles(tape: ir.tape.Tape, tiled: ir.Value, tile: ir.Value) -> ir.Value:
-    return tape.op("Gather", [tiled, tile], {"axis": 0})
+def _tiles(tape: ir.tape.Tape, tensor: ir.Value, tile: ir.Value) -> ir.Value:
+    return tape.op("Gather", [tensor, tile], {"axis": 0})

@@ -61,12 +61,12 @@ def reference(
         raise ValueError(f"{rows} rows in groups of {group} have {-(-rows // group)} scales, not {scales.shape[1]}")
     of_row = np.arange(rows) // group
     full_zeros = np.broadcast_to(zero_points, scales.shape)
-    scales_GN, zeros_GN = (untile(each.astype(np.float32), columns) for each in (scales, full_zeros))
+    scales_GN, zeros_GN = (untile(tiles.astype(np.float32), columns) for tiles in (scales, full_zeros))
     codes_of_ids = unpack(codes, rows, columns).T[ids]
     values = table.astype(np.float32)[codes_of_ids]
-    zeros, factors = (each.T[ids][..., of_row] for each in (zeros_GN, scales_GN))
-    made: npt.NDArray[np.float32] = values * factors + zeros if minimums else (values - zeros) * factors
-    return made
+    zeros, factors = (tiles.T[ids][..., of_row] for tiles in (zeros_GN, scales_GN))
+    columns_KN: npt.NDArray[np.float32] = values * factors + zeros if minimums else (values - zeros) * factors
+    return columns_KN
 
 
 GATHER_TABLE = Operator(SCHEMA, function, reference, overload)

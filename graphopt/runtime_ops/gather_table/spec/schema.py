@@ -14,15 +14,15 @@ from graphopt.runtime_ops.schema import Coordinates, Cost, Port, Role, Schema
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_SHARED = ("codes", "scales", "table", "zero_points")
+_WEIGHT_PORTS = ("codes", "scales", "table", "zero_points")
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
     """Return what a call takes, with float scales: only the columns that are asked for are read."""
     ids, codes, scales, table, _ = shapes
     rows = UNIT * codes[1]
-    read = rows * bits_of(codes) // 8 + 8 * scales[1]
-    return Cost(operations=3 * prod(ids) * rows, bytes=prod(ids) * (8 + read + 4 * rows) + 4 * prod(table))
+    bytes_of_column = rows * bits_of(codes) // 8 + 8 * scales[1]
+    return Cost(operations=3 * prod(ids) * rows, bytes=prod(ids) * (8 + bytes_of_column + 4 * rows) + 4 * prod(table))
 
 
 SCHEMA = Schema(
@@ -30,7 +30,7 @@ SCHEMA = Schema(
     version=1,
     inputs=(
         Port("ids", Role.INDICES, (ir.DataType.INT64,)),
-        *(port for port in PORTS if port.name in _SHARED),
+        *(port for port in PORTS if port.name in _WEIGHT_PORTS),
     ),
     outputs=(Port("y", Role.DATA, (ir.DataType.FLOAT,)),),
     attributes=SIZES,

@@ -45,8 +45,8 @@ def function(opset: int) -> ir.Function:
     half = tape.op("Transpose", [tape.op("MatMul", [matrices, turned_right])], {"perm": [1, 0, 2]})
     flat = tape.op("Concat", [rows, tape.op("Constant", [], {"value_ints": [-1]})], {"axis": 0})
     whole = tape.op("MatMul", [turned_left, tape.op("Reshape", [half, flat])])
-    stacked = tape.op("Reshape", [whole, tape.op("Concat", [rows, runs, columns], {"axis": 0})], {"allowzero": 1})
-    products = tape.op("Transpose", [stacked], {"perm": [1, 0, 2]})
+    blocks = tape.op("Reshape", [whole, tape.op("Concat", [rows, runs, columns], {"axis": 0})], {"allowzero": 1})
+    products = tape.op("Transpose", [blocks], {"perm": [1, 0, 2]})
     y = tape.op("Reshape", [products, tape.op("Shape", [x])], {"allowzero": 1})
     y.name = "y"
     graph = ir.Graph([x, left, right], [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
@@ -66,16 +66,16 @@ def reference(
         raise ValueError(f"the last axis of x is {x.shape[-1]}, which is no multiple of {len(left)} x {len(right)}")
     runs = x.astype(np.float64).reshape(-1, len(left), len(right))
     with np.errstate(invalid="ignore", over="ignore"):  # overflow, infinity and NaN are allowed
-        turned = left.T.astype(np.float64) @ runs @ right.astype(np.float64)
-        y: npt.NDArray[np.floating] = (turned.reshape(x.shape) / np.sqrt(order)).astype(x.dtype)
+        products = left.T.astype(np.float64) @ runs @ right.astype(np.float64)
+        y: npt.NDArray[np.floating] = (products.reshape(x.shape) / np.sqrt(order)).astype(x.dtype)
     return y
 
 
-def _orthogonal(tape: ir.tape.Tape, matrix: ir.Value, like: ir.Value) -> ir.Value:
-    """Return ``matrix`` [n, n] / sqrt(n), in the type of ``like``; the root is taken in double, and rounded once."""
+def _orthogonal(tape: ir.tape.Tape, matrix: ir.Value, reference: ir.Value) -> ir.Value:
+    """Return ``matrix`` [n, n] / sqrt(n), in the type of ``reference``; the root is a double, rounded once."""
     order = tape.op("Cast", [tape.op("Shape", [matrix], {"start": 0, "end": 1})], {"to": ir.DataType.DOUBLE})
     wide = tape.op("Cast", [matrix], {"to": ir.DataType.DOUBLE})
-    return tape.op("CastLike", [tape.op("Div", [wide, tape.op("Sqrt", [order])]), like])
+    return tape.op("CastLike", [tape.op("Div", [wide, tape.op("Sqrt", [order])]), reference])
 
 
 HADAMARD = Operator(SCHEMA, function, reference)

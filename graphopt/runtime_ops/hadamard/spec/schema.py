@@ -30,7 +30,7 @@ SCHEMA = Schema(
     ),
     outputs=(Port("y", Role.DATA, like="x"),),
     attributes={},
-    shapes=lambda shapes, attributes: (shapes["x"],),
+    shapes=lambda shapes, _: (shapes["x"],),
     cost=cost,
     coordinates=Coordinates.ROTATES,
 )

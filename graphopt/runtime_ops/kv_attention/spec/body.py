@@ -64,12 +64,12 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         ValueError: an attribute is out of its range.
     """
     # heavy, and needed only where a model is made
-    from graphopt.runtime_ops.builder import written
+    from graphopt.runtime_ops.builder import build_body
 
     attrs = KVAttributes(**attributes)
     types = {name: kind for name, kind in _TYPES.items() if name in attrs.for_node()}
     schema = replace(SCHEMA, attributes=types)
-    return written(schema, overload(**attributes), opset, lambda op, given: _write(op, attrs, given))
+    return build_body(schema, overload(**attributes), opset, lambda op, given: _write(op, attrs, given))
 
 
 def overload(**attributes: Any) -> str:

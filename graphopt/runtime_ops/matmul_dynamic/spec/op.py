@@ -47,20 +47,20 @@ LEVELS = {8: 127, 4: 7}
 """The largest code of an activation, by bits."""
 
 
-def function(opset: int, **given: Any) -> ir.Function:
+def function(opset: int, **attributes_of_node: Any) -> ir.Function:
     """Return the body: Hadamard, the rounding, MatMulTable. It needs the bodies of both beside it.
 
     With minimums it is a MatMul: onnxruntime finds no overload of MatMulTable from within a body. Whether there is a
     rotation at all is folded when onnxruntime loads the model.
     """
-    minimums = overload(**given)
+    minimums = overload(**attributes_of_node)
     inputs = [ir.Value(name=name) for name in SCHEMA.input_names]
     x, codes, scales, table, zero_points, bias, left, right = inputs
     tape = ir.tape.Tape()
     wide = tape.op("Cast", [x], {"to": ir.DataType.FLOAT})
     orders = [tape.op("Shape", [matrix], {"start": 0, "end": 1}) for matrix in (left, right)]
-    one = tape.op("Constant", [], {"value_ints": [1]})
-    turns = tape.op("Greater", [tape.op("Mul", orders), one])
+    unit = tape.op("Constant", [], {"value_ints": [1]})
+    turns = tape.op("Greater", [tape.op("Mul", orders), unit])
     branches = {
         "then_branch": branch("turned", lambda tape: tape.op(HADAMARD.name, [wide, left, right], domain=DOMAIN)),
         "else_branch": branch("plain", lambda tape: tape.op("Identity", [wide])),
@@ -69,16 +69,16 @@ def function(opset: int, **given: Any) -> ir.Function:
     by_bits = tape.op("Constant", [], {"value_floats": [float(levels) for levels in LEVELS.values()]})
     levels = tape.op("Gather", [by_bits, choice(tape, "bits", ir.AttributeType.INT, list(LEVELS))], {"axis": 0})
     clip = tape.op("Constant", [], {"value_float": ir.RefAttr("value_float", "clip", ir.AttributeType.FLOAT)})
-    rounded = row_rounding_nodes(tape, h, levels, clip)
+    activations = row_rounding_nodes(tape, h, levels, clip)
     attributes: dict[str, Any] = {
         name: ir.RefAttr(name, name, ir.AttributeType.INT) for name in ("rows", "columns", "group")
     }
     if minimums:
         weight = weight_of(tape, codes, scales, table, zero_points, sizes_of(tape), minimums=True)
-        product = tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias])
+        product = tape.op("Add", [tape.op("MatMul", [activations, weight]), bias])
     else:
         attributes["activations"] = "float32"
-        product = tape.op(MATMUL_TABLE.name, [rounded, *inputs[1:6]], attributes, domain=DOMAIN)
+        product = tape.op(MATMUL_TABLE.name, [activations, *inputs[1:6]], attributes, domain=DOMAIN)
     y = tape.op("CastLike", [product, x])
     y.name = "y"
     opsets = {"": opset, DOMAIN: MATMUL_TABLE.version}
@@ -117,10 +117,10 @@ def reference(
     if bits not in LEVELS:
         raise ValueError(f"activations have 8 or 4 bits, not {bits}")
     h = hadamard(x.astype(np.float64), left, right) if len(left) * len(right) > 1 else x
-    rounded = round_rows(h.astype(np.float32), LEVELS[bits], clip)
+    activations = round_rows(h.astype(np.float32), LEVELS[bits], clip)
     weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
-        y: Doubles = rounded @ weight + bias.astype(np.float64)
+        y: Doubles = activations @ weight + bias.astype(np.float64)
     return y
 
 

@@ -46,11 +46,11 @@ def round_activations(x: Floats, group: int, activations: str) -> Doubles:
         return row.astype(np.float64)
     if activations == "bfloat16":
         return to_bfloat16(row).astype(np.float64)
-    rounded = np.empty(row.shape, np.float64)
+    products = np.empty(row.shape, np.float64)
     for start in range(0, row.shape[-1], group):
-        these = slice(start, start + group)
-        rounded[..., these] = round_group(row[..., these], activations)
-    return rounded
+        columns = slice(start, start + group)
+        products[..., columns] = round_group(row[..., columns], activations)
+    return products
 
 
 def round_group(x: npt.NDArray[np.float32], activations: str, clip: float = 1.0, levels: int | None = None) -> Doubles:
@@ -100,8 +100,8 @@ def round_ranges(x: npt.NDArray[np.float32], levels: int, clip: float = 1.0) -> 
 def to_bfloat16(numbers: Floats) -> npt.NDArray[np.float32]:
     """Return ``numbers`` rounded to the nearest bfloat16, ties to even."""
     with np.errstate(over="ignore", invalid="ignore"):
-        rounded: npt.NDArray[np.float32] = numbers.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
-    return rounded
+        halves: npt.NDArray[np.float32] = numbers.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+    return halves
 
 
 def bfloat16_nodes(tape: ir.tape.Tape, numbers: ir.Value) -> ir.Value:
@@ -130,17 +130,17 @@ def rounding_nodes(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Val
 
 
 def _rounded_in_groups(tape: ir.tape.Tape, x: ir.Value, mode: ir.Value, rows: ir.Value, group: ir.Value) -> ir.Value:
-    padded, grouped = group_nodes(tape, x, rows, group)
+    whole, groups = group_nodes(tape, x, rows, group)
     by_mode = tape.op("Constant", [], {"value_floats": [float(LEVELS.get(name, 0)) for name in SYMMETRIC]})
     levels = tape.op("Gather", [by_mode, mode], {"axis": 0})
-    return ungroup_nodes(tape, row_rounding_nodes(tape, grouped, levels, None), padded, rows)
+    return ungroup_nodes(tape, row_rounding_nodes(tape, groups, levels, None), whole, rows)
 
 
-def ranged_nodes(tape: ir.tape.Tape, x: ir.Value, activations: str, rows: ir.Value, group: ir.Value) -> ir.Value:
+def range_nodes(tape: ir.tape.Tape, x: ir.Value, activations: str, rows: ir.Value, group: ir.Value) -> ir.Value:
     """Return x as the product sees it where ``activations`` is one of :data:`WITH_ZERO_POINTS`."""
-    padded, grouped = group_nodes(tape, x, rows, group)
+    whole, groups = group_nodes(tape, x, rows, group)
     levels = tape.op("Constant", [], {"value_float": float(LEVELS[activations])})
-    return ungroup_nodes(tape, range_rounding_nodes(tape, grouped, levels, None), padded, rows)
+    return ungroup_nodes(tape, range_rounding_nodes(tape, groups, levels, None), whole, rows)
 
 
 def group_nodes(tape: ir.tape.Tape, x: ir.Value, rows: ir.Value, group: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -151,17 +151,17 @@ def group_nodes(tape: ir.tape.Tape, x: ir.Value, rows: ir.Value, group: ir.Value
     missing = tape.op("Mod", [tape.op("Neg", [rows]), group])
     zero = tape.op("Constant", [], {"value_float": 0.0})
     pads = tape.op("Concat", [ints(tape, 0), missing], {"axis": 0})
-    padded = tape.op("Pad", [x, pads, zero, ints(tape, -1)])
+    whole = tape.op("Pad", [x, pads, zero, ints(tape, -1)])
     groups = tape.op("Div", [tape.op("Add", [rows, missing]), group])
     leading = tape.op("Shape", [x], {"start": 0, "end": -1})
     # allowzero: an axis may be empty, as for an expert that no token goes to
     shape = tape.op("Concat", [leading, groups, group], {"axis": 0})
-    return padded, tape.op("Reshape", [padded, shape], {"allowzero": 1})
+    return whole, tape.op("Reshape", [whole, shape], {"allowzero": 1})
 
 
-def ungroup_nodes(tape: ir.tape.Tape, grouped: ir.Value, padded: ir.Value, rows: ir.Value) -> ir.Value:
-    """Return ``grouped`` [..., groups, group] as [..., rows], without padding; see :func:`group_nodes`."""
-    flat = tape.op("Reshape", [grouped, tape.op("Shape", [padded])], {"allowzero": 1})
+def ungroup_nodes(tape: ir.tape.Tape, groups: ir.Value, whole: ir.Value, rows: ir.Value) -> ir.Value:
+    """Return ``groups`` [..., groups, group] as [..., rows], without padding; see :func:`group_nodes`."""
+    flat = tape.op("Reshape", [groups, tape.op("Shape", [whole])], {"allowzero": 1})
     return tape.op("Slice", [flat, ints(tape, 0), rows, ints(tape, -1)])
 
 
@@ -174,12 +174,12 @@ def group_rounding_nodes(
     clip: ir.Value | None,
 ) -> ir.Value:
     """Return q s for each row of ``x``, as :func:`round_group`; ``mode`` is the place of the mode in ``modes``."""
-    (ranged,) = (modes.index(name) for name in WITH_ZERO_POINTS)
+    (range_mode,) = (modes.index(name) for name in WITH_ZERO_POINTS)
     branches = {
         "then_branch": branch("ranges", lambda tape: range_rounding_nodes(tape, x, levels, clip)),
         "else_branch": branch("rows", lambda tape: row_rounding_nodes(tape, x, levels, clip)),
     }
-    return tape.op("If", [tape.op("Equal", [mode, ints(tape, ranged)])], branches)
+    return tape.op("If", [tape.op("Equal", [mode, ints(tape, range_mode)])], branches)
 
 
 def range_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: ir.Value | None) -> ir.Value:
@@ -192,8 +192,10 @@ def range_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip
     width = tape.op("Sub", [high, low])
     inverse = tape.op("Div", [levels, width])
     zero_point = tape.op("Round", [tape.op("Mul", [tape.op("Neg", [low]), inverse])])
-    below = tape.op("Min", [tape.op("Sub", [levels, zero_point]), tape.op("Round", [tape.op("Mul", [x, inverse])])])
-    steps = tape.op("Max", [tape.op("Neg", [zero_point]), below])
+    capped_steps = tape.op(
+        "Min", [tape.op("Sub", [levels, zero_point]), tape.op("Round", [tape.op("Mul", [x, inverse])])]
+    )
+    steps = tape.op("Max", [tape.op("Neg", [zero_point]), capped_steps])
     return _zeros_where_tiny(tape, x, width, tape.op("Mul", [steps, tape.op("Div", [width, levels])]))
 
 
@@ -216,6 +218,6 @@ def row_rounding_nodes(tape: ir.tape.Tape, x: ir.Value, levels: ir.Value, clip: 
 
 def _zeros_where_tiny(tape: ir.tape.Tape, x: ir.Value, size: ir.Value, products: ir.Value) -> ir.Value:
     # x 0 is 0 for finite x and NaN otherwise: NaN must reach y, even where maxima and minima lose it
-    nothing = tape.op("Mul", [x, tape.op("Constant", [], {"value_float": 0.0})])
+    zeros = tape.op("Mul", [x, tape.op("Constant", [], {"value_float": 0.0})])
     is_tiny = tape.op("Less", [size, tape.op("Constant", [], {"value_float": TINY})])
-    return tape.op("Where", [is_tiny, nothing, tape.op("Add", [products, nothing])])
+    return tape.op("Where", [is_tiny, zeros, tape.op("Add", [products, zeros])])

@@ -15,7 +15,7 @@ from graphopt.runtime_ops.matmul_table.spec.activations import (
     SYMMETRIC,
     WITH_ZERO_POINTS,
     bfloat16_nodes,
-    ranged_nodes,
+    range_nodes,
     rounding_nodes,
 )
 from graphopt.runtime_ops.matmul_table.spec.packing import TILE, WIDTHS, line_bytes
@@ -34,14 +34,14 @@ def function(opset: int, **attributes: Any) -> ir.Function:
     minimums = bool(attributes.get("minimums", 0))
     if activations in WITH_ZERO_POINTS:
         weight = weight_of(tape, codes, scales, table, zero_points, sizes, minimums=minimums)
-        rounded = ranged_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), activations, rows, group)
+        x_of_product = range_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), activations, rows, group)
     else:
         mode = choice(tape, "activations", ir.AttributeType.STRING, SYMMETRIC)
         is_bfloat16 = tape.op("Equal", [mode, ints(tape, SYMMETRIC.index("bfloat16"))])
         values = tape.op("Where", [is_bfloat16, bfloat16_nodes(tape, table), table])
         weight = weight_of(tape, codes, scales, values, zero_points, sizes, minimums=minimums)
-        rounded = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
-    y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [rounded, weight]), bias]), x])
+        x_of_product = rounding_nodes(tape, tape.op("Cast", [x], {"to": ir.DataType.FLOAT}), mode, rows, group)
+    y = tape.op("CastLike", [tape.op("Add", [tape.op("MatMul", [x_of_product, weight]), bias]), x])
     y.name = "y"
     graph = ir.Graph(inputs, [y], nodes=tape.nodes, opset_imports={"": opset}, name=SCHEMA.name)
     return ir.Function(DOMAIN, SCHEMA.name, name, graph=graph, attributes=SCHEMA.parameters_for(name))
@@ -64,16 +64,16 @@ def weight_of(
 ) -> ir.Value:
     """Return the weight float [rows, columns] that a product multiplies by."""
     rows, columns, _ = sizes
-    indices = tape.op("Cast", [_unpacked(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
+    indices = tape.op("Cast", [_unpack(tape, codes, rows, columns)], {"to": ir.DataType.INT32})
     looked_up = tape.op("Gather", [table, indices], {"axis": 0})
     full_zeros = tape.op("Expand", [zero_points, tape.op("Shape", [scales])])
     zeros_of_row = _for_each_row(tape, full_zeros, *sizes)
-    shifted = looked_up if minimums else tape.op("Sub", [looked_up, zeros_of_row])
-    weight = tape.op("Mul", [shifted, _for_each_row(tape, scales, *sizes)])
+    differences = looked_up if minimums else tape.op("Sub", [looked_up, zeros_of_row])
+    weight = tape.op("Mul", [differences, _for_each_row(tape, scales, *sizes)])
     return tape.op("Add", [weight, zeros_of_row]) if minimums else weight
 
 
-def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
+def _unpack(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.Value) -> ir.Value:
     """Return the codes as uint8 [K, N]."""
     in_order = tape.op(
         "Transpose",
@@ -81,9 +81,9 @@ def _unpacked(tape: ir.tape.Tape, codes: ir.Value, rows: ir.Value, columns: ir.V
         {"perm": [1, 2, 4, 0, 3]},
     )
     padded_columns = tape.op("Mul", [tape.op("Shape", [codes], {"start": 0, "end": 1}), ints(tape, TILE)])
-    padded = tape.op("Reshape", [in_order, tape.op("Concat", [ints(tape, -1), padded_columns], {"axis": 0})])
+    whole = tape.op("Reshape", [in_order, tape.op("Concat", [ints(tape, -1), padded_columns], {"axis": 0})])
     ends = tape.op("Concat", [rows, columns], {"axis": 0})
-    return tape.op("Slice", [padded, ints(tape, 0, 0), ends])
+    return tape.op("Slice", [whole, ints(tape, 0, 0), ends])
 
 
 def positions_of(tape: ir.tape.Tape, codes: ir.Value, *, maybe_none: bool = False) -> ir.Value:
@@ -106,31 +106,31 @@ def _plane(tape: ir.tape.Tape, codes: ir.Value, bits: ir.Value, width: int, mayb
 
     A plane that is absent is a slice of no bytes, padded to a plane of zeros.
     """
-    twice, once = ints(tape, 2 * width), ints(tape, width)
-    start = tape.op("Mul", [tape.op("Div", [bits, twice]), twice])
-    end = tape.op("Mul", [tape.op("Div", [bits, once]), once])
-    first, behind = (tape.op("Mul", [place, ints(tape, 32)]) for place in (start, end))
-    part = tape.op("Slice", [codes, first, behind, ints(tape, 2)])
-    missing = tape.op("Sub", [ints(tape, 32 * width), tape.op("Sub", [behind, first])])
+    two_widths, one_width = ints(tape, 2 * width), ints(tape, width)
+    start = tape.op("Mul", [tape.op("Div", [bits, two_widths]), two_widths])
+    end = tape.op("Mul", [tape.op("Div", [bits, one_width]), one_width])
+    first, last = (tape.op("Mul", [bit, ints(tape, 32)]) for bit in (start, end))
+    part = tape.op("Slice", [codes, first, last, ints(tape, 2)])
+    missing = tape.op("Sub", [ints(tape, 32 * width), tape.op("Sub", [last, first])])
     pads = tape.op("Concat", [ints(tape, 0), missing], {"axis": 0})
     plane = tape.op("Pad", [part, pads, _bytes(tape, 0), ints(tape, 2)])
     # no axis of an empty tensor can be left to Reshape; bodies in files have the -1
     count = 32 * width // line_bytes(width) if maybe_none else -1
     lines = tape.op("Reshape", [plane, ints(tape, 0, 0, count, 1, line_bytes(width))])
     shifts = tape.op("Reshape", [_bytes(tape, *range(0, 8, width)), ints(tape, -1, 1)])
-    shifted = tape.op("BitShift", [lines, shifts], {"direction": "RIGHT"})
-    digits = tape.op("BitwiseAnd", [shifted, _bytes(tape, 2**width - 1)])
+    fields = tape.op("BitShift", [lines, shifts], {"direction": "RIGHT"})
+    digits = tape.op("BitwiseAnd", [fields, _bytes(tape, 2**width - 1)])
     positions = tape.op("Reshape", [digits, ints(tape, 0, 0, 256)])
     # an absent plane of a byte would begin at bit 8, and no shift may be that far
-    place = tape.op("Cast", [tape.op("Mod", [start, ints(tape, 8)])], {"to": ir.DataType.UINT8})
-    return tape.op("BitShift", [positions, place], {"direction": "LEFT"})
+    offset = tape.op("Cast", [tape.op("Mod", [start, ints(tape, 8)])], {"to": ir.DataType.UINT8})
+    return tape.op("BitShift", [positions, offset], {"direction": "LEFT"})
 
 
-def _for_each_row(tape: ir.tape.Tape, tiled: ir.Value, rows: ir.Value, columns: ir.Value, group: ir.Value) -> ir.Value:
+def _for_each_row(tape: ir.tape.Tape, tensor: ir.Value, rows: ir.Value, columns: ir.Value, group: ir.Value) -> ir.Value:
     """Return scales or zero points [T, G, 16] as float [K, N]."""
-    shape = tape.op("Concat", [tape.op("Shape", [tiled], {"start": 1, "end": 2}), ints(tape, -1)], {"axis": 0})
-    padded = tape.op("Reshape", [tape.op("Transpose", [tiled], {"perm": [1, 0, 2]}), shape])
-    per_group = tape.op("Slice", [padded, ints(tape, 0), columns, ints(tape, 1)])
+    shape = tape.op("Concat", [tape.op("Shape", [tensor], {"start": 1, "end": 2}), ints(tape, -1)], {"axis": 0})
+    whole = tape.op("Reshape", [tape.op("Transpose", [tensor], {"perm": [1, 0, 2]}), shape])
+    per_group = tape.op("Slice", [whole, ints(tape, 0), columns, ints(tape, 1)])
     every_row = tape.op("Range", [tape.op("Squeeze", [value]) for value in (ints(tape, 0), rows, ints(tape, 1))])
     numbers = tape.op("Cast", [per_group], {"to": ir.DataType.FLOAT})
     return tape.op("Gather", [numbers, tape.op("Div", [every_row, group])], {"axis": 0})

@@ -32,7 +32,7 @@ Output:
     Where m or w < 1e-30, q is 0. A number that is not finite makes all products of its group NaN. All of this is
     arithmetic of float32. Sums are exact or of float32, in any order. Under integers a kernel may also round the table
     to multiples of max|table| / 32767, unless its numbers are multiples, of 32767 at most, of one step. The bound on
-    what all of this does to y is :func:`graphopt.runtime_ops.matmul_table.spec.bound.bound`.
+    what all of this does to y is in ``tests/runtime_ops/matmul_table/bound.py``.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def reference(
         ValueError: the shapes do not fit one another, or there is no such rounding of activations.
         IndexError: a code has no entry in the table.
     """
-    rounded = round_activations(x, group, activations)
+    products = round_activations(x, group, activations)
     if activations == "bfloat16":
         table = to_bfloat16(table)
     weight = dequantize(codes, scales, table, zero_points, rows, columns, group, minimums)
     with np.errstate(invalid="ignore"):  # x that is not finite makes y not finite
-        y: Doubles = rounded @ weight + bias.astype(np.float64)
+        y: Doubles = products @ weight + bias.astype(np.float64)
     return y
 
 

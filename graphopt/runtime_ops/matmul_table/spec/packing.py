@@ -69,52 +69,52 @@ def pack(codes: Bytes, bits: int) -> Bytes:
         raise ValueError(f"code {int(codes.max())} does not fit {bits} bits")
     rows, columns = codes.shape
     tiles, units = -(-columns // TILE), -(-rows // UNIT)
-    packed = np.empty((tiles, units, _CODES // 8 * bits), np.uint8)
-    for these in _blocks(tiles, units):
-        part = codes[:, these.start * TILE : these.stop * TILE]
-        whole = np.pad(part, ((0, units * UNIT - rows), (0, len(these) * TILE - part.shape[1])))
+    planes = np.empty((tiles, units, _CODES // 8 * bits), np.uint8)
+    for tile_range in _blocks(tiles, units):
+        part = codes[:, tile_range.start * TILE : tile_range.stop * TILE]
+        whole = np.pad(part, ((0, units * UNIT - rows), (0, len(tile_range) * TILE - part.shape[1])))
         # u, j, i, t, r -> t, u, j, r, i
-        ordered = whole.reshape(units, 4, 4, len(these), TILE).transpose(3, 0, 1, 4, 2)
-        positions = ordered.reshape(len(these), units, _CODES)
+        units_first = whole.reshape(units, 4, 4, len(tile_range), TILE).transpose(3, 0, 1, 4, 2)
+        positions = units_first.reshape(len(tile_range), units, _CODES)
         for width, start in _planes(bits):
             line, per_byte = line_bytes(width), 8 // width
             digits = (positions >> start) & (2**width - 1)
-            lines = digits.reshape(len(these), units, -1, per_byte, line)
+            lines = digits.reshape(len(tile_range), units, -1, per_byte, line)
             shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
             plane = np.bitwise_or.reduce(lines << shifts, axis=-2)
-            packed[these.start : these.stop, :, 32 * start : 32 * (start + width)] = plane.reshape(
-                len(these), units, 32 * width
+            planes[tile_range.start : tile_range.stop, :, 32 * start : 32 * (start + width)] = plane.reshape(
+                len(tile_range), units, 32 * width
             )
-    return packed
+    return planes
 
 
-def unpack(packed: Bytes, rows: int, columns: int) -> Bytes:
+def unpack(planes: Bytes, rows: int, columns: int) -> Bytes:
     """Return the codes [rows, columns] that :func:`pack` was given; padding is not looked at.
 
     Raises:
-        ValueError: ``packed`` is not uint8 [ceil(columns / 16), ceil(rows / 16), 32 bits].
+        ValueError: ``planes`` is not uint8 [ceil(columns / 16), ceil(rows / 16), 32 bits].
     """
     tiles, units = -(-columns // TILE), -(-rows // UNIT)
-    if packed.dtype != np.uint8 or packed.ndim != 3 or packed.shape[:2] != (tiles, units) or packed.shape[2] % 32:
+    if planes.dtype != np.uint8 or planes.ndim != 3 or planes.shape[:2] != (tiles, units) or planes.shape[2] % 32:
         raise ValueError(
             f"codes of a {rows} x {columns} weight are uint8 [{tiles}, {units}, 32 bits], "
-            f"these are {packed.dtype} {list(packed.shape)}"
+            f"these are {planes.dtype} {list(planes.shape)}"
         )
-    bits = bits_of(packed.shape)
+    bits = bits_of(planes.shape)
     _check_bits(bits)
     codes = np.empty((rows, columns), np.uint8)
-    for these in _blocks(tiles, units):
-        positions = np.zeros((len(these), units, _CODES), np.uint8)
+    for tile_range in _blocks(tiles, units):
+        positions = np.zeros((len(tile_range), units, _CODES), np.uint8)
         for width, start in _planes(bits):
-            plane = packed[these.start : these.stop, :, 32 * start : 32 * (start + width)]
-            lines = plane.reshape(len(these), units, -1, 1, line_bytes(width))
+            plane = planes[tile_range.start : tile_range.stop, :, 32 * start : 32 * (start + width)]
+            lines = plane.reshape(len(tile_range), units, -1, 1, line_bytes(width))
             shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
             digits = (lines >> shifts) & (2**width - 1)
             positions |= digits.reshape(positions.shape) << start
         # t, u, j, r, i -> u, j, i, t, r
-        ordered = positions.reshape(len(these), units, 4, TILE, 4).transpose(1, 2, 4, 0, 3)
-        part = ordered.reshape(units * UNIT, len(these) * TILE)
-        codes[:, these.start * TILE : these.stop * TILE] = part[:rows, : columns - these.start * TILE]
+        units_last = positions.reshape(len(tile_range), units, 4, TILE, 4).transpose(1, 2, 4, 0, 3)
+        part = units_last.reshape(units * UNIT, len(tile_range) * TILE)
+        codes[:, tile_range.start * TILE : tile_range.stop * TILE] = part[:rows, : columns - tile_range.start * TILE]
     return codes
 
 
@@ -125,9 +125,9 @@ def tile(per_group: npt.NDArray[Any]) -> npt.NDArray[Any]:
     return np.ascontiguousarray(whole.reshape(groups, -1, TILE).transpose(1, 0, 2))
 
 
-def untile(tiled: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
+def untile(tensor: npt.NDArray[Any], columns: int) -> npt.NDArray[Any]:
     """Return what :func:`tile` was given, [G, columns]."""
-    return np.ascontiguousarray(tiled.transpose(1, 0, 2).reshape(tiled.shape[1], -1)[:, :columns])
+    return np.ascontiguousarray(tensor.transpose(1, 0, 2).reshape(tensor.shape[1], -1)[:, :columns])
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int]]:

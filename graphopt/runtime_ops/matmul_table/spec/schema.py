@@ -18,7 +18,7 @@ FLOATS = (ir.DataType.FLOAT, ir.DataType.FLOAT16)
 
 PORTS = (
     Port("x", Role.DATA, FLOATS),
-    Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0, bits=lambda shape, attributes: bits_of(shape)),
+    Port("codes", Role.CODES, (ir.DataType.UINT8,), columns=0, bits=lambda shape, _: bits_of(shape)),
     Port("scales", Role.SCALES, FLOATS, columns=0),
     Port("table", Role.TABLE, (ir.DataType.FLOAT,)),
     Port("zero_points", Role.ZERO_POINTS, FLOATS, like="scales", placeholder=1, columns=0),
@@ -32,7 +32,7 @@ OPTIONAL = {"minimums": ir.AttributeType.INT}
 """1: zero points are minimums, added behind the scales. 0, and where it is left out: they are zero points."""
 
 
-def overload(*, minimums: int = 0, activations: str = "", **others: Any) -> str:
+def overload(*, minimums: int = 0, activations: str = "", **_: Any) -> str:
     """Return the name of the body for a node's attributes, "" for the first of them.
 
     There are bodies for zero points and for minimums, and of each one more where activations have zero points.
@@ -40,10 +40,9 @@ def overload(*, minimums: int = 0, activations: str = "", **others: Any) -> str:
     Raises:
         ValueError: ``minimums`` is neither 0 nor 1.
     """
-    del others
     if minimums not in (0, 1):
         raise ValueError(f"minimums must be 0 or 1, it is {minimums}")
-    return "_".join((*(("minimums",) if minimums else ()), *(each for each in WITH_ZERO_POINTS if each == activations)))
+    return "_".join((*(("minimums",) if minimums else ()), *(mode for mode in WITH_ZERO_POINTS if mode == activations)))
 
 
 def cost(shapes: Sequence[Sequence[int]]) -> Cost:
@@ -56,8 +55,8 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
 
 def precision(attributes: Mapping[str, Any]) -> str | None:
     """Return what x is rounded to; activations of ``float32`` stay as they are."""
-    stated: str = attributes.get("activations", "unknown")
-    return None if stated == "float32" else stated
+    mode: str = attributes.get("activations", "unknown")
+    return None if mode == "float32" else mode
 
 
 SCHEMA = Schema(

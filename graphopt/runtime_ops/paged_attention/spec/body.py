@@ -56,10 +56,10 @@ def function(opset: int, **attributes: Any) -> ir.Function:
         ValueError: as :func:`overload`.
     """
     # heavy, and needed only where a model is made
-    from graphopt.runtime_ops.builder import written
+    from graphopt.runtime_ops.builder import build_body
 
     storage = overload(**attributes)
-    return written(SCHEMA, storage, opset, lambda op, given: _write(op, storage, given))
+    return build_body(SCHEMA, storage, opset, lambda op, given: _write(op, storage, given))
 
 
 def _write(op: OpBuilder, storage: str, given: Mapping[str, ir.Value]) -> tuple[ir.Value, ...]:

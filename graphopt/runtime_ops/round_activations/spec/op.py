@@ -66,12 +66,12 @@ def function(opset: int) -> ir.Function:
     levels = tape.op("Gather", [of_mode, mode], {"axis": 0})
     clip = tape.op("Constant", [], {"value_float": ir.RefAttr("value_float", "clip", ir.AttributeType.FLOAT)})
     rows = tape.op("Shape", [x], {"start": -1})
-    stated = number_of(tape, "group")
-    group = tape.op("Where", [tape.op("Equal", [stated, ints(tape, 0)]), rows, stated])
+    group_of_node = number_of(tape, "group")
+    group = tape.op("Where", [tape.op("Equal", [group_of_node, ints(tape, 0)]), rows, group_of_node])
 
     def in_groups(tape: ir.tape.Tape) -> ir.Value:
-        padded, grouped = group_nodes(tape, wide, rows, group)
-        return ungroup_nodes(tape, group_rounding_nodes(tape, grouped, mode, MODES, levels, clip), padded, rows)
+        whole, groups = group_nodes(tape, wide, rows, group)
+        return ungroup_nodes(tape, group_rounding_nodes(tape, groups, mode, MODES, levels, clip), whole, rows)
 
     branches = {
         "then_branch": branch("halves", lambda tape: bfloat16_nodes(tape, wide)),
@@ -97,11 +97,11 @@ def reference(x: Floats, activations: str, group: int, clip: float) -> Floats:
     row = x.astype(np.float32)
     if activations == "bfloat16":
         return to_bfloat16(row).astype(x.dtype)
-    rounded, size = np.empty(row.shape, np.float32), group or row.shape[-1]
+    products, size = np.empty(row.shape, np.float32), group or row.shape[-1]
     for start in range(0, row.shape[-1], size):
-        these = slice(start, start + size)
-        rounded[..., these] = round_group(row[..., these], activations, clip, LEVELS[activations])
-    return rounded.astype(x.dtype)
+        columns = slice(start, start + size)
+        products[..., columns] = round_group(row[..., columns], activations, clip, LEVELS[activations])
+    return products.astype(x.dtype)
 
 
 ROUND_ACTIVATIONS = Operator(SCHEMA, function, reference)

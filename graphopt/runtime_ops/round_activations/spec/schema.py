@@ -21,8 +21,8 @@ def cost(shapes: Sequence[Sequence[int]]) -> Cost:
 
 def precision(attributes: Mapping[str, Any]) -> str:
     """Return what x is rounded to; a group of 0 is all of a token."""
-    stated: str = attributes.get("activations", "unknown")
-    return f"{stated} per token" if stated.startswith("int") and not attributes.get("group", 0) else stated
+    mode: str = attributes.get("activations", "unknown")
+    return f"{mode} per token" if mode.startswith("int") and not attributes.get("group", 0) else mode
 
 
 SCHEMA = Schema(
@@ -35,7 +35,7 @@ SCHEMA = Schema(
         "group": ir.AttributeType.INT,
         "clip": ir.AttributeType.FLOAT,
     },
-    shapes=lambda shapes, attributes: (shapes["x"],),
+    shapes=lambda shapes, _: (shapes["x"],),
     cost=cost,
     coordinates=Coordinates.ROUNDS,
     precision=precision,

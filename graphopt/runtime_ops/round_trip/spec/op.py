@@ -104,8 +104,8 @@ def reference(x: npt.NDArray[np.floating], bits: int, symmetric: int, clip: floa
     scale = span * np.float32(clip) / np.float32(highest)
     steps = np.divide(row - offset, scale, out=np.zeros_like(row), where=scale != 0)
     codes = np.clip(np.rint(steps), lowest, highest)
-    rounded: npt.NDArray[np.floating] = codes * scale + offset
-    return rounded.astype(x.dtype)
+    values: npt.NDArray[np.floating] = codes * scale + offset
+    return values.astype(x.dtype)
 
 
 ROUND_TRIP = Operator(SCHEMA, function, reference)

@@ -25,7 +25,7 @@ SCHEMA = Schema(
     inputs=(Port("x", Role.DATA, (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.DOUBLE)),),
     outputs=(Port("y", Role.DATA, like="x"),),
     attributes={"bits": ir.AttributeType.INT, "symmetric": ir.AttributeType.INT, "clip": ir.AttributeType.FLOAT},
-    shapes=lambda shapes, attributes: (shapes["x"],),
+    shapes=lambda shapes, _: (shapes["x"],),
     cost=cost,
     precision=lambda attributes: f"int{attributes.get('bits', 8)}, emulated",
 )

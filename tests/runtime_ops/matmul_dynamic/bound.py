@@ -1,7 +1,7 @@
 """How far a MatMulDynamic may be from the exact product of its rotated, unrounded activations.
 
 h = Hadamard(x) in float32 is off its exact value by at most gamma sum|x| / sqrt(a b) over its run, gamma as in
-:mod:`graphopt.runtime_ops.matmul_table.spec.bound` for n = a + b + 8 roundings: the sums of a and of b numbers, roots
+:mod:`tests.runtime_ops.matmul_table.bound` for n = a + b + 8 roundings: the sums of a and of b numbers, roots
 and products. With m = clip max|h| a number within m errs by what that module derives for its levels, one beyond m by
 what was cut off, |h| - m, on top. Everything behind is as there, with a table that may be rounded as for int8.
 """
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from graphopt.runtime_ops.hadamard.spec.op import reference as hadamard
 from graphopt.runtime_ops.matmul_dynamic.spec.op import LEVELS
 from graphopt.runtime_ops.matmul_table.spec.activations import TINY
-from graphopt.runtime_ops.matmul_table.spec.bound import UNIT, product_bound, row_error, table_error
+from tests.runtime_ops.matmul_table.bound import UNIT, product_bound, row_error, table_error
 
 Floats = npt.NDArray[np.floating[Any]]
 Doubles = npt.NDArray[np.float64]
@@ -56,8 +56,8 @@ def bound(
     # the m of an implementation may be smaller by what turning errs by
     slack = 2 * turning.max(axis=-1, keepdims=True)
     cut_off = np.maximum(largest - m + slack, 0) if clip < 1 else 0.0
-    within = row_error(largest, m, LEVELS[bits])
-    error = turning + cut_off + np.where(m - slack < 2 * TINY, largest + within, within)
+    error_within = row_error(largest, m, LEVELS[bits])
+    error = turning + cut_off + np.where(m - slack < 2 * TINY, largest + error_within, error_within)
     table_off = table_error(table, "int8")
     sizes, levels = (rows, columns, group), LEVELS[bits]
     return product_bound(

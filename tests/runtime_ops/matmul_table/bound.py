@@ -91,14 +91,14 @@ def activation_error(x: Floats, group: int, activations: str) -> Doubles:
         return magnitude * 2.0**-8 + _SMALLEST
     levels, error = LEVELS[activations], np.empty_like(magnitude)
     for start in range(0, x.shape[-1], group):
-        these = slice(start, start + group)
+        columns = slice(start, start + group)
         if activations in WITH_ZERO_POINTS:
-            numbers = x[..., these].astype(np.float64)
+            numbers = x[..., columns].astype(np.float64)
             w = np.maximum(numbers.max(-1, keepdims=True), 0) - np.minimum(numbers.min(-1, keepdims=True), 0)
-            error[..., these] = row_error(magnitude[..., these], w, levels) + 4 * UNIT * w
+            error[..., columns] = row_error(magnitude[..., columns], w, levels) + 4 * UNIT * w
             continue
-        m = magnitude[..., these].max(axis=-1, keepdims=True)
-        error[..., these] = row_error(magnitude[..., these], m, levels)
+        m = magnitude[..., columns].max(axis=-1, keepdims=True)
+        error[..., columns] = row_error(magnitude[..., columns], m, levels)
     return error
 
 
