@@ -12,6 +12,7 @@ from graphopt.analysis.structure.product_codes import (
     StoredCodes,
     coded_nodes,
     column_lookups,
+    dequantize_of,
     is_dequantize,
     rounding_of,
     stored_codes,
@@ -21,6 +22,7 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop, replace, shared_constant
 from graphopt.passes.base import Pass, StepOptions
 from graphopt.passes.codes.quantize_weights import Activations
+from graphopt.passes.lower.fusible import keep_fusible
 from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
 from graphopt.passes.lower.packing import PackedMatrix, packed
 from graphopt.runtime_ops import DOMAIN, OPERATORS
@@ -92,6 +94,7 @@ class Lower(Pass[LowerOptions]):
         y2 = ai.graphopt::MatMulDynamic(x, packed codes, ..., 0, left, right; group, bits, clip)
         y3 = MatMul(x, DequantizeLinear(...))  or  ai.graphopt::MatMulTable(x, ...; activations)
         e = ai.graphopt::GatherTable(ids, packed codes, scales, table, zero points)  or  standard operators of codes
+        Max(y3, 0) for Relu(y3), and a reshape between two DequantizeLinear of one product: see ``fusible``
 
     Codes, scales and zero points are the same numbers in another layout, so W stays bit for bit. A rounding that the
     graph states becomes a part of the product, and so does a rotation that only this product reads. Where the graph
@@ -136,6 +139,8 @@ class Lower(Pass[LowerOptions]):
                 self._choose(model.graph, node, stored, ledger)
             if not isinstance(stored, Fact) and column_lookups(stored.reader):
                 gather_standard(model.graph, stored, ledger, node.name or "?")
+        standard = [node for node in model.graph if dequantize_of(node) is not None]
+        keep_fusible(model.graph, standard, ledger)
 
     def ensures(self, model: ir.Model) -> None:
         """Promise also that nothing logical is left, which has no kernel."""
