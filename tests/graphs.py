@@ -125,7 +125,7 @@ def residual_model(
 def run_pass(model: ir.Model, name: str, **options: Any) -> PassReport:
     """Run one pass on ``model``, in place, and return its report."""
     step = PASSES[name]
-    report: PassReport = step(step.options_type(**options))(model).report
+    report: PassReport = step(**options)(model).report
     return report
 
 
@@ -178,7 +178,7 @@ def compiled(source: artifact.Artifact, recipe: Recipe, folder: Path) -> tuple[i
     """
     compilation = Compilation(source, recipe, work=folder)
 
-    def settle(step: Pass[Any]) -> None:
+    def settle(step: Pass) -> None:
         if step.phase() == "lower":  # it reads scales
             compilation.settle()
 

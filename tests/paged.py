@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from graphopt.compile.pipeline import optimize
 from graphopt.inference.session import Session, load
-from graphopt.passes.cache.quantize_kv import QuantizeKV, QuantizeKVOptions
-from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions
+from graphopt.passes.cache.quantize_kv import QuantizeKV
+from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.passes.recipe import Recipe, load_recipe
 
 
@@ -30,9 +30,9 @@ def with_caches(folder: Path, storage: str, policy: Mapping[str, Any] | None) ->
     """Open a model in pages with another storage and policy, which are changed in its graph."""
     model = ir.load(folder / "model.onnx")
     if storage != "float32":
-        QuantizeKV(QuantizeKVOptions(storage=storage))(model)
+        QuantizeKV(storage=storage)(model)
     if policy is not None:
-        SparseKV(SparseKVOptions.model_validate(policy))(model)
+        SparseKV.model_validate(policy)(model)
     name = "-".join(str(value) for value in (policy or {}).values())
     file = folder / f"{storage}-{name}.onnx"
     ir.save(model, file)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from graphopt.passes.base import StepOptions
-from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.passes.base import Pass
+from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.recipe import Recipe, load_recipe, presets
 
 STANDARD = ("int4", "uint4", "int8", "uint8")
@@ -14,7 +14,7 @@ STANDARD = ("int4", "uint4", "int8", "uint8")
 
 def nearest(recipe: Recipe) -> Recipe:
     """Return a recipe with codes rounded to nearest, which takes no run of the model and makes the same nodes."""
-    if any(isinstance(step, QuantizeWeightsOptions) for step in recipe.steps):
+    if any(isinstance(step, QuantizeWeights) for step in recipe.steps):
         return recipe.setting("quantize_weights", rounding="nearest")
     return recipe
 
@@ -37,7 +37,7 @@ def distinct() -> dict[str, Recipe]:
     return found
 
 
-def _shape(step: StepOptions) -> dict[str, Any]:
+def _shape(step: Pass) -> dict[str, Any]:
     """Return the options of a step with each format as whether onnxruntime has a product for it."""
     options = step.model_dump()
     for role in ("linear", "lm_head"):

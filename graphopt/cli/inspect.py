@@ -26,7 +26,7 @@ def bases(
     from graphopt.report.bases import describe, lines
 
     graph = read(model).model
-    steps = [PASSES[name](PASSES[name].options_type()) for name in ("canonicalize", "fold_norms")]
+    steps = [PASSES[name]() for name in ("canonicalize", "fold_norms")]
     for step in [] if as_it_is else [*imports_of(graph.graph), *steps]:
         step(graph)
     reports = [describe(basis) for basis in find_bases(graph.graph)]
@@ -228,6 +228,6 @@ def recipes(
         return print_json([recipe.model_dump(mode="json") for recipe in shipped_recipes.values()])
     table = ConsoleTable(["recipe", "steps", "what it does"])
     for recipe in shipped_recipes.values():
-        table.add_row(recipe.name, ", ".join(step.step for step in recipe.steps), recipe.description)
+        table.add_row(recipe.name, ", ".join(step.name for step in recipe.steps), recipe.description)
     out.print(table)
     return None

@@ -88,7 +88,7 @@ def heads(
 ) -> None:
     """Measure, per layer and head, the share of attention that policies keep, and which heads are retrieval heads."""
     from graphopt.compile.calibration.heads import calibrate
-    from graphopt.passes.cache.sparse_kv import SparseKVOptions
+    from graphopt.passes.cache.sparse_kv import SparseKV
     from graphopt.report.heads import heads_table, policies_table
     from graphopt.runtime_ops.kv_attention.spec.attributes import PAGES
 
@@ -97,7 +97,7 @@ def heads(
         raise InputError(f"there are no pages of {page} tokens", remedy=f"choose one of {PAGES}")
     if output is not None and not output.absolute().parent.is_dir():
         raise InputError("there is no such folder to write to", file=output, remedy="make it, or choose another")
-    options = SparseKVOptions.model_validate({"sinks": sinks, "recent": recent, "budget": budget, "page": page})
+    options = SparseKV.model_validate({"sinks": sinks, "recent": recent, "budget": budget, "page": page})
     with progress() as say:
         calibration = calibrate(
             model,

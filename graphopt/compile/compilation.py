@@ -24,9 +24,9 @@ from graphopt.graph.weights import check_finite
 from graphopt.graph.weights.evaluator import Evaluator
 from graphopt.graph.weights.work_folder import new_in, statistics_in, store_in
 from graphopt.ort.runner import Runner
-from graphopt.passes.cache.page_kv import PageKVOptions
+from graphopt.passes.cache.page_kv import PageKV
 from graphopt.passes.context import Statistics, make_context
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quantization.statistics import Calibration
 from graphopt.tasks import TASKS
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from graphopt.util.targets import ChosenTarget
 
 
-def _no_callback(step: Pass[Any]) -> None:
+def _no_callback(step: Pass) -> None:
     """Do nothing before a pass."""
     del step
 
@@ -137,7 +137,7 @@ class Compilation:
 
         Its last report is that of ``page_kv``.
         """
-        steps = CanonicalizeOptions(), PageKVOptions()
+        steps = Canonicalize(), PageKV()
         compilation = cls(source, Recipe(name="pages", steps=steps, activations="float32"), work=work)
         compilation.apply_unchecked(compilation.of_phases("importing", "lift", "cache"))
         return compilation
@@ -154,11 +154,11 @@ class Compilation:
                 remedy="choose a recipe without it: `graphopt passes` lists them",
             )
 
-    def of_phases(self, *phases: Phase) -> list[Pass[Any]]:
+    def of_phases(self, *phases: Phase) -> list[Pass]:
         """Return the passes of some phases."""
         return [step for step in self.passes if step.phase() in phases]
 
-    def before_phase(self, phase: Phase) -> list[Pass[Any]]:
+    def before_phase(self, phase: Phase) -> list[Pass]:
         """Return the passes in front of a phase that comes last, such as ``lower``."""
         return [step for step in self.passes if step.phase() != phase]
 
@@ -170,9 +170,7 @@ class Compilation:
         """
         check_finite(self.model, self._file, self._executor)
 
-    def apply(
-        self, passes: Iterable[Pass[Any]], on_pass: Callable[[Pass[Any]], None] = _no_callback
-    ) -> Iterator[PassRun]:
+    def apply(self, passes: Iterable[Pass], on_pass: Callable[[Pass], None] = _no_callback) -> Iterator[PassRun]:
         """Run passes on the model, yield each when it has run, and write down its report.
 
         Raises:
@@ -184,7 +182,7 @@ class Compilation:
             self.reports.append(run.report)
             yield run
 
-    def apply_unchecked(self, passes: Iterable[Pass[Any]], on_pass: Callable[[Pass[Any]], None] = _no_callback) -> None:
+    def apply_unchecked(self, passes: Iterable[Pass], on_pass: Callable[[Pass], None] = _no_callback) -> None:
         """Run passes on the model, and check nothing but the invariants of their phases."""
         for _ in self.apply(passes, on_pass):
             pass
@@ -206,9 +204,7 @@ class Compilation:
             evaluator=self.evaluator,
         )
 
-    def apply_checked(
-        self, passes: Sequence[Pass[Any]], verifier: Verifier, on_stage: Callable[[str], None]
-    ) -> list[Check]:
+    def apply_checked(self, passes: Sequence[Pass], verifier: Verifier, on_stage: Callable[[str], None]) -> list[Check]:
         """Run passes on the model, and prove or measure each.
 
         Args:
@@ -222,7 +218,7 @@ class Compilation:
         """
         with Checks(verifier, on_stage) as checks:
 
-            def begin(step: Pass[Any]) -> None:
+            def begin(step: Pass) -> None:
                 checks.before(step, self.model)
                 on_stage(step.name)
                 if step.phase() == "lower":  # it reads scales, to tell which type they are stored in

@@ -122,7 +122,7 @@ class Replay:
         """Refuse an artifact that other passes made than those of its recipe, behind those of the model before."""
         first, last = ([run.name for run in artifact.manifest.passes] for artifact in (self._before, self._after))
         recipe = self._compilation.recipe
-        if [*first, *(step.step for step in recipe.steps)] != last:
+        if [*first, *(step.name for step in recipe.steps)] != last:
             raise InputError(
                 f"it went through {', '.join(last) or 'no pass'}, which is not what its recipe {recipe.name} does "
                 f"after {', '.join(first) or 'no pass'}",

@@ -5,12 +5,20 @@ from __future__ import annotations
 import abc
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 import onnx_ir as ir
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
 
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, PassReport
@@ -21,51 +29,9 @@ from graphopt.tasks import task_of
 
 
 class Options(BaseModel):
-    """What a recipe may say about a step, or a part of it."""
+    """A part of what a recipe may say about a step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class StepOptions(Options):
-    """What a recipe may say about one step; each pass derives its own, with its name as the ``Literal`` of ``step``.
-
-    Attributes:
-        renamed: names that options had in older recipes and manifests, with those that they have now. Both are read.
-        unstated: options that older manifests lack, with the values that the graphopt which wrote them went by.
-        step: the name of the pass.
-    """
-
-    renamed: ClassVar[dict[str, str]] = {}
-    unstated: ClassVar[dict[str, object]] = {}
-
-    step: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        for old, new in cls.renamed.items():
-            if {old, new} <= value.keys():
-                raise ValueError(f"the option {old} is called {new} now; give only {new}")
-        return {cls.renamed.get(name, name): each for name, each in value.items()}
-
-    def beside(self, folder: Path) -> Self:
-        """Return the options with each file that lies in ``folder``, where the recipe was read, named from there."""
-        given = {name: getattr(self, name) for name in type(self).model_fields}
-        files = {name: folder / file for name, file in given.items() if isinstance(file, Path)}
-        return self.model_copy(update={name: file for name, file in files.items() if file.is_file()})
-
-    def self_contained(self, statistics: Statistics) -> Self:
-        """Return the options with what was measured in place of the files that hold it, for the manifest.
-
-        Raises:
-            InputError: a file is not there, or holds something else.
-        """
-        return self
-
-
-OptionsT = TypeVar("OptionsT", bound=StepOptions)
 
 
 @dataclass
@@ -75,23 +41,49 @@ class PassResult(ir.passes.PassResult):
     report: PassReport
 
 
-class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
-    """A rewrite of a model in place.
+class Pass(Options, ir.passes.InPlacePass, abc.ABC):
+    """A rewrite of a model in place, with what a recipe may say about it.
 
-    A subclass sets ``name`` and ``effect``, takes its ``Options``, and implements :meth:`rewrite`. Its phase is the
-    folder that it lies in; ``after`` names the passes of that phase that come before it in a recipe. Its docstring
-    shows the rewrite as before -> after with the algebra; ``graphopt passes`` prints it. ``requires`` and ``ensures``
-    of ``onnx_ir`` state what must hold before and after.
+    A subclass sets ``name`` and ``effect``, adds its options as fields, and implements :meth:`rewrite`. Its phase is
+    the folder that it lies in; ``after`` names the passes of that phase that come before it in a recipe. Its docstring
+    shows the rewrite as before -> after with the algebra, and its options; ``graphopt passes`` prints it. ``requires``
+    and ``ensures`` of ``onnx_ir`` state what must hold before and after.
+
+    Recipes and manifests write a pass as a mapping: its name under ``step``, then its options.
     """
 
     name: ClassVar[str]
     effect: ClassVar[Effect]
-    options_type: ClassVar[type[StepOptions]]
     after: ClassVar[tuple[str, ...]] = ()
-    _context: Context | None = None
+    _context: Context | None = PrivateAttr(None)
 
-    def __init__(self, options: OptionsT) -> None:
-        self.options = options
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_name(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping) or "step" not in value:
+            return value
+        if value["step"] != cls.name:
+            raise ValueError(f"the step is {cls.name}, and not {value['step']!r}")
+        return {name: option for name, option in value.items() if name != "step"}
+
+    @model_serializer(mode="wrap")
+    def _add_name(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {"step": self.name, **serialize(self)}
+
+    def beside(self, folder: Path) -> Self:
+        """Return the pass with each file that lies in ``folder``, where the recipe was read, named from there."""
+        options = {name: getattr(self, name) for name in type(self).model_fields}
+        files = {name: folder / file for name, file in options.items() if isinstance(file, Path)}
+        return self.model_copy(update={name: file for name, file in files.items() if file.is_file()})
+
+    def self_contained(self, statistics: Statistics) -> Self:
+        """Return the pass with what was measured in place of the files that hold it, for the manifest.
+
+        Raises:
+            InputError: a file is not there, or holds something else.
+        """
+        del statistics
+        return self
 
     @classmethod
     def phase(cls) -> Phase:
@@ -144,20 +136,22 @@ class Pass(ir.passes.InPlacePass, abc.ABC, Generic[OptionsT]):
         """Ensure that no two values of the graph have the same name."""
         names = Counter(value.name for node in model.graph for value in node.outputs if value.name)
         names.update(list(model.graph.initializers))
-        twice = [name for name, count in names.items() if count > 1]
-        if twice:
-            raise ir.passes.PostconditionError(f"{self.name} gave several values the same name: {', '.join(twice)}")
+        duplicates = [name for name, count in names.items() if count > 1]
+        if duplicates:
+            raise ir.passes.PostconditionError(
+                f"{self.name} gave several values the same name: {', '.join(duplicates)}"
+            )
 
     def call(self, model: ir.Model) -> PassResult:
         """Run the pass; called by ``onnx_ir`` between ``requires`` and ``ensures``."""
         report = PassReport(name=self.name, effect=self.effect)
-        there = Nodes(model.graph)
+        nodes = Nodes(model.graph)
         started = time.perf_counter()
         self.rewrite(model, (self._context or make_context(task_of(model.graph))).of_pass(report))
         declare(model)
         report.seconds = time.perf_counter() - started
-        there.record_added(model.graph, self.name)
-        report.removed = there.removed(model.graph, self.name)
+        nodes.record_added(model.graph, self.name)
+        report.removed = nodes.removed(model.graph, self.name)
         if not report.changes:  # what a lossy pass left as it was must compute what it computed
             report.effect = "exact"
         return PassResult(model, modified=bool(report.changes), report=report)

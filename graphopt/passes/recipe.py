@@ -15,8 +15,8 @@ from graphopt.analysis.structure.paged_caches import has_growing_caches
 from graphopt.errors import InputError
 from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.passes import PASSES, imports_of
-from graphopt.passes.base import Pass, StepOptions
-from graphopt.passes.lower.lower import LowerOptions
+from graphopt.passes.base import Pass
+from graphopt.passes.lower.lower import Lower
 from graphopt.passes.phases import PHASES
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.runtime_ops.instructions import instructions_here
@@ -29,17 +29,17 @@ if TYPE_CHECKING:
 
 
 def _of_registry(step: object) -> object:
-    """Return the options of a step that is given as a mapping, by the pass that its ``step`` names."""
-    if isinstance(step, StepOptions) or not isinstance(step, Mapping):
+    """Return the pass that a mapping names by its ``step``, with the options beside it."""
+    if isinstance(step, Pass) or not isinstance(step, Mapping):
         return step
     name = str(step.get("step"))
     if name not in PASSES:
         raise ValueError(f"there is no step {name!r}; known are {', '.join(PASSES)}")
-    return PASSES[name].options_type.model_validate(step)
+    return PASSES[name].model_validate(step)
 
 
-Step = Annotated[SerializeAsAny[StepOptions], BeforeValidator(_of_registry)]
-"""The options of one pass, told apart by ``step``; which there are is what :data:`graphopt.passes.PASSES` holds."""
+Step = Annotated[SerializeAsAny[Pass], BeforeValidator(_of_registry)]
+"""A pass with its options, as a recipe writes it: ``step`` names it, see :data:`graphopt.passes.PASSES`."""
 
 
 class Recipe(BaseModel):
@@ -66,18 +66,18 @@ class Recipe(BaseModel):
 
     @field_validator("steps")
     @classmethod
-    def _in_order(cls, steps: tuple[StepOptions, ...]) -> tuple[StepOptions, ...]:
+    def _in_order(cls, steps: tuple[Pass, ...]) -> tuple[Pass, ...]:
         right = sorted(steps, key=_place)
-        if [step.step for step in steps] != [step.step for step in right]:
+        if [step.name for step in steps] != [step.name for step in right]:
             raise ValueError(
-                f"the steps are out of order: {', '.join(step.step for step in right)} is the right one; phases come "
+                f"the steps are out of order: {', '.join(step.name for step in right)} is the right one; phases come "
                 f"in the order {', '.join(PHASES)}"
             )
         return steps
 
-    def passes(self) -> list[Pass[Any]]:
+    def passes(self) -> list[Pass]:
         """Return the passes of the recipe, ready to run."""
-        return [PASSES[step.step](self._settled(step)) for step in self.steps]
+        return [self._settled(step) for step in self.steps]
 
     def lowered(self, target: ChosenTarget | None = None) -> Recipe:
         """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
@@ -95,7 +95,7 @@ class Recipe(BaseModel):
 
     def on_this_machine(self) -> Recipe:
         """Return the recipe with the instruction set of this machine where ``lower``, for ``ort-cpu``, names none."""
-        named = any(step.instructions for step in self.steps if isinstance(step, LowerOptions))
+        named = any(step.instructions for step in self.steps if isinstance(step, Lower))
         here = self.target == "ort-cpu" and not named
         return self.setting("lower", instructions=instructions_here()) if here else self
 
@@ -113,13 +113,13 @@ class Recipe(BaseModel):
         (and ``level_scales`` if they have such scales), ``page_kv`` for ``ort-cpu`` if caches grow and no step is about
         caches, ``lower``, ``compact_scales`` if there are codes, and ``tie_embedding`` if no step changes weights.
         """
-        phases = {PASSES[step.step].phase() for step in self.steps}
+        phases = {step.phase() for step in self.steps}
         recipe = self.importing(graph)
         if phases & {"codes", "lower"} and PASSES["unpack"].needed(graph):
             recipe = recipe.adding("unpack")
             recipe = recipe.adding("level_scales") if PASSES["level_scales"].needed(graph) else recipe
         recipe = recipe.lowered()
-        lower = next(step for step in recipe.steps if isinstance(step, LowerOptions))
+        lower = next(step for step in recipe.steps if isinstance(step, Lower))
         paged = (lower.target, lower.caches) == ("ort-cpu", "pages")
         if "cache" not in phases and paged and has_growing_caches(graph):
             recipe = recipe.adding("page_kv")
@@ -127,28 +127,17 @@ class Recipe(BaseModel):
             recipe = recipe.adding("tie_embedding")
         return recipe.adding("compact_scales") if "codes" in phases or PASSES["widen_scales"].needed(graph) else recipe
 
-    @classmethod
-    def recorded(cls, data: Mapping[str, Any]) -> Recipe:
-        """Read the recipe of a manifest. An older one may lack ``lower`` or options, and has another order.
-
-        Raises:
-            ValidationError: it is no recipe.
-        """
-        steps = sorted(data["steps"], key=lambda step: list(PASSES).index(step["step"]))
-        stated = [{**PASSES[step["step"]].options_type.unstated, **step} for step in steps]
-        return cls.model_validate({**data, "steps": stated}).lowered()
-
     def adding(self, name: str) -> Recipe:
         """Return the recipe with the step ``name`` and its defaults at its place, unless it has one.
 
         Raises:
             InputError: there is no such step.
         """
-        if any(step.step == name for step in self.steps):
+        if any(step.name == name for step in self.steps):
             return self
         if name not in PASSES:
             raise InputError(f"there is no step {name!r}", remedy=f"known are {', '.join(PASSES)}")
-        steps = sorted([*self.steps, PASSES[name].options_type()], key=_place)
+        steps = sorted([*self.steps, PASSES[name]()], key=_place)
         return self.model_copy(update={"steps": tuple(steps)})
 
     def setting(self, name: str, **options: object) -> Recipe:
@@ -157,18 +146,18 @@ class Recipe(BaseModel):
         Raises:
             InputError: the recipe has no such step, the step has no such option, or the option not such a value.
         """
-        if all(step.step != name for step in self.steps):
+        if all(step.name != name for step in self.steps):
             raise InputError(
                 f"the recipe {self.name} has no step {name!r}",
-                remedy=f"it has {', '.join(step.step for step in self.steps)}; add one with --add {name}",
+                remedy=f"it has {', '.join(step.name for step in self.steps)}; add one with --add {name}",
             )
-        steps = tuple(_changed(step, options) if step.step == name else step for step in self.steps)
+        steps = tuple(_changed(step, options) if step.name == name else step for step in self.steps)
         return self.model_copy(update={"steps": steps})
 
     @property
     def target(self) -> Target:
         """What the recipe makes a model for: the target of its step ``lower``, ``portable`` without one."""
-        return next((step.target for step in self.steps if isinstance(step, LowerOptions)), "portable")
+        return next((step.target for step in self.steps if isinstance(step, Lower)), "portable")
 
     def beside(self, folder: Path) -> Recipe:
         """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
@@ -187,7 +176,7 @@ class Recipe(BaseModel):
         """Return the onnxruntime session entries that the recipe means."""
         return {ACCURACY_LEVEL: "0" if self.activations == "float32" else "4"}
 
-    def _settled(self, step: StepOptions) -> StepOptions:
+    def _settled(self, step: Pass) -> Pass:
         """Return ``step`` with what it leaves to the recipe: an option ``activations`` that is ``None``."""
         left = "activations" in type(step).model_fields and getattr(step, "activations") is None  # noqa: B009
         return step.model_copy(update={"activations": self.activations}) if left else step
@@ -197,17 +186,17 @@ class Recipe(BaseModel):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
 
-def _place(step: StepOptions) -> int:
-    return list(PASSES).index(step.step)
+def _place(step: Pass) -> int:
+    return list(PASSES).index(step.name)
 
 
-def _changed(step: StepOptions, options: Mapping[str, object]) -> StepOptions:
+def _changed(step: Pass, options: Mapping[str, object]) -> Pass:
     try:
         return type(step).model_validate(step.model_dump() | dict(options))
     except ValidationError as error:
         raise InputError(
-            f"the step {step.step} cannot be set so: {_problems(error)}",
-            remedy=f"its options are {', '.join(name for name in type(step).model_fields if name != 'step')}",
+            f"the step {step.name} cannot be set so: {_problems(error)}",
+            remedy=f"its options are {', '.join(name for name in type(step).model_fields)}",
         ) from error
 
 
@@ -269,9 +258,8 @@ def _set(recipe: Recipe, text: str) -> Recipe:
         raise InputError(f"the value of {place} is not YAML: {error}") from error
     first, *inner = path
     recipe = recipe.adding(name) if name == "lower" else recipe  # every recipe has it in the end
-    step = next((step for step in recipe.steps if step.step == name), None)
+    step = next((step for step in recipe.steps if step.name == name), None)
     if step is not None:
-        first = step.renamed.get(first, first)
         content = _nested(step.model_dump(mode="json").get(first), inner, content)
     return recipe.setting(name, **{first: content})
 

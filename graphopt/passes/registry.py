@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def _name_of(member: Any) -> str | None:
-    return member.name if isinstance(member, type) and issubclass(member, Pass) else None
+    return getattr(member, "name", None) if isinstance(member, type) and issubclass(member, Pass) else None
 
 
-def _by_phase(passes: dict[str, type[Pass[Any]]]) -> dict[str, type[Pass[Any]]]:
+def _by_phase(passes: dict[str, type[Pass]]) -> dict[str, type[Pass]]:
     """Sort passes by phase; in a phase, each behind those that its ``after`` names, else by name."""
     order: list[str] = []
     for phase in PHASES:
@@ -27,13 +27,13 @@ def _by_phase(passes: dict[str, type[Pass[Any]]]) -> dict[str, type[Pass[Any]]]:
     return {name: passes[name] for name in order}
 
 
-PASSES: Registry[Any] = Registry(
+PASSES: Registry[type[Pass]] = Registry(
     *(f"graphopt.passes.{phase}" for phase in PHASES), kind="pass", name_of=_name_of, order=_by_phase
 )
 """Every pass by the name that recipes call it: phase by phase, in the order that a recipe usually has them."""
 
 
-def imports_of(graph: ir.Graph) -> list[Pass[Any]]:
+def imports_of(graph: ir.Graph) -> list[Pass]:
     """Return the passes of the phase ``importing`` that a graph needs, with their default options."""
     passes = (step for step in PASSES.values() if step.phase() == "importing" and step.needed(graph))
-    return [step(step.options_type()) for step in passes]
+    return [step() for step in passes]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphopt.graph.diagnostics import Fact, Rule
-from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.quality.groups import SHARE, Group
 
 if TYPE_CHECKING:
@@ -85,13 +85,13 @@ def worth(found: Losses) -> list[Group]:
 
 def sparing(recipe: Recipe, matrices: Sequence[str]) -> Recipe:
     """Return ``recipe`` with ``matrices`` left in floats."""
-    there = next(step.matrices for step in recipe.steps if isinstance(step, QuantizeWeightsOptions))
+    there = next(step.matrices for step in recipe.steps if isinstance(step, QuantizeWeights))
     return recipe.setting("quantize_weights", matrices={**there, **dict.fromkeys(matrices)})
 
 
 def quantizes(recipe: Recipe) -> bool:
     """Return whether a recipe has the step ``quantize_weights``."""
-    return any(step.step == "quantize_weights" for step in recipe.steps)
+    return any(step.name == "quantize_weights" for step in recipe.steps)
 
 
 def _comeback(each: Group, total: float, recipe: Recipe) -> Fact:

@@ -187,7 +187,7 @@ def _suggestions(name: str, names: list[str]) -> list[str]:
 def rewrite_of(name: str) -> str:
     """Return the before and after of a pass, as its docstring has it; "" for a pass that this version lacks."""
     doc = inspect.getdoc(PASSES[name]) if name in PASSES else None
-    _, before, tail = (doc or "").partition("before")
+    _, before, tail = (doc or "").partition("\n\nAttributes:\n")[0].partition("before")
     lines = (before + tail).replace("``", "").splitlines()
     last = max((number for number, line in enumerate(lines) if line.startswith("    ")), default=-1)
     return "\n".join(line if line.startswith(" ") else line.replace("::", ":") for line in lines[: last + 1])

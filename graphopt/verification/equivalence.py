@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx_ir as ir
@@ -292,7 +292,7 @@ def _float32_inputs(model: ir.Model) -> Iterator[None]:
             node.attributes[_LEVEL] = level
 
 
-def context_of(passes: Sequence[Pass[Any]], max_positions: int | None) -> int:
+def context_of(passes: Sequence[Pass], max_positions: int | None) -> int:
     """Return how many tokens of context show what ``passes`` do, as far as the model has positions for them."""
     most = LONGEST_CONTEXT if max_positions is None else max(0, min(LONGEST_CONTEXT, max_positions - LENGTH))
     return min(most, max((step.context_tokens for step in passes), default=0))

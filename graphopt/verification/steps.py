@@ -9,7 +9,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import onnx_ir as ir
 
@@ -39,7 +39,7 @@ class PassRun:
         report: what it did, with the number of its run.
     """
 
-    step: Pass[Any]
+    step: Pass
     before: ir.Model
     after: ir.Model
     report: PassReport
@@ -47,11 +47,11 @@ class PassRun:
 
 def run_passes(
     model: ir.Model,
-    passes: Iterable[Pass[Any]],
+    passes: Iterable[Pass],
     context: Context,
     *,
     earlier: Iterable[PassReport] = (),
-    on_pass: Callable[[Pass[Any]], None],
+    on_pass: Callable[[Pass], None],
 ) -> Iterator[PassRun]:
     """Run ``passes`` on ``model`` in place, and yield each when it has run.
 
@@ -114,7 +114,7 @@ class Checks:
         """Leave a pass that has just run unchecked."""
         self._proofs.begin(ran.before)
 
-    def before(self, step: Pass[Any], model: ir.Model) -> None:
+    def before(self, step: Pass, model: ir.Model) -> None:
         """Run the exact passes so far where ``step`` may be lossy; ``model`` is the one in front of it.
 
         Raises:

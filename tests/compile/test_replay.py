@@ -98,7 +98,7 @@ def test_a_lossy_recipe_is_replayed_to_the_last_number(llama_artifact: Path, qua
 
 def test_a_step_that_comes_twice_is_replayed_by_its_run(llama_artifact: Path, tmp_path: Path) -> None:
     recipe = load_recipe("rotate")
-    first = next(step for step in recipe.steps if step.step == "rotate")
+    first = next(step for step in recipe.steps if step.name == "rotate")
     again = first.model_copy(update={"seed": 7})
     steps = [each for step in recipe.steps for each in ([step, again] if step is first else [step])]
     optimize(llama_artifact, recipe.model_copy(update={"steps": tuple(steps)}), tmp_path / "twice")

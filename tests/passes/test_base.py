@@ -11,7 +11,7 @@ from graphopt.errors import InputError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes import PASSES
-from graphopt.passes.base import Options, Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.context import Context, Statistics, make_context
 from graphopt.tasks import task_of
 from tests.graphs import residual_model, run_pass
@@ -20,15 +20,12 @@ LOOKED = Rule("tests.looked", "looked at")
 LEFT = Rule("tests.left", "not today")
 
 
-class Rename(Pass[Options]):
+class Rename(Pass):
     """Do to a graph what a careless pass would."""
 
     name: ClassVar[str] = "rename"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[Options]] = Options
-
-    def __init__(self, damage: str) -> None:
-        self.damage = damage
+    damage: str
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         ledger = context.ledger
@@ -41,16 +38,15 @@ class Rename(Pass[Options]):
 
 
 def test_passes_share_what_their_compilation_has(tmp_path: Path) -> None:
-    class Look(Pass[StepOptions]):
+    class Look(Pass):
         name: ClassVar[str] = "look"
         effect: ClassVar[Effect] = "exact"
-        options_type: ClassVar[type[StepOptions]] = StepOptions
         seen: ClassVar[list[Context]] = []
 
         def rewrite(self, model: ir.Model, context: Context) -> None:
             self.seen.append(context)
 
-    model, look = residual_model(), Look(StepOptions(step="look"))
+    model, look = residual_model(), Look()
     shared = make_context(task_of(model.graph), "ort-cpu")
     look(model, shared)
     look(model)
@@ -79,7 +75,7 @@ def test_statistics_read_a_file_once_and_take_scores_as_they_are(tmp_path: Path)
 
 def test_the_report_holds_changes_skips_and_time_and_the_node_its_history() -> None:
     model = residual_model()
-    result = Rename("none")(model)
+    result = Rename(damage="none")(model)
     assert result.modified
     assert [(c.where, c.what) for c in result.report.changes] == [("up0", LOOKED())]
     assert [(s.where, s.reason) for s in result.report.skips] == [("up1", LEFT())]
@@ -89,7 +85,7 @@ def test_the_report_holds_changes_skips_and_time_and_the_node_its_history() -> N
 
 def test_a_pass_that_gives_two_values_one_name_is_stopped() -> None:
     with pytest.raises(ir.passes.PostconditionError, match="rename gave several values the same name"):
-        Rename("two of a name")(residual_model())
+        Rename(damage="two of a name")(residual_model())
 
 
 # The phase `importing` and `canonicalize` make a graph canonical.
@@ -108,4 +104,4 @@ def test_every_pass_documents_its_rewrite_and_knows_its_step(name: str) -> None:
     doc = PASSES[name].__doc__
     assert "before::" in doc
     assert "after" in doc
-    assert PASSES[name].options_type().step == name
+    assert PASSES[name]().model_dump()["step"] == name

@@ -12,7 +12,7 @@ import pytest
 
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import Effect
-from graphopt.passes.base import Pass, PassResult, StepOptions
+from graphopt.passes.base import Pass, PassResult
 from graphopt.passes.codes.quantize_weights import LinearFormat
 from graphopt.passes.context import Context, make_context
 from graphopt.passes.phases import INVARIANTS, PHASES, Phase, breaches
@@ -24,16 +24,13 @@ from tests.graphs import canonical, residual_model, run_pass
 Change = Callable[[ir.Model], object]
 
 
-class Careless(Pass[StepOptions]):
+class Careless(Pass):
     """Do to a model what no pass of a phase may do; behind its own end, where `declare` would mend a missing body."""
 
     name: ClassVar[str] = "careless"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = StepOptions
     within: ClassVar[Phase] = "codes"
-
-    def __init__(self, change: Change) -> None:
-        self.change = change
+    change: Change
 
     @classmethod
     def phase(cls) -> Phase:
@@ -55,7 +52,7 @@ class InLower(Careless):
 
 
 def run(model: ir.Model, change: Change, kind: type[Careless] = Careless) -> None:
-    list(run_passes(model, [kind(change)], make_context(task_of(model.graph)), on_pass=lambda step: None))
+    list(run_passes(model, [kind(change=change)], make_context(task_of(model.graph)), on_pass=lambda step: None))
 
 
 def quantized(fmt: str = "fp6-e2m3") -> ir.Model:

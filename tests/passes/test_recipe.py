@@ -12,17 +12,17 @@ from graphopt.artifact import artifact
 from graphopt.errors import InputError
 from graphopt.ort.session import ACCURACY_LEVEL
 from graphopt.passes import PASSES
-from graphopt.passes.algebra.fold_norms import FoldNormsOptions
-from graphopt.passes.algebra.rotate import RotateOptions
-from graphopt.passes.base import StepOptions
-from graphopt.passes.codes.quantize_activations import QuantizeActivationsOptions
-from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeightsOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.passes.lower.flatten_heads import FlattenHeadsOptions
-from graphopt.passes.lower.float16 import Float16Options
-from graphopt.passes.lower.last_logits import LastLogitsOptions
-from graphopt.passes.lower.lower import LowerOptions
-from graphopt.passes.lower.merge_products import MergeProductsOptions
+from graphopt.passes.algebra.fold_norms import FoldNorms
+from graphopt.passes.algebra.rotate import Rotate
+from graphopt.passes.base import Pass
+from graphopt.passes.codes.quantize_activations import QuantizeActivations
+from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights
+from graphopt.passes.lift.canonicalize import Canonicalize
+from graphopt.passes.lower.flatten_heads import FlattenHeads
+from graphopt.passes.lower.float16 import Float16
+from graphopt.passes.lower.last_logits import LastLogits
+from graphopt.passes.lower.lower import Lower
+from graphopt.passes.lower.merge_products import MergeProducts
 from graphopt.passes.recipe import Recipe, load_recipe, presets
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
@@ -31,29 +31,27 @@ from tests.graphs import residual_model
 FORMATS = st.sampled_from(["int4", "uint8", "fp6-e2m3", "nf4", (-1.0, 0.0, 0.5)])
 LINEAR = st.none() | st.builds(LinearFormat, format=FORMATS, group=st.sampled_from([16, 32, 64, 128, 256, None]))
 STEPS = st.one_of(
-    st.builds(CanonicalizeOptions),
-    st.builds(FoldNormsOptions),
-    st.builds(RotateOptions, residual=st.sampled_from(["hadamard", "random"]), seed=st.integers(0, 2**40)),
+    st.builds(Canonicalize),
+    st.builds(FoldNorms),
+    st.builds(Rotate, residual=st.sampled_from(["hadamard", "random"]), seed=st.integers(0, 2**40)),
     st.builds(
-        QuantizeWeightsOptions,
+        QuantizeWeights,
         linear=LINEAR,
         lm_head=LINEAR,
         embedding=st.none() | st.builds(EmbeddingFormat, group=st.none() | st.integers(1, 512)),
         scale=st.sampled_from(["extreme", "least_squares"]),
         activations=st.sampled_from(["float32", "bfloat16", "int8", "int16", None]),
     ),
-    st.builds(
-        QuantizeActivationsOptions, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), lm_head=st.booleans()
-    ),
-    st.builds(LastLogitsOptions),
-    st.builds(LowerOptions, target=st.sampled_from(["portable", "ort-cpu"])),
-    st.builds(MergeProductsOptions),
+    st.builds(QuantizeActivations, bits=st.sampled_from([4, 8]), clip=st.floats(0.1, 1.0), lm_head=st.booleans()),
+    st.builds(LastLogits),
+    st.builds(Lower, target=st.sampled_from(["portable", "ort-cpu"])),
+    st.builds(MergeProducts),
 )
 
 
-def in_order(steps: list[StepOptions]) -> tuple[StepOptions, ...]:
+def in_order(steps: list[Pass]) -> tuple[Pass, ...]:
     """Return ``steps`` in the order of their passes, which a recipe wants."""
-    return tuple(sorted(steps, key=lambda step: list(PASSES).index(step.step)))
+    return tuple(sorted(steps, key=lambda step: list(PASSES).index(step.name)))
 
 
 RECIPES = st.builds(
@@ -83,10 +81,10 @@ def test_any_step_can_be_added_and_set() -> None:
         add=["rotate", "fold_norms"],
         options=["rotate.seed=7", "quantize_weights.linear.group=32", "quantize_weights.embedding=null"],
     )
-    assert [step.step for step in recipe.steps] == ["canonicalize", "fold_norms", "rotate", "quantize_weights"]
+    assert [step.name for step in recipe.steps] == ["canonicalize", "fold_norms", "rotate", "quantize_weights"]
     rotate, weights = recipe.steps[2], recipe.steps[3]
-    assert isinstance(rotate, RotateOptions)
-    assert isinstance(weights, QuantizeWeightsOptions)
+    assert isinstance(rotate, Rotate)
+    assert isinstance(weights, QuantizeWeights)
     assert rotate.seed == 7
     assert weights.linear == LinearFormat(group=32)
     assert weights.embedding is None
@@ -108,37 +106,6 @@ def test_what_cannot_be_added_or_set_is_refused(add: list[str], options: list[st
         load_recipe("int4-rtn", add=add, options=options)
 
 
-def test_the_lm_head_may_still_be_called_head(tmp_path: Path) -> None:
-    file = tmp_path / "older.yaml"
-    file.write_text(
-        "name: older\n"
-        "steps: [{step: quantize_weights, head: {format: fp6-e2m3}}, {step: quantize_activations, head: true}]\n"
-    )
-    older = load_recipe(file, options=["quantize_weights.head.group=64", "quantize_activations.head=false"])
-    weights = QuantizeWeightsOptions(lm_head=LinearFormat(format="fp6-e2m3", group=64))
-    assert older.steps == (weights, QuantizeActivationsOptions(lm_head=False))
-    assert "\n  head:" not in older.to_yaml()
-    # so is a manifest's recipe, which spells every option out
-    steps = [{("head" if name == "lm_head" else name): value for name, value in weights.model_dump().items()}]
-    assert Recipe.recorded({"name": "older", "steps": steps}).steps[0] == weights
-
-
-def test_a_manifest_from_before_an_option_means_what_was_done_then() -> None:
-    older = QuantizeWeightsOptions().model_dump()
-    assert older.pop("tied") is True
-    (weights, _) = Recipe.recorded({"name": "older", "steps": [older]}).steps
-    assert weights == QuantizeWeightsOptions(tied=False)
-    (weights, _) = Recipe.recorded({"name": "newer", "steps": [{**older, "tied": True}]}).steps
-    assert weights == QuantizeWeightsOptions()
-
-
-def test_an_option_by_both_its_names_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "both.yaml"
-    file.write_text("name: both\nsteps: [{step: quantize_weights, head: null, lm_head: null}]\n")
-    with pytest.raises(InputError, match="the option head is called lm_head now; give only lm_head"):
-        load_recipe(file)
-
-
 def test_presets_are_named_as_their_files_and_load_by_name() -> None:
     fitted = ["fp6", "int3", "int4", "large", "medium", "nf4", "small", "w4a4", "w4a8"]
     fitted += [f"rotate-{name}" for name in ("int4", "nf4", "w4a8")]
@@ -157,7 +124,7 @@ def test_presets_are_calibrated_and_their_twins_need_no_data() -> None:
         name
         for name, recipe in presets().items()
         for step in recipe.steps
-        if isinstance(step, QuantizeWeightsOptions) and step.rounding.needs is not None
+        if isinstance(step, QuantizeWeights) and step.rounding.needs is not None
     }
     assert needs == {name.removesuffix("-rtn") for name in presets() if name.endswith("-rtn")}
     assert {"int4", "small", "medium", "large"} < needs
@@ -171,7 +138,7 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("name: mine\nsteps:\n  - step: rotate\n    seed: 7\n")
     (step,) = load_recipe(file).steps
-    assert step == RotateOptions(seed=7)
+    assert step == Rotate(seed=7)
 
 
 def test_activations_become_the_session_entry() -> None:
@@ -181,10 +148,10 @@ def test_activations_become_the_session_entry() -> None:
 
 
 def test_a_step_that_leaves_activations_open_gets_those_of_the_recipe() -> None:
-    steps = (QuantizeWeightsOptions(), QuantizeWeightsOptions(activations="int16"), LowerOptions())
+    steps = (QuantizeWeights(), QuantizeWeights(activations="int16"), Lower())
     for activations in ("int8", "float32"):
         recipe = Recipe(name="a", steps=steps, activations=activations)
-        made = [step.options.activations for step in recipe.passes()]
+        made = [step.activations for step in recipe.passes()]
         assert made == [activations, "int16", activations]
 
 
@@ -193,12 +160,12 @@ def test_a_target_sets_the_step_lower_or_adds_it() -> None:
     lowered = recipe.lowered("ort-cpu")
     assert lowered.steps == (
         *recipe.steps,
-        MergeProductsOptions(),
-        FlattenHeadsOptions(),
-        LowerOptions(target="ort-cpu"),
+        MergeProducts(),
+        FlattenHeads(),
+        Lower(target="ort-cpu"),
     )
     assert lowered.lowered("ort-cpu") == lowered
-    assert recipe.lowered("portable").steps == (*recipe.steps, LowerOptions(target="portable"))
+    assert recipe.lowered("portable").steps == (*recipe.steps, Lower(target="portable"))
 
 
 def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> None:
@@ -206,7 +173,7 @@ def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> Non
     plain = load_recipe("int4-rtn")
 
     def added(recipe: Recipe, graph: ir.Graph) -> bool:
-        before, after = (sum(step.step == "page_kv" for step in each.steps) for each in (recipe, recipe.fitting(graph)))
+        before, after = (sum(step.name == "page_kv" for step in each.steps) for each in (recipe, recipe.fitting(graph)))
         assert before <= after <= 1  # a step is added once, and none goes
         return after > before
 
@@ -220,16 +187,16 @@ def test_caches_that_grow_go_into_pages_for_ort_cpu(llama_artifact: Path) -> Non
 
 def test_options_of_lower_can_be_set_where_a_recipe_leaves_it_out(llama_artifact: Path) -> None:
     recipe = load_recipe("int4-rtn", options=["lower.caches=growing"]).lowered("ort-cpu")
-    assert recipe.steps[-1] == LowerOptions(target="ort-cpu", caches="growing")
+    assert recipe.steps[-1] == Lower(target="ort-cpu", caches="growing")
     fitted = recipe.fitting(artifact.read(llama_artifact).model.graph)
-    assert "page_kv" not in [step.step for step in fitted.steps]
+    assert "page_kv" not in [step.name for step in fitted.steps]
 
 
 def test_a_target_may_name_the_instruction_set() -> None:
     recipe = load_recipe("int4-rtn").lowered("ort-cpu:avx2")
-    assert recipe.steps[-1] == LowerOptions(target="ort-cpu", instructions="avx2")
+    assert recipe.steps[-1] == Lower(target="ort-cpu", instructions="avx2")
     assert recipe.lowered("ort-cpu") == recipe
-    assert recipe.lowered("ort-cpu:avx512").steps[-1] == LowerOptions(target="ort-cpu", instructions="avx512")
+    assert recipe.lowered("ort-cpu:avx512").steps[-1] == Lower(target="ort-cpu", instructions="avx512")
 
 
 def test_an_instruction_set_that_nobody_names_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,28 +209,22 @@ def test_an_instruction_set_that_nobody_names_is_that_of_this_machine(monkeypatc
         assert named.on_this_machine() == named
 
 
-def test_a_manifest_that_names_neither_instructions_nor_caches_is_an_older_one() -> None:
-    older = {"name": "a", "steps": [{"step": "lower", "target": "ort-cpu"}]}
-    expected = LowerOptions(target="ort-cpu", instructions="avx512", caches="growing")
-    assert Recipe.recorded(older).steps == (expected,)
-
-
 def test_float16_is_the_last_step_and_asked_for_once() -> None:
     recipe = load_recipe("int4-rtn").adding("float16")
-    assert recipe.steps[-1] == Float16Options()
+    assert recipe.steps[-1] == Float16()
     assert recipe.adding("float16") == recipe
     lowered = [
         *load_recipe("int4-rtn").steps,
-        MergeProductsOptions(),
-        LowerOptions(target="ort-cuda"),
-        Float16Options(),
+        MergeProducts(),
+        Lower(target="ort-cuda"),
+        Float16(),
     ]
     assert list(recipe.lowered("ort-cuda").steps) == lowered
 
 
 def test_last_logits_are_asked_for_once() -> None:
     recipe = load_recipe("int4-rtn").adding("last_logits")
-    assert recipe.steps[-1] == LastLogitsOptions()
+    assert recipe.steps[-1] == LastLogits()
     assert recipe.adding("last_logits") == recipe
 
 

@@ -12,23 +12,24 @@ from tests.added import file_added
 
 FILE = '''
 """Names end with an exclamation mark."""
-from typing import ClassVar, Literal
+from typing import ClassVar
 import onnx_ir as ir
 from graphopt.graph.diagnostics import Effect
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.context import Context
 
-class ShoutOptions(StepOptions):
-    """Whether to."""
-    step: Literal["shout"] = "shout"
-    loudly: bool = True
+class Shout(Pass):
+    """x -> x!
 
-class Shout(Pass[ShoutOptions]):
-    """x -> x!"""
+    Attributes:
+        loudly: whether names end with an exclamation mark.
+    """
+
     name: ClassVar[str] = "shout"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = ShoutOptions
     after: ClassVar[tuple[str, ...]] = ("fold_norms", "rotate")
+
+    loudly: bool = True
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rename nodes."""
@@ -38,7 +39,7 @@ class Shout(Pass[ShoutOptions]):
 def test_a_file_in_the_folder_of_a_phase_is_a_step_that_recipes_know(tmp_path: Path) -> None:
     with file_added(PASSES, "graphopt.passes.algebra", tmp_path, FILE):
         recipe = load_recipe("rotate-int4-rtn", add=["shout"], options=["shout.loudly=false"])
-        assert [step.step for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]
+        assert [step.name for step in recipe.steps][:4] == ["canonicalize", "fold_norms", "rotate", "shout"]
         assert recipe.steps[3].model_dump()["loudly"] is False
     assert "shout" not in PASSES
 

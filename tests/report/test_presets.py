@@ -41,7 +41,7 @@ def test_layers_and_origins_of_every_preset(
     sources: dict[int, artifact.Artifact], preset: str, layers: int, tmp_path: Path
 ) -> None:
     source, recipe = sources[layers], distinct()[preset]
-    split = any(step.step == "split_inputs" for step in recipe.steps)
+    split = any(step.name == "split_inputs" for step in recipe.steps)
     if split:  # it looks at activations, of a little text here
         few = recipe.model_copy(update={"calibration": CalibrationOptions(windows=1, window=64)})
         made = optimize(source, few, quality_tokens=0)

@@ -9,7 +9,7 @@ from graphopt.errors import VerificationError
 from graphopt.ort import capacity as room
 from graphopt.ort.session import ACCURACY_LEVEL, native_operators, open_session
 from graphopt.ort.snapshots import Snapshots
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.runtime_ops.library import PATH_VARIABLE
 from graphopt.verification import kernels
 from graphopt.verification.equivalence import Verifier
@@ -21,7 +21,7 @@ from tests.native import needs_library
 @pytest.fixture
 def quantized() -> ir.Model:
     model = residual_model(width=32, inner=48)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16)))(model)
+    QuantizeWeights(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16))(model)
     return model
 
 
@@ -57,10 +57,10 @@ def test_a_model_that_does_not_fit_is_not_covered(
 def test_kernels_that_were_in_the_graph_before_are_not_taken_for_new_ones(tmp_path: Path) -> None:
     # onnxruntime's own optimized graph, as other tools hand out: its matrices are kernels already, the head is not.
     model = residual_model(width=32, inner=48)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=None))(model)
+    QuantizeWeights(linear=LinearFormat(group=16), lm_head=None)(model)
     open_session(save(model, tmp_path), optimized_to=tmp_path / "optimized.onnx")
     optimized = ir.load(tmp_path / "optimized.onnx")
-    QuantizeWeights(QuantizeWeightsOptions(embedding=None, lm_head=LinearFormat(group=16)))(optimized)
+    QuantizeWeights(embedding=None, lm_head=LinearFormat(group=16))(optimized)
     report = check_kernels(optimized, Snapshots(tmp_path), {})
     assert report.check.figures == {"quantized_products": 1, "fused_kernels": 1}
 
@@ -69,7 +69,7 @@ def packed(**given: object) -> ir.Model:
     """Return a model of four products of FP6, one of int4, and of two that round their input per token if asked."""
     model = residual_model(width=32, inner=48)
     options = {"linear": LinearFormat(format="fp6-e2m3", group=16), "lm_head": LinearFormat(group=16), **given}
-    QuantizeWeights(QuantizeWeightsOptions(**options))(model)  # type: ignore[arg-type]
+    QuantizeWeights(**options)(model)  # type: ignore[arg-type]
     run_pass(model, "lower")
     return model
 

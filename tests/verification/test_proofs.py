@@ -13,13 +13,12 @@ import pytest
 from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import TEXT, Check, PassReport
 from graphopt.numerics.rotations.claims import Claims
-from graphopt.passes.base import StepOptions
 from graphopt.verification import proofs
 from graphopt.verification.equivalence import Verifier
 from graphopt.verification.proofs import Claimed, Proofs
 from graphopt.verification.steps import Checks, Ran
 from tests.graphs import residual_model
-from tests.verification.test_steps import Rename, Scale
+from tests.verification.test_steps import Rename, scale_head
 
 CLAIMS = Claims()
 
@@ -62,7 +61,7 @@ def checks(tmp_path: Path) -> Iterator[Checks]:
 
 def ran(name: str, factor: float) -> Ran:
     """Return the run of a pass that says that it is exact, and scales logits."""
-    step, model = Scale(factor, name), residual_model()
+    step, model = scale_head(factor, name), residual_model()
     report = step(model.clone()).report if factor == 1 else PassReport(name=name, effect="exact")
     after = model.clone()
     if factor != 1:
@@ -87,7 +86,7 @@ def test_where_the_proof_holds_the_run_that_fails_is_told(checks: Checks, proved
 
 
 def test_a_proof_stands_in_front_of_the_run_of_its_pass(checks: Checks, proved: list[Any]) -> None:
-    first, second = Rename(StepOptions(step="rename")), Rename(StepOptions(step="rename"))
+    first, second = Rename(), Rename()
     models = [residual_model() for _ in range(3)]
     for number, (step, claims) in enumerate(((first, CLAIMS), (second, None))):
         report = PassReport(name=f"{number}", effect="exact", run=1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -15,7 +15,7 @@ from graphopt.errors import VerificationError
 from graphopt.graph.diagnostics import TEXT, Check, Effect, PassReport
 from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort.runner import Runner
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.context import Context, make_context
 from graphopt.passes.phases import Phase
 from graphopt.tasks import task_of
@@ -24,12 +24,11 @@ from graphopt.verification.steps import Checks, by_run, is_same_graph, run_passe
 from tests.graphs import residual_model
 
 
-class Rename(Pass[StepOptions]):
+class Rename(Pass):
     """Rename the first node."""
 
     name: ClassVar[str] = "rename"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = StepOptions
 
     @classmethod
     def phase(cls) -> Phase:
@@ -40,17 +39,10 @@ class Rename(Pass[StepOptions]):
         context.ledger.changed(model.graph[0], TEXT(text="renamed"))
 
 
-class ScaleOptions(StepOptions):
-    step: Literal["scale"] = "scale"
-    factor: float
-
-
 class ScaleHead(Rename):
-    """Scale the head, and with it all logits: the name says which of several it is."""
+    """Scale the head, and with it all logits."""
 
-    def __init__(self, factor: float, name: str, effect: Effect = "exact") -> None:
-        super().__init__(ScaleOptions(factor=factor))
-        self.factor, self.name, self.effect = factor, name, effect  # type: ignore[misc]
+    factor: float
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         if self.factor == 1:
@@ -60,6 +52,13 @@ class ScaleHead(Rename):
         factors = Inline.from_array(np.full(weight.const_value.shape.numpy()[0], self.factor))
         rewrite(weight, partial(Scale, factors=factors, axis=0))
         context.ledger.changed(weight, TEXT(text="scaled"))
+
+
+def scale_head(factor: float, name: str, effect: Effect = "exact") -> Pass:
+    """Return a pass that scales the head; the name says which of several it is."""
+    kind = type(name, (ScaleHead,), {"name": name, "effect": effect, "__module__": __name__})
+    scale: Pass = kind(factor=factor)
+    return scale
 
 
 class Runs:
@@ -77,7 +76,7 @@ class Runs:
         patch.setattr(Runner, "open", counted)
         self.verifier.start(self.model)
 
-    def check(self, passes: Sequence[Pass[Any]]) -> list[Check]:
+    def check(self, passes: Sequence[Pass]) -> list[Check]:
         shared = make_context(task_of(self.model.graph))
         with Checks(self.verifier, lambda stage: None) as checks:
             for ran in run_passes(self.model, passes, shared, on_pass=lambda step: checks.before(step, self.model)):
@@ -91,8 +90,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
 
 
 def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -> None:
-    passes = [ScaleHead(1 + 1e-5, "first"), Rename(StepOptions(step="rename")), ScaleHead(1.5, "lossy", "lossy")]
-    checks = runs.check([*passes, ScaleHead(1 + 1e-5, "second"), ScaleHead(1, "third")])
+    passes = [scale_head(1 + 1e-5, "first"), Rename(), scale_head(1.5, "lossy", "lossy")]
+    checks = runs.check([*passes, scale_head(1 + 1e-5, "second"), scale_head(1, "third")])
     assert [check.after for check in checks] == ["first", "rename", "lossy", "second", "third"]
     assert {check.status for check in checks} == {"measured"}
     # before, behind two exact passes, behind the lossy one, behind the last two
@@ -106,38 +105,41 @@ def test_exact_passes_in_a_row_are_run_once_and_the_record_says_so(runs: Runs) -
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_the_pass_at_fault_is_named_wherever_it_stands_in_the_row(runs: Runs, place: int) -> None:
-    passes: list[Pass[Any]] = [ScaleHead(1 + 1e-6, f"right {number}") for number in range(3)]
-    passes.insert(place, ScaleHead(1 + 3 * TOLERANCE, "wrong"))
+    passes: list[Pass] = [scale_head(1 + 1e-6, f"right {number}") for number in range(3)]
+    passes.insert(place, scale_head(1 + 3 * TOLERANCE, "wrong"))
     with pytest.raises(VerificationError, match=r"the pass wrong is exact, but it moved the logits by 3\.0e-04"):
         runs.check(passes)
 
 
 def test_a_pass_that_breaks_the_model_is_found_behind_a_row_that_cannot_be_run(runs: Runs) -> None:
     with pytest.raises(VerificationError, match="NaN or infinite.*node=wrong"):
-        runs.check([ScaleHead(1 + 1e-6, "right"), ScaleHead(np.inf, "wrong"), ScaleHead(1 + 1e-6, "next")])
+        runs.check([scale_head(1 + 1e-6, "right"), scale_head(np.inf, "wrong"), scale_head(1 + 1e-6, "next")])
 
 
 def test_a_fault_in_front_of_a_lossy_pass_is_found_before_that_works(runs: Runs) -> None:
     worked: list[str] = []
 
-    class Lossy(ScaleHead):
+    class Lossy(Rename):
+        name: ClassVar[str] = "lossy"
+        effect: ClassVar[Effect] = "lossy"
+
         def rewrite(self, model: ir.Model, context: Context) -> None:
             worked.append(self.name)
 
     with pytest.raises(VerificationError, match="the pass wrong"):
-        runs.check([ScaleHead(1.1, "wrong"), Lossy(1.0, "lossy", "lossy")])
+        runs.check([scale_head(1.1, "wrong"), Lossy()])
     assert not worked
 
 
 def test_roundings_that_add_up_to_more_than_one_are_judged_pass_by_pass(runs: Runs) -> None:
     share = 0.6 * TOLERANCE
-    checks = runs.check([ScaleHead(1 + share, "first"), ScaleHead(1 + share, "second")])
+    checks = runs.check([scale_head(1 + share, "first"), scale_head(1 + share, "second")])
     # float32 rounding of a weight is 6e-8, and of a sum of 16 products 16 times that
     assert [check.figures["largest_change"] for check in checks] == pytest.approx([share, share], abs=1e-6)
 
 
 def test_what_was_left_as_it_was_is_not_run_again(runs: Runs) -> None:
-    checks = runs.check([ScaleHead(1.5, "lossy", "lossy"), ScaleHead(1, "nothing"), ScaleHead(1, "to do", "lossy")])
+    checks = runs.check([scale_head(1.5, "lossy", "lossy"), scale_head(1, "nothing"), scale_head(1, "to do", "lossy")])
     assert runs.opened == 2
     assert [check.reason.code for check in checks[1:]] == [UNCHANGED.code] * 2
     assert [check.figures["largest_change"] for check in checks[1:]] == [0, 0]
@@ -167,7 +169,7 @@ def test_each_pass_is_announced_run_and_numbered_and_the_model_before_is_kept() 
     model, announced = residual_model(), []
     name = model.graph[0].name
     earlier = [PassReport(name="rename", effect="exact"), PassReport(name="other", effect="exact")]
-    steps = [Rename(StepOptions(step="rename")) for _ in range(2)]
+    steps = [Rename() for _ in range(2)]
     ran = list(
         run_passes(
             model,

@@ -36,7 +36,7 @@ from graphopt.errors import GraphoptError
 from graphopt.graph.weights.expression import nodes_below
 from graphopt.models.export import shipped_models
 from graphopt.models.gguf.checkpoint import empty_model, expressions_of
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.compare import Quality, compare
 from graphopt.quality.texts import held_out_texts
@@ -131,7 +131,7 @@ class Bench:
         """Return the folder of the model that other tools of onnxruntime's begin with."""
         plain = self.folder / "canonical"
         if not plain.exists():
-            graphopt.optimize(self.floats, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), plain)
+            graphopt.optimize(self.floats, Recipe(name="canonical", steps=(Canonicalize(),)), plain)
         return plain
 
     def feeds(self) -> list[dict[str, np.ndarray]]:

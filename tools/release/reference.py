@@ -51,7 +51,7 @@ def passes_page() -> str:
     lines = ["# Presets and passes", "", _made_by("graphopt recipes` and `graphopt passes` show the same"), ""]
     lines += ["How to write a recipe: [recipes.md](recipes.md). Our words: [concepts.md](concepts.md#words).", ""]
     lines += ["## Presets", ""]
-    rows = [(f"`{r.name}`", ", ".join(step.step for step in r.steps), r.description) for r in presets().values()]
+    rows = [(f"`{r.name}`", ", ".join(step.name for step in r.steps), r.description) for r in presets().values()]
     lines += _table(("preset", "steps", "what it does"), rows)
     lines += ["", "## Passes", "", "In the order of a recipe.", ""]
     links: list[tuple[str, str, str, str]] = []
@@ -70,8 +70,8 @@ def phase_page(phase: Phase) -> str:
     lines += [f"{purpose[:1].upper()}{purpose[1:]} All passes: [passes.md](../passes.md)."]
     for step in (step for step in PASSES.values() if step.phase() == phase):
         lines += ["", f"## {step.name}", "", f"{step.effect.capitalize()}.", ""]
-        lines += [*_markdown(inspect.getdoc(step) or ""), ""]
-        options = list(_options(step.options_type))
+        lines += [*_markdown((inspect.getdoc(step) or "").partition("\n\nAttributes:\n")[0]), ""]
+        options = list(_options(step))
         if options:
             lines += _table(("option", "values", "default", "meaning"), options)
         else:
@@ -139,7 +139,7 @@ def _kind(hint: Any) -> tuple[str, str]:
     return {bool: "flag", int: "integer", float: "number", str: "text", Path: "path"}[hint], ""
 
 
-def _summary(each: type[Pass[Any]]) -> str:
+def _summary(each: type[Pass]) -> str:
     return _inline((inspect.getdoc(each) or "").partition("\n")[0])
 
 
@@ -171,8 +171,7 @@ def _markdown(doc: str) -> Iterator[str]:
 def _options(options: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
     described = _attributes(inspect.getdoc(options) or "")
     for name, field in options.model_fields.items():
-        if name != "step":
-            yield f"`{name}`", _values(field), f"`{_yaml(field.get_default())}`", described.get(name, "")
+        yield f"`{name}`", _values(field), f"`{_yaml(field.get_default())}`", described.get(name, "")
 
 
 def _attributes(doc: str) -> dict[str, str]:

@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 
 import graphopt
-from graphopt.passes.algebra.fold_norms import FoldNormsOptions
-from graphopt.passes.algebra.rotate import RotateOptions
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeightsOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.algebra.fold_norms import FoldNorms
+from graphopt.passes.algebra.rotate import Rotate
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
 from graphopt.report.demo import MODULES
 from graphopt.util.stdlib_text import held_out_text
@@ -29,10 +29,10 @@ GROUPS = (32, 64, 128)
 
 def recipe(group: int, seed: int | None, value: bool) -> Recipe:
     """Return int4 in groups of ``group``, after a rotation drawn from ``seed``, or without one for ``None``."""
-    options = RotateOptions(seed=seed or 0, value="hadamard" if value else None)
-    rotation = () if seed is None else (FoldNormsOptions(), options)
+    options = Rotate(seed=seed or 0, value="hadamard" if value else None)
+    rotation = () if seed is None else (FoldNorms(), options)
     linear = LinearFormat.model_validate({"group": group})
-    steps = (CanonicalizeOptions(), *rotation, QuantizeWeightsOptions(linear=linear))
+    steps = (Canonicalize(), *rotation, QuantizeWeights(linear=linear))
     return Recipe(name=f"int4 group {group} seed {seed}", steps=steps)
 
 

@@ -32,10 +32,10 @@ from graphopt.models.trace import sample_of, trace
 from graphopt.models.unrolling import trace_loaded
 from graphopt.models.unrolling.kinds import plan
 from graphopt.models.unrolling.refusals import NotUnderstoodError
-from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
-from graphopt.passes.algebra.rotate import Rotate, RotateOptions
+from graphopt.passes.algebra.fold_norms import FoldNorms
+from graphopt.passes.algebra.rotate import Rotate
 from graphopt.passes.algebra.rotate.rewrite import FUSED
-from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.report.sentences import sentence
 from graphopt.verification.certificate.checker import check
 from graphopt.verification.equivalence import Verifier
@@ -45,7 +45,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.families import ENCODERS, FAMILIES, make_model
 from tests.isomorphic import description
 
-EVERYTHING = RotateOptions(online_residual=True, query_key="hadamard", weight_inputs="hadamard")
+EVERYTHING = Rotate(online_residual=True, query_key="hadamard", weight_inputs="hadamard")
 COLUMNS = {
     "residual": "residual",
     "value": "value",
@@ -135,11 +135,11 @@ def outcomes(bases: list[Basis], after: ir.Model, report: PassReport) -> dict[st
 
 def fold(model: ir.Model) -> None:
     """Bring an export into the form that is rotated."""
-    Canonicalize(CanonicalizeOptions())(model)
-    FoldNorms(FoldNormsOptions())(model)
+    Canonicalize()(model)
+    FoldNorms()(model)
 
 
-def examine(family: str, path: Path, options: RotateOptions = EVERYTHING) -> Row:
+def examine(family: str, path: Path, rotate: Rotate = EVERYTHING) -> Row:
     """Rotate the artifact at ``path`` and check it, from the graph as it was exported on.
 
     Raises:
@@ -151,7 +151,7 @@ def examine(family: str, path: Path, options: RotateOptions = EVERYTHING) -> Row
         verifier.start(model)
         fold(model)
         before, bases = model.clone(), find_bases(model.graph)
-        report = Rotate(options)(model).report
+        report = rotate(model).report
         assert report.claims is not None
         certificate = check(before, model, report.claims)
         found = outcomes(bases, model, report)

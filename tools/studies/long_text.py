@@ -23,15 +23,15 @@ from rich.table import Table
 
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from graphopt.passes.cache.page_kv import PageKVOptions
-from graphopt.passes.cache.sparse_kv import SparseKVOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.cache.page_kv import PageKV
+from graphopt.passes.cache.sparse_kv import SparseKV
+from graphopt.passes.lift.canonicalize import Canonicalize
 from tools.bench.parts.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
 from tools.bench.parts.options import JsonFile
 
-STREAMING = SparseKVOptions(policy="streaming", sinks=16, recent=496)
+STREAMING = SparseKV(policy="streaming", sinks=16, recent=496)
 RETRIEVAL = [
-    SparseKVOptions(policy="retrieval", sinks=16, recent=64, budget=11, page=16, summary=summary)
+    SparseKV(policy="retrieval", sinks=16, recent=64, budget=11, page=16, summary=summary)
     for summary in ("bounds", "mean")
 ]
 TIMES_TRAINED = 4
@@ -48,10 +48,10 @@ def main(
         plain, text = shipped(source, tokens)
         ids, trained = text.ids, plain.max_positions or 0
         rows.append(("plain, windows of its trained length", trained, nats_in_windows(plain, ids, trained), None))
-        endless = optimized(source, Path(temporary) / "streaming", CanonicalizeOptions(), STREAMING)
+        endless = optimized(source, Path(temporary) / "streaming", Canonicalize(), STREAMING)
         nats, largest = as_one(endless, ids)
         rows.append((f"streaming, {STREAMING.sinks} first and {STREAMING.recent} newest", len(ids), nats, largest))
-        paged = optimized(source, Path(temporary) / "paged", CanonicalizeOptions(), PageKVOptions())
+        paged = optimized(source, Path(temporary) / "paged", Canonicalize(), PageKV())
         beyond = ids[: TIMES_TRAINED * trained]
         for name, session in (
             ("plain, past its trained length", without_limit(paged)),
@@ -60,7 +60,7 @@ def main(
             nats, largest = as_one(session, beyond)
             rows.append((name, len(beyond), nats[-trained:], largest))
         for step in RETRIEVAL:
-            session = optimized(source, Path(temporary) / step.summary, CanonicalizeOptions(), step)
+            session = optimized(source, Path(temporary) / step.summary, Canonicalize(), step)
             read = step.sinks + step.recent + step.budget * (step.page or 0)
             name = f"retrieval by {step.summary}, at most {read} of {trained} tokens"
             rows.append((name, trained, nats_in_windows(session, ids, trained), None))

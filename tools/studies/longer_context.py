@@ -34,16 +34,17 @@ from rich.table import Table
 # Run as a script, Python looks for modules in tools/ only.
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from graphopt.inference.session import Session
-from graphopt.passes.cache.page_kv import PageKVOptions
-from graphopt.passes.cache.sparse_kv import SparseKVOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.passes.lift.rescale_rope.methods import METHODS, RescaleRopeOptions
+from graphopt.passes.cache.page_kv import PageKV
+from graphopt.passes.cache.sparse_kv import SparseKV
+from graphopt.passes.lift.canonicalize import Canonicalize
+from graphopt.passes.lift.rescale_rope import RescaleRope
+from graphopt.passes.lift.rescale_rope.methods import METHODS
 from graphopt.passes.recipe import Step, load_recipe
 from graphopt.tasks.ports import IntArray
 from tools.bench.parts.held_out import Nats, as_one, nats_in_windows, optimized, shipped, without_limit
 from tools.bench.parts.options import JsonFile
 
-STREAMING = SparseKVOptions(policy="streaming", sinks=16, recent=496)
+STREAMING = SparseKV(policy="streaming", sinks=16, recent=496)
 COPIED = 384
 """Tokens of the file that comes twice."""
 
@@ -80,16 +81,16 @@ class Row:
 
 def variants(trained: int, factors: Sequence[int], methods: Sequence[str], recipes: Sequence[str]) -> Iterator[Variant]:
     """Yield the models of the tables."""
-    yield Variant("plain", [PageKVOptions()])
+    yield Variant("plain", [PageKV()])
     yield Variant("streaming", [STREAMING])
     for method in methods:
         for factor in factors:
-            step = RescaleRopeOptions.model_validate({"method": method, "factor": factor, "trained": trained})
-            yield Variant(f"{method} x {factor}", [step, PageKVOptions()], factor * trained)
+            step = RescaleRope.model_validate({"method": method, "factor": factor, "trained": trained})
+            yield Variant(f"{method} x {factor}", [step, PageKV()], factor * trained)
     for each in recipes:
         name, _, file = each.partition("=")
-        found = [step for step in load_recipe(file).steps if isinstance(step, RescaleRopeOptions)]
-        yield Variant(name, [*found, PageKVOptions()], int(found[0].factor * trained))
+        found = [step for step in load_recipe(file).steps if isinstance(step, RescaleRope)]
+        yield Variant(name, [*found, PageKV()], int(found[0].factor * trained))
 
 
 def buckets(trained: int, longest: int) -> list[tuple[int, int]]:
@@ -153,7 +154,7 @@ def main(
         ]
         every = list(variants(trained, times, [each for each in methods.split(",") if each], recipe or ()))
         for number, variant in enumerate(track(every, console=Console(stderr=True))):
-            made = optimized(source, Path(temporary) / str(number), CanonicalizeOptions(), *variant.steps, run=False)
+            made = optimized(source, Path(temporary) / str(number), Canonicalize(), *variant.steps, run=False)
             session, most = without_limit(made), variant.most or longest
             at = by_position(session, long_texts, ranges, min(most, longest))
             again = [

@@ -33,12 +33,12 @@ from graphopt.artifact.artifact import Artifact
 from graphopt.errors import GraphoptError
 from graphopt.graph.weights import Inline, Scale, own_input, rewrite
 from graphopt.ort.session import session_of
-from graphopt.passes.algebra.fold_norms import FoldNormsOptions
-from graphopt.passes.algebra.rotate import RotateOptions
-from graphopt.passes.cache.quantize_kv import QuantizeKVOptions
-from graphopt.passes.codes.emulate_quantization import EmulateQuantizationOptions
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeightsOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.algebra.fold_norms import FoldNorms
+from graphopt.passes.algebra.rotate import Rotate
+from graphopt.passes.cache.quantize_kv import QuantizeKV
+from graphopt.passes.codes.emulate_quantization import EmulateQuantization
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe, Step
 from graphopt.report.demo import MODULES
 from graphopt.tasks.causal_lm.interface import Interface
@@ -77,20 +77,20 @@ BITS: dict[str, tuple[int | None, int | str | None]] = {
 def rotate(places: Iterable[str], seed: int) -> Recipe:
     """Return a recipe that rotates these places and no others."""
     chosen = {place: "hadamard" if place in places else None for place in PLACES}
-    step = RotateOptions.model_validate({**chosen, "seed": seed})
+    step = Rotate.model_validate({**chosen, "seed": seed})
     return Recipe(name="rotate", steps=(step,), activations="float32")
 
 
 def quantize(bits: tuple[int | None, int | str | None], group: int, clip: float) -> Recipe:
     """Return a recipe for 4-bit weights and these activations and caches; lm_head and embedding stay as they are."""
     linear = LinearFormat.model_validate({"group": group})
-    steps: list[Step] = [QuantizeWeightsOptions(linear=linear, lm_head=None, embedding=None)]
+    steps: list[Step] = [QuantizeWeights(linear=linear, lm_head=None, embedding=None)]
     activations, cache = bits
     if any(bits):
         given = {"activations": activations, "cache": None if cache == PACKED else cache, "clip": clip}
-        steps.append(EmulateQuantizationOptions.model_validate(given))
+        steps.append(EmulateQuantization.model_validate(given))
     if cache == PACKED:
-        steps.append(QuantizeKVOptions(storage="int4"))
+        steps.append(QuantizeKV(storage="int4"))
     return Recipe(name="quantize", steps=tuple(steps), activations="float32")
 
 
@@ -231,7 +231,7 @@ def make_models(folder: Path) -> dict[str, Path]:
     console, exported = Console(), folder / "exported"
     made = {"untreated": folder / "untreated", "treated": folder / "treated"}
     graphopt.export("stdlib_lm", exported)
-    prepare = Recipe(name="prepare", steps=(CanonicalizeOptions(), FoldNormsOptions()))
+    prepare = Recipe(name="prepare", steps=(Canonicalize(), FoldNorms()))
     graphopt.optimize(exported, prepare, made["untreated"])
     ids = training_tokens(exported)
     plain, treated = (artifacts.read(made["untreated"]) for _ in range(2))

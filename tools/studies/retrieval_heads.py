@@ -23,8 +23,8 @@ import graphopt
 from graphopt.analysis.structure.heads import HeadScores, Rank
 from graphopt.analysis.structure.paged_caches import PagedLayer
 from graphopt.compile.calibration.heads import calibrate
-from graphopt.passes.cache.sparse_kv import SparseKVOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.cache.sparse_kv import SparseKV
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.evaluation import evaluate
 from graphopt.runtime_ops.kv_attention.spec.attributes import RETRIEVAL, STREAMING
@@ -45,12 +45,12 @@ def main(
     with tempfile.TemporaryDirectory() as temporary:
         source, text = Path(temporary) / "float32", held_out_text()[:characters]
         graphopt.export("stdlib_lm", source)
-        options = SparseKVOptions(**READ)
+        options = SparseKV(**READ)
         streaming = options.model_copy(update={"policy": "streaming"})
         found = calibrate(source, training_texts()[CALIBRATED_ON], streaming=streaming, retrieval=options)
         for number, (name, step) in enumerate(variants(found.scores)):
             folder = Path(temporary) / str(number)
-            graphopt.optimize(source, Recipe(name="heads", steps=(CanonicalizeOptions(), step)), folder)
+            graphopt.optimize(source, Recipe(name="heads", steps=(Canonicalize(), step)), folder)
             session = graphopt.load(folder)
             window = session.manifest.model.max_positions or 0
             bits = evaluate(session, text, window=window).bits_per_byte
@@ -64,16 +64,16 @@ def main(
         )
 
 
-def variants(scores: HeadScores) -> list[tuple[str, SparseKVOptions]]:
+def variants(scores: HeadScores) -> list[tuple[str, SparseKV]]:
     """Return what is compared, each with its name."""
-    made = [("all", SparseKVOptions(policy=policy, **READ)) for policy in ("dense", "retrieval")]
-    made.append(("none", SparseKVOptions(policy="streaming", **READ)))
+    made = [("all", SparseKV(policy=policy, **READ)) for policy in ("dense", "retrieval")]
+    made.append(("none", SparseKV(policy="streaming", **READ)))
     ranks: list[tuple[Rank, HeadScores]] = [("razor", scores), ("mass", scores), ("mass", worst(scores))]
     for share in SHARES:
         for rank, of in ranks:
             name = f"{share:.0%} by {rank}" if of is scores else f"{share:.0%}, those that lose least (control)"
             for policy in ("dense", "retrieval"):
-                step = SparseKVOptions(policy=policy, heads=of, rank=rank, retrieval_share=share, **READ)
+                step = SparseKV(policy=policy, heads=of, rank=rank, retrieval_share=share, **READ)
                 made.append((name, step))
     return made
 

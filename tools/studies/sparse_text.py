@@ -29,8 +29,8 @@ from graphopt.analysis.structure.paged_caches import kv_nodes
 from graphopt.artifact import artifact
 from graphopt.inference.session import Session
 from graphopt.ort.session import open_session
-from graphopt.passes.cache.sparse_kv import SparseKVOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.cache.sparse_kv import SparseKV
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.runtime_ops.kv_attention.spec.policies.retrieval import Retrieval
 from graphopt.tasks.ports import IntArray
 from tools.bench.parts.held_out import nats_in_windows, optimized, shipped, windows
@@ -39,7 +39,7 @@ from tools.bench.parts.options import JsonFile
 COUNTED_WINDOWS, COUNTED_STRIDE = 4, 16
 
 
-def variants() -> list[tuple[str, SparseKVOptions]]:
+def variants() -> list[tuple[str, SparseKV]]:
     """Return what is measured: each with its words."""
     retrieval = {"policy": "retrieval", "sinks": 16, "recent": 64, "page": 16}
     streaming = {"policy": "streaming", "sinks": 16, "page": 16}
@@ -55,7 +55,7 @@ def variants() -> list[tuple[str, SparseKVOptions]]:
     for recent in (240, 112):
         found.append((f"streaming, 16 first and {recent} newest", {**streaming, "recent": recent}))
         found.append((f"the same, compensated: {recent}", {**streaming, "recent": recent, "compensate": True}))
-    return [(name, SparseKVOptions.model_validate(options)) for name, options in found]
+    return [(name, SparseKV.model_validate(options)) for name, options in found]
 
 
 def main(
@@ -69,12 +69,12 @@ def main(
         source = Path(temporary) / "float32"
         plain, text = shipped(source, tokens)
         ids, window = text.ids, plain.max_positions or len(text.ids)
-        every: list[tuple[str, SparseKVOptions | None]] = [("dense", None), *variants()]
+        every: list[tuple[str, SparseKV | None]] = [("dense", None), *variants()]
         for index, (name, step) in enumerate(every):
             session, chosen, read = plain, None, window
             if step is not None:
                 made = Path(temporary) / str(index)
-                session = optimized(source, made, CanonicalizeOptions(), step, run=False)
+                session = optimized(source, made, Canonicalize(), step, run=False)
                 read = step.sinks + step.recent
                 if step.policy == "retrieval":
                     chosen = pages_chosen(made, session, ids, window)

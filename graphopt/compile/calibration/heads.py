@@ -24,7 +24,7 @@ from graphopt.compile.calibration.mass import kept
 from graphopt.compile.calibration.razor import REPEATS, Repeated, echo_and_induction
 from graphopt.compile.calibration.tap import Tap, tap
 from graphopt.errors import InputError
-from graphopt.passes.cache.sparse_kv import SparseKVOptions, node_attributes
+from graphopt.passes.cache.sparse_kv import SparseKV, node_attributes
 from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES
 from graphopt.util.progress import Progress, silent
 
@@ -47,8 +47,8 @@ def calibrate(
     model: str | Path | Artifact,
     text: str,
     *,
-    streaming: SparseKVOptions | None = None,
-    retrieval: SparseKVOptions | None = None,
+    streaming: SparseKV | None = None,
+    retrieval: SparseKV | None = None,
     window: int | None = None,
     windows: int = 8,
     queries: int = 64,
@@ -72,8 +72,8 @@ def calibrate(
         InputError: the model or the text cannot be used.
     """
     source = model if isinstance(model, Artifact) else artifacts.read(model)
-    streaming = SparseKVOptions(policy="streaming") if streaming is None else streaming
-    retrieval = SparseKVOptions(policy="retrieval") if retrieval is None else retrieval
+    streaming = SparseKV(policy="streaming") if streaming is None else streaming
+    retrieval = SparseKV(policy="retrieval") if retrieval is None else retrieval
     options = {"streaming": streaming}
     options |= {f"retrieval, {by}": retrieval.model_copy(update={"summary": by}) for by in ("bounds", "mean")}
     tokenizer = tokenizer_among(source.companions)
@@ -120,7 +120,7 @@ Shares = dict[str, dict[tuple[int, int], tuple[np.ndarray[Any, Any], float]]]
 """By policy, layer and KV head: the mass that each query head keeps, float64 [G], and the share of tokens read."""
 
 
-def attributes_of(layer: PagedLayer, options: SparseKVOptions) -> KVAttributes:
+def attributes_of(layer: PagedLayer, options: SparseKV) -> KVAttributes:
     """Return what the operator's attributes would be if all heads of the layer did as ``options`` say."""
     attributes = node_attributes(options.model_copy(update={"compensate": False}), [options.policy])
     page = options.page or layer.attributes.page
@@ -128,7 +128,7 @@ def attributes_of(layer: PagedLayer, options: SparseKVOptions) -> KVAttributes:
 
 
 def _shares(
-    opened: Tap, parts: list[IntArray], asked: IntArray, options: Mapping[str, SparseKVOptions], on_stage: Progress
+    opened: Tap, parts: list[IntArray], asked: IntArray, options: Mapping[str, SparseKV], on_stage: Progress
 ) -> Shares:
     """Return the means over the windows of text."""
     sums: Shares = {name: {} for name in options}
@@ -154,9 +154,7 @@ def _scores(opened: Tap, repeated: Repeated, queries: int) -> dict[tuple[int, in
     }
 
 
-def _policy(
-    options: SparseKVOptions, shares: Mapping[tuple[int, int], tuple[np.ndarray[Any, Any], float]]
-) -> ReadPolicy:
+def _policy(options: SparseKV, shares: Mapping[tuple[int, int], tuple[np.ndarray[Any, Any], float]]) -> ReadPolicy:
     names = {"policy", "sinks", "recent"}
     policy = POLICIES[options.policy].of_options(dict(options))
     if policy.chooses:

@@ -17,7 +17,7 @@ from graphopt.compile.search.program import solved
 from graphopt.errors import InputError
 from graphopt.graph.weights import expression_of, weight_of
 from graphopt.ort.runner import Runner
-from graphopt.passes.codes.quantize_weights import QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.codes.tied_embedding import tied_lookups
 from graphopt.passes.recipe import Recipe
 from graphopt.tasks import task_of
@@ -83,15 +83,15 @@ def search(
     compilation = Compilation(model, recipe, work=Path(folder), statistics=folder, on_stage=on_stage)
     # The recipe that is found serves other machines, too.
     recipe = compilation.requested.fitting(compilation.source.model.graph)
-    names = [step.step for step in compilation.recipe.steps]
-    step = next((step for step in recipe.steps if isinstance(step, QuantizeWeightsOptions)), None)
+    names = [step.name for step in compilation.recipe.steps]
+    step = next((step for step in recipe.steps if isinstance(step, QuantizeWeights)), None)
     if step is None:
         raise InputError(f"the recipe {recipe.name} has no step quantize_weights", remedy="--add quantize_weights")
     compilation.check_weights()
     compilation.apply_unchecked(compilation.passes[: names.index("quantize_weights")])
     graph, calibration = compilation.model, compilation.calibration
     matrices = _matrices(graph.graph)
-    leveled = any(step.step == "level_scales" for step in recipe.steps)
+    leveled = any(step.name == "level_scales" for step in recipe.steps)
     settings = f"{calibration.place(graph).name} {step.rounding!r} {step.scale} {tokens} {leveled}"
     key = hashlib.sha256(settings.encode())
     key.update(" ".join(map(name_of, choices)).encode())
@@ -158,7 +158,7 @@ def _measure(
             database.add(rounder.row(name, weights[name], hessian, choices, model))
 
 
-def _other_bytes(graph: ir.Graph, step: QuantizeWeightsOptions, matrices: set[str]) -> int:
+def _other_bytes(graph: ir.Graph, step: QuantizeWeights, matrices: set[str]) -> int:
     """Return the bytes of what is no matrix: norms as they are, a token embedding of its own as it will be."""
     tied = tied_lookups(graph) if step.tied and step.embedding is not None else {}
     looked_up = {lookup.inputs[0] for lookups in tied.values() for lookup in lookups}
@@ -176,7 +176,7 @@ def _other_bytes(graph: ir.Graph, step: QuantizeWeightsOptions, matrices: set[st
     return total
 
 
-def _pinned(recipe: Recipe, step: QuantizeWeightsOptions, chosen: Mapping[str, str], size: int) -> Recipe:
+def _pinned(recipe: Recipe, step: QuantizeWeights, chosen: Mapping[str, str], size: int) -> Recipe:
     pinned = recipe.setting("quantize_weights", matrices={n: choice_of(c).model_dump() for n, c in chosen.items()})
     counts = [f"{list(chosen.values()).count(each)} as {each}" for each in sorted(set(chosen.values()))]
     text = f"for one model in {size:,} bytes: matrices {', '.join(counts)}; made by graphopt search"

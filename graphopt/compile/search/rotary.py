@@ -15,8 +15,9 @@ from graphopt.compile.search.evolution import Candidate, Evolution, evolve
 from graphopt.compile.search.jsonl import Lines
 from graphopt.compile.search.rotary_inputs import Turnable
 from graphopt.errors import InputError
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
-from graphopt.passes.lift.rescale_rope.methods import METHODS, Method, RescaleRopeOptions, attention_factor
+from graphopt.passes.lift.canonicalize import Canonicalize
+from graphopt.passes.lift.rescale_rope import RescaleRope
+from graphopt.passes.lift.rescale_rope.methods import METHODS, Method, attention_factor
 from graphopt.passes.recipe import Recipe
 from graphopt.quantization.statistics.options import CalibrationOptions
 from graphopt.util.progress import Progress, silent
@@ -130,7 +131,7 @@ def _starts(turnable: Turnable, factor: float, trained: int) -> dict[str, Candid
     """Return the candidates that known methods mean; yarn is left out where there is no single base."""
     found: dict[str, Candidate] = {}
     for method in _STARTS:
-        options = RescaleRopeOptions(method=method, factor=factor, trained=trained)
+        options = RescaleRope(method=method, factor=factor, trained=trained)
         try:
             radians = METHODS[method](turnable.radians, options, trained)
         except InputError:
@@ -141,7 +142,7 @@ def _starts(turnable: Turnable, factor: float, trained: int) -> dict[str, Candid
 
 
 def _recipe(best: Candidate, factor: float, trained: int) -> Recipe:
-    step = RescaleRopeOptions(
+    step = RescaleRope(
         method="longrope",
         factor=factor,
         trained=trained,
@@ -150,4 +151,4 @@ def _recipe(best: Candidate, factor: float, trained: int) -> Recipe:
         attention_factor=best.attention_factor,
     )
     description = f"for one model and {factor:g} times its {trained} positions; made by graphopt search-rope"
-    return Recipe(name=f"longrope-{factor:g}", description=description, steps=(CanonicalizeOptions(), step))
+    return Recipe(name=f"longrope-{factor:g}", description=description, steps=(Canonicalize(), step))

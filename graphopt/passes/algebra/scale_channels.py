@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import Inline, Scale, own_input, rewrite, weight_of
 from graphopt.numerics.formats import format_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.formats import LinearFormat
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.single_thread import one_thread
@@ -42,19 +42,6 @@ LEFT = Rule("scale_channels.left", "later steps leave it in floats, or round it 
 Doubles = npt.NDArray[np.float64]
 
 
-class ScaleChannelsOptions(StepOptions):
-    """Which rounding the scales are to help, and how many are tried.
-
-    Attributes:
-        linear: the format of matrices of ``quantize_weights``.
-        steps: how many powers are tried, from 0 to 1.
-    """
-
-    step: Literal["scale_channels"] = "scale_channels"
-    linear: LinearFormat = LinearFormat()
-    steps: Annotated[int, Field(ge=2, le=100)] = 11
-
-
 @dataclass(frozen=True)
 class _Writer:
     """What can take the scales of an input: a vector, or a matrix with one column for each channel."""
@@ -63,7 +50,7 @@ class _Writer:
     axis: int
 
 
-class ScaleChannels(Pass[ScaleChannelsOptions]):
+class ScaleChannels(Pass):
     """Make channels that carry much larger in the weights that read them, and as much smaller where they come from.
 
     before::
@@ -81,12 +68,18 @@ class ScaleChannels(Pass[ScaleChannelsOptions]):
     square of the channel to a power from 0 to 1; the one is taken that makes the error of the products, the squared
     norm of X (W - Q(diag(s) W) / s), least when they are rounded to nearest in the format ``linear``. All products that
     read x share s. Inputs of an attention's output projection stay: query heads share what would have to be divided.
+
+    Attributes:
+        linear: the format of matrices of ``quantize_weights``.
+        steps: how many powers are tried, from 0 to 1.
     """
 
     name: ClassVar[str] = "scale_channels"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = ScaleChannelsOptions
     after: ClassVar[tuple[str, ...]] = ("fold_norms", "rotate", "split_inputs")
+
+    linear: LinearFormat = LinearFormat()
+    steps: Annotated[int, Field(ge=2, le=100)] = 11
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Scale the channels of every input that something can be divided for; say why others stay."""
@@ -118,7 +111,7 @@ class ScaleChannels(Pass[ScaleChannelsOptions]):
 
     def _scale(self, nodes: Sequence[ir.Node], writer: _Writer, hessian: npt.NDArray[Any], ledger: Ledger) -> None:
         matrices = [np.asarray(weight.const_value.numpy(), np.float64) for weight in _weights(nodes)]
-        powers = np.linspace(0, 1, self.options.steps)
+        powers = np.linspace(0, 1, self.steps)
         errors = [self._error(matrices, scales_of(hessian, float(power)), hessian) for power in powers]
         best = int(np.argmin(errors))
         scales = scales_of(hessian, float(powers[best]))
@@ -138,9 +131,9 @@ class ScaleChannels(Pass[ScaleChannelsOptions]):
 
     def _error(self, matrices: Sequence[Doubles], scales: Doubles, hessian: npt.NDArray[Any]) -> float:
         """Return the trace of E^T H E, E what rounding the scaled matrices to nearest loses, of all together."""
-        table, total = format_of(self.options.linear.format), 0.0
+        table, total = format_of(self.linear.format), 0.0
         for matrix in matrices:
-            made = round_to_nearest(scales[:, None] * matrix, table, self.options.linear.group, "least_squares")
+            made = round_to_nearest(scales[:, None] * matrix, table, self.linear.group, "least_squares")
             lost = (matrix - made.dequantize() / scales[:, None]).astype(np.float32)
             with one_thread():
                 total += float(np.vdot(lost, hessian @ lost))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ from graphopt.graph.weights import (
     new_weight,
     weight_of,
 )
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.quantization.rounding.single_thread import one_thread
 
 if TYPE_CHECKING:
@@ -44,20 +44,7 @@ NOT_FLOAT = Rule("split_inputs.not-float", "its weight is {type}, and branches a
 _STEPS, _SPARE = 12, 4
 
 
-class SplitInputsOptions(StepOptions):
-    """How many directions are split off, and which.
-
-    Attributes:
-        rank: directions of an input, at most.
-        least: the share of the mean square that a direction must hold.
-    """
-
-    step: Literal["split_inputs"] = "split_inputs"
-    rank: Annotated[int, Field(ge=1, le=THIN)] = 4
-    least: Annotated[float, Field(gt=0, le=1)] = 0.02
-
-
-class SplitInputs(Pass[SplitInputsOptions]):
+class SplitInputs(Pass):
     """Let the strongest directions of an input go past a product, so that the rest can be rounded to few bits.
 
     before::
@@ -75,12 +62,18 @@ class SplitInputs(Pass[SplitInputsOptions]):
     terms are computed in floats here; quantize_weights and quantize_activations round W and what it reads, and leave
     the thin products. The low-rank branch in floats is that of SVDQuant (Li et al. 2024, section 4), for inputs instead
     of weights.
+
+    Attributes:
+        rank: directions of an input, at most.
+        least: the share of the mean square that a direction must hold.
     """
 
     name: ClassVar[str] = "split_inputs"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = SplitInputsOptions
     after: ClassVar[tuple[str, ...]] = ("rotate",)
+
+    rank: Annotated[int, Field(ge=1, le=THIN)] = 4
+    least: Annotated[float, Field(gt=0, le=1)] = 0.02
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Split the input of every matrix that later steps round; say why others stay."""
@@ -100,14 +93,14 @@ class SplitInputs(Pass[SplitInputsOptions]):
                 products.setdefault(x, []).append(node)
         measured = context.statistics.inputs(model, [nodes[0] for nodes in products.values()]) if products else {}
         for x, nodes in products.items():
-            values, vectors = directions(measured[nodes[0]].hessian().numpy(), self.options.rank)
-            rank = int((values >= self.options.least).sum())
+            values, vectors = directions(measured[nodes[0]].hessian().numpy(), self.rank)
+            rank = int((values >= self.least).sum())
             if rank:
                 _split(graph, x, nodes, vectors[:, :rank], float(values[:rank].sum()), ledger)
             else:
                 strongest = float(values[0]) if len(values) else 0.0
                 for node in nodes:
-                    ledger.skipped(node, NONE(least=self.options.least, input=x.name, share=strongest))
+                    ledger.skipped(node, NONE(least=self.least, input=x.name, share=strongest))
 
 
 def directions(hessian: npt.NDArray[np.float32], rank: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float32]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from graphopt.analysis.structure.paged_caches import describe, kv_nodes, layer_of
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.states import change
 from graphopt.runtime_ops.kv_attention.spec.attributes import LEVELS, STORAGES
@@ -34,24 +34,7 @@ def _known(storage: str) -> str:
     return storage
 
 
-class QuantizeKVOptions(StepOptions):
-    """How pages are stored.
-
-    Attributes:
-        storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
-        page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
-        sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
-        recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
-    """
-
-    step: Literal["quantize_kv"] = "quantize_kv"
-    storage: Annotated[str, AfterValidator(_known)] = "int8"
-    page: Page | None = None
-    sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
-    recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
-
-
-class QuantizeKV(Pass[QuantizeKVOptions]):
+class QuantizeKV(Pass):
     """Store the pages of caches as float16, bfloat16, float8, int8 or int4.
 
     before::
@@ -72,22 +55,32 @@ class QuantizeKV(Pass[QuantizeKVOptions]):
     448; what is below 2^-6 has fewer bits, so it is for caches whose numbers are neither large nor tiny.
 
     Standard attention is rewritten as by ``page_kv`` first. What rotates keys and values comes before this step.
+
+    Attributes:
+        storage: float16, bfloat16, float8, int8 or int4; keys and values alike.
+        page: tokens of a page, which share the scales of keys; ``None`` keeps it, or is 64 without pages.
+        sink_pages: first pages that integers keep as floats: their tokens get much attention (KVQuant, Xiao et al.).
+        recent_pages: newest full pages that integers keep as floats, beside the one being filled (KIVI's residual).
     """
 
     name: ClassVar[str] = "quantize_kv"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = QuantizeKVOptions
     after: ClassVar[tuple[str, ...]] = ("page_kv",)
+
+    storage: Annotated[str, AfterValidator(_known)] = "int8"
+    page: Page | None = None
+    sink_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
+    recent_pages: Annotated[int, Field(ge=0, le=1 << 10)] = 1
 
     @property
     def context_tokens(self) -> int:
         """See :class:`Pass`: enough that a page was rounded."""
-        return (self.options.sink_pages + self.options.recent_pages + 2) * (self.options.page or _PAGE)
+        return (self.sink_pages + self.recent_pages + 2) * (self.page or _PAGE)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Change the storage of every cache; say why where there is none in pages."""
         ledger = context.ledger
-        chosen = self.options
+        chosen = self
         page_attention(model, context, chosen.page or _PAGE)
         integer = chosen.storage in LEVELS
         for node in kv_nodes(model.graph):

@@ -28,7 +28,7 @@ from graphopt.analysis.structure.ports import (
 )
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, name_output, shared_constant
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.cache.page_kv import page_attention
 from graphopt.passes.lower.last_logits import path_to_lm_head
 from graphopt.runtime_ops import OPERATORS, bodies_aside
@@ -59,21 +59,7 @@ def _bytes_of(size: object) -> int:
     return int(TypeAdapter(ByteSize).validate_python(size))
 
 
-class ServeOptions(StepOptions):
-    """How the pool of blocks is cut.
-
-    Attributes:
-        block: tokens of a block. Short ones waste less at the end of a request, and a prefix of fewer tokens is
-            shared; blocks of 16 were read at 1.2 times the time of longer ones.
-        memory: bytes of all caches together, such as ``4GB``: the number of blocks that an engine allocates.
-    """
-
-    step: Literal["serve"] = "serve"
-    block: Literal[16, 32, 64, 128] = 64
-    memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30
-
-
-class Serve(Pass[ServeOptions]):
+class Serve(Pass):
     """Let requests of an engine share a pool of blocks: the graph that onnxruntime-genai's ``Engine`` drives.
 
     before::
@@ -102,12 +88,19 @@ class Serve(Pass[ServeOptions]):
 
     Standard attention is rewritten as by ``page_kv`` first. The engine runs the artifact by its ``genai_config.json``;
     graphopt's own commands do not.
+
+    Attributes:
+        block: tokens of a block. Short ones waste less at the end of a request, and a prefix of fewer tokens is
+            shared; blocks of 16 were read at 1.2 times the time of longer ones.
+        memory: bytes of all caches together, such as ``4GB``: the number of blocks that an engine allocates.
     """
 
     name: ClassVar[str] = "serve"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = ServeOptions
     after: ClassVar[tuple[str, ...]] = ("page_kv", "sparse_kv", "quantize_kv")
+
+    block: Literal[16, 32, 64, 128] = 64
+    memory: Annotated[int, BeforeValidator(_bytes_of), Field(ge=1)] = 1 << 30
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite all caches of the graph, or none."""
@@ -120,15 +113,15 @@ class Serve(Pass[ServeOptions]):
         path = path_to_lm_head(graph, logits)
         refused = {node: why for node in nodes if (why := _why_not(node)) is not None}
         layers = {node: layer_of(node) for node in nodes}
-        size = 0 if refused else sum(_block_bytes(layer, self.options.block) for layer in layers.values())
-        blocks = self.options.memory // max(1, size)
+        size = 0 if refused else sum(_block_bytes(layer, self.block) for layer in layers.values())
+        blocks = self.memory // max(1, size)
         reason: Fact | None = None
         if refused:
             reason = OTHER_LAYER(node=next(iter(refused)).name)
         elif isinstance(path, Fact):
             reason = NO_LAST_LOGITS(why=path)
         elif not blocks:
-            reason = NO_BLOCKS(block=size, memory=int(self.options.memory))
+            reason = NO_BLOCKS(block=size, memory=int(self.memory))
         if reason is not None:
             for node in nodes:
                 ledger.skipped(node, refused.get(node, reason))
@@ -136,10 +129,10 @@ class Serve(Pass[ServeOptions]):
         assert not isinstance(path, Fact)
         ports = _pack_tokens(graph)
         for node, layer in layers.items():
-            made = _share_blocks(graph, node, layer, ports, self.options.block)
+            made = _share_blocks(graph, node, layer, ports, self.block)
             storage = layer.attributes.storage
             rounded = ROUNDED(storage=storage) if layer.attributes.levels is not None else None
-            ledger.changed(made, SHARES(block=self.options.block, blocks=blocks, rounded=rounded), [node])
+            ledger.changed(made, SHARES(block=self.block, blocks=blocks, rounded=rounded), [node])
             if rounded is not None:
                 ledger.report.effect = "lossy"
         _last_of_each(graph, path, ports[0])
@@ -149,7 +142,7 @@ class Serve(Pass[ServeOptions]):
         with bodies_aside(model):
             RemoveUnusedNodesPass()(model)
         describe(model)
-        model.metadata_props[POOL] = json.dumps({"block_size": self.options.block, "num_blocks": int(blocks)})
+        model.metadata_props[POOL] = json.dumps({"block_size": self.block, "num_blocks": int(blocks)})
 
 
 def _why_not(node: ir.Node) -> Fact | None:

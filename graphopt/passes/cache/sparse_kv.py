@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - pydantic reads it when the program runs
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, create_model
@@ -12,7 +12,7 @@ from graphopt.analysis.structure.heads import ORIGIN, HeadScores, Rank
 from graphopt.analysis.structure.paged_caches import PagedLayer, describe, kv_nodes, layer_of
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.cache.page_kv import Page, page_attention
 from graphopt.passes.cache.page_kv.positions import unbind_positions
 from graphopt.passes.cache.page_kv.states import change
@@ -44,36 +44,6 @@ PAGE_STAYS = Rule("sparse_kv.page-stays", "its pages of {page} tokens are stored
 LEFT_DENSE = Rule("sparse_kv.left-dense", "the recipe leaves it dense")
 
 
-class _Options(StepOptions):
-    """What queries read; the parameters of all policies are options too.
-
-    Attributes:
-        policy: of every head that ``layers`` does not name; with ``heads``, of the retrieval heads.
-        layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
-        heads: scores by which retrieval heads are found; all others then stream. A file that ``graphopt heads`` wrote,
-            from the recipe's folder or the current one; the manifest holds the scores themselves.
-        retrieval_share: with ``heads``, the share of KV heads that are retrieval heads.
-        rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
-        sinks: first tokens that are always read.
-        recent: newest tokens that are always read.
-        page: tokens of a page; ``None`` keeps it, or is 64 without pages.
-    """
-
-    step: Literal["sparse_kv"] = "sparse_kv"
-    policy: str = "retrieval"
-    layers: dict[int, str | tuple[str, ...]] = Field(default={})
-    heads: HeadScores | Path | None = None
-    retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
-    rank: Rank = "razor"
-    sinks: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 64
-    recent: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 256
-    page: Page | None = None
-
-    def self_contained(self, statistics: Statistics) -> Self:
-        """See :class:`StepOptions`."""
-        return self.model_copy(update={"heads": statistics.heads(self.heads)})
-
-
 def _option_of(parameter: Parameter) -> tuple[Any, Any]:
     """Return the type and the default of the option that is a parameter of a policy."""
     kind: Any = type(parameter.absent)
@@ -90,36 +60,24 @@ def _option_of(parameter: Parameter) -> tuple[Any, Any]:
 
 if TYPE_CHECKING:
 
-    class SparseKVOptions(_Options):
-        """The options, with the parameters of all policies."""
+    class _PolicyOptions(Pass):
+        """Options of the pass that are chosen by policies, and the parameters of all policies."""
 
-        def __init__(self, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
 
 else:
     _Name = Literal[tuple(POLICIES)]
-    SparseKVOptions = create_model(
-        "SparseKVOptions",
-        __base__=_Options,
+    _PolicyOptions = create_model(
+        "_PolicyOptions",
+        __base__=Pass,
         __module__=__name__,
-        __doc__="\n".join([inspect.getdoc(_Options), *(policy.described_parameters() for policy in POLICIES.values())]),
         policy=(_Name, "retrieval"),
         layers=(dict[int, _Name | tuple[_Name, ...]], Field(default={})),
         **{each.name: _option_of(each) for policy in POLICIES.values() for each in policy.parameters()},
     )
 
 
-def node_attributes(options: SparseKVOptions, policies: Sequence[str]) -> dict[str, Any]:
-    """Return the attributes of a node whose heads have ``policies``: one for all, or one for each."""
-    names = set(policies)
-    attributes: dict[str, Any] = {"sinks": options.sinks, "recent": options.recent}
-    for name, policy in POLICIES.items():
-        for each in policy.parameters():
-            attributes[each.name] = each.attribute(getattr(options, each.name)) if name in names else each.absent
-    return {"policies": tuple(POLICIES[name].number for name in policies), **attributes}
-
-
-class SparseKV(Pass[SparseKVOptions]):
+class SparseKV(_PolicyOptions):
     """Let each query read only a part of its cache, chosen head by head inside the operator.
 
     before::
@@ -151,11 +109,23 @@ class SparseKV(Pass[SparseKVOptions]):
     A layer with a window of its own reads no more than that already, and is left alone.
 
     Standard attention is rewritten as by ``page_kv`` first.
+
+    The parameters of all policies are options too.
+
+    Attributes:
+        policy: of every head that ``layers`` does not name; with ``heads``, of the retrieval heads.
+        layers: by the N of a layer's ``past_key_values.N``: a policy for all its heads, or one for each KV head.
+        heads: scores by which retrieval heads are found; all others then stream. A file that ``graphopt heads`` wrote,
+            from the recipe's folder or the current one; the manifest holds the scores themselves.
+        retrieval_share: with ``heads``, the share of KV heads that are retrieval heads.
+        rank: with ``heads``, which of the scores say so, see :meth:`HeadScores.retrieval_heads`.
+        sinks: first tokens that are always read.
+        recent: newest tokens that are always read.
+        page: tokens of a page; ``None`` keeps it, or is 64 without pages.
     """
 
     name: ClassVar[str] = "sparse_kv"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = SparseKVOptions
     after: ClassVar[tuple[str, ...]] = (
         "page_kv",
         "quantize_kv",
@@ -164,10 +134,25 @@ class SparseKV(Pass[SparseKVOptions]):
     @property
     def context_tokens(self) -> int:
         """See :class:`Pass`: more tokens than queries read, so that some are left out."""
-        page = self.options.page or _PAGE
-        chosen = (self.options.budget + 2) * page if self.options.policy == "retrieval" else 0
-        chosen = chosen or 2 * page * self.options.compensate
-        return self.options.sinks + self.options.recent + chosen + 2 * page
+        page = self.page or _PAGE
+        chosen = (self.budget + 2) * page if self.policy == "retrieval" else 0
+        chosen = chosen or 2 * page * self.compensate
+        return self.sinks + self.recent + chosen + 2 * page
+
+    heads: HeadScores | Path | None = None
+    retrieval_share: Annotated[float, Field(ge=0, le=1)] = 0.15
+    rank: Rank = "razor"
+    sinks: Annotated[int, Field(ge=0, le=_MOST_TOKENS)] = 64
+    recent: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] = 256
+    page: Page | None = None
+
+    def self_contained(self, statistics: Statistics) -> Self:
+        """See :class:`Pass`."""
+        return self.model_copy(update={"heads": statistics.heads(self.heads)})
+
+    if TYPE_CHECKING:
+
+        def __init__(self, **options: Any) -> None: ...
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Give each cache its policies.
@@ -176,11 +161,11 @@ class SparseKV(Pass[SparseKVOptions]):
             InputError: the options name a layer that the graph lacks, or a wrong number of heads.
         """
         ledger = context.ledger
-        page_attention(model, context, self.options.page or _PAGE)
+        page_attention(model, context, self.page or _PAGE)
         self._check()
-        scores = context.statistics.heads(self.options.heads)
+        scores = context.statistics.heads(self.heads)
         nodes = {layer_of(node).number: node for node in kv_nodes(model.graph)}
-        unknown = sorted(self.options.layers.keys() - nodes.keys())
+        unknown = sorted(self.layers.keys() - nodes.keys())
         if unknown and nodes:
             raise InputError(
                 f"the step sparse_kv names layer {unknown[0]}, and the caches of the graph are {sorted(nodes)}",
@@ -194,7 +179,7 @@ class SparseKV(Pass[SparseKVOptions]):
 
     def _check(self) -> None:
         """Refuse options that would have no effect on any head."""
-        options = self.options
+        options = self
         names = {name for names in options.layers.values() for name in ([names] if isinstance(names, str) else names)}
         names |= {options.policy} | ({"streaming"} if options.heads else set())
         for policy in POLICIES.values():
@@ -214,7 +199,7 @@ class SparseKV(Pass[SparseKVOptions]):
         origin = model.metadata_props.get(ORIGIN)
         if scores is None or not layers:
             return {}
-        if self.options.policy == "streaming":
+        if self.policy == "streaming":
             raise InputError(
                 "the step sparse_kv has a calibration of heads, and retrieval heads that stream like all others",
                 remedy="`policy` says what retrieval heads read: dense or retrieval",
@@ -233,9 +218,9 @@ class SparseKV(Pass[SparseKVOptions]):
                 f"the calibration is of another model: it is of {scores.origin[:12]}..., the graph of {origin[:12]}...",
                 remedy="run `graphopt heads` on this model, or on the one that it was made from",
             )
-        chosen = scores.retrieval_heads(self.options.retrieval_share, self.options.rank)
+        chosen = scores.retrieval_heads(self.retrieval_share, self.rank)
         return {
-            number: tuple(self.options.policy if (number, head) in chosen else "streaming" for head in range(heads))
+            number: tuple(self.policy if (number, head) in chosen else "streaming" for head in range(heads))
             for number, heads in there.items()
         }
 
@@ -243,7 +228,7 @@ class SparseKV(Pass[SparseKVOptions]):
         self, graph: ir.Graph, node: ir.Node, found: Mapping[int, tuple[str, ...]], ledger: Ledger
     ) -> None:
         layer = layer_of(node)
-        there, chosen = layer.attributes, self.options
+        there, chosen = layer.attributes, self
         if there.window:
             ledger.skipped(node, OWN_WINDOW(window=there.window))
             return
@@ -277,7 +262,7 @@ class SparseKV(Pass[SparseKVOptions]):
         ledger.changed(node, reads, [node])
 
     def _policies(self, layer: PagedLayer, node: ir.Node, found: Mapping[int, tuple[str, ...]]) -> tuple[str, ...]:
-        given = self.options.layers.get(layer.number, found.get(layer.number, self.options.policy))
+        given = self.layers.get(layer.number, found.get(layer.number, self.policy))
         policies = (given,) if isinstance(given, str) else given
         heads = layer.attributes.kv_heads
         if len(policies) not in (1, heads):
@@ -287,3 +272,18 @@ class SparseKV(Pass[SparseKVOptions]):
                 remedy=f"give one policy, or {heads}",
             )
         return policies[:1] if len(set(policies)) == 1 else policies
+
+
+SparseKV.__doc__ = "\n".join(
+    filter(None, [inspect.getdoc(SparseKV), *(policy.described_parameters() for policy in POLICIES.values())])
+)
+
+
+def node_attributes(options: SparseKV, policies: Sequence[str]) -> dict[str, Any]:
+    """Return the attributes of a node whose heads have ``policies``: one for all, or one for each."""
+    names = set(policies)
+    attributes: dict[str, Any] = {"sinks": options.sinks, "recent": options.recent}
+    for name, policy in POLICIES.items():
+        for each in policy.parameters():
+            attributes[each.name] = each.attribute(getattr(options, each.name)) if name in names else each.absent
+    return {"policies": tuple(POLICIES[name].number for name in policies), **attributes}

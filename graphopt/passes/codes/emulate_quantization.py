@@ -12,7 +12,7 @@ from graphopt.analysis.structure.products import lm_head_nodes
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import insert_in_front
 from graphopt.graph.weights import weight_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.runtime_ops.round_trip.spec.op import ROUND_TRIP
 
 if TYPE_CHECKING:
@@ -45,20 +45,7 @@ Share = Annotated[float, Field(gt=0.0, le=1.0)]
 _NEW_BESIDE_PAST = {4: 1, 5: 2}  # inputs of ``Attention``: past key and key, past value and value
 
 
-class EmulateQuantizationOptions(StepOptions):
-    """Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range each keeps.
-
-    A share below 1 cuts a row's largest numbers off, which leaves a finer scale to all others.
-    """
-
-    step: Literal["emulate_quantization"] = "emulate_quantization"
-    activations: Literal[4, 8] | None = 4
-    cache: Literal[4, 8] | None = None
-    clip: Share = 1.0
-    cache_clip: Share = 1.0
-
-
-class EmulateQuantization(Pass[EmulateQuantizationOptions]):
+class EmulateQuantization(Pass):
     """Round inputs of products, and keys and values, as if they were stored in few bits. An emulation, not a speed-up.
 
     before::
@@ -77,23 +64,31 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
     or more in groups is emulated in front of it; one that it rounds to 4 bits, or token by token, stays. Queries
     keep their numbers, and so does the input of the product that makes the logits, as in the evaluations of QuaRot
     (Ashkboos et al. 2024).
+
+    Bits of activations and of the cache (``None`` leaves them alone), and the share of a row's range each keeps.
+
+    A share below 1 cuts a row's largest numbers off, which leaves a finer scale to all others.
     """
 
     name: ClassVar[str] = "emulate_quantization"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = EmulateQuantizationOptions
     after: ClassVar[tuple[str, ...]] = (
         "quantize_weights",
         "quantize_activations",
     )
 
+    activations: Literal[4, 8] | None = 4
+    cache: Literal[4, 8] | None = None
+    clip: Share = 1.0
+    cache_clip: Share = 1.0
+
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Round what the options name; say why anything else keeps its numbers."""
         ledger = context.ledger
-        if self.options.activations is not None:
-            self._round_activations(model.graph, self.options.activations, ledger)
-        if self.options.cache is not None:
-            self._round_caches(model.graph, self.options.cache, ledger)
+        if self.activations is not None:
+            self._round_activations(model.graph, self.activations, ledger)
+        if self.cache is not None:
+            self._round_caches(model.graph, self.cache, ledger)
 
     def _round_activations(self, graph: ir.Graph, bits: int, ledger: Ledger) -> None:
         lm_heads = lm_head_nodes(graph)
@@ -114,7 +109,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
             elif _has_weights(node):
                 ledger.skipped(node, OTHER_PRODUCT(op_type=node.op_type))
         for x, nodes in readers.items():
-            attributes = {"bits": bits, "symmetric": 1, "clip": self.options.clip}
+            attributes = {"bits": bits, "symmetric": 1, "clip": self.clip}
             rounded = ROUND_TRIP.node([x], attributes, name=f"{x.name}.round_trip")
             made = insert_in_front(nodes[0], 0, rounded)
             for node in nodes[1:]:
@@ -138,7 +133,7 @@ class EmulateQuantization(Pass[EmulateQuantizationOptions]):
             if new.shape is None or len(new.shape) != 4:
                 ledger.skipped(past, LAYOUT_UNKNOWN(tensor=new.name))
                 continue
-            attributes = {"bits": bits, "symmetric": 0, "clip": self.options.cache_clip}
+            attributes = {"bits": bits, "symmetric": 0, "clip": self.cache_clip}
             rounded = ROUND_TRIP.node([new], attributes, name=f"{past.name}.round_trip")
             insert_in_front(node, position, rounded)
             ledger.changed(rounded, CACHE(tensor=new.name, cache=past.name, bits=bits), [node])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -14,7 +14,7 @@ from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop, replace
 from graphopt.graph.weights import Array, Part, WeightTensor, blocks_of, expression_of, new_weight, weight_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.logical_codes import dequantize, typed
 from graphopt.passes.codes.quantize_weights import Activations
@@ -37,20 +37,7 @@ NO_LOOKUP = Rule("keep_codes.no-lookup", "codes of {kind} have minimums, which a
 _Rows = dict[bytes, dict[str, int]]
 
 
-class KeepCodesOptions(StepOptions):
-    """The GGUF file that the model was exported from, and what the inputs of its products are rounded to.
-
-    Attributes:
-        file: the file.
-        activations: what the inputs of products are rounded to where ONNX has no form for their weights.
-    """
-
-    step: Literal["keep_codes"] = "keep_codes"
-    file: Path | None = None
-    activations: Activations = "float32"
-
-
-class KeepCodes(Pass[KeepCodesOptions]):
+class KeepCodes(Pass):
     """Store matrices and the token embedding as the codes of the GGUF file that they were decoded from.
 
     before::
@@ -68,12 +55,18 @@ class KeepCodes(Pass[KeepCodesOptions]):
     has changed is left alone. W is the file's to the last bit. For the target ``ort-cuda``, whose kernels know no
     minimums, types that have them (Q4_1, Q5_1, Q4_K, Q5_K) get zero points in float32, which moves a weight by about
     2^-23 of the larger of scale times code and minimum. See :mod:`graphopt.quantization.gguf.codes`.
+
+    Attributes:
+        file: the file.
+        activations: what the inputs of products are rounded to where ONNX has no form for their weights.
     """
 
     name: ClassVar[str] = "keep_codes"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = KeepCodesOptions
     after: ClassVar[tuple[str, ...]] = ("unpack",)
+
+    file: Path | None = None
+    activations: Activations = "float32"
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Store as codes what is the file's; say why anything else stays.
@@ -82,13 +75,13 @@ class KeepCodes(Pass[KeepCodesOptions]):
             InputError: no file is given, or it cannot be read.
             MissingDependencyError: the package ``gguf`` is not installed.
         """
-        if self.options.file is None or not self.options.file.is_file():
+        if self.file is None or not self.file.is_file():
             raise InputError(
                 "the step keep_codes needs the GGUF file that the model was exported from",
-                file=self.options.file,
+                file=self.file,
                 remedy="give it: --set keep_codes.file=model.gguf",
             )
-        tensors = {name: each for name, each in open_gguf(self.options.file).tensors.items() if has_codes(each)}
+        tensors = {name: each for name, each in open_gguf(self.file).tensors.items() if has_codes(each)}
         coded = {name: each for name, each in tensors.items() if isinstance(each, Ggml)}
         rows = _rows(coded)
         tied = tied_lookups(model.graph)
@@ -134,8 +127,8 @@ class KeepCodes(Pass[KeepCodesOptions]):
         for lookup in tied:
             look_up_columns(graph, lookup, reader, weight, ledger)
         drop(graph, weight)
-        if not kept.is_standard and self.options.activations != "float32":
-            rounding = {"activations": self.options.activations, "group": kept.group, "clip": 1.0}
+        if not kept.is_standard and self.activations != "float32":
+            rounding = {"activations": self.activations, "group": kept.group, "clip": 1.0}
             round_input(graph, node, rounding, ledger)
 
     def _keep_table(

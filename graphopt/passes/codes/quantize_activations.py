@@ -7,16 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import onnx_ir as ir
 from pydantic import Field, model_validator
 
-from graphopt.analysis.structure.product_codes import (
-    NOT_QUANTIZED,
-    StoredCodes,
-    coded_nodes,
-    rounding_of,
-    stored_codes,
-)
+from graphopt.analysis.structure.product_codes import NOT_QUANTIZED, StoredCodes, coded_nodes, rounding_of, stored_codes
 from graphopt.analysis.structure.products import linear_nodes, lm_head_nodes, router_nodes
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.input_rounding import forget_spared, input_of, is_spared, round_input
 
 if TYPE_CHECKING:
@@ -30,35 +24,7 @@ ALREADY = Rule("quantize_activations.already", "its input is already rounded to 
 NOT_FLOAT = Rule("quantize_activations.not-float", "its input is {type}, and inputs are rounded in float")
 
 
-class QuantizeActivationsOptions(StepOptions):
-    """Bits of the inputs, what shares a scale, and whether the lm_head's input is rounded too.
-
-    Attributes:
-        bits: of an input. One that ``spare_inputs`` spared has 8.
-        scales: "token": all inputs of a token have one scale; "group": each group of inputs that the weight has a
-            scale for has one too, and with 4 bits a zero point. Groups need a CPU: GPUs have no kernel for them with 4
-            bits.
-        clip: the share of a token's range that codes reach. A share below 1 cuts a token's largest numbers off, which
-            leaves a finer scale to all others. Groups keep all of their range.
-        lm_head: whether the input of the product that makes the logits is rounded too.
-    """
-
-    renamed: ClassVar[dict[str, str]] = {"head": "lm_head"}
-
-    step: Literal["quantize_activations"] = "quantize_activations"
-    bits: Literal[4, 8] = 8
-    scales: Literal["token", "group"] = "token"
-    clip: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    lm_head: bool = False
-
-    @model_validator(mode="after")
-    def _groups_keep_their_range(self) -> QuantizeActivationsOptions:
-        if self.scales == "group" and self.clip != 1:
-            raise ValueError(f"no kernel cuts off the range of a group: leave clip out, or at 1; it is {self.clip}")
-        return self
-
-
-class QuantizeActivations(Pass[QuantizeActivationsOptions]):
+class QuantizeActivations(Pass):
     """Round the inputs of products with quantized weights to integers, one scale per token or per group.
 
     before::
@@ -83,12 +49,31 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
     A tensor that several products read is rounded once. Products with codes of any
     format are rewritten likewise, and what the graph said about their inputs is replaced. A product that chooses
     experts is left alone, and so is the lm_head unless the options ask for it.
+
+    Attributes:
+        bits: of an input. One that ``spare_inputs`` spared has 8.
+        scales: "token": all inputs of a token have one scale; "group": each group of inputs that the weight has a
+            scale for has one too, and with 4 bits a zero point. Groups need a CPU: GPUs have no kernel for them with 4
+            bits.
+        clip: the share of a token's range that codes reach. A share below 1 cuts a token's largest numbers off, which
+            leaves a finer scale to all others. Groups keep all of their range.
+        lm_head: whether the input of the product that makes the logits is rounded too.
     """
 
     name: ClassVar[str] = "quantize_activations"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = QuantizeActivationsOptions
     after: ClassVar[tuple[str, ...]] = ("quantize_weights",)
+
+    bits: Literal[4, 8] = 8
+    scales: Literal["token", "group"] = "token"
+    clip: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    lm_head: bool = False
+
+    @model_validator(mode="after")
+    def _groups_keep_their_range(self) -> QuantizeActivations:
+        if self.scales == "group" and self.clip != 1:
+            raise ValueError(f"no kernel cuts off the range of a group: leave clip out, or at 1; it is {self.clip}")
+        return self
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite every product with stored codes; say why any other product with a matrix stays."""
@@ -98,7 +83,7 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         for node in linear_nodes(graph):
             ledger.skipped(node, NOT_QUANTIZED())
         for node in coded_nodes(graph):
-            if node in lm_heads and not self.options.lm_head:
+            if node in lm_heads and not self.lm_head:
                 ledger.skipped(node, LM_HEAD())
             elif node in routers - lm_heads:
                 ledger.skipped(node, ROUTER())
@@ -108,7 +93,7 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
 
     def _round(self, graph: ir.Graph, node: ir.Node, ledger: Ledger) -> None:
         x, stored, rounding = input_of(node), stored_codes(node), rounding_of(node)
-        if rounding is not None and not rounding.attributes.get_int("group", 0) and self.options.scales == "token":
+        if rounding is not None and not rounding.attributes.get_int("group", 0) and self.scales == "token":
             stated = rounding.attributes.get_string("activations", "")
             ledger.skipped(node, ALREADY(activations=stated))
         elif x.dtype is not None and x.dtype != ir.DataType.FLOAT:
@@ -116,11 +101,11 @@ class QuantizeActivations(Pass[QuantizeActivationsOptions]):
         elif isinstance(stored, Fact):
             ledger.skipped(node, stored)
         else:
-            round_input(graph, node, self._attributes(stored, 8 if is_spared(x) else self.options.bits), ledger)
+            round_input(graph, node, self._attributes(stored, 8 if is_spared(x) else self.bits), ledger)
 
     def _attributes(self, stored: StoredCodes, bits: int) -> dict[str, Any]:
-        if self.options.scales == "token":
+        if self.scales == "token":
             # A range is cut off for the sake of few codes.
-            clip = self.options.clip if bits == self.options.bits else 1.0
+            clip = self.clip if bits == self.bits else 1.0
             return {"activations": f"int{bits}", "group": 0, "clip": clip}
         return {"activations": "uint4" if bits == 4 else "int8", "group": stored.group, "clip": 1.0}

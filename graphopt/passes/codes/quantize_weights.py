@@ -20,7 +20,7 @@ from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop
 from graphopt.graph.weights import new_weight, weight_of
 from graphopt.numerics.formats import Format, format_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.branches import put_beside
 from graphopt.passes.codes.formats import EmbeddingFormat, LinearFormat, check_names, fused_group
 from graphopt.passes.codes.input_rounding import round_input
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
     from graphopt.quantization.statistics import InputStatistics
 
-__all__ = ["MEASURED", "STORED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights", "QuantizeWeightsOptions"]
+__all__ = ["MEASURED", "STORED", "EmbeddingFormat", "LinearFormat", "QuantizeWeights"]
 
 # Of the types that onnxruntime fuses, those that it has no operator for that looks codes up in the layout of a product.
 _NOT_LOOKED_UP = (ir.DataType.INT2, ir.DataType.UINT2)
@@ -61,48 +61,7 @@ NOT_FLOAT = Rule("quantize_weights.not-float", "its weight is {type}, and Dequan
 Activations = Literal["float32", "bfloat16", "int8", "int16"]
 
 
-class QuantizeWeightsOptions(StepOptions):
-    """Formats of matrices, token embedding and lm_head (``None`` leaves one as it is), and how codes are chosen.
-
-    Attributes:
-        linear: format of matrices.
-        embedding: format of the token embedding, where it is stored apart from the lm_head.
-        lm_head: format of the matrix that makes the logits.
-        matrices: formats of single matrices by the names of their weights, in place of ``linear`` and ``lm_head``;
-            ``graphopt search`` writes them.
-        tied: whether a token embedding that is the transposed lm_head is looked up in the codes of the lm_head, so that
-            both are stored once. ``embedding`` must not be ``None``; its format is then that of the lm_head.
-        scale: how scales are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
-        rounding: how codes of matrices and lm_head are chosen: a method of
-        :mod:`graphopt.quantization.rounding.methods`, by its
-            name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
-        fewest_tokens: a product whose inputs were seen for fewer tokens, such as an expert that is seldom chosen, is
-            rounded to nearest.
-        low_rank: directions of what rounding a matrix loses, W - Q, that stand beside it in float16; 0 for none. The
-            lm_head has none. They are chosen by X^T X of the inputs, whatever the method, see
-            :mod:`graphopt.quantization.rounding.low_rank`.
-        activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
-            what the recipe says. It is a part of the graph. For the standard form it is a session entry of
-            onnxruntime: see ``activations`` of the recipe.
-    """
-
-    renamed: ClassVar[dict[str, str]] = {"head": "lm_head"}
-    unstated: ClassVar[dict[str, object]] = {"tied": False}
-
-    step: Literal["quantize_weights"] = "quantize_weights"
-    linear: LinearFormat | None = LinearFormat()
-    embedding: EmbeddingFormat | None = EmbeddingFormat()
-    lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
-    matrices: dict[str, LinearFormat | None] = Field(default={})
-    tied: bool = True
-    scale: Scale = "least_squares"
-    rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
-    fewest_tokens: Annotated[int, Field(ge=0)] = 256
-    low_rank: Annotated[int, Field(ge=0, le=512)] = 0
-    activations: Activations | None = None
-
-
-class QuantizeWeights(Pass[QuantizeWeightsOptions]):
+class QuantizeWeights(Pass):
     """Store matrices and the token embedding as codes with a scale per group.
 
     before::
@@ -138,21 +97,54 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
     ``rounding`` names how codes are chosen: ``nearest`` looks at the weight alone; others ask for X^T X of the inputs.
     That is collected by running the graph as it is when this step begins, so after rotations, on the text that the
     recipe names under ``calibration``.
+
+    Formats of matrices, token embedding and lm_head (``None`` leaves one as it is), and how codes are chosen.
+
+    Attributes:
+        linear: format of matrices.
+        embedding: format of the token embedding, where it is stored apart from the lm_head.
+        lm_head: format of the matrix that makes the logits.
+        matrices: formats of single matrices by the names of their weights, in place of ``linear`` and ``lm_head``;
+            ``graphopt search`` writes them.
+        tied: whether a token embedding that is the transposed lm_head is looked up in the codes of the lm_head, so that
+            both are stored once. ``embedding`` must not be ``None``; its format is then that of the lm_head.
+        scale: how scales are chosen, see :func:`graphopt.quantization.rounding.round_to_nearest`.
+        rounding: how codes of matrices and lm_head are chosen: a method of
+        :mod:`graphopt.quantization.rounding.methods`, by its
+            name or with options. The token embedding is rounded to nearest: it is looked up, not multiplied.
+        fewest_tokens: a product whose inputs were seen for fewer tokens, such as an expert that is seldom chosen, is
+            rounded to nearest.
+        low_rank: directions of what rounding a matrix loses, W - Q, that stand beside it in float16; 0 for none. The
+            lm_head has none. They are chosen by X^T X of the inputs, whatever the method, see
+            :mod:`graphopt.quantization.rounding.low_rank`.
+        activations: what the inputs of products are rounded to where ONNX has no form for their weights; ``None`` for
+            what the recipe says. It is a part of the graph. For the standard form it is a session entry of
+            onnxruntime: see ``activations`` of the recipe.
     """
 
     name: ClassVar[str] = "quantize_weights"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = QuantizeWeightsOptions
     after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes", "spare_inputs")
+
+    linear: LinearFormat | None = LinearFormat()
+    embedding: EmbeddingFormat | None = EmbeddingFormat()
+    lm_head: LinearFormat | None = LinearFormat(format="int8", group=128)
+    matrices: dict[str, LinearFormat | None] = Field(default={})
+    tied: bool = True
+    scale: Scale = "least_squares"
+    rounding: Annotated[SerializeAsAny[RoundingMethod], BeforeValidator(method_of)] = NEAREST
+    fewest_tokens: Annotated[int, Field(ge=0)] = 256
+    low_rank: Annotated[int, Field(ge=0, le=512)] = 0
+    activations: Activations | None = None
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Quantize what the options name; say why anything else with weights stays."""
         ledger = context.ledger
         graph = model.graph
         lm_heads, routers, tokens = lm_head_nodes(graph), router_nodes(graph), set(token_lookups(graph))
-        tied = tied_lookups(graph) if self.options.tied and self.options.embedding is not None else {}
+        tied = tied_lookups(graph) if self.tied and self.embedding is not None else {}
         products: dict[ir.Node, LinearFormat] = {}
-        options = self.options
+        options = self
         check_names(options.matrices, [weight_of(node, 1) for node in linear_nodes(graph)])
         for node in linear_nodes(graph):
             weight = weight_of(node, 1)
@@ -168,19 +160,19 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             else:
                 products[node] = wanted
         measured: Mapping[ir.Node, InputStatistics] = {}
-        if (self.options.rounding.needs is not None or self.options.low_rank) and products:
+        if (self.rounding.needs is not None or self.low_rank) and products:
             measured = context.statistics.inputs(model, products)
             ledger.report_change("statistics", _measured(measured.values()))
         for node, wanted in products.items():
-            rank = 0 if node in lm_heads else self.options.low_rank
+            rank = 0 if node in lm_heads else self.low_rank
             self._quantize_matrix(graph, node, wanted, measured.get(node), ledger, tied.get(node, ()), rank)
         for node in lookups(graph):
             if node not in tokens:
                 ledger.skipped(node, NOT_TOKENS())
-            elif self.options.embedding is None:
+            elif self.embedding is None:
                 ledger.skipped(node, LEFT())
             else:
-                quantize_table(graph, node, self.options.embedding, options.scale, ledger)
+                quantize_table(graph, node, self.embedding, options.scale, ledger)
         left = set(linear_nodes(graph))
         for node in graph:
             other = weight_of(node, 1) if node.op_type in ("MatMul", "Gemm") else None
@@ -212,8 +204,8 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         if fused is None and weight.dtype != ir.DataType.FLOAT:
             ledger.skipped(node, NOT_FLOAT(type=str(weight.dtype)))
             return
-        group, asked, standard = fused or min(wanted.group or rows, rows), self.options.rounding, fused is not None
-        few = measured is not None and measured.tokens < max(1, self.options.fewest_tokens)
+        group, asked, standard = fused or min(wanted.group or rows, rows), self.rounding, fused is not None
+        few = measured is not None and measured.tokens < max(1, self.fewest_tokens)
         method = NEAREST if few else asked
         inputs = None if measured is None or few else measured.hessian()
         rank = 0 if inputs is None else min(rank, *weight.const_value.shape.numpy())
@@ -221,7 +213,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
             weight.const_value,
             format,
             group,
-            self.options.scale,
+            self.scale,
             half=True,
             standard=standard,
             method=method,
@@ -258,7 +250,7 @@ class QuantizeWeights(Pass[QuantizeWeightsOptions]):
         if beside:
             put_beside(graph, node, weight, (beside[0], beside[1]), ledger)
         drop(graph, weight)
-        activations = self.options.activations or "int8"
+        activations = self.activations or "int8"
         if not standard and activations != "float32":
             round_input(graph, node, {"activations": activations, "group": group, "clip": 1.0}, ledger)
 

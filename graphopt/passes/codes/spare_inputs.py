@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 from pydantic import Field
@@ -10,7 +10,7 @@ from pydantic import Field
 from graphopt.analysis.structure.products import is_thin, linear_nodes, lm_head_nodes, router_nodes
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.weights import weight_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.input_rounding import spare
 from graphopt.quantization.rounding.single_thread import one_thread
 
@@ -30,18 +30,7 @@ SPARED = Rule(
 ROUNDED = Rule("spare_inputs.rounded", "{input} can do with 4 bits: they change what its products make by {error:.2%}")
 
 
-class SpareInputsOptions(StepOptions):
-    """How many inputs are spared.
-
-    Attributes:
-        share: of the different inputs of products, rounded to a whole number of them.
-    """
-
-    step: Literal["spare_inputs"] = "spare_inputs"
-    share: Annotated[float, Field(ge=0, le=1)] = 0.25
-
-
-class SpareInputs(Pass[SpareInputsOptions]):
+class SpareInputs(Pass):
     """Choose which inputs of products ``quantize_activations`` rounds to 8 bits where it rounds others to 4.
 
     before::
@@ -62,12 +51,16 @@ class SpareInputs(Pass[SpareInputsOptions]):
     median for v). How much of it reaches the output depends on the weight: products whose strong columns read what x
     hardly has lose most. Weights and their bytes stay what they are. The graph is the same; the choice is a note at
     each value, which ``quantize_activations`` takes away.
+
+    Attributes:
+        share: of the different inputs of products, rounded to a whole number of them.
     """
 
     name: ClassVar[str] = "spare_inputs"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = SpareInputsOptions
     after: ClassVar[tuple[str, ...]] = ("unpack", "keep_codes")
+
+    share: Annotated[float, Field(ge=0, le=1)] = 0.25
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Put a note at the inputs that lose most; say of all others what they lose."""
@@ -87,7 +80,7 @@ class SpareInputs(Pass[SpareInputsOptions]):
             if not set(nodes) & lm_heads
         }
         ordered = sorted(gains, key=lambda x: -gains[x][0] * gains[x][1])
-        chosen = set(ordered[: round(self.options.share * len(ordered))])
+        chosen = set(ordered[: round(self.share * len(ordered))])
         for x, (noise, gain) in gains.items():
             if x in chosen:
                 spare(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import onnx_ir as ir
 
@@ -11,7 +11,7 @@ from graphopt.analysis.structure.products import is_packed, packed_nodes, reads_
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import name_output, replace
 from graphopt.graph.weights import Expression, WeightTensor, expression_of, new_weight, weight_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.input_rounding import round_input
 from graphopt.passes.codes.logical_codes import columns_of, dequantize
 from graphopt.passes.lower.level_scales import join_levels
@@ -29,13 +29,7 @@ NOT_FLOAT = Rule("unpack.not-float", "it computes in {type}, and dequantized cod
 BIASED = Rule("unpack.biased", "it has a bias, which the logical form has not")
 
 
-class UnpackOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["unpack"] = "unpack"
-
-
-class Unpack(Pass[UnpackOptions]):
+class Unpack(Pass):
     """Undo the packing of the step ``lower``, so that every step between meets codes in one form.
 
     before::
@@ -58,7 +52,6 @@ class Unpack(Pass[UnpackOptions]):
 
     name: ClassVar[str] = "unpack"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = UnpackOptions
 
     @classmethod
     def needed(cls, graph: ir.Graph) -> bool:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import onnx_ir as ir
 
 from graphopt.analysis.structure.contrib import WINDOWED, WINDOWS, cache_inputs, windowed_nodes
 from graphopt.graph.diagnostics import Effect, Rule
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
@@ -22,13 +22,7 @@ CACHE_GROWS = Rule(
 )
 
 
-class GrowCachesOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["grow_caches"] = "grow_caches"
-
-
-class GrowCaches(Pass[GrowCachesOptions]):
+class GrowCaches(Pass):
     """Let caches grow that ``GroupQueryAttention`` itself cuts to its window, as all other caches do.
 
     before::
@@ -47,7 +41,6 @@ class GrowCaches(Pass[GrowCachesOptions]):
 
     name: ClassVar[str] = "grow_caches"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = GrowCachesOptions
 
     @classmethod
     def needed(cls, graph: ir.Graph) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import onnx_ir as ir
 
@@ -10,7 +10,7 @@ from graphopt.analysis.structure.scales import widened_scales
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import bypass
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 WIDENED = Rule("widen_scales.widened", "{scales} in float32, as it is read")
 
 
-class WidenScalesOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["widen_scales"] = "widen_scales"
-
-
-class WidenScales(Pass[WidenScalesOptions]):
+class WidenScales(Pass):
     """Undo the step ``compact_scales``, so that every pass meets scales as constants.
 
     before::
@@ -41,7 +35,6 @@ class WidenScales(Pass[WidenScalesOptions]):
 
     name: ClassVar[str] = "widen_scales"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = WidenScalesOptions
 
     @classmethod
     def needed(cls, graph: ir.Graph) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +11,7 @@ from graphopt.analysis.structure.scales import scale_values
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import name_output
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
@@ -22,13 +22,7 @@ NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its num
 _HALF, _WIDE = ir.DataType.FLOAT16, ir.DataType.FLOAT
 
 
-class CompactScalesOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["compact_scales"] = "compact_scales"
-
-
-class CompactScales(Pass[CompactScalesOptions]):
+class CompactScales(Pass):
     """Store the scales of ``DequantizeLinear`` in half the bytes.
 
     before::
@@ -50,7 +44,6 @@ class CompactScales(Pass[CompactScalesOptions]):
 
     name: ClassVar[str] = "compact_scales"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = CompactScalesOptions
     after: ClassVar[tuple[str, ...]] = ("lower", "last_logits", "float16")
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from graphopt.analysis.structure.lm_head import lm_head_of
 from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.graph.diagnostics import Effect, Fact, Rule
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -19,13 +19,7 @@ OUTPUT_ALREADY = Rule("expose_hidden.output-already", "{tensor}, which the lm_he
 NAME_TAKEN = Rule("expose_hidden.name-taken", "the graph has another tensor called {tensor}")
 
 
-class ExposeHiddenOptions(StepOptions):
-    """There is nothing to choose."""
-
-    step: Literal["expose_hidden"] = "expose_hidden"
-
-
-class ExposeHidden(Pass[ExposeHiddenOptions]):
+class ExposeHidden(Pass):
     """Give the last hidden state beside the logits.
 
     before::
@@ -46,7 +40,6 @@ class ExposeHidden(Pass[ExposeHiddenOptions]):
 
     name: ClassVar[str] = "expose_hidden"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = ExposeHiddenOptions
     after: ClassVar[tuple[str, ...]] = ("lower", "last_logits", "float16")
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

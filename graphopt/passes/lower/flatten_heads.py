@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import onnx_ir as ir
 
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, clone_node, remove, take_place
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
@@ -23,12 +23,6 @@ READ_BY_HEADS = Rule("flatten_heads.read-by-heads", "{tensor} is read in other w
 _HEADS_BEHIND_LENGTH = (0, 2, 1, 3)
 
 
-class FlattenHeadsOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["flatten_heads"] = "flatten_heads"
-
-
 class _Source(NamedTuple):
     """Where queries, keys or values come from: a transpose of known heads, and perhaps a rotary embedding behind it."""
 
@@ -38,7 +32,7 @@ class _Source(NamedTuple):
     size: int
 
 
-class FlattenHeads(Pass[FlattenHeadsOptions]):
+class FlattenHeads(Pass):
     """Leave heads where products put them: ``Attention`` and ``RotaryEmbedding`` take them side by side.
 
     before::
@@ -59,7 +53,6 @@ class FlattenHeads(Pass[FlattenHeadsOptions]):
 
     name: ClassVar[str] = "flatten_heads"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = FlattenHeadsOptions
     after: ClassVar[tuple[str, ...]] = ("merge_products",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import numpy as np
 import onnx_ir as ir
@@ -13,7 +13,7 @@ from graphopt.analysis.structure.lm_head import BY_POSITION, same_for_all_positi
 from graphopt.analysis.structure.products import LAST_POSITIONS, lm_head_nodes, makes_last_logits
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import shared_constant
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
@@ -32,18 +32,7 @@ INPUT_NOT_BY_POSITION = Rule(
 )
 
 
-class LastLogitsOptions(StepOptions):
-    """Which positions have logits.
-
-    Attributes:
-        positions: how many of the last positions of a call; 12 let a step check drafts of 11 tokens.
-    """
-
-    step: Literal["last_logits"] = "last_logits"
-    positions: Annotated[int, Field(ge=1, le=1 << 16)] = 1
-
-
-class LastLogits(Pass[LastLogitsOptions]):
+class LastLogits(Pass):
     """Compute logits for the last positions of each call only.
 
     before::
@@ -59,12 +48,16 @@ class LastLogits(Pass[LastLogitsOptions]):
     and no other: batches are padded on the left. A prefill of n tokens then spends one n-th on its lm_head, and its
     logits take one n-th of the memory. A step that checks drafts needs the logits of each, so of more positions; a call
     of fewer tokens has logits of all. What scores given tokens needs the others, and cannot use such a model.
+
+    Attributes:
+        positions: how many of the last positions of a call; 12 let a step check drafts of 11 tokens.
     """
 
     name: ClassVar[str] = "last_logits"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = LastLogitsOptions
     after: ClassVar[tuple[str, ...]] = ("lower",)
+
+    positions: Annotated[int, Field(ge=1, le=1 << 16)] = 1
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Cut the input of the lm_head; say why it cannot be where it cannot."""
@@ -81,7 +74,7 @@ class LastLogits(Pass[LastLogitsOptions]):
         lm_head = path[-1]
         x = lm_head.inputs[0]
         assert x is not None and x.shape is not None
-        count = self.options.positions
+        count = self.positions
         starts = shared_constant(
             graph, "last_position" if count == 1 else "last_positions", np.array([-count], np.int64)
         )

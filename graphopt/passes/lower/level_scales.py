@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +25,7 @@ from graphopt.graph.weights import (
     weight_of,
 )
 from graphopt.graph.weights.expression import widen
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.runtime_ops import OPERATORS, port
 from graphopt.runtime_ops.operator import DOMAIN
 
@@ -41,12 +41,6 @@ _LEVELS, _GROUPS = 255, 1
 # What the largest scale of a column is divided by. bfloat16 rounds the step by up to 2^-8 of itself, so with the first
 # the largest scale has level 253, 254 or 255. The others are tried where it has that level itself.
 _TOPS = (254, 253, 255)
-
-
-class LevelScalesOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["level_scales"] = "level_scales"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -138,7 +132,7 @@ def _made_by(of: ir.Value | ir.Node | None, op_type: str) -> ir.Node | None:
     return node if node is not None and (node.domain, node.op_type) == ("", op_type) else None
 
 
-class LevelScales(Pass[LevelScalesOptions]):
+class LevelScales(Pass):
     """Store a scale as a byte.
 
     before::
@@ -160,7 +154,6 @@ class LevelScales(Pass[LevelScalesOptions]):
 
     name: ClassVar[str] = "level_scales"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = LevelScalesOptions
     after: ClassVar[tuple[str, ...]] = ("lower", "float16")
 
     @classmethod

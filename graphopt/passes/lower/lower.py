@@ -20,7 +20,7 @@ from graphopt.analysis.structure.product_codes import (
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import drop, replace, shared_constant
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.quantize_weights import Activations
 from graphopt.passes.lower.fusible import keep_fusible
 from graphopt.passes.lower.lookups import gather_packed, gather_standard, lookups_of
@@ -54,31 +54,7 @@ NOT_FLOAT = Rule("lower.not-float", "its input is {type}, and MatMulTable reads 
 _PER_TOKEN = {"int8": 8, "int4": 4}
 
 
-class LowerOptions(StepOptions):
-    """What the model is to run on.
-
-    Attributes:
-        target: ``portable``: any onnxruntime; every product stays in the standard form where it has one. ``ort-cpu``:
-            onnxruntime on a CPU with graphopt's library registered. ``ort-cuda``: the same on an NVIDIA GPU.
-        instructions: the instruction set of that CPU, by whose costs kernels are chosen. ``None``: of the machine that
-            optimizes, which the manifest then names.
-        activations: what the inputs of products that leave the standard form are rounded to; ``None`` for what the
-            recipe says, on a GPU ``float32``.
-        caches: what a recipe for ``ort-cpu`` does with caches that grow, where no other step is about caches: ``pages``
-            adds the step ``page_kv``, so that they are written in place; ``growing`` leaves ``past_key_values.N.key``
-            and ``present.N.key`` as they are, for programs that feed those.
-    """
-
-    unstated: ClassVar[dict[str, object]] = {"instructions": "avx512", "caches": "growing"}
-
-    step: Literal["lower"] = "lower"
-    target: Target = "portable"
-    instructions: InstructionSet | None = None
-    activations: Activations | None = None
-    caches: Literal["pages", "growing"] = "pages"
-
-
-class Lower(Pass[LowerOptions]):
+class Lower(Pass):
     """Pack codes, and choose for each product between onnxruntime's kernel and graphopt's.
 
     before::
@@ -107,23 +83,34 @@ class Lower(Pass[LowerOptions]):
     report states an estimate, from bytes and a nominal bandwidth.
 
     Every recipe has this step: one that does not name it gets it at its place, for the target ``portable``.
+
+    Attributes:
+        target: ``portable``: any onnxruntime; every product stays in the standard form where it has one. ``ort-cpu``:
+            onnxruntime on a CPU with graphopt's library registered. ``ort-cuda``: the same on an NVIDIA GPU.
+        instructions: the instruction set of that CPU, by whose costs kernels are chosen. ``None``: of the machine that
+            optimizes, which the manifest then names.
+        activations: what the inputs of products that leave the standard form are rounded to; ``None`` for what the
+            recipe says, on a GPU ``float32``.
+        caches: what a recipe for ``ort-cpu`` does with caches that grow, where no other step is about caches: ``pages``
+            adds the step ``page_kv``, so that they are written in place; ``growing`` leaves ``past_key_values.N.key``
+            and ``present.N.key`` as they are, for programs that feed those.
     """
 
     name: ClassVar[str] = "lower"
     effect: ClassVar[Effect] = "lossy"
-    options_type: ClassVar[type[StepOptions]] = LowerOptions
     after: ClassVar[tuple[str, ...]] = ("merge_products",)
 
-    def __init__(self, options: LowerOptions, costs: Costs | None = None) -> None:
-        super().__init__(options)
-        self._costs = costs
+    target: Target = "portable"
+    instructions: InstructionSet | None = None
+    activations: Activations | None = None
+    caches: Literal["pages", "growing"] = "pages"
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Pack what the standard has no form for, and what the target runs faster; say why the others stay."""
         ledger = context.ledger
         for node in coded_nodes(model.graph):
             stored, rounding = stored_codes(node), rounding_of(node)
-            if isinstance(stored, StoredCodes) and stored.minimums and self.options.target == "ort-cuda":
+            if isinstance(stored, StoredCodes) and stored.minimums and self.target == "ort-cuda":
                 raise InputError(
                     "kernels on GPUs know no minimums, which a weight of the node has",
                     node=node.name,
@@ -152,7 +139,7 @@ class Lower(Pass[LowerOptions]):
             )
 
     def _choose(self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, ledger: Ledger) -> None:
-        if self.options.target == "portable":
+        if self.target == "portable":
             ledger.skipped(node, PORTABLE())
             return
         choice, x = self._compare(stored), node.inputs[0]
@@ -161,15 +148,15 @@ class Lower(Pass[LowerOptions]):
         elif x is not None and x.dtype not in (None, ir.DataType.FLOAT):
             ledger.skipped(node, NOT_FLOAT(type=str(x.dtype)))
         else:
-            on_gpu = self.options.target == "ort-cuda"
-            activations = "float32" if on_gpu else self.options.activations or "int8"
+            on_gpu = self.target == "ort-cuda"
+            activations = "float32" if on_gpu else self.activations or "int8"
             _replace(graph, node, stored, activations, ledger, reason=choice.reason)
 
     def _compare(self, stored: StoredCodes) -> Choice:
-        if self.options.target == "ort-cuda":
+        if self.target == "ort-cuda":
             return estimate(*stored.shape, stored.bits)
-        instructions = self.options.instructions or instructions_here()
-        return (shipped_costs() if self._costs is None else self._costs).compare(stored.bits, instructions)
+        instructions = self.instructions or instructions_here()
+        return shipped_costs().compare(stored.bits, instructions)
 
     def _lower_rounded(
         self, graph: ir.Graph, node: ir.Node, stored: StoredCodes, rounding: ir.Node, ledger: Ledger
@@ -179,7 +166,7 @@ class Lower(Pass[LowerOptions]):
         clip = attributes.get_float("clip", 1.0)
         if not group and activations in _PER_TOKEN:
             _replace_dynamic(graph, node, stored, rounding, _PER_TOKEN[activations], ledger)
-        elif activations not in ON_GPUS and self.options.target == "ort-cuda":
+        elif activations not in ON_GPUS and self.target == "ort-cuda":
             raise InputError(
                 f"no kernel on a GPU rounds its input to {activations} in groups of {group}",
                 node=node.name,
@@ -202,7 +189,7 @@ def lowered(model: ir.Model) -> ir.Model:
     if not any(logical) and not any(column_lookups(node) for node in model.graph if is_dequantize(node)):
         return model
     copy = model.clone()
-    Lower(LowerOptions())(copy)
+    Lower()(copy)
     return copy
 
 
@@ -271,4 +258,4 @@ def _rotation_in_front(rounding: ir.Node) -> ir.Node | None:
     return producer if alone else None
 
 
-__all__ = ["Costs", "Lower", "LowerOptions", "Target", "lowered", "shipped_costs"]
+__all__ = ["Costs", "Lower", "Target", "lowered", "shipped_costs"]

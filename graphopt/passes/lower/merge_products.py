@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 import onnx_ir as ir
@@ -11,7 +11,7 @@ from graphopt.analysis.structure.product_codes import NOT_CONSTANT, NOT_IN_ROWS,
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import clone_node, remove, shared_constant, take_place
 from graphopt.graph.weights import Concat, WeightTensor, expression_of, new_weight, weight_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.runtime_ops import signature_of
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ DIFFER = Rule(
 READ_TWICE = Rule("merge_products.read-twice", "its weight is read elsewhere too, and would be stored twice")
 
 
-class MergeProductsOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["merge_products"] = "merge_products"
-
-
 class _Product(NamedTuple):
     """A product, the node that dequantizes its codes, and what it must have in common with those it is merged with."""
 
@@ -44,7 +38,7 @@ class _Product(NamedTuple):
     kind: Hashable
 
 
-class MergeProducts(Pass[MergeProductsOptions]):
+class MergeProducts(Pass):
     """Compute products with stored codes that read the same tensor as one product.
 
     before::
@@ -64,7 +58,6 @@ class MergeProducts(Pass[MergeProductsOptions]):
 
     name: ClassVar[str] = "merge_products"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = MergeProductsOptions
     after: ClassVar[tuple[str, ...]] = ()
 
     def rewrite(self, model: ir.Model, context: Context) -> None:

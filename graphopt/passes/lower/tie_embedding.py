@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 import onnx_ir as ir
 
@@ -10,7 +10,7 @@ from graphopt.analysis.structure.products import token_lookups
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import drop, name_output
 from graphopt.graph.weights import weight_of
-from graphopt.passes.base import Pass, StepOptions
+from graphopt.passes.base import Pass
 from graphopt.passes.codes.tied_embedding import tied_lookups
 
 if TYPE_CHECKING:
@@ -19,13 +19,7 @@ if TYPE_CHECKING:
 TIED = Rule("tie_embedding.tied", "the transposed {table}, in the place of {weight}: both are stored once")
 
 
-class TieEmbeddingOptions(StepOptions):
-    """This step has no options."""
-
-    step: Literal["tie_embedding"] = "tie_embedding"
-
-
-class TieEmbedding(Pass[TieEmbeddingOptions]):
+class TieEmbedding(Pass):
     """Let an lm_head in floats read the token embedding that it is the transpose of.
 
     before::
@@ -45,7 +39,6 @@ class TieEmbedding(Pass[TieEmbeddingOptions]):
 
     name: ClassVar[str] = "tie_embedding"
     effect: ClassVar[Effect] = "exact"
-    options_type: ClassVar[type[StepOptions]] = TieEmbeddingOptions
     after: ClassVar[tuple[str, ...]] = ("lower",)
 
     @classmethod

@@ -3,12 +3,7 @@ from __future__ import annotations
 import pytest
 
 from graphopt.analysis.structure.cost import storage_formats, weight_totals
-from graphopt.passes.codes.quantize_weights import (
-    EmbeddingFormat,
-    LinearFormat,
-    QuantizeWeights,
-    QuantizeWeightsOptions,
-)
+from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights
 from tests.graphs import VOCABULARY, residual_model, run_pass
 
 WIDTH, INNER, LAYERS = 32, 48, 2
@@ -26,7 +21,7 @@ def test_a_float_model_has_32_bits_a_weight() -> None:
 @pytest.mark.parametrize(("linear", "bits"), [("int4", 4), ("uint4", 4), ("int8", 8)])
 def test_scales_and_zero_points_add_bytes_and_no_parameters(linear: str, bits: int) -> None:
     model = residual_model(WIDTH, INNER, LAYERS)
-    options = QuantizeWeightsOptions(
+    options = QuantizeWeights(
         linear=LinearFormat(format=linear, group=16),  # type: ignore[arg-type]
         lm_head=LinearFormat(format="int8", group=32),
         embedding=EmbeddingFormat(group=16),
@@ -47,7 +42,7 @@ def test_scales_and_zero_points_add_bytes_and_no_parameters(linear: str, bits: i
 def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) -> None:
     model = residual_model(WIDTH, INNER, LAYERS)
     linear = LinearFormat(format=name, group=16)
-    QuantizeWeights(QuantizeWeightsOptions(linear=linear, lm_head=linear, embedding=None))(model)
+    QuantizeWeights(linear=linear, lm_head=linear, embedding=None)(model)
     run_pass(model, "lower")
     totals = weight_totals(model)
     assert totals.parameters == PARAMETERS
@@ -62,6 +57,6 @@ def test_packed_codes_count_as_the_numbers_they_stand_for(name: str, bits: int) 
 
 def test_a_table_of_ones_own_tells_its_size() -> None:
     model = residual_model(WIDTH, INNER, LAYERS)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(format=(-1.0, 0.0, 0.5), group=16), lm_head=None))(model)
+    QuantizeWeights(linear=LinearFormat(format=(-1.0, 0.0, 0.5), group=16), lm_head=None)(model)
     run_pass(model, "lower")
     assert storage_formats(model)["a table of 3 values"] == 4

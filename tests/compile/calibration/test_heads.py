@@ -23,7 +23,7 @@ from graphopt.compile.calibration.tap import Heads, TappedLayer, tap
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.passes.cache.page_kv.states import change
-from graphopt.passes.cache.sparse_kv import SparseKVOptions
+from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, RETRIEVAL, STREAMING, KVAttributes
 from graphopt.util.stdlib_text import held_out_text
@@ -31,8 +31,8 @@ from tests.graphs import residual_model, run_pass
 
 TEXT = held_out_text()[:3000]
 READ: dict[str, Any] = {"sinks": 4, "recent": 20, "budget": 1, "page": 16}
-STREAMS = SparseKVOptions(policy="streaming", **READ)
-RETRIEVES = SparseKVOptions(policy="retrieval", **READ)
+STREAMS = SparseKV(policy="streaming", **READ)
+RETRIEVES = SparseKV(policy="retrieval", **READ)
 
 
 def recipe(*steps: dict[str, Any]) -> Recipe:

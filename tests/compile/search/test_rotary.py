@@ -15,7 +15,7 @@ from graphopt.compile.search.evolution import Breeder, Candidate, Evolution, evo
 from graphopt.compile.search.rotary_inputs import Turnable
 from graphopt.errors import InputError
 from graphopt.ort.runner import Runner
-from graphopt.passes.lift.rescale_rope.methods import RescaleRopeOptions
+from graphopt.passes.lift.rescale_rope import RescaleRope
 from graphopt.passes.recipe import load_recipe
 from graphopt.util.stdlib_text import held_out_text
 from tests.families import POSITIONS, VOCABULARY
@@ -96,7 +96,7 @@ def test_the_recipe_holds_the_fittest(found: FoundFactors, llama_artifact: Path,
     recipe = load_recipe(tmp_path / "recipe.yaml")
     assert recipe == found.recipe
     step = recipe.steps[1]
-    assert isinstance(step, RescaleRopeOptions)
+    assert isinstance(step, RescaleRope)
     assert (step.method, step.factor, step.trained, len(step.factors)) == ("longrope", 1.5, POSITIONS, PAIRS)
     (tmp_path / "work").mkdir()
     _, reports = compiled(artifact.read(llama_artifact), recipe, tmp_path / "work")

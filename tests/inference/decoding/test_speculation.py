@@ -28,7 +28,7 @@ from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.decoding.step_costs import costs_of
 from graphopt.inference.generation import complete, generate, run
 from graphopt.inference.session import Session, load
-from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions
+from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.runtime_ops.kv_attention.spec.attributes import STORAGES
 from tests.families import VOCABULARY
 from tests.native import needs_library
@@ -249,7 +249,7 @@ def test_retrieval_that_sees_the_newest_page_is_refused(make_session: Any) -> No
     layer = session.interface.layers[0]
     assert layer.attributes.recent == layer.attributes.page
     model = ir.load(session.file)
-    SparseKV(SparseKVOptions(policy="dense"))(model)
+    SparseKV(policy="dense")(model)
     for node in model.graph:
         if node.op_type == "KVAttention":
             node.attributes["recent"] = ir.AttrInt64("recent", 15)

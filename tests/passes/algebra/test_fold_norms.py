@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
+from graphopt.passes.algebra.fold_norms import FoldNorms
 from tests.graphs import VOCABULARY, logits, relative, residual_model
 
 # float32: one rounding of each weight (6e-8) and sums of up to 16 terms, through 2 layers; seen 3e-7.
@@ -17,7 +17,7 @@ FLOAT32 = 3e-6
 
 
 def fold(model: ir.Model) -> object:
-    return FoldNorms(FoldNormsOptions())(model).report  # type: ignore[attr-defined]
+    return FoldNorms()(model).report  # type: ignore[attr-defined]
 
 
 def gains(model: ir.Model) -> list[np.ndarray]:
@@ -38,11 +38,11 @@ def gains(model: ir.Model) -> list[np.ndarray]:
 def test_logits_stay_and_gains_become_one(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, tied: bool, post_norm: bool
 ) -> None:
-    from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+    from graphopt.passes.lift.canonicalize import Canonicalize
 
     model = residual_model(width, layers=layers, seed=seed, biased=biased, tied=tied, post_norm=post_norm)
     before = logits(model, tmp_path / "before")
-    Canonicalize(CanonicalizeOptions())(model)
+    Canonicalize()(model)
     report = fold(model)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
     # a post-norm's gain sits on the residual itself and must stay, with its reason; every other gain is folded

@@ -20,8 +20,8 @@ from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
 from graphopt.graph.weights import Array, Expression, Inline, Region, Shape
 from graphopt.numerics.rotations import Rotation
-from graphopt.passes.algebra.fold_norms import FoldNorms, FoldNormsOptions
-from graphopt.passes.algebra.rotate import Rotate, RotateOptions
+from graphopt.passes.algebra.fold_norms import FoldNorms
+from graphopt.passes.algebra.rotate import Rotate
 from tests.graphs import logits, relative, residual_model
 
 # float32: each weight is rounded once more after the rotation, sums of up to 24 terms, 3 layers; seen 5e-7.
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def rotate(model: ir.Model, **options: object) -> PassReport:
-    return Rotate(RotateOptions(**options))(model).report  # type: ignore[arg-type, attr-defined]
+    return Rotate(**options)(model).report  # type: ignore[arg-type, attr-defined]
 
 
 def weights(model: ir.Model) -> dict[str, np.ndarray]:
@@ -50,7 +50,7 @@ def test_logits_stay_and_every_weight_of_the_residual_moves(
     tmp_path: Path, seed: int, width: int, layers: int, biased: bool, multiplier: float | None, kind: str
 ) -> None:
     model = residual_model(width, layers=layers, seed=seed, biased=biased, multiplier=multiplier)
-    FoldNorms(FoldNormsOptions())(model)
+    FoldNorms()(model)
     before, old = logits(model, tmp_path / "before"), weights(model)
     rotate(model, residual=kind, seed=seed)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
@@ -74,7 +74,7 @@ def test_an_outlier_in_one_coordinate_is_spread_over_all() -> None:
 
 def test_what_is_pinned_stays_with_the_node_that_pins_it(tmp_path: Path) -> None:
     model = residual_model(post_norm=True)
-    FoldNorms(FoldNormsOptions())(model)
+    FoldNorms()(model)
     old = weights(model)
     report = rotate(model)
     assert not report.changes
@@ -83,12 +83,12 @@ def test_what_is_pinned_stays_with_the_node_that_pins_it(tmp_path: Path) -> None
 
 
 def test_a_tied_head_gets_weights_of_its_own(tmp_path: Path) -> None:
-    from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+    from graphopt.passes.lift.canonicalize import Canonicalize
 
     model = residual_model(tied=True)
     before = logits(model, tmp_path / "before")
-    Canonicalize(CanonicalizeOptions())(model)
-    FoldNorms(FoldNormsOptions())(model)
+    Canonicalize()(model)
+    FoldNorms()(model)
     rotate(model)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 
@@ -114,7 +114,7 @@ def test_a_width_without_a_hadamard_matrix_is_rotated_in_blocks_and_said(tmp_pat
 
 def test_unknown_options_are_refused() -> None:
     with pytest.raises(ValidationError, match="residual"):
-        RotateOptions(residual="diagonal")  # type: ignore[arg-type]
+        Rotate(residual="diagonal")  # type: ignore[arg-type]
 
 
 def test_an_exported_llama_keeps_its_logits(llama_canonical: ir.Model, tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_only_what_the_recipe_enables_runs_online(llama_canonical: ir.Model, wha
 
 def test_a_norm_with_a_gain_behind_it_is_paid_for_only_if_asked(tmp_path: Path) -> None:
     model = residual_model(post_norm=True, layers=2)
-    FoldNorms(FoldNormsOptions())(model)
+    FoldNorms()(model)
     before = logits(model, tmp_path / "before")
     rotate(model, online_residual=True)
     assert hadamards(model) == ["post_norm0.out", "post_norm1.out"]
@@ -208,9 +208,9 @@ def test_twice_is_once_and_one_more_free_rotation(llama_canonical: ir.Model, tmp
 
 
 def test_what_is_quantized_already_is_left_alone_and_said(llama_canonical: ir.Model) -> None:
-    from graphopt.passes.codes.quantize_weights import QuantizeWeights, QuantizeWeightsOptions
+    from graphopt.passes.codes.quantize_weights import QuantizeWeights
 
-    QuantizeWeights(QuantizeWeightsOptions())(llama_canonical)
+    QuantizeWeights()(llama_canonical)
     report = rotate(llama_canonical)
     assert not report.changes
     assert any("rotate before weights are quantized" in str(skip.reason) for skip in report.skips)
@@ -234,7 +234,7 @@ def test_a_seed_gives_the_same_bits_in_another_process() -> None:
         "import hashlib; from tests.graphs import residual_model; from graphopt.passes.algebra.rotate import *\n"
         "for kind in ('hadamard', 'random'):\n"
         "    model = residual_model(width=160, inner=96, gains=False)\n"
-        "    Rotate(RotateOptions(seed=3, residual=kind, weight_inputs='hadamard'))(model)\n"
+        "    Rotate(seed=3, residual=kind, weight_inputs='hadamard')(model)\n"
         "    digest = hashlib.sha256()\n"
         "    [digest.update(v.const_value.numpy().tobytes()) for v in model.graph.initializers.values()]\n"
         "    print(digest.hexdigest())"

@@ -11,7 +11,7 @@ import pytest
 from graphopt.analysis.bases.search import find_bases
 from graphopt.artifact import artifact
 from graphopt.graph.diagnostics import PassReport
-from graphopt.passes.algebra.rotate import Rotate, RotateOptions
+from graphopt.passes.algebra.rotate import Rotate
 from graphopt.verification.certificate.checker import check
 from tests.families import VOCABULARY
 from tests.graphs import relative, session
@@ -40,7 +40,7 @@ def test_an_encoder_with_norms_on_its_residual_is_refused_there_and_rotated_else
     bert: ir.Model, tmp_path: Path
 ) -> None:
     model, bases = bert.clone(), find_bases(bert.graph)
-    report = Rotate(RotateOptions(query_key="hadamard"))(model).report
+    report = Rotate(query_key="hadamard")(model).report
     found = outcomes(bases, model, report)
     assert found["value"] == Outcome(rotated=2)
     assert found["query_key"] == Outcome(rotated=2)

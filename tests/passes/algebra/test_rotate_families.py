@@ -13,7 +13,7 @@ from graphopt.artifact import artifact
 from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.models.trace import export_graph
-from graphopt.passes.algebra.rotate import RotateOptions
+from graphopt.passes.algebra.rotate import Rotate
 from tests.checkpoints import ONE_LAYER
 from tests.families import FAMILIES, make_model
 from tools.studies.families import Outcome, examine, fold
@@ -57,7 +57,7 @@ def test_every_rotation_is_applied_and_proved_and_logits_stay(family: str, make_
 
 @pytest.mark.parametrize("family", [name for name in ROTATED if name not in POST_NORM])
 def test_the_residual_is_free_without_asking_for_more(family: str, make_artifact: MakeArtifact) -> None:
-    row = examine(family, make_artifact(family), RotateOptions(value=None))
+    row = examine(family, make_artifact(family), Rotate(value=None))
     assert row.outcomes["residual"] == Outcome(rotated=1)
     assert row.certificate == "proved"
     assert row.change is not None
@@ -67,14 +67,14 @@ def test_the_residual_is_free_without_asking_for_more(family: str, make_artifact
 @pytest.mark.parametrize("family", POST_NORM)
 def test_a_norm_with_a_gain_behind_the_layer_holds_the_residual(family: str, make_artifact: MakeArtifact) -> None:
     path, layers = make_artifact(family), layers_of(family)
-    refused = examine(family, path, RotateOptions(query_key="hadamard"))
+    refused = examine(family, path, Rotate(query_key="hadamard"))
     norm = "model.layers.0.post_attention_layernorm.RMSNormalization"
     reason = f"the norm has a gain of its own, which fold_norms could not move into weights ({norm})"
     assert refused.outcomes["residual"] == Outcome(refusals=[reason])
     for role in ("value", "query_key"):
         assert refused.outcomes[role] == usual(family)[role]
     # What weights read of it is still rotated where the recipe enables online Hadamards: before each norm's readers.
-    paid = examine(family, path, RotateOptions(query_key="hadamard", weight_inputs="hadamard"))
+    paid = examine(family, path, Rotate(query_key="hadamard", weight_inputs="hadamard"))
     assert paid.outcomes["residual"] == Outcome(refusals=[reason])
     assert paid.outcomes["weight_input"] == Outcome(rotated=layers + 1, nodes=3 * layers + 1)
     for row in (refused, paid):

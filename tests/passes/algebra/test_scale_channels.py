@@ -21,7 +21,7 @@ from graphopt.passes.algebra.scale_channels import (
     NO_WRITER,
     OTHER_READER,
     SCALED,
-    ScaleChannelsOptions,
+    ScaleChannels,
     scales_of,
 )
 from graphopt.passes.codes.formats import LinearFormat
@@ -49,7 +49,7 @@ def uneven(model: ir.Model, *, factor: float = 1.5) -> ir.Model:
 def scale(model: ir.Model, folder: Path, **options: object) -> PassReport:
     step, calibration = PASSES["scale_channels"], Calibration(folder, lambda: TEXTS, Runner())
     shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
-    report: PassReport = step(ScaleChannelsOptions(linear=FORMAT, **options))(model, shared).report  # type: ignore[arg-type]
+    report: PassReport = step(ScaleChannels(linear=FORMAT, **options))(model, shared).report  # type: ignore[arg-type]
     return report
 
 

@@ -27,7 +27,7 @@ TEXTS = [np.random.default_rng(3).integers(0, 24, 30 + row) for row in range(3)]
 def split(model: ir.Model, folder: Path, **options: object) -> PassReport:
     step, calibration = PASSES["split_inputs"], Calibration(folder, lambda: TEXTS, Runner())
     shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
-    report: PassReport = step(step.options_type(**options))(model, shared).report
+    report: PassReport = step(**options)(model, shared).report
     return report
 
 

@@ -22,7 +22,7 @@ from graphopt.errors import InputError
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.ort.session import open_session
-from graphopt.passes.cache.serve import ServeOptions
+from graphopt.passes.cache.serve import Serve
 from graphopt.passes.recipe import Recipe
 from graphopt.runtime_ops import library_path
 from graphopt.tasks.causal_lm.interface import Interface
@@ -238,5 +238,5 @@ def test_what_stays_says_why(step: str, options: dict[str, Any], message: str, l
 def test_options_that_make_no_sense_are_refused() -> None:
     for wrong in ({"block": 17}, {"memory": "much"}, {"memory": 0}):
         with pytest.raises(ValidationError):
-            ServeOptions.model_validate(wrong)
-    assert ServeOptions.model_validate({"memory": "4GB"}).memory == 4_000_000_000
+            Serve.model_validate(wrong)
+    assert Serve.model_validate({"memory": "4GB"}).memory == 4_000_000_000

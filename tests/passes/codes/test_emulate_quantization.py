@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import ACCURACY_LEVEL, open_session, session_of
-from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from graphopt.passes.codes.emulate_quantization import ROUNDED, EmulateQuantization, EmulateQuantizationOptions
-from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.algebra.rotate import Rotate
+from graphopt.passes.codes.emulate_quantization import ROUNDED, EmulateQuantization
+from graphopt.passes.codes.quantize_activations import QuantizeActivations
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.runtime_ops import OPERATORS
 from graphopt.tasks.causal_lm.interface import Interface
 from tests.graphs import logits, relative, residual_model, save
@@ -25,11 +25,11 @@ FLOAT32 = 2e-5
 
 
 def emulate(model: ir.Model, **options: object) -> PassReport:
-    return EmulateQuantization(EmulateQuantizationOptions(**options))(model).report  # type: ignore[arg-type, attr-defined]
+    return EmulateQuantization(**options)(model).report  # type: ignore[arg-type, attr-defined]
 
 
 def quantize(model: ir.Model) -> None:
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=None, embedding=None))(model)
+    QuantizeWeights(linear=LinearFormat(group=16), lm_head=None, embedding=None)(model)
 
 
 def trips(model: ir.Model) -> list[ir.Node]:
@@ -79,7 +79,7 @@ def test_codes_of_weights_may_come_before_or_after_and_are_still_fused(tmp_path:
 def test_inputs_that_are_rounded_to_4_bits_are_left_alone() -> None:
     model = residual_model(width=32, inner=48)
     quantize(model)
-    QuantizeActivations(QuantizeActivationsOptions(bits=4, scales="group"))(model)
+    QuantizeActivations(bits=4, scales="group")(model)
     report = emulate(model, activations=8)
     assert not trips(model)
     assert sum(skip.reason == ROUNDED() for skip in report.skips) == 4
@@ -166,7 +166,7 @@ def test_a_rotation_that_comes_too_late_leaves_rounded_tokens_alone(tmp_path: Pa
     model = residual_model(gains=False)
     emulate(model)
     before = logits(model, tmp_path / "before")
-    report = Rotate(RotateOptions())(model).report  # type: ignore[attr-defined]
+    report = Rotate()(model).report  # type: ignore[attr-defined]
     assert any("RoundTrip" in str(skip.reason) for skip in report.skips)
     assert relative(before, logits(model, tmp_path / "after")) < FLOAT32
 
@@ -174,4 +174,4 @@ def test_a_rotation_that_comes_too_late_leaves_rounded_tokens_alone(tmp_path: Pa
 @pytest.mark.parametrize("bad", [{"activations": 3}, {"cache": 16}, {"clip": 0.0}, {"cache_clip": 1.5}])
 def test_options_that_cannot_run_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        EmulateQuantizationOptions(**bad)  # type: ignore[arg-type]
+        EmulateQuantization(**bad)  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 from graphopt.errors import InputError
 from graphopt.graph.weights import weight_of
 from graphopt.ort.session import open_session
-from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, KeepCodes, KeepCodesOptions
+from graphopt.passes.codes.keep_codes import NO_LOOKUP, NOT_OF_FILE, KeepCodes
 from graphopt.passes.context import make_context
 from graphopt.runtime_ops import declare, port
 from graphopt.tasks import task_of
@@ -116,7 +116,7 @@ def test_minimums_are_kept_in_the_types_of_the_file(tmp_path: Path) -> None:
 def test_minimums_are_zero_points_on_a_gpu(tmp_path: Path) -> None:
     model, path = model_and_file(tmp_path, ("Q4_1", "Q4_K"))
     before, kept = exact_logits(model, tmp_path / "before"), model.clone()
-    KeepCodes(KeepCodesOptions(file=path))(model, make_context(task_of(model.graph), "ort-cuda"))
+    KeepCodes(file=path)(model, make_context(task_of(model.graph), "ort-cuda"))
     run_pass(model, "lower")
     declare(model)
     # scales of Q4_1 are float16 numbers, their zero points are not: both are stored as float32
@@ -134,7 +134,7 @@ def test_a_tied_embedding_is_stored_once(kind: str, target: Target, tmp_path: Pa
     run_pass(model, "canonicalize")
     before = exact_logits(model, tmp_path / "before")
     context = make_context(task_of(model.graph), target)
-    report = KeepCodes(KeepCodesOptions(file=path))(model, context).report
+    report = KeepCodes(file=path)(model, context).report
     assert not report.skips
     rows, columns = VOCABULARY, WIDTH
     of_table = [value for value in model.graph.initializers.values() if set(value.shape or ()) == {rows, columns}]

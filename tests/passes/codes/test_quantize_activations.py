@@ -11,9 +11,9 @@ from pydantic import ValidationError
 
 from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
-from graphopt.passes.algebra.rotate import Rotate, RotateOptions
-from graphopt.passes.codes.quantize_activations import ALREADY, LM_HEAD, QuantizeActivations, QuantizeActivationsOptions
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.algebra.rotate import Rotate
+from graphopt.passes.codes.quantize_activations import ALREADY, LM_HEAD, QuantizeActivations
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.runtime_ops import OPERATORS
 from graphopt.runtime_ops.matmul_table.spec.op import dequantize
 from tests.graphs import canonical, residual_model, run_pass, save
@@ -22,12 +22,12 @@ from tests.graphs import canonical, residual_model, run_pass, save
 def quantized(linear: LinearFormat | None = None, **given: Any) -> ir.Model:
     model = residual_model(width=32, inner=48, **given)
     chosen = linear or LinearFormat(group=16)
-    QuantizeWeights(QuantizeWeightsOptions(linear=chosen, lm_head=chosen, embedding=None))(model)
+    QuantizeWeights(linear=chosen, lm_head=chosen, embedding=None)(model)
     return model
 
 
 def run(model: ir.Model, **options: Any) -> Any:
-    return QuantizeActivations(QuantizeActivationsOptions(**options))(model).report
+    return QuantizeActivations(**options)(model).report
 
 
 def node_of(model: ir.Model, name: str) -> ir.Node:
@@ -37,8 +37,8 @@ def node_of(model: ir.Model, name: str) -> ir.Node:
 def rotated() -> ir.Model:
     """Return a model with a Hadamard in front of both down projections, quantized."""
     model = residual_model(width=32, inner=48)
-    Rotate(RotateOptions(residual=None, value=None, weight_inputs="hadamard"))(model)
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16)))(model)
+    Rotate(residual=None, value=None, weight_inputs="hadamard")(model)
+    QuantizeWeights(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16))(model)
     return model
 
 
@@ -90,7 +90,7 @@ def test_scales_per_group_are_in_the_groups_of_the_weight(bits: int, activations
 
 def test_an_input_of_several_products_is_rounded_once(llama_canonical: ir.Model) -> None:
     chosen = LinearFormat(group=16)
-    QuantizeWeights(QuantizeWeightsOptions(linear=chosen, lm_head=None, embedding=None))(llama_canonical)
+    QuantizeWeights(linear=chosen, lm_head=None, embedding=None)(llama_canonical)
     run(llama_canonical)
     rounded = [node for node in llama_canonical.graph if node.op_type == "RoundActivations"]
     assert [len(node.outputs[0].uses()) for node in rounded] == 2 * [3, 1, 2, 1]
@@ -183,7 +183,7 @@ def test_groups_that_no_kernel_of_ours_takes_are_left_alone() -> None:
 
 def test_a_router_is_left_alone(make_artifact: Callable[[str], Path]) -> None:
     model = canonical(make_artifact("mixtral"))
-    QuantizeWeights(QuantizeWeightsOptions(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16)))(model)
+    QuantizeWeights(linear=LinearFormat(group=16), lm_head=LinearFormat(group=16))(model)
     report = run(model)
     assert [str(skip.reason) for skip in report.skips if "gate.Gemm" in skip.where] == [
         "its weights are not quantized"
@@ -196,4 +196,4 @@ def test_a_router_is_left_alone(make_artifact: Callable[[str], Path]) -> None:
 @pytest.mark.parametrize("bad", [{"bits": 6}, {"clip": 0.0}, {"clip": 1.5}, {"scales": "group", "clip": 0.9}])
 def test_options_that_cannot_run_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
-        QuantizeActivationsOptions(**bad)
+        QuantizeActivations(**bad)

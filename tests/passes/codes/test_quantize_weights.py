@@ -16,24 +16,19 @@ from graphopt.analysis.structure.product_codes import dequantize_of, rounding_of
 from graphopt.graph import provenance
 from graphopt.numerics.formats import FORMATS, format_of
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
-from graphopt.passes.codes.quantize_weights import (
-    EmbeddingFormat,
-    LinearFormat,
-    QuantizeWeights,
-    QuantizeWeightsOptions,
-)
-from graphopt.passes.lower.lower import Lower, LowerOptions
+from graphopt.passes.codes.quantize_weights import EmbeddingFormat, LinearFormat, QuantizeWeights
+from graphopt.passes.lower.lower import Lower
 from graphopt.quantization.rounding import round_to_nearest
 from graphopt.quantization.rounding.float16_scales import fits_half
 from tests.graphs import residual_model, run_pass, save, session
 
 
-def options(**given: object) -> QuantizeWeightsOptions:
+def options(**given: object) -> QuantizeWeights:
     defaults = {"linear": LinearFormat(group=16), "lm_head": LinearFormat(format="int8", group=16)}
-    return QuantizeWeightsOptions(**{**defaults, **given})  # type: ignore[arg-type]
+    return QuantizeWeights(**{**defaults, **given})  # type: ignore[arg-type]
 
 
-def quantize(model: ir.Model, chosen: QuantizeWeightsOptions | None = None) -> Any:
+def quantize(model: ir.Model, chosen: QuantizeWeights | None = None) -> Any:
     return QuantizeWeights(chosen or options())(model).report
 
 
@@ -45,7 +40,7 @@ def changes_of(report: Any) -> dict[str, str]:
     return {change.where: str(change.what) for change in report.changes}
 
 
-def dequantized(model: ir.Model, chosen: QuantizeWeightsOptions) -> ir.Model:
+def dequantized(model: ir.Model, chosen: QuantizeWeights) -> ir.Model:
     """Return a float copy of ``model`` whose weights are the values of the codes, computed by the definition."""
     copy = model.clone(deep_copy=True)
     for name, value in copy.graph.initializers.items():
@@ -195,7 +190,7 @@ def test_scales_that_float16_cannot_hold_are_float32_and_the_report_says_so() ->
     tiny[16:, 3] *= 1e-5
     weight.const_value = ir.tensor(tiny, name="up0.weight")
     quantize(model, options(linear=LinearFormat(format="fp6-e2m3", group=16)))
-    said = changes_of(Lower(LowerOptions())(model).report)
+    said = changes_of(Lower()(model).report)
     assert "scales are float32" in said["up0"]
     assert "scales are float32" not in said["down0"]
     up, down = (node_of(model, name) for name in ("up0", "down0"))
@@ -265,9 +260,7 @@ def test_rows_that_the_group_does_not_divide_take_a_smaller_one_and_say_so() -> 
         ),
     ],
 )
-def test_what_is_left_alone_has_its_reason(
-    model: ir.Model, chosen: QuantizeWeightsOptions, where: str, reason: str
-) -> None:
+def test_what_is_left_alone_has_its_reason(model: ir.Model, chosen: QuantizeWeights, where: str, reason: str) -> None:
     assert any(skip.where == where and reason in str(skip.reason) for skip in quantize(model, chosen).skips)
 
 
@@ -307,10 +300,10 @@ def test_an_embedding_of_4_bits_is_refused() -> None:
 
 def test_experts_are_quantized_and_what_chooses_them_is_not(make_artifact: Callable[[str], Path]) -> None:
     from graphopt.artifact import artifact
-    from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+    from graphopt.passes.lift.canonicalize import Canonicalize
 
     model = artifact.read(make_artifact("mixtral")).model
-    Canonicalize(CanonicalizeOptions())(model)
+    Canonicalize()(model)
     report = quantize(model)
     assert [(skip.where, str(skip.reason)) for skip in report.skips] == [
         (f"model.layers.{layer}.mlp.gate.Gemm", "it chooses experts: its few columns stay in floating point")

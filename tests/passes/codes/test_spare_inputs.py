@@ -17,8 +17,8 @@ from graphopt.graph.diagnostics import PassReport
 from graphopt.graph.weights import weight_of
 from graphopt.ort.runner import Runner
 from graphopt.passes import PASSES
-from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_activations import QuantizeActivations
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.codes.spare_inputs import ROUNDED, SPARED, gain_of
 from graphopt.passes.context import Statistics, make_context
 from graphopt.passes.recipe import load_recipe
@@ -34,7 +34,7 @@ TEXTS = [np.random.default_rng(3).integers(0, 24, 60 + row) for row in range(3)]
 def choose(model: ir.Model, folder: Path, share: float) -> PassReport:
     step, calibration = PASSES["spare_inputs"], Calibration(folder, lambda: TEXTS, Runner())
     shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
-    report: PassReport = step(step.options_type(share=share))(model, shared).report  # type: ignore[call-arg]
+    report: PassReport = step(share=share)(model, shared).report  # type: ignore[call-arg]
     return report
 
 
@@ -59,9 +59,9 @@ def test_a_share_keeps_8_bits_and_the_notes_are_gone(tmp_path: Path, share: floa
     assert (len(spared), len(others)) == (expected, 4 - expected)
     assert all(one["error"] >= other["error"] for one in spared for other in others)
     linear = LinearFormat(format="nf4", group=16)
-    weights = QuantizeWeightsOptions(linear=linear, lm_head=None, embedding=None, activations="float32")
+    weights = QuantizeWeights(linear=linear, lm_head=None, embedding=None, activations="float32")
     QuantizeWeights(weights)(model)
-    QuantizeActivations(QuantizeActivationsOptions(bits=4, scales=scales))(model)  # type: ignore[arg-type]
+    QuantizeActivations(bits=4, scales=scales)(model)  # type: ignore[arg-type]
     found = list(rounded_to(model).values())
     assert found.count("int8") == expected
     assert found.count("uint4" if scales == "group" else "int4") == 4 - expected

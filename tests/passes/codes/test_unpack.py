@@ -130,5 +130,5 @@ def test_only_a_recipe_that_works_with_codes_unpacks() -> None:
     run_pass(model, "quantize_weights", linear=LinearFormat(format="fp6-e2m3", group=16), lm_head=None)
     run_pass(model, "lower")
     assert plain.fitting(model.graph) == plain.lowered()
-    names = [step.step for step in works.fitting(model.graph).steps]
+    names = [step.name for step in works.fitting(model.graph).steps]
     assert names == ["canonicalize", "unpack", "quantize_weights", "quantize_activations", "lower", "compact_scales"]

@@ -88,7 +88,7 @@ def test_widening_gives_back_the_constants(tied: bool) -> None:
 
 def test_a_recipe_with_codes_has_the_step_and_another_has_not() -> None:
     graph = residual_model().graph
-    names = [[step.step for step in load_recipe(name).fitting(graph).steps] for name in ("int4-rtn", "rotate")]
+    names = [[step.name for step in load_recipe(name).fitting(graph).steps] for name in ("int4-rtn", "rotate")]
     assert names[0][-2:] == ["lower", "compact_scales"]
     assert "compact_scales" not in names[1]
 

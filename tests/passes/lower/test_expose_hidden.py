@@ -13,7 +13,7 @@ import pytest
 from graphopt.analysis.structure.ports import HIDDEN, LOGITS
 from graphopt.compile.pipeline import optimize
 from graphopt.inference.session import load
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from tests.graphs import VOCABULARY, residual_model, run_pass, session
 
 
@@ -51,7 +51,7 @@ def test_positions_that_are_cut_have_no_state(tmp_path: Path) -> None:
 
 def test_a_head_of_codes_has_a_state_too(tmp_path: Path) -> None:
     model = residual_model(width=32)
-    QuantizeWeights(QuantizeWeightsOptions(linear=None, lm_head=LinearFormat(format="nf4", group=16)))(model)
+    QuantizeWeights(linear=None, lm_head=LinearFormat(format="nf4", group=16))(model)
     (before,) = both(model, tmp_path / "before")
     run_pass(model, "expose_hidden")
     after, hidden = both(model, tmp_path / "after")

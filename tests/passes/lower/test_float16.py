@@ -17,7 +17,7 @@ from graphopt.compile.replay import verify
 from graphopt.errors import InputError
 from graphopt.inference.decoding.decoder import Decoder
 from graphopt.inference.session import Session, load
-from graphopt.passes.lower.float16 import Float16, Float16Options
+from graphopt.passes.lower.float16 import Float16
 from graphopt.passes.recipe import Recipe
 from tests.families import VOCABULARY
 from tests.graphs import Builder, canonical, session
@@ -32,7 +32,7 @@ FAMILIES = ("llama", "gpt2", "gemma3", "mixtral")
 
 
 def narrow(model: ir.Model) -> Any:
-    return Float16(Float16Options())(model).report
+    return Float16()(model).report
 
 
 def types(model: ir.Model) -> Counter[str]:

@@ -16,14 +16,14 @@ from graphopt.inference.decoding.proposers import Lookup
 from graphopt.inference.decoding.speculation import Speculation
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
-from graphopt.passes.lower.last_logits import LastLogits, LastLogitsOptions
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
+from graphopt.passes.lower.last_logits import LastLogits
 from graphopt.quality.evaluation import evaluate
 from tests.graphs import logits, residual_model
 
 
 def last(model: ir.Model) -> Any:
-    return LastLogits(LastLogitsOptions())(model).report
+    return LastLogits()(model).report
 
 
 @pytest.mark.parametrize("given", [{}, {"biased": True}, {"tied": True}])
@@ -42,7 +42,7 @@ def test_the_logits_of_the_last_position_stay(given: dict[str, bool], tmp_path: 
 @pytest.mark.parametrize("name", ["int8", "nf4"])
 def test_a_head_of_codes_is_cut_too(name: str, tmp_path: Path) -> None:
     model = residual_model(width=32)
-    QuantizeWeights(QuantizeWeightsOptions(linear=None, lm_head=LinearFormat(format=name, group=16)))(model)
+    QuantizeWeights(linear=None, lm_head=LinearFormat(format=name, group=16))(model)
     before = logits(model, tmp_path / "before")
     last(model)
     # as above, and onnxruntime may take another kernel for one row

@@ -13,9 +13,9 @@ from graphopt.graph import provenance
 from graphopt.graph.diagnostics import PassReport
 from graphopt.ort.session import ACCURACY_LEVEL, open_session
 from graphopt.passes.codes.input_rounding import round_input
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.context import Ledger
-from graphopt.passes.lower.lower import Costs, Lower, LowerOptions, lowered, shipped_costs
+from graphopt.passes.lower.lower import Costs, Lower, lowered, shipped_costs
 from graphopt.runtime_ops.costs import Cost
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.runtime_ops.library import PATH_VARIABLE
@@ -43,12 +43,14 @@ COSTS = Costs(source="a test", machine="none", costs=(cost(4, 200, 100), cost(4,
 def quantized(linear: str = "int4", head: str = "int8") -> ir.Model:
     model = residual_model(width=32, inner=48)
     formats = {"linear": LinearFormat(format=linear, group=16), "lm_head": LinearFormat(format=head, group=16)}
-    QuantizeWeights(QuantizeWeightsOptions(**formats, embedding=None))(model)
+    QuantizeWeights(**formats, embedding=None)(model)
     return model
 
 
 def lower(model: ir.Model, **options: Any) -> Any:
-    return Lower(LowerOptions(**{"target": "ort-cpu", "instructions": "avx512", **options}), COSTS)(model).report
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr("graphopt.passes.lower.lower.shipped_costs", lambda: COSTS)
+        return Lower(**{"target": "ort-cpu", "instructions": "avx512", **options})(model).report
 
 
 def kinds(model: ir.Model) -> Counter[str]:
@@ -98,14 +100,14 @@ def test_the_default_is_the_instruction_set_of_this_machine(
     monkeypatch.setenv(PATH_VARIABLE, "")
     monkeypatch.setenv(ISA_VARIABLE, instructions)
     model = quantized()
-    Lower(LowerOptions(target="ort-cpu"))(model)
+    Lower(target="ort-cpu")(model)
     assert node_of(model, "head").op_type == of_head
 
 
 @pytest.mark.parametrize("instructions", ["neon", "dotprod", "i8mm"])
 def test_no_speed_is_claimed_on_arm_before_it_is_measured(instructions: str) -> None:
     model = quantized()
-    report = Lower(LowerOptions(target="ort-cpu", instructions=instructions))(model).report
+    report = Lower(target="ort-cpu", instructions=instructions)(model).report
     reasons = {str(skip.reason) for skip in report.skips}
     assert f"no cost was measured for 4 bits on {instructions}: onnxruntime's kernel stays" in reasons
     assert kinds(model)["MatMulTable"] == 0
@@ -193,7 +195,7 @@ def rounded(activations: str, group: int, clip: float = 1.0, linear: str = "nf4"
     """Return a model with this rounding in front of ``up0``."""
     model = residual_model(width=32, inner=48)
     chosen = LinearFormat(format=linear, group=16)
-    options = QuantizeWeightsOptions(linear=chosen, lm_head=chosen, embedding=None, activations="float32")
+    options = QuantizeWeights(linear=chosen, lm_head=chosen, embedding=None, activations="float32")
     QuantizeWeights(options)(model)
     report = PassReport(name="test", effect="lossy")
     attributes = {"activations": activations, "group": group, "clip": clip}

@@ -21,11 +21,11 @@ from graphopt.graph.editing import shared_constant
 from graphopt.graph.weights import WeightTensor, expression_of
 from graphopt.ort.session import open_session
 from graphopt.passes.codes.input_rounding import round_input
-from graphopt.passes.codes.quantize_activations import QuantizeActivations, QuantizeActivationsOptions
-from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_activations import QuantizeActivations
+from graphopt.passes.codes.quantize_weights import LinearFormat, QuantizeWeights
 from graphopt.passes.context import Ledger
 from graphopt.passes.lower.lower import lowered
-from graphopt.passes.lower.merge_products import DIFFER, MERGED, MergeProducts, MergeProductsOptions
+from graphopt.passes.lower.merge_products import DIFFER, MERGED, MergeProducts
 from tests.graph.weights.counting import Counted
 from tests.graphs import Builder, save
 from tests.native import needs_library
@@ -49,11 +49,11 @@ def readers(*widths: int, format_: str = "nf4", activations: str = "int8", group
 def quantize(model: ir.Model, format_: str, activations: str = "int8", group: int = 32) -> None:
     linear = LinearFormat(format=format_, group=group)
     options = {"linear": linear, "lm_head": None, "embedding": None, "activations": activations}
-    QuantizeWeights(QuantizeWeightsOptions(**options))(model)
+    QuantizeWeights(**options)(model)
 
 
 def merge(model: ir.Model) -> Any:
-    return MergeProducts(MergeProductsOptions())(model).report
+    return MergeProducts()(model).report
 
 
 def run(model: ir.Model, length: int = 3, native: bool = True) -> list[np.ndarray]:
@@ -124,7 +124,7 @@ def test_a_second_time_changes_nothing() -> None:
 @pytest.mark.parametrize("native", [True, False])
 def test_products_of_rounded_inputs_are_merged(native: bool) -> None:
     model = readers(32, 16)
-    QuantizeActivations(QuantizeActivationsOptions(bits=8))(model)
+    QuantizeActivations(bits=8)(model)
     before = run(model, native=native)
     merge(model)
     assert kinds(lowered(model)) == {"MatMulDynamic": 2, "Split": 1}

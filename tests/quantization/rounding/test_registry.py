@@ -13,7 +13,7 @@ from graphopt.errors import InputError
 from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.numerics.formats import FORMATS
-from graphopt.passes.codes.quantize_weights import STORED, QuantizeWeightsOptions
+from graphopt.passes.codes.quantize_weights import STORED, QuantizeWeights
 from graphopt.passes.recipe import load_recipe
 from graphopt.quantization.rounding.methods import METHODS
 from tests.added import file_added
@@ -85,8 +85,8 @@ def test_a_rounding_method_is_one_file(llama_artifact: Path, tmp_path: Path) -> 
 
 def test_methods_are_found_by_name_and_say_which_there_are() -> None:
     assert all(METHODS[name]().method == name for name in METHODS)
-    assert QuantizeWeightsOptions().rounding == METHODS["nearest"]()
+    assert QuantizeWeights().rounding == METHODS["nearest"]()
     with pytest.raises(ValidationError, match=r"there is no rounding method 'up'; known are .*nearest"):
-        QuantizeWeightsOptions(rounding="up")
+        QuantizeWeights(rounding="up")
     with pytest.raises(InputError, match=r"the step quantize_weights cannot be set so: rounding.*Extra inputs"):
         load_recipe("int4-rtn", options=["quantize_weights.rounding={method: nearest, damping: 1}"])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphopt.passes.cache.sparse_kv import SparseKVOptions
+from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.runtime_ops.kv_attention.spec import policies
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
 from graphopt.runtime_ops.kv_attention.spec.policies import POLICIES, Policy, policy_numbered
@@ -178,4 +178,4 @@ print(json.dumps([float(np.abs(expected - y).max()), float(np.abs(expected).max(
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="Input should be 'dense', 'streaming' or 'retrieval'"):
-        SparseKVOptions(policy="every_nth")
+        SparseKV(policy="every_nth")

@@ -17,5 +17,5 @@ def test_a_recipe_of_the_benchmark_can_be_used(file: Path) -> None:
     assert recipe.name == file.stem
     paged, steps = recipe.name != "int4-growing", {step.name: step for step in recipe.passes()}
     assert {"quantize_weights", "merge_products"} <= set(steps)
-    assert ("page_kv" in steps, steps["lower"].options.caches == "growing") == (paged, not paged)
+    assert ("page_kv" in steps, steps["lower"].caches == "growing") == (paged, not paged)
     assert ("last_logits" in steps) == paged

@@ -12,7 +12,7 @@ import pytest
 from graphopt.artifact import artifact
 from graphopt.compile.pipeline import optimize
 from graphopt.models.gguf.checkpoint import outline_gguf
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.compare import compare
 from graphopt.quantization.gguf.file import open_gguf
@@ -68,7 +68,7 @@ def test_an_importance_matrix_lies_as_llama_cpp_reads_it(tmp_path: Path) -> None
 
 
 def test_onnxruntime_quantizes_what_graphopt_starts_from(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), tmp_path / "plain")
+    optimize(llama_artifact, Recipe(name="canonical", steps=(Canonicalize(),)), tmp_path / "plain")
     size = nbits.quantized(tmp_path / "plain", "RTN", 32, tmp_path / "made")
     floats = (tmp_path / "plain" / "model.onnx.data").stat().st_size
     # 4 bits, a float32 scale and half a byte for 32 weights, where there were 32; norms stay
@@ -93,7 +93,7 @@ def test_outputs_get_their_names_again() -> None:
 
 
 def test_onnxruntimes_gptq_calibrates_on_what_it_is_fed(llama_artifact: Path, tmp_path: Path) -> None:
-    optimize(llama_artifact, Recipe(name="canonical", steps=(CanonicalizeOptions(),)), tmp_path / "plain")
+    optimize(llama_artifact, Recipe(name="canonical", steps=(Canonicalize(),)), tmp_path / "plain")
     graph = artifact.read(tmp_path / "plain").model.graph
     texts = [np.random.default_rng(seed).integers(0, 40, (1, 64)) for seed in range(2)]
     feeds = [dict(task_of(graph).text_feeds(graph, text)) for text in texts]

@@ -47,7 +47,7 @@ def shipped(folder: Path, tokens: int) -> tuple[Session, HeldOut]:
 
 def optimized(source: Path, made: Path, *steps: Step, run: bool = True) -> Session:
     """Apply ``steps`` to the artifact ``source``, write the artifact ``made``, and open it."""
-    graphopt.optimize(source, Recipe(name=steps[-1].step, steps=steps), made, run=run)
+    graphopt.optimize(source, Recipe(name=steps[-1].name, steps=steps), made, run=run)
     return graphopt.load(made)
 
 

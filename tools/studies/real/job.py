@@ -13,8 +13,8 @@ from graphopt.errors import GraphoptError
 from graphopt.inference.embeddings import load_encoder
 from graphopt.inference.embeddings.evaluate import cosine_matrix
 from graphopt.inference.session import Session
-from graphopt.passes.codes.keep_codes import KeepCodesOptions
-from graphopt.passes.lift.canonicalize import CanonicalizeOptions
+from graphopt.passes.codes.keep_codes import KeepCodes
+from graphopt.passes.lift.canonicalize import Canonicalize
 from graphopt.passes.recipe import Recipe
 from graphopt.quality.judge import CHECK
 from graphopt.util.targets import Target
@@ -94,7 +94,7 @@ def run(name: str, checkpoint: Path, folder: Path, recipes: Sequence[str], token
         yield _made(Row(name, recipe), start, recipe, folder / f"{name}-{recipe}", tokens)
     if checkpoint.suffix == ".gguf":
         say(f"{name}: {KEEP}")
-        steps = (CanonicalizeOptions(), KeepCodesOptions(file=checkpoint.absolute(), activations="int8"))
+        steps = (Canonicalize(), KeepCodes(file=checkpoint.absolute(), activations="int8"))
         recipe_of_codes = Recipe(name="keep-codes", steps=steps)
         yield _made(Row(name, KEEP), exported, recipe_of_codes, folder / f"{name}-{KEEP}", tokens, "ort-cpu")
 

@@ -104,11 +104,11 @@ def retrieve(model: ir.Model, tokens: int) -> None:
     Raises:
         InputError: there is no such head in pages without summaries.
     """
-    from graphopt.passes.cache.sparse_kv import SparseKV, SparseKVOptions  # passes take long to import
+    from graphopt.passes.cache.sparse_kv import SparseKV  # passes take long to import
 
     page = max(layer_of(node).attributes.page for node in _dense_caches(model))
     budget = -(-max(1, tokens) // page)
-    SparseKV(SparseKVOptions(policy="retrieval", sinks=page, recent=page, budget=budget))(model)
+    SparseKV(policy="retrieval", sinks=page, recent=page, budget=budget)(model)
 
 
 def _dense_caches(model: ir.Model) -> list[ir.Node]:

@@ -16,10 +16,11 @@ import numpy.typing as npt
 from pydantic import Field
 
 from graphopt.errors import InputError
-from graphopt.passes.base import StepOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from graphopt.passes.lift.rescale_rope.rescale_rope import RescaleRope
 
 Radians = npt.NDArray[np.float64]
 Positive = Annotated[float, Field(gt=0, lt=math.inf)]
@@ -29,48 +30,12 @@ _SAME_BASE = 1e-5
 """How far frequencies may be from powers of one base, relative: they are float32, from a base that is float32."""
 
 
-class RescaleRopeOptions(StepOptions):
-    """How rotary frequencies are stretched, and how far.
-
-    Attributes:
-        method: which formula, see :class:`RescaleRope`.
-        factor: s, by which the context is to grow. 1 changes nothing.
-        trained: L, tokens of a sequence in training; ``None`` for the positions that the model has now.
-        attention_factor: what cosines and sines are multiplied by, so that scores grow by its square; ``None`` for
-            what the method's authors use: 0.1 ln s + 1 for yarn, sqrt(1 + ln s / ln L) for longrope, 1 for the others.
-        beta_fast: of yarn: pairs that go round more often within L are kept.
-        beta_slow: of yarn: pairs that go round less often are divided by s.
-        low_freq_factor: of llama3: pairs that go round less often are divided by s.
-        high_freq_factor: of llama3: pairs that go round more often are kept.
-        factors: of longrope: what each frequency is divided by, one number for each pair.
-        first: of longrope: tokens at the start that keep their trained angles.
-        kept: of truncated: pairs that go round at least so often within L are kept.
-        stopped: of truncated: pairs that go round at most so often no longer turn.
-        constant: of truncated: how often the pairs between go round.
-    """
-
-    step: Literal["rescale_rope"] = "rescale_rope"
-    method: Method = "yarn"
-    factor: Annotated[float, Field(ge=1, le=1 << 20)] = 2.0
-    trained: Annotated[int, Field(ge=2)] | None = None
-    attention_factor: Positive | None = None
-    beta_fast: Positive = 32.0
-    beta_slow: Positive = 1.0
-    low_freq_factor: Positive = 1.0
-    high_freq_factor: Positive = 4.0
-    factors: tuple[Positive, ...] = ()
-    first: Annotated[int, Field(ge=0, le=1 << 30)] = 0
-    kept: Annotated[float, Field(ge=0)] = 1.0
-    stopped: Annotated[float, Field(ge=0)] = 1 / 8
-    constant: Annotated[float, Field(ge=0)] = 1 / 16
-
-
-def linear(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians:
+def linear(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     """Return w_i / s: position interpolation (Chen et al. 2023), by which token p is turned as token p / s was."""
     return w / options.factor
 
 
-def ntk(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians:
+def ntk(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     """Return the frequencies of the base b s^(D / (D - 2)), which are w_i s^(-2 i / (D - 2)).
 
     The first pair is kept and the last divided by s ("NTK-aware scaled RoPE", bloc97 2023; YaRN, section 3.1).
@@ -78,7 +43,7 @@ def ntk(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians
     return w * options.factor ** (-np.arange(len(w)) / max(1, len(w) - 1))
 
 
-def yarn(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians:
+def yarn(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     """Return "NTK by parts" (YaRN, Peng et al. 2023, section 3.2), w_i (1 - g_i) + (w_i / s) g_i.
 
     g goes from 0 to 1 in a line between two pairs, as in the authors' code: the last whole i with r_i >= beta_fast, and
@@ -100,7 +65,7 @@ def yarn(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radian
     return w * (1 - ramp) + w / options.factor * ramp
 
 
-def llama3(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians:
+def llama3(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     """Return w_i (1 - g_i) + (w_i / s) g_i, where g goes from 0 to 1 in a line in r_i (Llama 3.1, 2024).
 
     g_i = (high_freq_factor - r_i) / (high_freq_factor - low_freq_factor), cut off at 0 and 1.
@@ -116,7 +81,7 @@ def llama3(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radi
     return w * (1 - ramp) + w / options.factor * ramp
 
 
-def longrope(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians:
+def longrope(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     """Return w_i / factors_i (LongRoPE, Ding et al. 2024, section 3.1)."""
     if len(options.factors) != len(w):
         raise InputError(
@@ -126,7 +91,7 @@ def longrope(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Ra
     return w / np.asarray(options.factors, np.float64)
 
 
-def truncated(w: Radians, options: RescaleRopeOptions, trained: int | None) -> Radians:
+def truncated(w: Radians, options: RescaleRope, trained: int | None) -> Radians:
     """Return the truncated basis of Giraffe (Pal et al. 2023, section 3.3).
 
     Pairs with r_i >= kept stay; those with r_i <= stopped get the frequency 0, those between 2 pi constant / L. So no
@@ -138,7 +103,7 @@ def truncated(w: Radians, options: RescaleRopeOptions, trained: int | None) -> R
     return np.where(rounds >= options.kept, w, slow)
 
 
-METHODS: dict[Method, Callable[[Radians, RescaleRopeOptions, int | None], Radians]] = {
+METHODS: dict[Method, Callable[[Radians, RescaleRope, int | None], Radians]] = {
     "linear": linear,
     "ntk": ntk,
     "yarn": yarn,
@@ -161,7 +126,7 @@ READS: dict[str, Method] = {
 """Which method reads an option."""
 
 
-def attention_factor(options: RescaleRopeOptions, trained: int | None) -> float:
+def attention_factor(options: RescaleRope, trained: int | None) -> float:
     """Return what cosines and sines are multiplied by.
 
     Scores of the rotated coordinates grow by its square: softmax of more tokens is flatter (YaRN, section 3.4, where it
@@ -176,7 +141,7 @@ def attention_factor(options: RescaleRopeOptions, trained: int | None) -> float:
     return 1.0
 
 
-def check(options: RescaleRopeOptions) -> None:
+def check(options: RescaleRope) -> None:
     """Refuse options that contradict one another, or that the method does not read.
 
     Raises:

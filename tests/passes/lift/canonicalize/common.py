@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import onnx_ir as ir
 
-from graphopt.passes.lift.canonicalize import Canonicalize, CanonicalizeOptions
+from graphopt.passes.lift.canonicalize import Canonicalize
 
 # Lifts reorder nothing that is summed; only a decomposed norm is computed in another order. Seen 0 to 3e-7.
 FLOAT32 = 2e-6
 
 
 def canonicalize(model: ir.Model) -> object:
-    return Canonicalize(CanonicalizeOptions())(model).report  # type: ignore[attr-defined]
+    return Canonicalize()(model).report  # type: ignore[attr-defined]
 
 
 def node_of(model: ir.Model, name: str) -> ir.Node:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphopt.errors import InputError
-from graphopt.passes.lift.rescale_rope.methods import METHODS, RescaleRopeOptions, attention_factor, check
+from graphopt.passes.lift.rescale_rope import RescaleRope
+from graphopt.passes.lift.rescale_rope.methods import METHODS, attention_factor, check
 
 # float32 powers, quotients and sums by two libraries: a few units in the last place of each, 6e-8.
 FLOAT32 = 1e-6
@@ -47,7 +48,7 @@ def by_transformers(base: float, pairs: int, trained: int, parameters: dict[str,
 
 
 def ours(w: np.ndarray, trained: int, **options: Any) -> tuple[np.ndarray, float]:
-    chosen = RescaleRopeOptions(**options)
+    chosen = RescaleRope(**options)
     check(chosen)
     return METHODS[chosen.method](w, chosen, trained), attention_factor(chosen, trained)
 
@@ -154,7 +155,7 @@ def test_the_truncated_basis_is_that_of_the_paper() -> None:
 )
 def test_options_that_contradict_one_another_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        check(RescaleRopeOptions(**options))
+        check(RescaleRope(**options))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,205 @@
+"""Attention over a cache that grows becomes attention that owns its cache, in pages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedNodesPass
+
+from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
+from graphopt.graph.diagnostics import Effect, Fact, Rule
+from graphopt.graph.editing import inherit, remove, shared_constant
+from graphopt.passes.base import Pass
+from graphopt.passes.cache.page_kv.attention import Meaning, meaning_of
+from graphopt.passes.cache.page_kv.rows import as_rows, read_rows
+from graphopt.passes.cache.page_kv.states import connect, graph_input
+from graphopt.passes.lift.canonicalize.attention import attentions
+from graphopt.passes.lift.canonicalize.masks import MaskEvaluator, drop_guard
+from graphopt.runtime_ops import OPERATORS, bodies_aside
+from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, KVAttributes
+
+if TYPE_CHECKING:
+    from graphopt.passes.context import Context, Ledger
+
+Page = Literal[16, 32, 64, 128]
+
+_MASK, _PAST_KEY, _PAST_VALUE = 3, 4, 5
+
+
+OWNS_CACHE = Rule(
+    "page_kv.owns-cache", "owns its cache, in pages of {page} tokens", window=", a window of {window} tokens"
+)
+LENGTHS = Rule("page_kv.lengths", "lengths per row say what is padding: past_length, new_length")
+NO_ATTENTION = Rule("page_kv.no-attention", "it has no standard Attention; canonicalize lifts what exporters spell out")
+ONE_KIND = Rule("page_kv.one-kind", "{node} has to stay, and a graph has one kind of cache")
+LEFT_OUT = Rule("page_kv.left-out", "it was left out when the other layers got caches in pages")
+READ_TOO = Rule("page_kv.read-too", "{op} {node} reads {input} too, which a graph with a cache in pages does not have")
+
+
+class PageKV(Pass):
+    """Let attention own its cache, in pages of a fixed number of tokens that are allocated once and filled in place.
+
+    before::
+
+        m = <arithmetic on attention_mask>                                       causal, not padding, perhaps a window
+        y, present_k, present_v = Attention(q, k, v, m, past_k, past_v)          caches [batch, KV heads, past, size]
+        o = Reshape(Transpose(y))
+
+    after::
+
+        o, keys, values, ... = ai.graphopt::KVAttention(q', k', v', past_length, new_length, ..., keys, values, ...)
+
+    q', k', v' are [batch, length, heads x size]: the Transpose and Reshape around q, k and v go. Query i of the n new
+    tokens of a row with p stored ones stands at position p + i, and sees j where j <= p + i and, with a window w,
+    j > p + i - w: what m says with columns for positions, since padding stands on the left and both then differ by one
+    number per row. Padding is not stored. A cache that grows is copied at each step; this one is written where it lies,
+    and pages are what a policy can pick (PagedAttention, Kwon et al. 2023; Quest, Tang et al. 2024). The pages of a
+    layer with a window are reused in turn: j > p + i - w is the policy "streaming" without sinks, and older tokens are
+    never read.
+
+    The input ``attention_mask`` and what made masks of it disappear; ``past_length`` and ``new_length`` int64 [batch]
+    come instead. A graph has one kind of cache: if one layer cannot be rewritten none is, and each says why.
+    """
+
+    name: ClassVar[str] = "page_kv"
+    effect: ClassVar[Effect] = "exact"
+
+    page: Page = 64
+
+    @property
+    def context_tokens(self) -> int:
+        """See :class:`Pass`: more than one page."""
+        return self.page
+
+    def rewrite(self, model: ir.Model, context: Context) -> None:
+        """Rewrite all attention of the graph, or none."""
+        page_attention(model, context, self.page)
+
+
+def page_attention(model: ir.Model, context: Context, page: int) -> None:
+    """Rewrite all standard attention over caches to ``KVAttention`` on dense float32 pages, or say why not."""
+    graph, nodes, ledger = model.graph, attentions(model), context.ledger
+    if not nodes:
+        if not kv_nodes(graph):
+            ledger.skipped("graph", NO_ATTENTION())
+        return
+    evaluator = MaskEvaluator(model, context)
+    found = {node: meaning_of(node, evaluator) for node in nodes}
+    refused = {node: meaning for node, meaning in found.items() if isinstance(meaning, Fact)}
+    reason: Fact | None = None
+    if refused:
+        reason = ONE_KIND(node=next(iter(refused)).name)
+    elif kv_nodes(graph):
+        reason = LEFT_OUT()
+    else:
+        for node in nodes:
+            _drop_guards(evaluator, node, ledger)
+        _batch_from_tokens(graph)
+        reason = _other_reader(graph)
+    if reason is not None:
+        for node in nodes:
+            ledger.skipped(node, refused.get(node, reason))
+        return
+    lengths = [ir.val(name, ir.DataType.INT64, [_rows(graph)]) for name in (PAST_LENGTH, NEW_LENGTH)]
+    graph.inputs.extend(lengths)
+    for node, meaning in found.items():
+        assert isinstance(meaning, Meaning)
+        _rewrite(graph, node, meaning, lengths, page, ledger)
+    with bodies_aside(model):
+        RemoveUnusedNodesPass()(model)
+    for value in [value for value in graph.inputs if value.name == ATTENTION_MASK]:
+        graph.inputs.remove(value)
+        ledger.report_change(ATTENTION_MASK, LENGTHS())
+    describe(model)
+
+
+def _rewrite(
+    graph: ir.Graph, node: ir.Node, meaning: Meaning, lengths: list[ir.Value], page: int, ledger: Ledger
+) -> None:
+    rows = [as_rows(graph, value, node) for value in node.inputs[:3] if value is not None]
+    unused = shared_constant(graph, "no_sinks", np.zeros(0, np.float32))
+    layer = PagedLayer(
+        number=meaning.number,
+        head_size=meaning.head_size,
+        attributes=KVAttributes(
+            meaning.kv_heads,
+            meaning.scale,
+            softcap=meaning.softcap,
+            window=meaning.window,
+            page=page,
+            policies=(STREAMING,) if meaning.window else (DENSE,),
+            recent=max(1, meaning.window),
+        ),
+    )
+    inputs = dict(zip(("query", "key", "value", "past", "new"), (*rows, *lengths), strict=True))
+    absent = {"sink_logits": unused, "sink_query": unused}
+    made = OPERATORS[OPERATOR].node({**inputs, **absent}, layer.attributes.for_node(), name=node.name)
+    inherit(made, node)
+    y, old = made.outputs[0], node.outputs[0]
+    y.name, y.type = f"{node.name}.rows", old.type
+    assert rows[0].shape is not None
+    y.shape = rows[0].shape
+    graph.insert_before(node, made)
+    pasts = [node.inputs[index] for index in (_PAST_KEY, _PAST_VALUE)]
+    for present in node.outputs[1:3]:
+        if present.is_graph_output():
+            graph.outputs.remove(present)
+    read_rows(graph, old, y, made)
+    if node.graph is not None:
+        remove(node)
+    for past in pasts:
+        if past is not None:
+            graph.inputs.remove(past)
+    connect(graph, made, layer)
+    ledger.changed(made, OWNS_CACHE(page=page, window=meaning.window), [node])
+
+
+def _drop_guards(evaluator: MaskEvaluator, node: ir.Node, ledger: Ledger) -> None:
+    mask = node.inputs[_MASK] if len(node.inputs) > _MASK else None
+    if mask is not None:
+        drop_guard(evaluator, node, mask, ledger)
+
+
+def _rows(graph: ir.Graph) -> str | int:
+    shape = graph_input(graph, INPUT_IDS).shape
+    assert shape is not None
+    return shape[0] if isinstance(shape[0], int) else str(shape[0].value)
+
+
+def _batch_from_tokens(graph: ir.Graph) -> None:
+    """Let what reads the batch size from a cache or the mask read it from the tokens."""
+    tokens = graph_input(graph, INPUT_IDS)
+    for node in graph:
+        x = node.inputs[0] if node.inputs else None
+        if node.op_type == "Shape" and x is not None and x.is_graph_input() and x is not tokens:
+            span = node.attributes.get_int("start", 0), node.attributes.get_int("end", 99)
+            if span == (0, 1):
+                node.replace_input_with(0, tokens)
+
+
+def _other_reader(graph: ir.Graph) -> Fact | None:
+    """Return what else than masks and caches of attention reads the inputs that are to go, if anything does."""
+    going = {value for value in graph.inputs if value.name == ATTENTION_MASK or past_port(value) is not None}
+    waiting, seen = [value.producer() for value in graph.outputs], set[ir.Node]()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inner = [
+            each
+            for attribute in node.attributes.values()
+            if attribute.type == ir.AttributeType.GRAPH
+            for inside in attribute.as_graph().all_nodes()
+            for each in inside.inputs
+        ]
+        standard = node.op_type == "Attention" and not node.domain
+        for value in [*(node.inputs[:_MASK] if standard else node.inputs), *inner]:
+            if value in going and value is not None:
+                return READ_TOO(op=node.op_type, node=node.name, input=value.name)
+            if value is not None:
+                waiting.append(value.producer())
+    return None
