@@ -26,7 +26,7 @@ def test_scales_and_zero_points_add_bytes_and_no_parameters(linear: str, bits: i
         lm_head=LinearFormat(format="int8", group=32),
         embedding=EmbeddingFormat(group=16),
     )
-    QuantizeWeights(options)(model)
+    options(model)
     totals = weight_totals(model)
     assert totals.parameters == PARAMETERS
     zero_points = bits if linear.startswith("u") else 0

@@ -13,7 +13,6 @@ from graphopt.graph.diagnostics import PassReport
 from graphopt.graph.weights import weight_of
 from graphopt.numerics.formats import format_of
 from graphopt.ort.runner import Runner
-from graphopt.passes import PASSES
 from graphopt.passes.algebra.scale_channels import (
     DIVIDED,
     LEFT,
@@ -47,9 +46,9 @@ def uneven(model: ir.Model, *, factor: float = 1.5) -> ir.Model:
 
 
 def scale(model: ir.Model, folder: Path, **options: object) -> PassReport:
-    step, calibration = PASSES["scale_channels"], Calibration(folder, lambda: TEXTS, Runner())
+    calibration = Calibration(folder, lambda: TEXTS, Runner())
     shared = make_context(task_of(model.graph), statistics=Statistics(calibration))
-    report: PassReport = step(ScaleChannels(linear=FORMAT, **options))(model, shared).report  # type: ignore[arg-type]
+    report: PassReport = ScaleChannels(linear=FORMAT, **options)(model, shared).report  # type: ignore[arg-type]
     return report
 
 

@@ -29,7 +29,7 @@ def options(**given: object) -> QuantizeWeights:
 
 
 def quantize(model: ir.Model, chosen: QuantizeWeights | None = None) -> Any:
-    return QuantizeWeights(chosen or options())(model).report
+    return (chosen or options())(model).report
 
 
 def node_of(model: ir.Model, name: str) -> ir.Node:

@@ -60,7 +60,7 @@ def test_a_share_keeps_8_bits_and_the_notes_are_gone(tmp_path: Path, share: floa
     assert all(one["error"] >= other["error"] for one in spared for other in others)
     linear = LinearFormat(format="nf4", group=16)
     weights = QuantizeWeights(linear=linear, lm_head=None, embedding=None, activations="float32")
-    QuantizeWeights(weights)(model)
+    weights(model)
     QuantizeActivations(bits=4, scales=scales)(model)  # type: ignore[arg-type]
     found = list(rounded_to(model).values())
     assert found.count("int8") == expected

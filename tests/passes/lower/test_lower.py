@@ -196,7 +196,7 @@ def rounded(activations: str, group: int, clip: float = 1.0, linear: str = "nf4"
     model = residual_model(width=32, inner=48)
     chosen = LinearFormat(format=linear, group=16)
     options = QuantizeWeights(linear=chosen, lm_head=chosen, embedding=None, activations="float32")
-    QuantizeWeights(options)(model)
+    options(model)
     report = PassReport(name="test", effect="lossy")
     attributes = {"activations": activations, "group": group, "clip": clip}
     round_input(model.graph, node_of(model, "up0"), attributes, Ledger(report))
