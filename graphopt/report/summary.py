@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.analysis.structure.roles import OTHER_ROLE, SHARED_ROLE
 from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import count_text, letters, plain, ranges
 from graphopt.report.sentences import fold_reasons, sentence
@@ -78,7 +78,7 @@ def rows(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> lis
     for node in trace.nodes:
         # A node that only makes the matrix of a product is no product of its own.
         if (is_selected is not None and not is_selected(node)) or (
-            not node.weights and node.role in helps - {OTHER, SHARED}
+            not node.weights and node.role in helps - {OTHER_ROLE, SHARED_ROLE}
         ):
             continue
         row = by_key.setdefault((node.fold, node.role), Row(node.fold, node.role))
@@ -99,7 +99,9 @@ def rows(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> lis
             row.bytes += trace.weights[number].bytes
         for reference in node.left:
             row.left[reference.by, reference.why].append(node.layer)
-    return sorted(by_key.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER, SHARED)))
+    return sorted(
+        by_key.values(), key=lambda row: (row.fold is None, row.fold or 0, row.role in (OTHER_ROLE, SHARED_ROLE))
+    )
 
 
 def roles_table(trace: Trace, is_selected: Callable[[Node], bool] | None = None) -> ConsoleTable:
@@ -140,7 +142,7 @@ def coverage_table(trace: Trace, is_selected: Callable[[Node], bool] | None = No
     table = ConsoleTable(["layers", "role", "nodes that each pass touched, of all"])
     folds, previous = list(islice(letters(), len(trace.folds))), object()
     for row in rows(trace, is_selected):
-        if row.role in (OTHER, SHARED) and not row.passes:
+        if row.role in (OTHER_ROLE, SHARED_ROLE) and not row.passes:
             continue
         fold_label = "" if row.fold == previous else _fold_label(trace, row.fold, folds)
         previous = row.fold

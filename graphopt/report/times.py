@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.analysis.structure.roles import OTHER_ROLE, SHARED_ROLE
 from graphopt.report.console_table import ConsoleTable, figure_columns
 from graphopt.report.escape import count_text, plain
 from graphopt.report.trace_builder import BYTES
@@ -78,7 +78,7 @@ def parts(trace: Trace, run: Run) -> dict[str, dict[int | None, tuple[float, str
 def _role(node: Node | None) -> str:
     if node is None:
         return "added at load"
-    return node.operator if node.role in (OTHER, SHARED) else node.role
+    return node.operator if node.role in (OTHER_ROLE, SHARED_ROLE) else node.role
 
 
 def by_pass(trace: Trace, run: Run) -> list[tuple[str, float]]:

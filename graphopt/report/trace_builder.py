@@ -163,8 +163,8 @@ class _Tracer:
         """Return which share of the tokens passes each product over experts: those chosen, of all."""
         shares: dict[ir.Node, float] = {}
         for router in (node for node, role in self.roles.items() if role == "router"):
-            matrix, segment = matrix_of(router, self.constant), self.folding.cuts.of.get(router)
-            nodes = [node for node, number in self.folding.cuts.of.items() if number == segment]
+            matrix, segment = matrix_of(router, self.constant), self.folding.cuts.segment_of.get(router)
+            nodes = [node for node, number in self.folding.cuts.segment_of.items() if number == segment]
             counts_chosen = [_count(node) for node in nodes if node.op_type == "TopK"]
             numbers = [count for count in counts_chosen if count is not None]
             products = [n for n in nodes if self.roles[n] in EXPERTS and matrix_of(n, self.constant) is not None]

@@ -17,12 +17,12 @@ PADDING = "graphopt.padding"
 """Metadata of a model that takes ``attention_mask`` and yet cannot have padding in front of a row's tokens: "none"."""
 WINDOWS = "graphopt.windows"
 """Metadata of a model whose caches are cut to a window: how many tokens each cache input holds, by name, in JSON."""
-WINDOWED = "sliding_window_cache"
+CUTS_TO_WINDOW = "sliding_window_cache"
 """Attribute of ``GroupQueryAttention``: it cuts its own cache to its window."""
 
-_GROUPED, _MULTI = "GroupQueryAttention", "MultiHeadAttention"
+_GROUP_QUERY, _MULTI_HEAD = "GroupQueryAttention", "MultiHeadAttention"
 _QUERY, _KEY = 0, 1
-_PAST = {_GROUPED: (3, 4), _MULTI: (6, 7)}
+_PAST = {_GROUP_QUERY: (3, 4), _MULTI_HEAD: (6, 7)}
 
 
 def contrib_nodes(graph: ir.Graph, *op_types: str) -> list[ir.Node]:
@@ -37,13 +37,13 @@ def head_sizes(node: ir.Node) -> tuple[int, int, int] | None:
         node: a ``GroupQueryAttention``, or a ``MultiHeadAttention`` whose queries, keys and values are apart.
     """
     query, heads = node.inputs[_QUERY], node.attributes.get_int("num_heads", 0)
-    groups = node.attributes.get_int("kv_num_heads", 0) if node.op_type == _GROUPED else heads
+    groups = node.attributes.get_int("kv_num_heads", 0) if node.op_type == _GROUP_QUERY else heads
     width = None if query is None or query.shape is None or len(query.shape) != 3 else query.shape[2]
     if not isinstance(width, int) or heads < 1 or groups < 1 or heads % groups:
         return None
-    packed = len(node.inputs) <= _KEY or node.inputs[_KEY] is None
-    size, rest = divmod(width, heads + 2 * groups if packed else heads)
-    return None if rest else (heads, groups, size)
+    is_packed = len(node.inputs) <= _KEY or node.inputs[_KEY] is None
+    size, remainder = divmod(width, heads + 2 * groups if is_packed else heads)
+    return None if remainder else (heads, groups, size)
 
 
 def state_caches(model: ir.Model) -> None:
@@ -74,19 +74,19 @@ def cache_inputs(node: ir.Node) -> list[ir.Value | None]:
 
 def windowed_nodes(graph: ir.Graph) -> list[ir.Node]:
     """Return every ``GroupQueryAttention`` that cuts its own cache to its window."""
-    return [node for node in contrib_nodes(graph, _GROUPED) if node.attributes.get_int(WINDOWED, 0)]
+    return [node for node in contrib_nodes(graph, _GROUP_QUERY) if node.attributes.get_int(CUTS_TO_WINDOW, 0)]
 
 
 def windows_of(graph: ir.Graph) -> dict[str, int]:
     """Return how many tokens each cache input holds that is cut to a window: what its shape says, else the window."""
-    found = {}
+    windows = {}
     for node in windowed_nodes(graph):
         for value in cache_inputs(node):
             if value is not None and value.is_graph_input() and value.name:
                 length = value.shape[2] if value.shape is not None and len(value.shape) == 4 else None
                 window = node.attributes.get_int("local_window_size", 0)
-                found[value.name] = length if isinstance(length, int) else window
-    return found
+                windows[value.name] = length if isinstance(length, int) else window
+    return windows
 
 
 def stated_windows(metadata: Mapping[str, str]) -> dict[str, int]:
@@ -104,4 +104,4 @@ def stated_windows(metadata: Mapping[str, str]) -> dict[str, int]:
 
 def counts_from_first_column(graph: ir.Graph) -> bool:
     """Return whether an operator of ``graph`` takes the first columns of each row for its tokens."""
-    return bool(contrib_nodes(graph, _GROUPED))
+    return bool(contrib_nodes(graph, _GROUP_QUERY))

@@ -45,7 +45,7 @@ def weight_totals(model: ir.Model) -> WeightTotals:
     """
     parameters = size = 0
     for graph in model.graphs():
-        for value, tensor in _stored(graph):
+        for value, tensor in _distinct_tensors(graph):
             if is_weight(value, tensor):
                 parameters += parameters_in(value, tensor)
             elif reader_of(value, DECODING) is None:
@@ -55,13 +55,13 @@ def weight_totals(model: ir.Model) -> WeightTotals:
     return WeightTotals(parameters=parameters, bytes=size, bits_per_weight=bits)
 
 
-def _stored(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
+def _distinct_tensors(graph: ir.Graph) -> Iterator[tuple[ir.Value, ir.TensorProtocol]]:
     """Yield initializers that have a tensor; of those that are the same bytes, the first."""
-    seen: set[Hashable] = set()
+    sources: set[Hashable] = set()
     for value in graph.initializers.values():
         tensor = value.const_value
-        if tensor is not None and (source := source_of(tensor)) not in seen:
-            seen.add(source)
+        if tensor is not None and (source := source_of(tensor)) not in sources:
+            sources.add(source)
             yield value, tensor
 
 
@@ -71,7 +71,7 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
         return True
     if tensor.size == 0:
         return False  # the placeholder of an absent input
-    if any((read := port_at(*use)) is not None and read.placeholder == tensor.size for use in value.uses()):
+    if any((port := port_at(*use)) is not None and port.placeholder == tensor.size for use in value.uses()):
         return False
     return tensor.dtype.is_floating_point() and tensor.shape.rank() > 0 and reader_of(value, DECODING) is None
 
@@ -79,13 +79,13 @@ def is_weight(value: ir.Value, tensor: ir.TensorProtocol) -> bool:
 def reader_of(value: ir.Value, roles: Set[Role]) -> ir.Node | None:
     """Return the node that reads ``value``, in one of the roles: its numbers in another type, scaled, or rows of it."""
     for use in value.uses():
-        read = port_at(*use)
-        if read is not None and read.role in roles:
+        port = port_at(*use)
+        if port is not None and port.role in roles:
             return use.node
         if (use.node.op_type in ("Gather", "Cast") and use.idx == 0) or use.node.op_type == "Mul":
-            found = reader_of(use.node.outputs[0], roles)
-            if found is not None:
-                return found
+            reader = reader_of(use.node.outputs[0], roles)
+            if reader is not None:
+                return reader
     return None
 
 
@@ -106,7 +106,7 @@ def _numbers(node: ir.Node, tensor: ir.TensorProtocol) -> int:
 def _packed_bits(node: ir.Node, tensor: ir.TensorProtocol) -> int | None:
     """Return the bits of each code where ``node`` reads them packed into bytes, else ``None``."""
     signature = signature_of(node)
-    codes = None if signature is None else next((each for each in signature.inputs if each.role is Role.CODES), None)
+    codes = None if signature is None else next((port for port in signature.inputs if port.role is Role.CODES), None)
     if codes is None or codes.bits is None or tensor.dtype != ir.DataType.UINT8:
         return None
     return codes.bits(tuple(tensor.shape.numpy()), attributes_of(node))
@@ -114,14 +114,14 @@ def _packed_bits(node: ir.Node, tensor: ir.TensorProtocol) -> int | None:
 
 def storage_formats(model: ir.Model) -> dict[str, int]:
     """Return how many weight tensors are stored in each format, such as ``{"fp6-e2m3": 42, "float32": 13}``."""
-    found: dict[str, int] = {}
-    for value, tensor in _stored(model.graph):
+    counts: dict[str, int] = {}
+    for value, tensor in _distinct_tensors(model.graph):
         if not is_weight(value, tensor):
             continue
         codes = reader_of(value, _CODES)
         name = packed_format(codes) if codes is not None and reads_packed(codes) else type_name(tensor.dtype)
-        found[name] = found.get(name, 0) + 1
-    return found
+        counts[name] = counts.get(name, 0) + 1
+    return counts
 
 
 def format_of(value: ir.Value, tensor: ir.TensorProtocol) -> str:
@@ -149,9 +149,9 @@ def packed_format(node: ir.Node) -> str:
     if isinstance(table.const_value, ir.ExternalTensor) and not Path(table.const_value.path).is_file():
         return f"a table of {table.const_value.size} values"
     bits, values = _packed_bits(node, codes.const_value), table.const_value.numpy()
-    for known in FORMATS.values():
-        if bits in (None, known.bits) and np.array_equal(known.operands.get("table", ()), values):
-            return known.name
+    for candidate in FORMATS.values():
+        if bits in (None, candidate.bits) and np.array_equal(candidate.operands.get("table", ()), values):
+            return candidate.name
     return f"a table of {values.size} values"
 
 

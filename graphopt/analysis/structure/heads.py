@@ -63,16 +63,16 @@ class HeadScores(BaseModel):
                 induction score (RazorAttention, Tang et al. 2024: 1% and 14% of all heads); "mass": those that lose
                 most by streaming.
         """
-        scores = {(number, head): score for number, of in self.layers.items() for head, score in enumerate(of)}
+        scores = {(number, head): score for number, layer in self.layers.items() for head, score in enumerate(layer)}
         count = math.ceil(share * len(scores) - 1e-9)
 
-        def best(name: str, among: set[tuple[int, int]], most: int) -> set[tuple[int, int]]:
-            return set(sorted(among, key=lambda head: (-getattr(scores[head], name), head))[:most])
+        def best(name: str, candidates: set[tuple[int, int]], limit: int) -> set[tuple[int, int]]:
+            return set(sorted(candidates, key=lambda head: (-getattr(scores[head], name), head))[:limit])
 
         if rank == "mass":
             return best("lost", set(scores), count)
-        chosen = best("echo", set(scores), math.ceil(count * _ECHO_OF_ALL))
-        return chosen | best("induction", set(scores) - chosen, count - len(chosen))
+        heads = best("echo", set(scores), math.ceil(count * _ECHO_OF_ALL))
+        return heads | best("induction", set(scores) - heads, count - len(heads))
 
 
 class ReadPolicy(BaseModel):
@@ -158,19 +158,19 @@ class Calibration(BaseModel):
         return HeadScores(origin=self.origin, layers=layers)
 
 
-def read_scores(given: Path) -> HeadScores:
+def read_scores(file: Path) -> HeadScores:
     """Return the scores in a file that ``graphopt heads`` wrote.
 
     Raises:
         InputError: the file is not there, or not a calibration.
     """
     try:
-        return Calibration.model_validate_json(given.read_text(encoding="utf-8")).scores
+        return Calibration.model_validate_json(file.read_text(encoding="utf-8")).scores
     except OSError as error:
         raise InputError(
-            f"the calibration cannot be read: {error.strerror}", file=given, remedy="make it with `graphopt heads`"
+            f"the calibration cannot be read: {error.strerror}", file=file, remedy="make it with `graphopt heads`"
         ) from error
     except (ValidationError, UnicodeDecodeError, KeyError) as error:
         raise InputError(
-            f"the file is not a calibration of heads: {error}", file=given, remedy="make it with `graphopt heads`"
+            f"the file is not a calibration of heads: {error}", file=file, remedy="make it with `graphopt heads`"
         ) from error

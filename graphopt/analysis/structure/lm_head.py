@@ -33,7 +33,7 @@ def lm_head_of(graph: ir.Graph) -> ir.Node | Fact:
     while (node := value.producer()) not in lm_heads:
         if node is None or not lm_heads:
             return NO_PRODUCT()
-        varying = [each for each in node.inputs if each is not None and not same_for_all_positions(each)]
+        varying = [value for value in node.inputs if value is not None and not same_for_all_positions(value)]
         if node.op_type not in BY_POSITION or node.domain or len(varying) != 1:
             return BEHIND_PRODUCT(op=node.op_type, node=node.name)
         value = varying[0]

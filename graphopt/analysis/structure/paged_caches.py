@@ -27,7 +27,7 @@ OPERATOR = SCHEMA.name
 METADATA = "ai.graphopt.kv"
 """Key of the model's metadata that lists the layers as JSON."""
 
-UNBOUNDED = "graphopt.unbounded"
+UNBOUNDED_POSITIONS = "graphopt.unbounded"
 """Metadata of a ``KVAttention`` node that takes positions of any size."""
 
 
@@ -39,14 +39,14 @@ class PagedLayer:
         number: N in ``past_key_values.N.keys``.
         head_size: numbers of a key or value.
         attributes: what the ``KVAttention`` node says.
-        unbounded: whether positions may go past those that the model was trained on: no query sees a distance of more
-            than :attr:`reach` tokens.
+        has_unbounded_positions: whether positions may go past those that the model was trained on: no query sees a
+            distance of more than :attr:`reach` tokens.
     """
 
     number: int
     head_size: int
     attributes: KVAttributes
-    unbounded: bool = False
+    has_unbounded_positions: bool = False
 
     @property
     def reach(self) -> int:
@@ -67,10 +67,10 @@ class PagedLayer:
             new_tokens: columns of the longest call.
         """
         kv = self.attributes
-        needed = max(1, -(-tokens // kv.page))
+        count = max(1, -(-tokens // kv.page))
         if not self.wraps:
-            return needed
-        return min(needed, kv.first_pages + -(-kv.kept(new_tokens) // kv.page))
+            return count
+        return min(count, kv.first_pages + -(-kv.kept(new_tokens) // kv.page))
 
     def states(self, batch: Dimension, pages: Dimension) -> dict[str, StateTensor]:
         """Return the state tensors in use, by their names in :data:`graphopt.analysis.structure.ports.STATES`."""
@@ -112,12 +112,12 @@ def layer_of(node: ir.Node) -> PagedLayer:
             tensor=None if keys is None else keys.name,
         )
     names = {field.name for field in fields(KVAttributes)}
-    given: dict[str, Any] = {name: each.value for name, each in node.attributes.items() if name in names}
+    values: dict[str, Any] = {name: attribute.value for name, attribute in node.attributes.items() if name in names}
     try:
-        attributes = KVAttributes(**given)
+        attributes = KVAttributes(**values)
     except (TypeError, ValueError) as error:
         raise InputError(str(error), node=node.name) from error
-    return PagedLayer(port.layer, width // attributes.kv_heads, attributes, UNBOUNDED in node.metadata_props)
+    return PagedLayer(port.layer, width // attributes.kv_heads, attributes, UNBOUNDED_POSITIONS in node.metadata_props)
 
 
 def layers_of(graph: ir.Graph) -> tuple[PagedLayer, ...]:
@@ -136,7 +136,7 @@ def describe(model: ir.Model) -> None:
     model.metadata_props[METADATA] = to_json(layers_of(model.graph))
 
 
-def described(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
+def layers_from_metadata(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
     """Read back what :func:`describe` wrote; empty for a graph without pages.
 
     Raises:
@@ -153,16 +153,16 @@ def described(metadata: Mapping[str, str]) -> tuple[PagedLayer, ...]:
 
 def to_json(layers: tuple[PagedLayer, ...]) -> str:
     """Write layers as JSON."""
-    listed = [
+    entries = [
         {
-            "number": each.number,
-            "head_size": each.head_size,
-            "unbounded": each.unbounded,
-            **each.attributes.for_node(),
+            "number": layer.number,
+            "head_size": layer.head_size,
+            "unbounded": layer.has_unbounded_positions,
+            **layer.attributes.for_node(),
         }
-        for each in layers
+        for layer in layers
     ]
-    return json.dumps(listed)
+    return json.dumps(entries)
 
 
 def from_json(text: str) -> tuple[PagedLayer, ...]:
@@ -173,10 +173,10 @@ def from_json(text: str) -> tuple[PagedLayer, ...]:
     """
     return tuple(
         PagedLayer(
-            int(each.pop("number")),
-            int(each.pop("head_size")),
-            unbounded=bool(each.pop("unbounded", False)),
-            attributes=KVAttributes(**each),
+            int(entry.pop("number")),
+            int(entry.pop("head_size")),
+            has_unbounded_positions=bool(entry.pop("unbounded", False)),
+            attributes=KVAttributes(**entry),
         )
-        for each in json.loads(text)
+        for entry in json.loads(text)
     )

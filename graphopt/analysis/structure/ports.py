@@ -22,7 +22,7 @@ INPUT_IDS, ATTENTION_MASK, POSITION_IDS = "input_ids", "attention_mask", "positi
 TOKEN_TYPE_IDS = "token_type_ids"
 PAST_LENGTH, NEW_LENGTH = "past_length", "new_length"
 STARTS, PAST_LENGTHS, BLOCK_TABLE = "cumulative_sequence_lengths", "past_sequence_lengths", "block_table"
-LOGITS, HIDDEN, POOLED = "logits", "last_hidden_state", "pooler_output"
+LOGITS, HIDDEN, POOLER_OUTPUT = "logits", "last_hidden_state", "pooler_output"
 
 POOL = "ai.graphopt.pool"
 """Key of the model's metadata that says how large the pool of blocks is that requests share, as JSON."""
@@ -42,7 +42,7 @@ STATES = SCHEMA.of_role(Role.STATE)
 _PAST, _PRESENT = "past_key_values", "present"
 _NAME = re.compile(rf"({_PAST}|{_PRESENT})\.(\d+)\.({'|'.join((*GROWING, *SCALES, *STATES))})")
 # How transformers' exporter names caches; it names the side only where both sides have the name.
-_EXPORTED = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_EXPORTER_NAME = re.compile(r"(?:(input|output)\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def exported_name(name: str) -> str | None:
 
     ``input.past_key_values.layers.0.keys`` is ``past_key_values.0.key``, with ``output`` it is ``present.0.key``.
     """
-    match = _EXPORTED.fullmatch(name)
+    match = _EXPORTER_NAME.fullmatch(name)
     if match is None:
         return None
     port = CachePort(int(match[2]), match[3])

@@ -97,21 +97,21 @@ def dequantize_of(node: ir.Node) -> ir.Node | None:
 
 def column_lookups(reader: ir.Node) -> list[ir.Node]:
     """Return every ``Gather`` of columns of the matrix that ``reader`` makes of codes: of rows of its transpose."""
-    turned = [use.node for use in reader.outputs[0].uses() if feeds_lookups(use.node)]
-    return [use.node for node in turned for use in node.outputs[0].uses()]
+    transposes = [use.node for use in reader.outputs[0].uses() if feeds_lookups(use.node)]
+    return [use.node for node in transposes for use in node.outputs[0].uses()]
 
 
 def feeds_lookups(node: ir.Node) -> bool:
     """Return whether ``node`` transposes a matrix, and nothing but lookups of rows read what it makes."""
-    made = node.outputs[0]
+    matrix = node.outputs[0]
     return (
         (node.domain, node.op_type) == ("", "Transpose")
         and tuple(node.attributes.get_ints("perm", (1, 0))) == (1, 0)
-        and not made.is_graph_output()
+        and not matrix.is_graph_output()
         and all(
             (use.node.domain, use.node.op_type, use.idx) == ("", "Gather", 0)
             and use.node.attributes.get_int("axis", 0) == 0
-            for use in made.uses()
+            for use in matrix.uses()
         )
     )
 
@@ -124,8 +124,8 @@ def is_dequantize(node: ir.Node) -> bool:
 def rounding_of(node: ir.Node) -> ir.Node | None:
     """Return the ``RoundActivations`` in front of the left side of the product ``node``, if there is one."""
     producer = None if node.inputs[0] is None else node.inputs[0].producer()
-    ours = producer is not None and (producer.domain, producer.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name)
-    return producer if ours else None
+    is_own = producer is not None and (producer.domain, producer.op_type) == (DOMAIN, ROUND_ACTIVATIONS.name)
+    return producer if is_own else None
 
 
 def coded_nodes(graph: ir.Graph) -> list[ir.Node]:
@@ -147,17 +147,17 @@ def stored_codes(node: ir.Node) -> StoredCodes | Fact:
     signature = signature_of(reader)
     assert signature is not None
     ports = enumerate(zip(signature.inputs, reader.inputs, strict=False))
-    read = {port.role: weight_of(reader, index) for index, (port, value) in ports if value is not None}
-    codes, scales, zero_points = (read.get(role) for role in (Role.CODES, Role.SCALES, Role.ZERO_POINTS))
-    if codes is None or codes.const_value is None or codes.dtype is None or scales is None or None in read.values():
+    weights = {port.role: weight_of(reader, index) for index, (port, value) in ports if value is not None}
+    codes, scales, zero_points = (weights.get(role) for role in (Role.CODES, Role.SCALES, Role.ZERO_POINTS))
+    if codes is None or codes.const_value is None or codes.dtype is None or scales is None or None in weights.values():
         return NOT_CONSTANT()
     if reader.domain:
-        found: StoredCodes | Fact = _ours(reader, codes, scales, read.get(Role.TABLE), zero_points)
+        stored: StoredCodes | Fact = _own_codes(reader, codes, scales, weights.get(Role.TABLE), zero_points)
     else:
-        found = _standard(reader, codes, scales, zero_points)
-    if isinstance(found, StoredCodes) and found.group % 16 and found.group != found.shape[0]:
-        return ODD_GROUP(group=found.group)
-    return found
+        stored = _standard(reader, codes, scales, zero_points)
+    if isinstance(stored, StoredCodes) and stored.group % 16 and stored.group != stored.shape[0]:
+        return ODD_GROUP(group=stored.group)
+    return stored
 
 
 def _standard(reader: ir.Node, codes: ir.Value, scales: ir.Value, zero_points: ir.Value | None) -> StoredCodes | Fact:
@@ -173,7 +173,7 @@ def _standard(reader: ir.Node, codes: ir.Value, scales: ir.Value, zero_points: i
     return StoredCodes(reader, codes, scales, zero_points, table, group)
 
 
-def _ours(
+def _own_codes(
     reader: ir.Node, codes: ir.Value, scales: ir.Value, table: ir.Value | None, zero_points: ir.Value | None
 ) -> StoredCodes:
     assert table is not None and zero_points is not None and zero_points.const_value is not None

@@ -80,19 +80,19 @@ def last_positions(shape: Sequence[int | None], symbols: Sequence[str | None]) -
         return None
     if shape[1] == 1:
         return 1
-    found = re.fullmatch(LAST_POSITIONS.format(r"(\d+)"), (symbols[1] if len(symbols) == 3 else None) or "")
-    return int(found[1]) if found else None
+    match = re.fullmatch(LAST_POSITIONS.format(r"(\d+)"), (symbols[1] if len(symbols) == 3 else None) or "")
+    return int(match[1]) if match else None
 
 
 def router_nodes(graph: ir.Graph) -> set[ir.Node]:
     """Return the products that choose experts: those with no other product between them and a ``TopK`` of floats."""
-    ranked = [node.inputs[0] for node in graph if node.op_type == "TopK"]
-    floats = [value for value in ranked if value is not None and value.dtype and value.dtype.is_floating_point()]
+    scores = [node.inputs[0] for node in graph if node.op_type == "TopK"]
+    floats = [value for value in scores if value is not None and value.dtype and value.dtype.is_floating_point()]
     return _products_behind(floats)
 
 
 def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
-    found: set[ir.Node] = set()
+    products: set[ir.Node] = set()
     waiting = [value.producer() for value in values]
     while waiting:
         node = waiting.pop()
@@ -100,10 +100,10 @@ def _products_behind(values: list[ir.Value]) -> set[ir.Node]:
             continue
         signature = signature_of(node)
         if node.op_type == "MatMul" or (signature is not None and signature.is_product):
-            found.add(node)
+            products.add(node)
         else:
             waiting.extend(value.producer() for value in node.inputs if value is not None)
-    return found
+    return products
 
 
 def token_lookups(graph: ir.Graph) -> list[ir.Node]:

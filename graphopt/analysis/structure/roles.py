@@ -24,7 +24,7 @@ from graphopt.runtime_ops import signature_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OTHER, SHARED = "other", "shared"
+OTHER_ROLE, SHARED_ROLE = "other", "shared"
 
 _LAYOUT = frozenset({"Reshape", "Transpose", "Cast", "Squeeze", "Unsqueeze", "Flatten", "Identity", "Concat"})
 """What carries the numbers of a product on as they are."""
@@ -34,8 +34,8 @@ _MATRICES = 2
 
 
 class _Finder:
-    def __init__(self, graph: ir.Graph, folded: Folding) -> None:
-        self.graph, self.of, nodes = graph, folded.cuts.of, list(graph)
+    def __init__(self, graph: ir.Graph, folding: Folding) -> None:
+        self.graph, self.segment_of, nodes = graph, folding.cuts.segment_of, list(graph)
         self.constant = constant_nodes(nodes)
         self.readers = readers_of(nodes)
         self.products = [node for node in nodes if self._is_weighted(node)]
@@ -54,45 +54,45 @@ class _Finder:
     def behind(self, value: ir.Value | None, segment: int | None) -> tuple[set[ir.Node], list[ir.Node]]:
         """Return the products and attentions that ``value`` is made of, within a segment, and what is between."""
         ends: set[ir.Node] = set()
-        between: list[ir.Node] = []
-        seen: set[ir.Node | None] = {None}
+        middle: list[ir.Node] = []
+        visits: set[ir.Node | None] = {None}
         waiting = [] if value is None else [value.producer()]
         while waiting:
             node = waiting.pop()
-            if node in seen or node is None or self.of.get(node) != segment:
+            if node in visits or node is None or self.segment_of.get(node) != segment:
                 continue
-            seen.add(node)
+            visits.add(node)
             if node in self.weighted or node in self._mixing:
                 ends.add(node)
             else:
-                between.append(node)
-                waiting += [each.producer() for each in node.inputs if each is not None]
-        return ends, between
+                middle.append(node)
+                waiting += [operand.producer() for operand in node.inputs if operand is not None]
+        return ends, middle
 
     def carried(self, node: ir.Node) -> Iterator[ir.Node]:
         """Yield what reads the numbers of a product, a bias or another layout between left out."""
-        waiting, seen = [*self.readers[node]], set[ir.Node]()
+        waiting, visits = [*self.readers[node]], set[ir.Node]()
         while waiting:
-            each = waiting.pop()
-            if each in seen:
+            reader = waiting.pop()
+            if reader in visits:
                 continue
-            seen.add(each)
-            if each.op_type in _LAYOUT or (
-                each.op_type == "Add" and any(v and v.is_initializer() for v in each.inputs)
+            visits.add(reader)
+            if reader.op_type in _LAYOUT or (
+                reader.op_type == "Add" and any(v and v.is_initializer() for v in reader.inputs)
             ):
-                waiting += self.readers[each]
+                waiting += self.readers[reader]
             else:
-                yield each
+                yield reader
 
     def find(self) -> dict[ir.Node, str]:
         self._attention()
         self._routers()
         for node in self.products:
             if node not in self.roles:
-                ends, _ = self.behind(node.inputs[0], self.of.get(node))
+                ends, _ = self.behind(node.inputs[0], self.segment_of.get(node))
                 if ends & self._mixing:
                     self.roles[node] = "o_proj"
-                elif any(self.roles.get(each) != "router" for each in ends):
+                elif any(self.roles.get(producer) != "router" for producer in ends):
                     self.roles[node] = "down_proj"
         for node in self.products:
             if node not in self.roles:
@@ -103,60 +103,60 @@ class _Finder:
         letters: dict[ir.Node, set[str]] = {}
         for mixer in self.mixers:
             for letter, value in zip("qkv", (mixer.query, mixer.key, mixer.value), strict=True):
-                ends, between = self.behind(value, self.of.get(mixer.node))
+                ends, middle = self.behind(value, self.segment_of.get(mixer.node))
                 for node in ends & self.weighted:
                     letters.setdefault(node, set()).add(letter)
-                for node in between:
+                for node in middle:
                     if "Normalization" in node.op_type and not ends & self.weighted - self._before(node):
                         self.roles.setdefault(node, f"{letter}_norm")
-        for node, found in letters.items():
-            self.roles[node] = "".join(letter for letter in "qkv" if letter in found) + "_proj"
+        for node, names in letters.items():
+            self.roles[node] = "".join(letter for letter in "qkv" if letter in names) + "_proj"
 
     def _before(self, node: ir.Node) -> set[ir.Node]:
-        return self.behind(node.inputs[0], self.of.get(node))[0]
+        return self.behind(node.inputs[0], self.segment_of.get(node))[0]
 
     def _routers(self) -> None:
         for node in self.graph:
             value = node.inputs[0] if node.op_type == "TopK" else None
             if value is not None and value.dtype is not None and value.dtype.is_floating_point():
-                ends, _ = self.behind(value, self.of.get(node))
-                self.roles.update({each: "router" for each in ends & self.weighted if each not in self.roles})
+                ends, _ = self.behind(value, self.segment_of.get(node))
+                self.roles.update({product: "router" for product in ends & self.weighted if product not in self.roles})
 
     def _upward(self, node: ir.Node) -> str:
         """Tell gate from up, and a product of the residual stream in no MLP from both."""
         reads = list(self.carried(node))
-        if any(each.op_type in _PARTS for each in reads):
+        if any(reader.op_type in _PARTS for reader in reads):
             return "gate_up_proj"
         gates = False
-        for each in reads:
-            if each.op_type == "Mul" and len(each.inputs) == _MATRICES:
-                sides = [self.behind(value, self.of.get(node))[0] for value in each.inputs]
+        for reader in reads:
+            if reader.op_type == "Mul" and len(reader.inputs) == _MATRICES:
+                sides = [self.behind(value, self.segment_of.get(node))[0] for value in reader.inputs]
                 if any(side and node not in side for side in sides):
                     return "up_proj"
-            gates = gates or self._gated(each, node)
+            gates = gates or self._gated(reader, node)
         return "gate_proj" if gates else "up_proj"
 
     def _gated(self, start: ir.Node, node: ir.Node) -> bool:
         """Return whether another product multiplies what is made of ``node`` from ``start`` on."""
-        waiting, seen = [start], set[ir.Node]()
+        waiting, visits = [start], set[ir.Node]()
         while waiting:
-            each = waiting.pop()
-            if each in seen or each in self.weighted or self.of.get(each) != self.of.get(node):
+            reader = waiting.pop()
+            if reader in visits or reader in self.weighted or self.segment_of.get(reader) != self.segment_of.get(node):
                 continue
-            seen.add(each)
-            if each.op_type == "Mul":
-                sides = [self.behind(value, self.of.get(node))[0] for value in each.inputs]
+            visits.add(reader)
+            if reader.op_type == "Mul":
+                sides = [self.behind(value, self.segment_of.get(node))[0] for value in reader.inputs]
                 if any(side and node not in side for side in sides):
                     return True
-            waiting += self.readers[each]
+            waiting += self.readers[reader]
         return False
 
 
-def roles_of(graph: ir.Graph, folded: Folding) -> dict[ir.Node, str]:
+def roles_of(graph: ir.Graph, folding: Folding) -> dict[ir.Node, str]:
     """Return the role of every node of a graph: of one that no rule knows ``other``, or ``shared`` by segments."""
-    finder = _Finder(graph, folded)
+    finder = _Finder(graph, folding)
     roles = finder.find()
-    layers = folded.layer_of()
+    layers = folding.layer_of()
     tables = {sizes for node in graph if _looks_up(node, finder) for sizes in [_rows(node)]}
     for node in graph:
         matrix = matrix_of(node, finder.constant)
@@ -164,7 +164,7 @@ def roles_of(graph: ir.Graph, folded: Folding) -> dict[ir.Node, str]:
             roles[node] = "conv"
         elif node in finder.weighted and node not in layers:
             roles[node] = "lm_head" if matrix is not None and matrix[1] in tables else "head"
-        elif _looks_up(node, finder) and node in folded.cuts.of and node not in layers:
+        elif _looks_up(node, finder) and node in folding.cuts.segment_of and node not in layers:
             roles[node] = "embedding"
         elif "Normalization" in node.op_type:
             roles.setdefault(node, "norm")
@@ -172,10 +172,10 @@ def roles_of(graph: ir.Graph, folded: Folding) -> dict[ir.Node, str]:
             roles.setdefault(node, "rotary")
     for node in reversed(list(graph)):
         if node in finder.constant or rounds(node):
-            read = Counter(roles[reader] for reader in finder.readers[node] if reader in roles)
-            if read:
-                roles[node] = read.most_common(1)[0][0]
-        roles.setdefault(node, OTHER if node in folded.cuts.of else SHARED)
+            readings = Counter(roles[reader] for reader in finder.readers[node] if reader in roles)
+            if readings:
+                roles[node] = readings.most_common(1)[0][0]
+        roles.setdefault(node, OTHER_ROLE if node in folding.cuts.segment_of else SHARED_ROLE)
     return roles
 
 

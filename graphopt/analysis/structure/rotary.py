@@ -33,7 +33,7 @@ NOT_LIFTED = Rule(
     "rotary.not-lifted",
     "its {wave} is of an angle that no RotaryEmbedding turns by: a rotation may be spelled out there",
 )
-NONE = Rule(
+NO_ROTARY = Rule(
     "rotary.none", "the graph has no RotaryEmbedding: it has no rotary positions, or canonicalize did not find them"
 )
 
@@ -85,21 +85,26 @@ def rotary_angles(graph: ir.Graph) -> list[RotaryAngles] | Skip:
             reason = INSIDE() if node.graph is not graph else _find(node, products)
         if reason is not None:
             return Skip(where=node.name or "?", reason=reason)
-    known = {wave for angles in products.values() for wave in angles.waves}
+    lifted_waves = {wave for angles in products.values() for wave in angles.waves}
     for node in graph.all_nodes():
-        if node.op_type in _WAVES.values() and not node.domain and node not in known and _is_angle(node.inputs[0]):
+        if (
+            node.op_type in _WAVES.values()
+            and not node.domain
+            and node not in lifted_waves
+            and _is_angle(node.inputs[0])
+        ):
             return Skip(where=node.name or "?", reason=NOT_LIFTED(wave=node.op_type))
-    return list(products.values()) or Skip(where="graph", reason=NONE())
+    return list(products.values()) or Skip(where="graph", reason=NO_ROTARY())
 
 
 def _is_angle(value: ir.Value | None) -> bool:
     """Return whether ``value`` may be positions times constant frequencies, or these twice side by side."""
-    node = _behind(value, "Mod")
+    node = _producer_behind(value, "Mod")
     if node is not None and node.op_type == "Concat":
-        node = _behind(node.inputs[0], "Mod")
+        node = _producer_behind(node.inputs[0], "Mod")
     if node is None or node.op_type not in ("Mul", "MatMul") or node.domain:
         return False
-    return any(_constant(each) is not None for each in node.inputs)
+    return any(_constant(operand) is not None for operand in node.inputs)
 
 
 def _find(rotary: ir.Node, products: dict[ir.Node, RotaryAngles]) -> Fact | None:
@@ -126,36 +131,36 @@ def _product_of(rotary: ir.Node) -> ir.Node | Fact:
     """Return the product that makes the angles of a rotary embedding, or why there is none."""
     if len(rotary.inputs) > _INDICES and rotary.inputs[_INDICES] is not None:
         return TABLE()
-    found: list[ir.Node] = []
+    products: list[ir.Node] = []
     for index, wave in _WAVES.items():
         value = rotary.inputs[index]
-        node = _behind(value, "Mul")
+        node = _producer_behind(value, "Mul")
         if value is None or node is None or node.op_type != wave or node.domain:
             op, made_by = ("no node", "") if node is None else (node.op_type, node.name)
             return NOT_ANGLES(input=value.name if value is not None else "", wave=wave, op=op, node=made_by)
         angle = node.inputs[0]
-        product = _behind(angle, "Mod")
+        product = _producer_behind(angle, "Mod")
         if product is None or product.op_type not in ("Mul", "MatMul") or product.domain:
             return NO_FREQUENCIES(node=None if angle is None else angle.name)
-        found.append(product)
-    cos, sin = found
+        products.append(product)
+    cos, sin = products
     return cos if cos is sin else TWO_ANGLES(cos=cos.name, sin=sin.name)
 
 
-def _behind(value: ir.Value | None, through: str) -> ir.Node | None:
+def _producer_behind(value: ir.Value | None, through: str) -> ir.Node | None:
     """Return the node that makes ``value``, behind what moves numbers and an operator ``through`` with one number."""
     while value is not None:
         node = value.producer()
         if node is None:
             return None
-        read = _moved(node, through)
-        if read is None:
+        moved = _moved_value(node, through)
+        if moved is None:
             return node
-        value = read
+        value = moved
     return None
 
 
-def _moved(node: ir.Node, through: str) -> ir.Value | None:
+def _moved_value(node: ir.Node, through: str) -> ir.Value | None:
     """Return what ``node`` only moves, or combines with one constant number by the operator ``through``."""
     if not node.domain and node.op_type in _LAYOUT:
         return node.inputs[0]
@@ -186,7 +191,7 @@ def _angles(product: ir.Node) -> RotaryAngles | Fact:
             turns = node.op_type == "RotaryEmbedding" and not node.domain and use.idx in _WAVES
             if turns:
                 rotaries[node] = None
-            elif node.op_type in _WAVES.values() or any(_moved(node, op) is value for op in ("Mul", "Mod")):
+            elif node.op_type in _WAVES.values() or any(_moved_value(node, op) is value for op in ("Mul", "Mod")):
                 waiting.extend(node.outputs)
                 if node.op_type in _WAVES.values():
                     waves[node] = None

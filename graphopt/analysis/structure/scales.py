@@ -12,30 +12,30 @@ def scale_values(graph: ir.Graph) -> list[ir.Value]:
 
     The others are read by lookups of codes, which have the tensors of a product under names of their own.
     """
-    found = dict.fromkeys(value for node in graph if (value := _scales(node)) is not None and value.is_initializer())
-    tensors = {expression_of(value.const_value).digest for value in found if value.const_value is not None}
-    kinds = {_kind(value) for value in found}
+    values = dict.fromkeys(value for node in graph if (value := _scales(node)) is not None and value.is_initializer())
+    tensors = {expression_of(value.const_value).digest for value in values if value.const_value is not None}
+    kinds = {_kind(value) for value in values}
     for value in graph.initializers.values():
-        alike = value not in found and value.const_value is not None and _kind(value) in kinds
-        if alike and value.uses() and expression_of(value.const_value).digest in tensors:
-            found[value] = None
-    return list(found)
+        is_candidate = value not in values and value.const_value is not None and _kind(value) in kinds
+        if is_candidate and value.uses() and expression_of(value.const_value).digest in tensors:
+            values[value] = None
+    return list(values)
 
 
 def widened_scales(graph: ir.Graph) -> dict[ir.Node, ir.Value]:
     """Return every ``Cast`` that makes float32 scales of an initializer in float16, with that initializer."""
-    found: dict[ir.Node, ir.Value] = {}
+    casts: dict[ir.Node, ir.Value] = {}
     for node in graph:
         value = _scales(node)
         cast = None if value is None else value.producer()
-        if cast is not None and (stored := _stored(cast)) is not None:
-            found[cast] = stored
-    tensors = {expression_of(value.const_value).digest for value in found.values()}
+        if cast is not None and (narrow := _stored_half(cast)) is not None:
+            casts[cast] = narrow
+    tensors = {expression_of(value.const_value).digest for value in casts.values()}
     for node in graph:
-        stored = _stored(node)
-        if node not in found and stored is not None and expression_of(stored.const_value).digest in tensors:
-            found[node] = stored
-    return found
+        narrow = _stored_half(node)
+        if node not in casts and narrow is not None and expression_of(narrow.const_value).digest in tensors:
+            casts[node] = narrow
+    return casts
 
 
 def _kind(value: ir.Value) -> tuple[object, ...]:
@@ -51,7 +51,7 @@ def _scales(node: ir.Node) -> ir.Value | None:
     return producer.inputs[0] if producer is not None and looked_up else value
 
 
-def _stored(node: ir.Node) -> ir.Value | None:
+def _stored_half(node: ir.Node) -> ir.Value | None:
     """Return the initializer in float16 that ``node`` casts to float32, if that is what it does."""
     value = node.inputs[0] if (node.domain, node.op_type) == ("", "Cast") else None
     if value is None or not value.is_initializer() or value.const_value is None:

@@ -31,17 +31,17 @@ def constants_of(node: ir.Node, constant: Collection[ir.Node]) -> list[ir.Value]
         node: reads them.
         constant: the nodes that read nothing but constants.
     """
-    found: dict[ir.Value, None] = {}
+    constants: dict[ir.Value, None] = {}
     waiting = [value for value in node.inputs if value is not None]
     while waiting:
         value = waiting.pop(0)
         producer = value.producer()
         if producer is not None and producer in constant:
-            waiting += [each for each in producer.inputs if each is not None]
+            waiting += [operand for operand in producer.inputs if operand is not None]
         tensor = value.const_value if value.is_initializer() else None
         if tensor is not None and (is_weight(value, tensor) or reader_of(value, DECODING) is not None):
-            found[value] = None
-    return list(found)
+            constants[value] = None
+    return list(constants)
 
 
 def token_cost(node: ir.Node, constant: set[ir.Node], share: float = 1.0) -> Cost | None:
@@ -84,27 +84,27 @@ def attention_cost(mixer: Mixer, context: int) -> Cost | None:
     sizes = head_sizes(node) if node.domain == "com.microsoft" else None
     if sizes is not None:
         heads, groups, size = sizes
-        query, stored = heads * size, groups * size
+        query, key = heads * size, groups * size
     else:
-        query, stored = _width(mixer.query), _width(mixer.key)
-    if not query or not stored:
+        query, key = _width(mixer.query), _width(mixer.key)
+    if not query or not key:
         return None
     type_of = None if mixer.key is None else mixer.key.dtype
     item = 4 if type_of is None else type_of.bitwidth / 8
-    return Cost(operations=4 * query * context, bytes=round(2 * stored * context * item))
+    return Cost(operations=4 * query * context, bytes=round(2 * key * context * item))
 
 
 def _paged_cost(layer: PagedLayer, query: int, context: int) -> Cost:
     kv = layer.attributes
-    seen = min(context, kv.window or context)
+    visible = min(context, kv.window or context)
     heads = range(len(kv.policies))
-    tokens = sum(kv.policy_of(head).tokens_read(kv, seen) for head in heads) / len(heads)
+    tokens = sum(kv.policy_of(head).tokens_read(kv, visible) for head in heads) / len(heads)
     pages = max(1, -(-context // kv.page))
-    stored = layer.bytes(1, pages) / (pages * kv.page)
-    return Cost(operations=round(4 * query * tokens), bytes=round(stored * tokens))
+    density = layer.bytes(1, pages) / (pages * kv.page)
+    return Cost(operations=round(4 * query * tokens), bytes=round(density * tokens))
 
 
 def _width(value: ir.Value | None) -> int:
     """Return heads x head size of a query or key; 0 where it is not known."""
-    known = [] if value is None else [size for size in dims(value) if size is not None]
-    return prod(known) if known else 0
+    sizes = [] if value is None else [size for size in dims(value) if size is not None]
+    return prod(sizes) if sizes else 0

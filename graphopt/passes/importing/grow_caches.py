@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import onnx_ir as ir
 
-from graphopt.analysis.structure.contrib import WINDOWED, WINDOWS, cache_inputs, windowed_nodes
+from graphopt.analysis.structure.contrib import CUTS_TO_WINDOW, WINDOWS, cache_inputs, windowed_nodes
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.passes.base import Pass
 
@@ -53,7 +53,7 @@ class GrowCaches(Pass):
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Drop the attribute, and the length from shapes that state it."""
         for node in windowed_nodes(model.graph):
-            del node.attributes[WINDOWED]
+            del node.attributes[CUTS_TO_WINDOW]
             for value in (*cache_inputs(node), *node.outputs[1:3]):
                 if value is not None and value.shape is not None and len(value.shape) == 4:
                     batch, heads, length, size = value.shape

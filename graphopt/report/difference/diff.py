@@ -147,7 +147,7 @@ class _Differ:
                 self.origin_record.removals[member][0] for member in before if member in self.origin_record.removals
             )
         )
-        match_kind = None if not before else self.matching.how.get(before[-1])
+        match_kind = None if not before else self.matching.evidence.get(before[-1])
         is_recorded = bool(passes) or match_kind == "record"
         pass_names = [member for member in passes if member]
         return Edge(
@@ -168,8 +168,8 @@ class _Differ:
         folds: list[list[int]] = []
         for side in (self.before, self.after):
             kinds: dict[Hashable, list[int]] = {}
-            for number, layer in enumerate(side.folded.layers()):
-                kinds.setdefault(tuple(side.folded.structures[segment] for segment in layer), []).append(number)
+            for number, layer in enumerate(side.folding.layers()):
+                kinds.setdefault(tuple(side.folding.structures[segment] for segment in layer), []).append(number)
             folds += kinds.values()
         return folds
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.analysis.structure.roles import OTHER_ROLE, SHARED_ROLE
 from graphopt.report.escape import plain
 from graphopt.report.page.html import Html, el
 
@@ -74,7 +74,11 @@ def _constants(trace: Trace) -> set[int]:
     """Return nodes that read no other node, and that nothing but products or lookups reads: they make constants."""
     found: set[int] = set()
     for number, node in enumerate(trace.nodes):
-        if node.role not in (OTHER, SHARED) and not node.weights and all(each in found for each in node.reads):
+        if (
+            node.role not in (OTHER_ROLE, SHARED_ROLE)
+            and not node.weights
+            and all(each in found for each in node.reads)
+        ):
             found.add(number)
     return found
 
@@ -153,6 +157,6 @@ def label_of(trace: Trace, node: Node) -> tuple[str, str]:
     """Return what a node is for, and below it its operator and in what its weights are stored."""
     operator = node.operator.rpartition("::")[2]
     formats = [trace.weights[number].format for number in node.weights if trace.weights[number].parameters]
-    if node.role in (OTHER, SHARED):
+    if node.role in (OTHER_ROLE, SHARED_ROLE):
         return operator, formats[0] if formats else ""
     return node.role, f"{operator}, {formats[0]}" if formats else operator

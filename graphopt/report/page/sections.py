@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from graphopt.analysis.structure.roles import OTHER, SHARED
+from graphopt.analysis.structure.roles import OTHER_ROLE, SHARED_ROLE
 from graphopt.quality.judge import CHECK as QUALITY
 from graphopt.report.difference.tables import became, rows_of, where
 from graphopt.report.escape import count_text, letters, ranges
@@ -159,7 +159,7 @@ def layers(trace: Trace) -> Html:
 def size(trace: Trace) -> Html:
     """Return bytes, operations and formats by role, layers of one structure together."""
     names = list(islice(letters(), len(trace.folds)))
-    found = [row for row in rows(trace) if row.role not in (OTHER, SHARED) or row.bytes]
+    found = [row for row in rows(trace) if row.role not in (OTHER_ROLE, SHARED_ROLE) or row.bytes]
     largest = max((row.bytes for row in found), default=0) or 1
     lines = (
         (

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from graphopt.analysis.structure.contrib import PADDING, counts_from_first_column, stated_windows, windows_of
-from graphopt.analysis.structure.paged_caches import PagedLayer, described, layers_of
+from graphopt.analysis.structure.paged_caches import PagedLayer, layers_from_metadata, layers_of
 from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     BLOCK_TABLE,
@@ -93,7 +93,10 @@ class Interface:
         metadata = session.get_modelmeta().custom_metadata_map
         ports = map(port_of_node, session.get_inputs()), map(port_of_node, session.get_outputs())
         return cls.of_ports(
-            *ports, described(metadata), pads=metadata.get(PADDING) != "none", windows=stated_windows(metadata)
+            *ports,
+            layers_from_metadata(metadata),
+            pads=metadata.get(PADDING) != "none",
+            windows=stated_windows(metadata),
         )
 
     @classmethod
@@ -173,7 +176,7 @@ class Interface:
     @property
     def reach(self) -> int | None:
         """Where positions are unbounded, the tokens that a query reads at most."""
-        bounded = not self.layers or any(not layer.unbounded for layer in self.layers)
+        bounded = not self.layers or any(not layer.has_unbounded_positions for layer in self.layers)
         return None if bounded else max(layer.reach for layer in self.layers)
 
     def empty_past(self, batch: int, room: int = 0) -> dict[str, Array]:

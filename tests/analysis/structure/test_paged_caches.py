@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphopt.analysis.structure.paged_caches import METADATA, PagedLayer, described, from_json, layers_of, to_json
+from graphopt.analysis.structure.paged_caches import (
+    METADATA,
+    PagedLayer,
+    from_json,
+    layers_from_metadata,
+    layers_of,
+    to_json,
+)
 from graphopt.errors import InputError
 from graphopt.ort.session import session_of
 from graphopt.runtime_ops.kv_attention.spec.attributes import FLOATS, KVAttributes
@@ -57,7 +64,7 @@ def test_a_session_without_the_metadata_is_refused(paged: ir.Model) -> None:
 )
 def test_metadata_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(InputError, match="metadata ai.graphopt.kv"):
-        described({METADATA: text})
+        layers_from_metadata({METADATA: text})
 
 
 def test_attributes_out_of_range_name_the_node(paged: ir.Model) -> None:

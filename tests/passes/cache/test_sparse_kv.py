@@ -139,7 +139,7 @@ def test_compensated_streaming_in_any_calls(llama_artifact: Path, tmp_path: Path
     reasons = [str(skip.reason) for step in made.manifest.passes for skip in step.skips]
     assert any("reads a mean of keys at any distance" in reason for reason in reasons)
     session = load(tmp_path / "out")
-    assert not any(layer.unbounded for layer in session.interface.layers)
+    assert not any(layer.has_unbounded_positions for layer in session.interface.layers)
     decoder, ids = Decoder(session, 1), np.random.default_rng(0).integers(0, 300, (1, 120))
     steps = [decoder.step(ids[:, [column]])[:, -1] for column in range(120)]
     # a page of sinks, and the 8 newest, one new token, a page and another one, whose summary is the mean

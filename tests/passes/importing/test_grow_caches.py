@@ -10,8 +10,8 @@ import pytest
 
 import graphopt
 from graphopt.analysis.structure.contrib import (
+    CUTS_TO_WINDOW,
     PADDING,
-    WINDOWED,
     WINDOWS,
     state_caches,
     stated_windows,
@@ -130,7 +130,7 @@ def test_an_export_is_such_a_step_too_and_what_is_made_of_it_is_not(file: Path, 
     assert [report.name for report in manifest.passes] == ["grow_caches"]
     assert [(check.after, check.status) for check in manifest.checks] == [("grow_caches", "measured")]
     model = ir.load(tmp_path / "exported" / MODEL)
-    assert all(WINDOWED not in node.attributes for node in model.graph)
+    assert all(CUTS_TO_WINDOW not in node.attributes for node in model.graph)
     made = optimize(tmp_path / "exported", "rotate", tmp_path / "out").manifest
     assert [report.name for report in made.passes] == ["grow_caches", "canonicalize", "fold_norms", "rotate", "lower"]
     assert verify(tmp_path / "exported", tmp_path / "out", run=False).checks

@@ -35,7 +35,7 @@ class Writer:
         self._cones: dict[ir.Value, int] = {}
         self._last = {segment.end for segment in cuts.segments}
 
-    def written(self, segment: Segment) -> tuple[list[ir.Node], Hashable]:
+    def write(self, segment: Segment) -> tuple[list[ir.Node], Hashable]:
         """Return the nodes that make up the structure of a segment in their order, and what is written of it.
 
         Nodes that only round, or that only make a constant of stored codes, are no part of the structure. Segments are
@@ -46,9 +46,9 @@ class Writer:
         if segment.end is not None:
             self._walk(segment.end, inside, order)
         # Side outputs, such as caches: where two are alike, either order writes the same.
-        rest = [node for node in segment.nodes if self._counts(node)]
-        read = {value.producer() for node in rest for value in inputs_of(node)}
-        sides = [node for node in rest if node not in read and node not in order]
+        remainder = [node for node in segment.nodes if self._counts(node)]
+        sources = {value.producer() for node in remainder for value in inputs_of(node)}
+        sides = [node for node in remainder if node not in sources and node not in order]
         for node in sorted(sides, key=lambda each: self._rank(each, inside, order)):
             self._walk(node, inside, order)
         return list(order), tuple(self._line(node, order) for node in order)
@@ -59,42 +59,44 @@ class Writer:
     def _walk(self, start: ir.Node, inside: set[ir.Node], order: dict[ir.Node, int]) -> None:
         """Number ``start`` and what it is made of, inputs first."""
         waiting: list[tuple[ir.Node, bool]] = [(start, False)]
-        entered: set[ir.Node] = set()
+        stack_nodes: set[ir.Node] = set()
         while waiting:
             node, ready = waiting.pop()
             if ready and self._counts(node):
                 order.setdefault(node, len(order))
-            if ready or node in entered or node in order or node in self._constant:
+            if ready or node in stack_nodes or node in order or node in self._constant:
                 continue
-            entered.add(node)
+            stack_nodes.add(node)
             waiting.append((node, True))
             makers = [value.producer() for value in inputs_of(node)]
-            waiting += [(each, False) for each in reversed(makers) if each is not None and each in inside]
+            waiting += [(maker, False) for maker in reversed(makers) if maker is not None and maker in inside]
 
     def _rank(self, node: ir.Node, inside: set[ir.Node], order: Mapping[ir.Node, int]) -> int:
         """Return a number of the cone of a side output; the same for cones that are written alike."""
-        own: dict[ir.Node, int] = {}
-        self._walk(node, inside - order.keys(), own)
-        places = {**order, **{each: len(order) + number for each, number in own.items()}}
-        return self._id(("side", tuple(self._line(each, places) for each in own)))
+        cone: dict[ir.Node, int] = {}
+        self._walk(node, inside - order.keys(), cone)
+        positions = {**order, **{member: len(order) + number for member, number in cone.items()}}
+        return self._id(("side", tuple(self._line(member, positions) for member in cone)))
 
     def _line(self, node: ir.Node, order: Mapping[ir.Node, int]) -> Hashable:
-        skipped = stored_inputs(node)
+        stored = stored_inputs(node)
         reads = tuple(
             None if value is None else self._source(value, order)
             for number, value in enumerate(node.inputs)
-            if number not in skipped
+            if number not in stored
         )
-        inner = tuple(self._source(value, order) for value in inputs_of(node)[self._given(node) :])
+        inner = tuple(self._source(value, order) for value in inputs_of(node)[self._count_inputs(node) :])
         while reads and reads[-1] is None:
             reads = reads[:-1]
         # Whether the hidden states of a last layer are an output of the model, too, does not make it another layer.
         outward = node not in self._last
-        made = tuple((() if skipped else dims(each), outward and each.is_graph_output()) for each in node.outputs)
-        return kind_of(node, self._constant), reads, inner, made
+        outputs = tuple(
+            (() if stored else dims(output), outward and output.is_graph_output()) for output in node.outputs
+        )
+        return kind_of(node, self._constant), reads, inner, outputs
 
     @staticmethod
-    def _given(node: ir.Node) -> int:
+    def _count_inputs(node: ir.Node) -> int:
         return sum(value is not None for value in node.inputs)
 
     def _source(self, value: ir.Value, order: Mapping[ir.Node, int]) -> Hashable:
@@ -108,9 +110,9 @@ class Writer:
             return constant_of(value)
         if producer in order:
             return "node", order[producer], value.index()
-        if producer in self._cuts.of:
+        if producer in self._cuts.segment_of:
             # Of a segment before: which node of it, counted so that all layers count alike.
-            return "before", producer is self._ends.get(self._cuts.of[producer]), value.index()
+            return "before", producer is self._ends.get(self._cuts.segment_of[producer]), value.index()
         return "shared", self._cone(value)
 
     @cached_property
@@ -121,7 +123,7 @@ class Writer:
     def _shared_inputs(self) -> dict[ir.Value, int]:
         """Inputs that several segments read, by their place; one that a single segment reads is its own."""
         readers: dict[ir.Value, set[int]] = {value: set() for value in self._inputs}
-        for node, number in self._cuts.of.items():
+        for node, number in self._cuts.segment_of.items():
             for value in inputs_of(node):
                 if value in readers:
                     readers[value].add(number)
@@ -147,16 +149,16 @@ class Writer:
             self._cones[each] = self._id(("cone", written))
         return self._cones[value]
 
-    def _id(self, written: Hashable) -> int:
-        return self._ids.setdefault(written, len(self._ids))
+    def _id(self, content: Hashable) -> int:
+        return self._ids.setdefault(content, len(self._ids))
 
 
-def interned(written: Iterable[Hashable], numbers: dict[Hashable, int] | None = None) -> list[int]:
+def intern_structures(structures: Iterable[Hashable], numbers: dict[Hashable, int] | None = None) -> list[int]:
     """Return a number for each, the same for equal ones: compared in full, so that no collision of hashes counts.
 
     Args:
-        written: what is numbered.
+        structures: what is numbered.
         numbers: those that were given before; new ones are added.
     """
     numbers = {} if numbers is None else numbers
-    return [numbers.setdefault(each, len(numbers)) for each in written]
+    return [numbers.setdefault(structure, len(numbers)) for structure in structures]

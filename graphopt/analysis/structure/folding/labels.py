@@ -22,7 +22,9 @@ from graphopt.runtime_ops.schema import Signature, attributes_of
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
-_STORED = frozenset({Role.CODES, Role.SCALES, Role.ZERO_POINTS, Role.TABLE, Role.GROUPS, Role.MATRIX, Role.STATE})
+_STORAGE_ROLES = frozenset(
+    {Role.CODES, Role.SCALES, Role.ZERO_POINTS, Role.TABLE, Role.GROUPS, Role.MATRIX, Role.STATE}
+)
 """Inputs whose form follows from a format."""
 
 _SHAPING = frozenset({"kv_heads", "window"})
@@ -44,8 +46,8 @@ def matrix_of(node: ir.Node, constant: set[ir.Node]) -> tuple[int, int] | None:
     """Return rows and columns of the constant matrix that a product reads; ``None`` for any other node."""
     signature = signature_of(node)
     if signature is not None and signature.is_product:
-        found = (tuple(node.attributes.get_int(name, 0) for name in names) for names in _SIZES)
-        return next(((rows, columns) for rows, columns in found if rows and columns), None)
+        candidates = (tuple(node.attributes.get_int(name, 0) for name in names) for names in _SIZES)
+        return next(((rows, columns) for rows, columns in candidates if rows and columns), None)
     if node.op_type not in ("MatMul", "Gemm") or node.domain or len(node.inputs) < 2 or node.inputs[1] is None:
         return None
     right = node.inputs[1]
@@ -77,7 +79,7 @@ def stored_inputs(node: ir.Node) -> set[int]:
 
 def _is_stored(signature: Signature, node: ir.Node, number: int) -> bool:
     port = signature.input(number)
-    return port is not None and (port.role in _STORED or port.is_absent(node.inputs[number]))
+    return port is not None and (port.role in _STORAGE_ROLES or port.is_absent(node.inputs[number]))
 
 
 def constant_of(value: ir.Value) -> Hashable:
@@ -105,16 +107,20 @@ def dims(value: ir.Value) -> tuple[int | None, ...]:
 
 def parameters_of(node: ir.Node) -> Hashable:
     """Return how the numbers that a node reads are stored, and what it rounds them to; ``None`` if it reads none."""
-    stored = tuple(
+    dtypes = tuple(
         (str(value.dtype), None if value.const_value is None else value.const_value.dtype.bitwidth)
         for value in node.inputs
         if value is not None and value.is_initializer() and (value.dtype is None or value.dtype.is_floating_point())
     )
     signature = signature_of(node)
     if signature is None:
-        return stored or None
+        return dtypes or None
     codes = tuple(str(value.dtype) for value in node.inputs if value is not None and value.is_initializer())
-    return node.op_type, codes, tuple(sorted((name, _hashable(each)) for name, each in attributes_of(node).items()))
+    return (
+        node.op_type,
+        codes,
+        tuple(sorted((name, _hashable(attribute)) for name, attribute in attributes_of(node).items())),
+    )
 
 
 def stored_value(attribute: ir.Attr) -> Any:
@@ -122,7 +128,7 @@ def stored_value(attribute: ir.Attr) -> Any:
     if attribute.type == ir.AttributeType.FLOAT:
         return float(np.float32(attribute.value))
     if attribute.type == ir.AttributeType.FLOATS:
-        return tuple(float(np.float32(each)) for each in attribute.value)
+        return tuple(float(np.float32(number)) for number in attribute.value)
     return attribute.value
 
 

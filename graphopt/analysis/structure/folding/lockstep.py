@@ -26,25 +26,25 @@ if TYPE_CHECKING:
 _RADIUS, _ROUNDS = 3, 3
 """Edges that neighbours are told apart by; seeds that are left out at most."""
 
-_COVERED, _GAIN = 0.5, 1.1
+_LEAST_COVERAGE, _GAIN = 0.5, 1.1
 """Share of a path that layers must cover; how much more they must cover without a seed for it to be left out."""
 
 
-def divided(data: Sequence[ir.Node], of: Mapping[ir.Node, int]) -> Division | None:
+def divide(data: Sequence[ir.Node], segment_of: Mapping[ir.Node, int]) -> Division | None:
     """Divide a path that has too few cuts; ``None`` where it has enough, or no layers are found.
 
     It has too few where its segments attend more than twice on average, of those that attend.
 
     Args:
         data: the nodes of the path, in the order of the graph.
-        of: the number of the segment of each.
+        segment_of: the number of the segment of each.
     """
-    counts = Counter(of[mixer.node] for mixer in mixers(data) if mixer.node in of)
+    counts = Counter(segment_of[mixer.node] for mixer in mixers(data) if mixer.node in segment_of)
     return _Divider(data).division() if counts.total() > 2 * len(counts) else None
 
 
 @dataclass
-class _Grown:
+class _Growth:
     """Groups that grew from seeds: the nodes of each, in the same order; and how often each stopped the others."""
 
     groups: list[list[ir.Node]]
@@ -60,82 +60,85 @@ class _Divider:
 
     def division(self) -> Division | None:
         """Return the segment of each node, and the last nodes of segments; ``None`` where no layers are found."""
-        found = [mixer.node for mixer in mixers(self.data)]
-        most = Counter(map(_kind, found)).most_common(1)[0][0]
-        seeds = [node for node in found if _kind(node) == most]
+        nodes = [mixer.node for mixer in mixers(self.data)]
+        usual_kind = Counter(map(_kind, nodes)).most_common(1)[0][0]
+        seeds = [node for node in nodes if _kind(node) == usual_kind]
         if len(seeds) < 2:
             return None
-        best, stopped = self._groups(seeds)
+        best, stops = self._groups(seeds)
         for _ in range(_ROUNDS):
-            if not stopped or len(seeds) < 3:
+            if not stops or len(seeds) < 3:
                 break
-            odd = stopped.most_common(1)[0][0]
+            odd = stops.most_common(1)[0][0]
             seeds = [seed for number, seed in enumerate(seeds) if number != odd]
-            other, stopped = self._groups(seeds)
-            if sum(map(len, other)) < _GAIN * sum(map(len, best)):
+            groups, stops = self._groups(seeds)
+            if sum(map(len, groups)) < _GAIN * sum(map(len, best)):
                 break
-            best = other
-        return None if sum(map(len, best)) < _COVERED * len(self.data) else self._numbered(best)
+            best = groups
+        return None if sum(map(len, best)) < _LEAST_COVERAGE * len(self.data) else self._number_segments(best)
 
     def _groups(self, seeds: Sequence[ir.Node]) -> tuple[list[list[ir.Node]], Counter[int]]:
         """Return the groups that grow from seeds, in order, with what stands inside them; and which stopped others."""
-        grown = self._grow(seeds)
-        ordered = sorted(grown.groups, key=lambda group: max(map(self.place.__getitem__, group)))
-        return self._joined(ordered), grown.stopped
+        growth = self._grow(seeds)
+        groups = sorted(growth.groups, key=lambda group: max(map(self.place.__getitem__, group)))
+        return self._fill_groups(groups), growth.stopped
 
-    def _grow(self, seeds: Sequence[ir.Node]) -> _Grown:
-        grown = _Grown([[seed] for seed in seeds])
-        taken, at = set(seeds), 0
-        while at < len(grown.groups[0]):
-            here = [group[at] for group in grown.groups]
-            at += 1
-            for step in self._steps(here):
+    def _grow(self, seeds: Sequence[ir.Node]) -> _Growth:
+        growth = _Growth([[seed] for seed in seeds])
+        members, position = set(seeds), 0
+        while position < len(growth.groups[0]):
+            front = [group[position] for group in growth.groups]
+            position += 1
+            for step in self._steps(front):
                 counts = Counter(node for node in step if node is not None)
-                fresh = [node is not None and node not in taken and counts[node] == 1 for node in step]
+                fresh = [node is not None and node not in members and counts[node] == 1 for node in step]
                 kinds = Counter(_kind(node) for node in step if node is not None)
-                usual = kinds.most_common(1)[0][0] if kinds else None
-                follows = [ok and node is not None and _kind(node) == usual
+                usual_kind = kinds.most_common(1)[0][0] if kinds else None
+                follows = [ok and node is not None and _kind(node) == usual_kind
                            for ok, node in zip(fresh, step, strict=True)]  # fmt: skip
                 if all(follows):
-                    for group, node in zip(grown.groups, step, strict=True):
+                    for group, node in zip(growth.groups, step, strict=True):
                         assert node is not None
                         group.append(node)
-                        taken.add(node)
+                        members.add(node)
                 elif 2 * sum(follows) > len(step):
-                    grown.stopped.update(number for number, ok in enumerate(follows) if not ok)
-        return grown
+                    growth.stopped.update(number for number, ok in enumerate(follows) if not ok)
+        return growth
 
-    def _steps(self, here: Sequence[ir.Node]) -> Iterator[list[ir.Node | None]]:
+    def _steps(self, front: Sequence[ir.Node]) -> Iterator[list[ir.Node | None]]:
         """Yield for each edge of a node of the first group where the same edge leads in every group."""
-        for place, value in enumerate(here[0].inputs):
+        for index, value in enumerate(front[0].inputs):
             if value is not None and value.producer() in self.inside:
-                yield [self._maker(node, place) for node in here]
-        for reader in self.readers[here[0]]:
-            yield self._same_reader(reader, here)
+                yield [self._maker(node, index) for node in front]
+        for reader in self.readers[front[0]]:
+            yield self._same_reader(reader, front)
 
-    def _maker(self, node: ir.Node, place: int) -> ir.Node | None:
-        value = node.inputs[place] if place < len(node.inputs) else None
+    def _maker(self, node: ir.Node, index: int) -> ir.Node | None:
+        value = node.inputs[index] if index < len(node.inputs) else None
         maker = None if value is None else value.producer()
         return maker if maker in self.inside else None
 
-    def _same_reader(self, reader: ir.Node, here: Sequence[ir.Node]) -> list[ir.Node | None]:
+    def _same_reader(self, reader: ir.Node, front: Sequence[ir.Node]) -> list[ir.Node | None]:
         """Return what reads each node as ``reader`` does the first: told by as few surroundings as tell it apart."""
         for labels in self.labels:
-            wanted = labels[reader]
-            found = [[each for each in dict.fromkeys(self.readers[node]) if labels[each] == wanted] for node in here]
-            if len(found[0]) == 1:
-                return [each[0] if len(each) == 1 else None for each in found]
-        return [None] * len(here)
+            label = labels[reader]
+            readers = [
+                [candidate for candidate in dict.fromkeys(self.readers[node]) if labels[candidate] == label]
+                for node in front
+            ]
+            if len(readers[0]) == 1:
+                return [candidates[0] if len(candidates) == 1 else None for candidates in readers]
+        return [None] * len(front)
 
-    def _numbered(self, groups: list[list[ir.Node]]) -> Division:
+    def _number_segments(self, groups: list[list[ir.Node]]) -> Division:
         """Number what is before the groups, each group cut at its own trunk, and what depends on it and is in none."""
         inside = {node for group in groups for node in group}
-        behind = self._behind(groups)
+        last_groups = self._last_groups(groups)
         loose: dict[int, list[ir.Node]] = {}
         for node in self.data:
             if node not in inside:
-                loose.setdefault(behind[node], []).append(node)
-        of: dict[ir.Node, int] = {}
+                loose.setdefault(last_groups[node], []).append(node)
+        segment_of: dict[ir.Node, int] = {}
         ends: set[ir.Node] = set()
         parts = [loose.get(-1, [])]
         for number, group in enumerate(groups):
@@ -143,29 +146,29 @@ class _Divider:
             ends.update(cuts)
             pieces: list[list[ir.Node]] = [[] for _ in range(len(cuts) + 1)]
             for node in sorted(group, key=self.place.__getitem__):
-                pieces[sum(self.place[each] < self.place[node] for each in cuts)].append(node)
+                pieces[sum(self.place[end] < self.place[node] for end in cuts)].append(node)
             parts += [*pieces, loose.get(number, [])]
-        for part_number, part in enumerate(each for each in parts if each):
-            of.update(dict.fromkeys(part, part_number))
-        return of, ends
+        for part_number, part in enumerate(part for part in parts if part):
+            segment_of.update(dict.fromkeys(part, part_number))
+        return segment_of, ends
 
-    def _behind(self, groups: list[list[ir.Node]]) -> dict[ir.Node, int]:
+    def _last_groups(self, groups: list[list[ir.Node]]) -> dict[ir.Node, int]:
         """Return for each node the last group that it depends on, or -1."""
         group_of = {node: number for number, group in enumerate(groups) for node in group}
-        behind: dict[ir.Node, int] = {}
+        last_groups: dict[ir.Node, int] = {}
         for node in self.data:
             makers = (value.producer() for value in inputs_of(node))
-            last = max((behind[each] for each in makers if each in behind), default=-1)
-            behind[node] = max(last, group_of.get(node, -1))
-        return behind
+            last = max((last_groups[maker] for maker in makers if maker in last_groups), default=-1)
+            last_groups[node] = max(last, group_of.get(node, -1))
+        return last_groups
 
-    def _joined(self, groups: list[list[ir.Node]]) -> list[list[ir.Node]]:
+    def _fill_groups(self, groups: list[list[ir.Node]]) -> list[list[ir.Node]]:
         """Return the groups with the nodes between two of their own, such as one that not all of them have."""
         group_of = {node: number for number, group in enumerate(groups) for node in group}
-        behind, groups = self._behind(groups), [list(group) for group in groups]
+        last_groups, groups = self._last_groups(groups), [list(group) for group in groups]
         for node in reversed(self.data):
             first = min((group_of.get(reader, len(groups)) for reader in self.readers[node]), default=len(groups))
-            if node not in group_of and first == behind[node]:
+            if node not in group_of and first == last_groups[node]:
                 group_of[node] = first
                 groups[first].append(node)
         return groups
@@ -174,24 +177,27 @@ class _Divider:
         """Return the nodes of a group that every path through it crosses; what comes from outside begins before it."""
         inside, nodes = set(group), sorted(group, key=self.place.__getitem__)
         last = [n for n in nodes if any(r not in inside for r in self.readers[n]) or not self.readers[n]]
-        needed, waiting = set[ir.Node](), last[-1:]
+        ancestors, waiting = set[ir.Node](), last[-1:]
         while waiting:
             node = waiting.pop()
-            needed.add(node)
+            ancestors.add(node)
             makers = (value.producer() for value in inputs_of(node))
-            waiting += [each for each in makers if each in inside and each not in needed and each is not None]
-        path = [node for node in nodes if node in needed]
-        at = {node: number for number, node in enumerate(path)}
+            waiting += [maker for maker in makers if maker in inside and maker not in ancestors and maker is not None]
+        path = [node for node in nodes if node in ancestors]
+        position = {node: number for number, node in enumerate(path)}
         outside = [
-            at[node] for node in path for v in inputs_of(node) if (m := v.producer()) in self.inside and m not in inside
+            position[node]
+            for node in path
+            for v in inputs_of(node)
+            if (m := v.producer()) in self.inside and m not in inside
         ]
-        farthest, found = max(outside, default=-1), list[ir.Node]()
+        farthest, crossings = max(outside, default=-1), list[ir.Node]()
         for number, node in enumerate(path):
             if farthest <= number:
-                found.append(node)
-            farthest = max([farthest, *(at[each] for each in self.readers[node] if each in at)])
+                crossings.append(node)
+            farthest = max([farthest, *(position[reader] for reader in self.readers[node] if reader in position)])
         # One node after the other without a branch is no trunk of its own: a cut is where two paths meet.
-        return [node for node in found if self._meets(node)]
+        return [node for node in crossings if self._meets(node)]
 
     def _meets(self, node: ir.Node) -> bool:
         return sum(value.producer() in self.inside for value in node.inputs if value is not None) > 1
@@ -200,21 +206,21 @@ class _Divider:
 def _labels(nodes: Sequence[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> Iterator[dict[ir.Node, int]]:
     """Yield labels of the surroundings of nodes, of growing radius."""
     numbers: dict[Hashable, int] = {}
-    found = {node: numbers.setdefault(_kind(node), len(numbers)) for node in nodes}
-    yield found
+    labels = {node: numbers.setdefault(_kind(node), len(numbers)) for node in nodes}
+    yield labels
     for _ in range(_RADIUS):
-        found = {
+        labels = {
             node: numbers.setdefault(
                 (
-                    found[node],
-                    tuple(found.get(value.producer(), -1) for value in inputs_of(node)),  # type: ignore[arg-type]
-                    tuple(sorted(found[reader] for reader in readers[node])),
+                    labels[node],
+                    tuple(labels.get(value.producer(), -1) for value in inputs_of(node)),  # type: ignore[arg-type]
+                    tuple(sorted(labels[reader] for reader in readers[node])),
                 ),
                 len(numbers),
             )
             for node in nodes
         }
-        yield found
+        yield labels
 
 
 def _kind(node: ir.Node) -> tuple[str, str]:

@@ -12,7 +12,7 @@ from graphopt.runtime_ops import DOMAIN
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-_FUSED: dict[tuple[str, str], tuple[int, int, int]] = {
+_FUSED_INPUTS: dict[tuple[str, str], tuple[int, int, int]] = {
     ("", "Attention"): (0, 1, 2),
     (DOMAIN, "KVAttention"): (0, 1, 2),
     ("com.microsoft", "GroupQueryAttention"): (0, 1, 2),
@@ -44,16 +44,18 @@ class Mixer:
 
 def mixers(nodes: Iterable[ir.Node]) -> list[Mixer]:
     """Return the places where tokens read others, in order."""
-    found = []
+    places_of_attention = []
     for node in nodes:
-        places = _FUSED.get((node.domain, node.op_type))
-        if places is not None:
-            found.append(Mixer(node, *(node.inputs[p] if p < len(node.inputs) else None for p in places)))
-        elif _multiplies(node) and (softmax := _behind(node.inputs[0], "Softmax")) is not None:
-            scores = _behind(softmax.inputs[0], "MatMul")
+        indices = _FUSED_INPUTS.get((node.domain, node.op_type))
+        if indices is not None:
+            places_of_attention.append(
+                Mixer(node, *(node.inputs[p] if p < len(node.inputs) else None for p in indices))
+            )
+        elif _multiplies(node) and (softmax := _nearest(node.inputs[0], "Softmax")) is not None:
+            scores = _nearest(softmax.inputs[0], "MatMul")
             if scores is not None and _multiplies(scores):
-                found.append(Mixer(node, scores.inputs[0], scores.inputs[1], node.inputs[1]))
-    return found
+                places_of_attention.append(Mixer(node, scores.inputs[0], scores.inputs[1], node.inputs[1]))
+    return places_of_attention
 
 
 def _multiplies(node: ir.Node) -> bool:
@@ -61,14 +63,14 @@ def _multiplies(node: ir.Node) -> bool:
     return node.op_type == "MatMul" and not any(value is None or value.is_initializer() for value in node.inputs)
 
 
-def _behind(value: ir.Value | None, op_type: str) -> ir.Node | None:
+def _nearest(value: ir.Value | None, op_type: str) -> ir.Node | None:
     """Return the nearest node of a type that ``value`` is made by, with nothing but elementwise nodes between."""
-    waiting, seen = [value], set[ir.Node]()
+    waiting, visits = [value], set[ir.Node]()
     while waiting:
         node = None if (each := waiting.pop(0)) is None else each.producer()
-        if node is None or node in seen:
+        if node is None or node in visits:
             continue
-        seen.add(node)
+        visits.add(node)
         if node.op_type == op_type:
             return node
         if node.op_type in _PASSING:

@@ -33,37 +33,37 @@ Part = int | Repeat
 """A place in the string that is in no repeat, or a repeat."""
 
 
-def repeats(letters: Sequence[int], wanted: Sequence[bool] | None = None) -> list[Part]:
+def repeats(letters: Sequence[int], is_start: Sequence[bool] | None = None) -> list[Part]:
     """Fold a string: the repeat that covers most, then what is before it, in it and behind it.
 
-    Of repeats that cover equally much the one of the shortest period is taken, then one that begins with a letter that
-    is ``wanted``, then the first.
+    Of repeats that cover equally much the one of the shortest period is taken, then one that begins where
+    ``is_start``, then the first.
 
     Args:
         letters: the string; equal numbers are equal letters.
-        wanted: for each place, whether a repeat should rather begin there; nowhere by default.
+        is_start: for each place, whether a repeat should rather begin there; nowhere by default.
     """
     string = np.asarray(letters, np.int64)
-    return list(_folded(string, np.asarray(wanted if wanted is not None else [False] * len(string), bool), 0))
+    return list(_fold_string(string, np.asarray(is_start if is_start is not None else [False] * len(string), bool), 0))
 
 
-def _folded(string: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_], offset: int) -> Iterator[Part]:
-    best = max(_runs(string, wanted), default=None)
+def _fold_string(string: npt.NDArray[np.int64], is_start: npt.NDArray[np.bool_], offset: int) -> Iterator[Part]:
+    best = max(_runs(string, is_start), default=None)
     if best is None:
         yield from range(offset, offset + len(string))
         return
-    covered, negative, _, before = best
+    coverage, negative, _, before = best
     start, period = -before, -negative
-    yield from _folded(string[:start], wanted[:start], offset)
+    yield from _fold_string(string[:start], is_start[:start], offset)
     unit = slice(start, start + period)
-    inner = tuple(_folded(string[unit], wanted[unit], offset + start))
-    yield Repeat(offset + start, inner, period, covered // period)
-    end = start + covered
-    yield from _folded(string[end:], wanted[end:], offset + end)
+    inner = tuple(_fold_string(string[unit], is_start[unit], offset + start))
+    yield Repeat(offset + start, inner, period, coverage // period)
+    end = start + coverage
+    yield from _fold_string(string[end:], is_start[end:], offset + end)
 
 
-def _runs(string: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, bool, int]]:
-    """Yield candidates as (letters covered, -period, wanted, -start), the best of each run of equal letters."""
+def _runs(string: npt.NDArray[np.int64], is_start: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int, bool, int]]:
+    """Yield the best of each run of equal letters: letters covered, -period, whether one may begin there, -start."""
     for period in range(1, len(string) // 2 + 1):
         equal = np.concatenate(([0], (string[period:] == string[:-period]).astype(np.int8), [0]))
         edges = np.diff(equal)
@@ -71,7 +71,7 @@ def _runs(string: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_]) -> Itera
             length = int(last - first) + period  # letters of the run that has this period
             if length < 2 * period:
                 continue
-            covered = length // period * period
-            starts = range(int(first), int(first) + length - covered + 1)
-            start = next((each for each in starts if wanted[each]), starts[0])
-            yield covered, -period, bool(wanted[start]), -start
+            coverage = length // period * period
+            starts = range(int(first), int(first) + length - coverage + 1)
+            start = next((begin for begin in starts if is_start[begin]), starts[0])
+            yield coverage, -period, bool(is_start[start]), -start

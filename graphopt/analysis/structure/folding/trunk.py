@@ -44,27 +44,27 @@ class Cuts:
 
     Attributes:
         segments: from tokens to logits.
-        shared: the nodes that several segments read, and those that none reads, in the order of the graph.
-        of: the number of the segment of each node that is in one.
+        common_nodes: the nodes that several segments read, and those that none reads, in the order of the graph.
+        segment_of: the number of the segment of each node that is in one.
     """
 
     segments: list[Segment]
-    shared: list[ir.Node]
-    of: dict[ir.Node, int]
+    common_nodes: list[ir.Node]
+    segment_of: dict[ir.Node, int]
 
 
 def inputs_of(node: ir.Node) -> list[ir.Value]:
     """Return what a node reads, also from inside its subgraphs."""
-    found = [value for value in node.inputs if value is not None]
+    values = [value for value in node.inputs if value is not None]
     for attribute in node.attributes.values():
         if attribute.type not in _BRANCHES:
             continue
         for graph in [attribute.value] if attribute.type == _BRANCHES[0] else attribute.value:
             inner = set(graph)
-            for below in graph:
-                found += (value for value in inputs_of(below) if value.producer() not in inner)
-            found += (value for value in graph.outputs if value.producer() not in inner)
-    return found
+            for inner_node in graph:
+                values += (value for value in inputs_of(inner_node) if value.producer() not in inner)
+            values += (value for value in graph.outputs if value.producer() not in inner)
+    return values
 
 
 def is_product(node: ir.Node) -> bool:
@@ -88,44 +88,44 @@ def cut(graph: ir.Graph, divide: Divide | None = None) -> Cuts:
         divide: what divides the path where there are few such nodes.
     """
     nodes = list(graph)
-    fixed = constant_nodes(nodes)
+    constants = constant_nodes(nodes)
     readers = readers_of(nodes)
-    data = _data(graph, nodes, fixed)
-    needed = data & _needed(_sink(graph, nodes))
-    ends = _crossed([node for node in nodes if node in needed], readers)
-    of = _numbered([node for node in nodes if node in data], ends)
-    division = None if divide is None else divide([node for node in nodes if node in data], of)
+    data = _data(graph, nodes, constants)
+    ancestors = data & _ancestors(_sink(graph, nodes))
+    ends = _crossings([node for node in nodes if node in ancestors], readers)
+    segment_of = _number_segments([node for node in nodes if node in data], ends)
+    division = None if divide is None else divide([node for node in nodes if node in data], segment_of)
     if division is not None:
-        of, ends = division
-    _claim(nodes, of, readers)
-    count = 1 + max(of.values(), default=-1)
+        segment_of, ends = division
+    _claim(nodes, segment_of, readers)
+    count = 1 + max(segment_of.values(), default=-1)
     members: list[list[ir.Node]] = [[] for _ in range(count)]
     for node in nodes:
-        if node in of:
-            members[of[node]].append(node)
-    last = {of[node]: node for node in nodes if node in ends}
-    segments = [Segment(found, last.get(number)) for number, found in enumerate(members)]
-    return Cuts(segments, [node for node in nodes if node not in of], of)
+        if node in segment_of:
+            members[segment_of[node]].append(node)
+    last = {segment_of[node]: node for node in nodes if node in ends}
+    segments = [Segment(segment_nodes, last.get(number)) for number, segment_nodes in enumerate(members)]
+    return Cuts(segments, [node for node in nodes if node not in segment_of], segment_of)
 
 
 def readers_of(nodes: Iterable[ir.Node]) -> dict[ir.Node, list[ir.Node]]:
     """Return the nodes that read what each node makes, by themselves or in their subgraphs."""
-    found: dict[ir.Node, list[ir.Node]] = {node: [] for node in nodes}
-    for node in found:
+    readers: dict[ir.Node, list[ir.Node]] = {node: [] for node in nodes}
+    for node in readers:
         for value in inputs_of(node):
             producer = value.producer()
-            if producer in found and producer is not None:
-                found[producer].append(node)
-    return found
+            if producer in readers and producer is not None:
+                readers[producer].append(node)
+    return readers
 
 
 def constant_nodes(nodes: Iterable[ir.Node]) -> set[ir.Node]:
     """Return the nodes that read nothing but constants, such as those that turn codes into a matrix."""
-    found: set[ir.Node] = set()
+    constants: set[ir.Node] = set()
     for node in nodes:
-        if all(value.is_initializer() or value.producer() in found for value in inputs_of(node)):
-            found.add(node)
-    return found
+        if all(value.is_initializer() or value.producer() in constants for value in inputs_of(node)):
+            constants.add(node)
+    return constants
 
 
 def _sink(graph: ir.Graph, nodes: list[ir.Node]) -> ir.Node | None:
@@ -133,80 +133,85 @@ def _sink(graph: ir.Graph, nodes: list[ir.Node]) -> ir.Node | None:
     depth: dict[ir.Node, int] = {}
     for node in nodes:
         sources = (value.producer() for value in inputs_of(node))
-        depth[node] = 1 + max((depth[each] for each in sources if each is not None and each in depth), default=0)
-    makers = [made for value in graph.outputs if (made := value.producer()) is not None and made in depth]
+        depth[node] = 1 + max((depth[maker] for maker in sources if maker is not None and maker in depth), default=0)
+    makers = [producer for value in graph.outputs if (producer := value.producer()) is not None and producer in depth]
     return max(makers, key=depth.__getitem__, default=None)
 
 
-def _needed(node: ir.Node | None) -> set[ir.Node]:
-    found: set[ir.Node] = set()
+def _ancestors(node: ir.Node | None) -> set[ir.Node]:
+    ancestors: set[ir.Node] = set()
     waiting = [node]
     while waiting:
-        each = waiting.pop()
-        if each is not None and each not in found:
-            found.add(each)
-            waiting += [value.producer() for value in inputs_of(each)]
-    return found
+        maker = waiting.pop()
+        if maker is not None and maker not in ancestors:
+            ancestors.add(maker)
+            waiting += [value.producer() for value in inputs_of(maker)]
+    return ancestors
 
 
-def _data(graph: ir.Graph, nodes: list[ir.Node], fixed: set[ir.Node]) -> set[ir.Node]:
+def _data(graph: ir.Graph, nodes: list[ir.Node], constants: set[ir.Node]) -> set[ir.Node]:
     """Return what depends on the numbers of the lookup, or input of floats, that reaches most products."""
     floats = [value for value in graph.inputs if value.dtype is not None and value.dtype.is_floating_point()]
-    lookups = [node for node in nodes if node not in fixed and _looks_up(node, fixed)]
+    lookups = [node for node in nodes if node not in constants and _looks_up(node, constants)]
     roots: list[ir.Node | ir.Value] = [*lookups, *floats] or [*graph.inputs]
     bits: dict[object, int] = {root: 1 << number for number, root in enumerate(roots)}
-    reached: dict[ir.Node, int] = {}
+    sources: dict[ir.Node, int] = {}
     for node in nodes:
-        reached[node] = bits.get(node, 0)
-        if node.op_type not in _SHAPES and node not in fixed:
+        sources[node] = bits.get(node, 0)
+        if node.op_type not in _SHAPES and node not in constants:
             for value in inputs_of(node):
                 producer = value.producer()
-                reached[node] |= bits.get(value, 0) if producer is None else reached.get(producer, 0)
-    products = [reached[node] for node in nodes if is_product(node)]
+                sources[node] |= bits.get(value, 0) if producer is None else sources.get(producer, 0)
+    products = [sources[node] for node in nodes if is_product(node)]
     best = max(bits.values(), key=lambda bit: sum(1 for each in products if each & bit), default=0)
-    return {node for node, roots in reached.items() if roots & best}
+    return {node for node, roots in sources.items() if roots & best}
 
 
-def _looks_up(node: ir.Node, fixed: set[ir.Node]) -> bool:
+def _looks_up(node: ir.Node, constants: set[ir.Node]) -> bool:
     if not node.op_type.startswith("Gather") or not node.inputs:
         return False
     # Gather has its table in front, our lookup of packed codes the tokens.
     tables = node.inputs if signature_of(node) is not None else node.inputs[:1]
-    held = [each for each in tables if each is not None and (each.is_initializer() or each.producer() in fixed)]
-    return any(len(table.shape or ()) >= 2 for table in held)
+    stored = [
+        table for table in tables if table is not None and (table.is_initializer() or table.producer() in constants)
+    ]
+    return any(len(table.shape or ()) >= 2 for table in stored)
 
 
-def _crossed(nodes: list[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> set[ir.Node]:
+def _crossings(nodes: list[ir.Node], readers: dict[ir.Node, list[ir.Node]]) -> set[ir.Node]:
     """Return the nodes that every path crosses, of those that lie on a path, given in topological order.
 
     Every path crosses a node if, and only if, no edge jumps over its place in the order.
     """
-    place = {node: number for number, node in enumerate(nodes)}
-    farthest, found = -1, set()
+    position = {node: number for number, node in enumerate(nodes)}
+    farthest, crossings = -1, set()
     for number, node in enumerate(nodes):
         if farthest <= number:
-            found.add(node)
-        farthest = max([farthest, *(place[each] for each in readers[node] if each in place)])
-    return found
+            crossings.add(node)
+        farthest = max([farthest, *(position[reader] for reader in readers[node] if reader in position)])
+    return crossings
 
 
-def _numbered(data: list[ir.Node], ends: set[ir.Node]) -> dict[ir.Node, int]:
-    of: dict[ir.Node, int] = {}
+def _number_segments(data: list[ir.Node], ends: set[ir.Node]) -> dict[ir.Node, int]:
+    segment_of: dict[ir.Node, int] = {}
     for node in data:
-        made = (value.producer() for value in inputs_of(node))
-        of[node] = max((of[each] + (each in ends) for each in made if each is not None and each in of), default=0)
-    return of
+        makers = (value.producer() for value in inputs_of(node))
+        segment_of[node] = max(
+            (segment_of[maker] + (maker in ends) for maker in makers if maker is not None and maker in segment_of),
+            default=0,
+        )
+    return segment_of
 
 
-def _claim(nodes: list[ir.Node], of: dict[ir.Node, int], readers: dict[ir.Node, list[ir.Node]]) -> None:
+def _claim(nodes: list[ir.Node], segment_of: dict[ir.Node, int], readers: dict[ir.Node, list[ir.Node]]) -> None:
     """Give each node that the data do not reach to the segment that alone reads it."""
-    found: dict[ir.Node, set[int]] = {}
+    claims: dict[ir.Node, set[int]] = {}
     for node in reversed(nodes):
-        if node in of:
+        if node in segment_of:
             continue
         outward = any(output.is_graph_output() for output in node.outputs)
-        found[node] = {-1} if outward or not readers[node] else set()
+        claims[node] = {-1} if outward or not readers[node] else set()
         for reader in readers[node]:
-            found[node] |= found[reader] if reader in found else {of[reader]}
-        if len(found[node]) == 1 and -1 not in found[node]:
-            of[node] = next(iter(found[node]))
+            claims[node] |= claims[reader] if reader in claims else {segment_of[reader]}
+        if len(claims[node]) == 1 and -1 not in claims[node]:
+            segment_of[node] = next(iter(claims[node]))

@@ -19,7 +19,7 @@ from graphopt.graph.weights import expression_of, source_of
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-_BLOCK, _PLACES = 256, 16
+_BLOCK, _SAMPLES = 256, 16
 _CHUNK = 1 << 22
 
 
@@ -50,18 +50,18 @@ def _checksum(tensor: ir.TensorProtocol) -> int:
         return zlib.crc32(b"\0".join(tensor.string_data()))
     size = tensor.nbytes
     last = max(0, size - _BLOCK)
-    places = sorted({last * number // (_PLACES - 1) for number in range(_PLACES)})
+    offsets = sorted({last * number // (_SAMPLES - 1) for number in range(_SAMPLES)})
     if isinstance(tensor, ir.ExternalTensor):
         with Path(tensor.path).open("rb") as stream:
-            found = 0
-            for place in places:
-                stream.seek((tensor.offset or 0) + place)
-                found = zlib.crc32(stream.read(min(_BLOCK, size)), found)
-            return found
-    content, found = tensor.tobytes(), 0
-    for place in places:
-        found = zlib.crc32(content[place : place + _BLOCK], found)
-    return found
+            checksum = 0
+            for offset in offsets:
+                stream.seek((tensor.offset or 0) + offset)
+                checksum = zlib.crc32(stream.read(min(_BLOCK, size)), checksum)
+            return checksum
+    content, checksum = tensor.tobytes(), 0
+    for offset in offsets:
+        checksum = zlib.crc32(content[offset : offset + _BLOCK], checksum)
+    return checksum
 
 
 def difference(before: ir.TensorProtocol, after: ir.TensorProtocol) -> Difference | None:

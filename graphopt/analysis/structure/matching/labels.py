@@ -26,37 +26,40 @@ def labels(side: Side, radius: int, strict: bool, numbers: dict[Hashable, int]) 
         strict: whether attributes and numbers count.
         numbers: of labels; labels of two graphs that are numbered with the same ones can be compared.
     """
-    found = {node: numbers.setdefault(_own(side, node, strict), len(numbers)) for node in side.nodes}
+    numbers_of_nodes = {node: numbers.setdefault(_node_label(side, node, strict), len(numbers)) for node in side.nodes}
     for _ in range(radius):
-        found = {node: numbers.setdefault(_around(side, node, found), len(numbers)) for node in side.nodes}
-    return found
+        numbers_of_nodes = {
+            node: numbers.setdefault(_label_with_neighbours(side, node, numbers_of_nodes), len(numbers))
+            for node in side.nodes
+        }
+    return numbers_of_nodes
 
 
-def _own(side: Side, node: ir.Node, strict: bool) -> Hashable:
+def _node_label(side: Side, node: ir.Node, strict: bool) -> Hashable:
     reads = []
-    for place, value in side.inputs(node):
+    for index, value in side.inputs(node):
         if side.is_constant(value) and not strict and side.is_product(node):
             continue  # how its matrix is stored is another matter
         if side.is_constant(value):
-            reads.append((place, side.constant_key(value) if strict else dims(value)))
+            reads.append((index, side.constant_key(value) if strict else dims(value)))
         elif value.producer() is None:
-            reads.append((place, ("port", value.dtype, dims(value))))
+            reads.append((index, ("port", value.dtype, dims(value))))
     outward = tuple(value.is_graph_output() for value in node.outputs)
-    return (kind(node) if strict else side.does(node)), tuple(reads), outward
+    return (kind(node) if strict else side.operation(node)), tuple(reads), outward
 
 
-def _around(side: Side, node: ir.Node, found: dict[ir.Node, int]) -> Hashable:
+def _label_with_neighbours(side: Side, node: ir.Node, node_labels: dict[ir.Node, int]) -> Hashable:
     reads = tuple(
-        (place, found[producer], value.index())
-        for place, value in side.inputs(node)
-        if (producer := value.producer()) is not None and producer in found
+        (index, node_labels[producer], value.index())
+        for index, value in side.inputs(node)
+        if (producer := value.producer()) is not None and producer in node_labels
     )
     readers = (
-        (number, found[reader], place)
+        (number, node_labels[reader], index)
         for number, value in enumerate(node.outputs)
-        for reader, place in side.readers.get(value, ())
+        for reader, index in side.readers.get(value, ())
     )
-    return found[node], reads, tuple(sorted(readers))
+    return node_labels[node], reads, tuple(sorted(readers))
 
 
 class Scopes:
@@ -69,12 +72,12 @@ class Scopes:
     """
 
     def __init__(self, before: Side, after: Side, segments: Iterable[tuple[int, int]]) -> None:
-        self._of = (before.folded.cuts.of, after.folded.cuts.of)
-        self._partner = {theirs: ours for ours, theirs in segments}
+        self._segment_of = (before.folding.cuts.segment_of, after.folding.cuts.segment_of)
+        self._partner = {after_number: before_number for before_number, after_number in segments}
 
-    def of(self, node: ir.Node, other: bool) -> Hashable:
-        """Return the scope of a node of the first graph, or of the ``other``."""
-        number = self._of[other].get(node)
-        if number is None or not other:
+    def of(self, node: ir.Node, is_after: bool) -> Hashable:
+        """Return the scope of a node of the first graph, or of the ``is_after``."""
+        number = self._segment_of[is_after].get(node)
+        if number is None or not is_after:
             return number
         return self._partner.get(number, ("alone", number))

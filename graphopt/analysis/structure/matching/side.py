@@ -33,42 +33,42 @@ class Side:
         self.graph = graph
         self.constant = constant_nodes(graph)
         self.nodes = [node for node in graph if node not in self.constant]
-        self.folded = fold(graph, numbers)
-        self.layer = self.folded.layer_of()
+        self.folding = fold(graph, numbers)
+        self.layer = self.folding.layer_of()
         self._inputs: dict[ir.Node, list[tuple[int, ir.Value]]] = {}
         self._samples: dict[ir.Value, Hashable] = {}
-        self._does: dict[ir.Node, Hashable] = {}
+        self._operations: dict[ir.Node, Hashable] = {}
 
     @cached_property
     def roles(self) -> dict[ir.Node, str]:
         """What each node is for."""
-        return roles_of(self.graph, self.folded)
+        return roles_of(self.graph, self.folding)
 
     @cached_property
     def readers(self) -> dict[ir.Value, list[Reading]]:
         """The nodes that read each value, and where."""
-        found: dict[ir.Value, list[Reading]] = {}
+        readers: dict[ir.Value, list[Reading]] = {}
         for node in self.nodes:
-            for place, value in self.inputs(node):
-                found.setdefault(value, []).append((node, place))
-        return found
+            for index, value in self.inputs(node):
+                readers.setdefault(value, []).append((node, index))
+        return readers
 
     def inputs(self, node: ir.Node) -> list[tuple[int, ir.Value]]:
         """Return what a node reads, with its place; what its branches read stands behind its inputs."""
-        found = self._inputs.get(node)
-        if found is None:
-            found = [(place, value) for place, value in enumerate(node.inputs) if value is not None]
-            found += enumerate(inputs_of(node)[len(found) :], len(node.inputs))
-            self._inputs[node] = found
-        return found
+        values = self._inputs.get(node)
+        if values is None:
+            values = [(index, value) for index, value in enumerate(node.inputs) if value is not None]
+            values += enumerate(inputs_of(node)[len(values) :], len(node.inputs))
+            self._inputs[node] = values
+        return values
 
-    def does(self, node: ir.Node) -> Hashable:
+    def operation(self, node: ir.Node) -> Hashable:
         """Return what a node does, whatever operator does it: products of matrices of one shape do the same."""
-        found = self._does.get(node)
-        if found is None:
+        operation = self._operations.get(node)
+        if operation is None:
             matrix = matrix_of(node, self.constant)
-            found = self._does[node] = (node.domain, node.op_type) if matrix is None else ("product", matrix)
-        return found
+            operation = self._operations[node] = (node.domain, node.op_type) if matrix is None else ("product", matrix)
+        return operation
 
     def is_product(self, node: ir.Node) -> bool:
         """Return whether a node multiplies by a constant matrix."""
@@ -81,32 +81,32 @@ class Side:
 
     def constant_key(self, value: ir.Value) -> Hashable:
         """Return a key of a constant that depends on no name; numbers are sampled."""
-        found = self._samples.get(value)
-        if found is None:
+        key = self._samples.get(value)
+        if key is None:
             producer = value.producer()
             if producer is None:
-                found = sample(value.const_value)
+                key = sample(value.const_value)
             else:
-                reads = tuple(self.constant_key(each) for _, each in self.inputs(producer))
-                found = (kind(producer), reads, value.index())
-            self._samples[value] = found
-        return found
+                reads = tuple(self.constant_key(operand) for _, operand in self.inputs(producer))
+                key = (kind(producer), reads, value.index())
+            self._samples[value] = key
+        return key
 
     def made_of(self, node: ir.Node) -> list[ir.Node]:
         """Return the nodes that only make constants of ``node``."""
-        found: dict[ir.Node, None] = {}
+        makers: dict[ir.Node, None] = {}
         waiting = [value for _, value in self.inputs(node)]
         while waiting:
             producer = waiting.pop().producer()
-            if producer is not None and producer in self.constant and producer not in found:
-                found[producer] = None
+            if producer is not None and producer in self.constant and producer not in makers:
+                makers[producer] = None
                 waiting += [value for _, value in self.inputs(producer)]
-        return list(found)
+        return list(makers)
 
 
 def kind(node: ir.Node) -> Hashable:
     """Return operator and attributes of a node, without its inputs and names."""
-    attributes = tuple((name, attribute_key(each)) for name, each in sorted(node.attributes.items()))
+    attributes = tuple((name, attribute_key(attribute)) for name, attribute in sorted(node.attributes.items()))
     return node.domain, node.op_type, node.overload, attributes
 
 
@@ -131,14 +131,14 @@ def graph_key(graph: ir.Graph | ir.Function) -> Hashable:
     numbers: dict[ir.Value, int] = {}
     for value in graph.inputs:
         numbers.setdefault(value, len(numbers))
-    written = []
-    stored = {} if isinstance(graph, ir.Function) else graph.initializers
-    for value in stored.values():
+    nodes = []
+    initializers = {} if isinstance(graph, ir.Function) else graph.initializers
+    for value in initializers.values():
         numbers.setdefault(value, len(numbers))
     for node in graph:
-        reads = tuple(None if each is None else numbers.setdefault(each, len(numbers)) for each in node.inputs)
-        written.append((kind(node), reads))
+        reads = tuple(None if operand is None else numbers.setdefault(operand, len(numbers)) for operand in node.inputs)
+        nodes.append((kind(node), reads))
         for value in node.outputs:
             numbers.setdefault(value, len(numbers))
-    made = tuple(numbers.setdefault(value, len(numbers)) for value in graph.outputs)
-    return tuple(sample(value.const_value) for value in stored.values()), tuple(written), made
+    outputs = tuple(numbers.setdefault(value, len(numbers)) for value in graph.outputs)
+    return tuple(sample(value.const_value) for value in initializers.values()), tuple(nodes), outputs

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.paged_caches import UNBOUNDED, kv_nodes, layer_of
+from graphopt.analysis.structure.paged_caches import UNBOUNDED_POSITIONS, kv_nodes, layer_of
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import clone_node, name_output, replace, shared_constant
 from graphopt.passes.cache.page_kv.states import graph_input
@@ -58,7 +58,7 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
     queries = {
         node: query
         for node, layer in layers.items()
-        if layer.attributes.sinks and not layer.unbounded and (query := port(node, "query")) is not None
+        if layer.attributes.sinks and not layer.has_unbounded_positions and (query := port(node, "query")) is not None
     }
     reason = bound(graph, queries)
     if reason is not None:
@@ -73,7 +73,7 @@ def unbind_positions(graph: ir.Graph, ledger: Ledger) -> None:
         node.replace_input_with(schema_of(node).index("sink_query"), made)
         ledger.changed(node, CAPPED(position=cap), [node])
     for node in layers:
-        node.metadata_props[UNBOUNDED] = "1"
+        node.metadata_props[UNBOUNDED_POSITIONS] = "1"
 
 
 def bound(graph: ir.Graph, queries: Mapping[ir.Node, ir.Value]) -> Fact | None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from graphopt.analysis.structure.contrib import PADDING, WINDOWED, contrib_nodes, head_sizes
+from graphopt.analysis.structure.contrib import CUTS_TO_WINDOW, PADDING, contrib_nodes, head_sizes
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.graph.editing import Inserter, replace
 from graphopt.passes.lift.canonicalize.heads import apart, joined, swapped
@@ -82,7 +82,7 @@ def _why_not(node: ir.Node, evaluator: MaskEvaluator) -> Fact | None:
         return OWN_TERM()
     if inputs[_BIAS] is not None:
         return ADDS_BIAS()
-    if attributes.get_int(WINDOWED, 0):
+    if attributes.get_int(CUTS_TO_WINDOW, 0):
         return CUT_TO_WINDOW()
     if inputs[_K_SCALE] is not None or inputs[_V_SCALE] is not None:
         return QUANTIZED_CACHE()

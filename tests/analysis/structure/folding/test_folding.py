@@ -11,7 +11,7 @@ import onnx_ir as ir
 import pytest
 
 from graphopt.analysis.structure.folding import Part, Repeat, fold
-from graphopt.analysis.structure.folding.lockstep import divided
+from graphopt.analysis.structure.folding.lockstep import divide
 from graphopt.analysis.structure.folding.trunk import cut
 from graphopt.analysis.structure.roles import roles_of
 from graphopt.artifact import artifact
@@ -32,7 +32,7 @@ def test_32_layers_are_one_repeat_of_attention_and_mlp() -> None:
     assert shape_of(folded.parts) == [None, ATTENTION_AND_MLP, None, None]
     assert folded.layers() == [range(1 + 2 * number, 3 + 2 * number) for number in range(32)]
     # masks, angles and what they are made of; Shape, Cast and the like among them
-    assert {"global_mask", "cos", "sin"} <= {node.name for node in folded.cuts.shared}
+    assert {"global_mask", "cos", "sin"} <= {node.name for node in folded.cuts.common_nodes}
     assert len(set(folded.parameters[1:-2])) == 2
 
 
@@ -197,7 +197,7 @@ def test_alternations_are_found_where_no_node_is_on_every_path() -> None:
 
 def test_a_chain_that_has_cuts_is_not_divided() -> None:
     graph = decoder(4).graph
-    assert cut(graph, divided).of == cut(graph).of
+    assert cut(graph, divide).segment_of == cut(graph).segment_of
 
 
 def test_a_graph_without_attention_has_layers_too() -> None:
