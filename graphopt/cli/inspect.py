@@ -145,7 +145,14 @@ def write_report(
 
     with progress() as say:
         write(
-            model, output, before=before, where=locate_losses, time=time, weights=weights, context=context, on_stage=say
+            model,
+            output,
+            before=before,
+            locate_losses=locate_losses,
+            time=time,
+            weights=weights,
+            context=context,
+            on_stage=say,
         )
     out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 

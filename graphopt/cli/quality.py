@@ -37,7 +37,7 @@ def quality(
     """Compare models with the one that they were made from, on text: KL divergence, first choices, a verdict."""
     from graphopt.artifact.manifest import read_manifest
     from graphopt.compile.losses import losses
-    from graphopt.quality.judge import measured
+    from graphopt.quality.judge import quality_figures
     from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
     from graphopt.report.tables import quality_table
 
@@ -50,7 +50,7 @@ def quality(
     with progress() as say:
         for folder in after:
             task = read_manifest(folder).task
-            figures = measured(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
+            figures = quality_figures(before, folder, task, texts=texts, tokens=tokens, window=window, on_stage=say)
             rows.append((str(folder), figures))
             reports += [losses(before, folder, texts, window=window, on_stage=say)] if locate_losses else []
     if recipe is not None:
@@ -87,7 +87,7 @@ def table(
     from graphopt.artifact.manifest import read_manifest
     from graphopt.compile.pipeline import optimize
     from graphopt.passes.recipe import load_recipe
-    from graphopt.quality.judge import measured
+    from graphopt.quality.judge import quality_figures
     from graphopt.report.console_table import ConsoleTable, figure_columns
     from graphopt.report.tables import quality_table, size_text
 
@@ -100,7 +100,9 @@ def table(
             optimize(model, recipe, folder, overwrite=True, quality_tokens=0, force=True, on_stage=say)
             seconds = time.perf_counter() - start
             manifest = read_manifest(folder)
-            figures = measured(model, folder, manifest.task, texts=texts, tokens=tokens, window=window, on_stage=say)
+            figures = quality_figures(
+                model, folder, manifest.task, texts=texts, tokens=tokens, window=window, on_stage=say
+            )
             bits = manifest.weights.bits_per_weight if manifest.weights else 0.0
             rows.append((recipe.name, figures))
             sizes.append((sum(file.stat().st_size for file in folder.iterdir()), bits, seconds))

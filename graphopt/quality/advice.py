@@ -54,39 +54,39 @@ TOGETHER = Rule(
 _ODD = 1.5
 
 
-def advice(found: Losses, recipe: Recipe) -> Iterator[Fact]:
+def advice(losses: Losses, recipe: Recipe) -> Iterator[Fact]:
     """Yield what the figures support, the most first."""
-    total = found.kl
+    total = losses.kl
     if total:
-        by = {each.what: each for each in found.groups}
-        if "inputs" in by and total - by["inputs"].kl >= SHARE * total:
-            yield INPUTS(kl=by["inputs"].kl, of=total)
-        for each in worth(found):
-            yield _comeback(each, total, recipe)
-        if "products" in by and by["products"].kl >= SHARE * total:
-            yield REST(kl=by["products"].kl, of=total)
-        if found.remainder is not None and found.remainder.together >= SHARE * total:
-            yield TOGETHER(kl=found.remainder.together, of=total)
-    yield from _odd(found.products)
+        by_kind = {group.what: group for group in losses.groups}
+        if "inputs" in by_kind and total - by_kind["inputs"].kl >= SHARE * total:
+            yield INPUTS(kl=by_kind["inputs"].kl, of=total)
+        for group in worth(losses):
+            yield _comeback(group, total, recipe)
+        if "products" in by_kind and by_kind["products"].kl >= SHARE * total:
+            yield REST(kl=by_kind["products"].kl, of=total)
+        if losses.remainder is not None and losses.remainder.together >= SHARE * total:
+            yield TOGETHER(kl=losses.remainder.together, of=total)
+    yield from _odd(losses.products)
 
 
-def worth(found: Losses) -> list[Group]:
+def worth(losses: Losses) -> list[Group]:
     """Return groups that bring a tenth of the divergence back in floats, those worth most a byte first.
 
     Of layers only the smallest groups are listed.
     """
-    total = found.kl or 0.0
-    large = [each for each in found.groups if total - each.kl >= SHARE * total > 0]
-    layers = [each for each in large if each.what == "layers"]
-    narrow = [each for each in layers if not any(set(one.layers) < set(each.layers) for one in layers)]
-    listed = [*(each for each in large if each.what in ("role", "both")), *narrow]
-    return sorted(listed, key=lambda one: (total - one.kl) / max(1, one.bytes), reverse=True)
+    total = losses.kl or 0.0
+    large = [group for group in losses.groups if total - group.kl >= SHARE * total > 0]
+    layers = [group for group in large if group.what == "layers"]
+    narrow = [group for group in layers if not any(set(other_.layers) < set(group.layers) for other_ in layers)]
+    candidates = [*(group for group in large if group.what in ("role", "both")), *narrow]
+    return sorted(candidates, key=lambda one: (total - one.kl) / max(1, one.bytes), reverse=True)
 
 
 def sparing(recipe: Recipe, matrices: Sequence[str]) -> Recipe:
     """Return ``recipe`` with ``matrices`` left in floats."""
-    there = next(step.matrices for step in recipe.steps if isinstance(step, QuantizeWeights))
-    return recipe.setting("quantize_weights", matrices={**there, **dict.fromkeys(matrices)})
+    matrices_now = next(step.matrices for step in recipe.steps if isinstance(step, QuantizeWeights))
+    return recipe.setting("quantize_weights", matrices={**matrices_now, **dict.fromkeys(matrices)})
 
 
 def quantizes(recipe: Recipe) -> bool:
@@ -94,23 +94,23 @@ def quantizes(recipe: Recipe) -> bool:
     return any(step.name == "quantize_weights" for step in recipe.steps)
 
 
-def _comeback(each: Group, total: float, recipe: Recipe) -> Fact:
-    gain = total - each.kl
-    figures = {"gain": gain, "of": total, "share": gain / total, "megabytes": each.bytes / 1e6}
-    if each.what == "layers" and len(each.layers) == 1:
-        return LAYER(layer=each.layers[0], **figures)
-    if each.what == "layers":
-        return LAYERS(layers=list(each.layers), **figures)
-    if each.what == "both":
-        return BOTH(role=each.role, layer=each.layers[0], **figures)
-    option = "quantize_weights.lm_head=null" if each.role == "lm_head" and quantizes(recipe) else None
-    return ROLE(role=each.role, option=option, **figures)
+def _comeback(group: Group, total: float, recipe: Recipe) -> Fact:
+    gain = total - group.kl
+    figures = {"gain": gain, "of": total, "share": gain / total, "megabytes": group.bytes / 1e6}
+    if group.what == "layers" and len(group.layers) == 1:
+        return LAYER(layer=group.layers[0], **figures)
+    if group.what == "layers":
+        return LAYERS(layers=list(group.layers), **figures)
+    if group.what == "both":
+        return BOTH(role=group.role, layer=group.layers[0], **figures)
+    option = "quantize_weights.lm_head=null" if group.role == "lm_head" and quantizes(recipe) else None
+    return ROLE(role=group.role, option=option, **figures)
 
 
 def _odd(products: Sequence[ProductLoss]) -> Iterator[Fact]:
     """Yield products that err more by themselves than others of their role, the worst of each role."""
-    for role in dict.fromkeys(each.role for each in products):
-        those = [each for each in products if each.role == role]
-        worst, usual = max(those, key=lambda one: one.local), float(np.median([each.local for each in those]))
-        if worst.local > _ODD * usual > 0:
-            yield WORST(name=worst.node, local=worst.local, usual=usual, role=role)
+    for role in dict.fromkeys(product.role for product in products):
+        peers = [product for product in products if product.role == role]
+        worst, median = max(peers, key=lambda one: one.local), float(np.median([product.local for product in peers]))
+        if worst.local > _ODD * median > 0:
+            yield WORST(name=worst.node, local=worst.local, usual=median, role=role)

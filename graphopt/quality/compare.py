@@ -87,7 +87,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Said:
+class ReferenceOutputs:
     """What a reference says about some texts.
 
     Attributes:
@@ -105,15 +105,15 @@ class Said:
     log_probabilities: npt.NDArray[np.float32]
 
 
-def reference_says(
+def run_reference(
     reference: str | Path,
     texts: Sequence[str],
     *,
     tokens: int = TOKENS,
     window: int = WINDOW,
     on_stage: Progress = silent,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Said:
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> ReferenceOutputs:
     """Run the reference of :func:`compare`; see there for the arguments and errors.
 
     Args:
@@ -122,27 +122,27 @@ def reference_says(
         tokens: see there.
         window: see there.
         on_stage: see there.
-        stopped: asked after each run of the model; where it says yes, the rest is left out, and nobody may read it.
+        is_stopped: asked after each run of the model; where it says yes, the rest is left out, and nobody may read it.
     """
-    first = _opened(reference)
-    seen = min(bound for bound in (first.max_positions, window) if bound is not None)
-    pieces = pieces_of(first, texts, tokens, seen)
+    first = _open(reference)
+    width_ = min(bound for bound in (first.max_positions, window) if bound is not None)
+    pieces = pieces_of(first, texts, tokens, width_)
     total = sum(len(piece.ids) - 1 for piece in pieces)
     if not total:
         raise InputError("the text is too short: no token of it can be predicted", remedy="give a longer text")
     # The mapping keeps the file, which has no name, as long as it is used.
     with tempfile.TemporaryFile(prefix="graphopt-reference-") as file:
-        said: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, _width(first)))
+        log_probs: npt.NDArray[np.float32] = np.memmap(file, np.float32, "w+", shape=(total, _width(first)))
     for begin, logits, _ in _logits(first, pieces, lambda done: on_stage("reference", done, total)):
         for rows in blocks(*logits.shape):
-            said[begin : begin + len(logits)][rows] = log_probabilities(logits[rows])
-        if stopped():
+            log_probs[begin : begin + len(logits)][rows] = log_probabilities(logits[rows])
+        if is_stopped():
             break
-    return Said(texts, tokens, pieces, seen, said)
+    return ReferenceOutputs(texts, tokens, pieces, width_, log_probs)
 
 
 def compare(
-    reference: str | Path | Said,
+    reference: str | Path | ReferenceOutputs,
     model: str | Path,
     texts: Sequence[str],
     *,
@@ -166,19 +166,19 @@ def compare(
         InputError: one of them has no tokenizer or is no causal language model, they have another tokenizer or another
             vocabulary, or there is nothing to score.
     """
-    how: dict[str, Any] = {"tokens": tokens, "window": window, "on_stage": on_stage}
-    said = reference if isinstance(reference, Said) else reference_says(reference, texts, **how)
-    pieces, (total, width) = said.pieces, said.log_probabilities.shape
-    second = _opened(model)
-    _check_same(second, pieces_of(second, said.texts, said.tokens, said.window), pieces, width)
-    began, found = time.perf_counter(), Comparison()
+    options: dict[str, Any] = {"tokens": tokens, "window": window, "on_stage": on_stage}
+    predictions = reference if isinstance(reference, ReferenceOutputs) else run_reference(reference, texts, **options)
+    pieces, (total, width) = predictions.pieces, predictions.log_probabilities.shape
+    second = _open(model)
+    _check_same(second, pieces_of(second, predictions.texts, predictions.tokens, predictions.window), pieces, width)
+    start, comparison = time.perf_counter(), Comparison()
     for begin, logits, targets in _logits(second, pieces, lambda done: on_stage("model", done, total)):
-        found.add(np.asarray(said.log_probabilities[begin : begin + len(logits)]), logits, targets)
-    seconds = time.perf_counter() - began
-    return _quality(found, sum(piece.bytes for piece in pieces), said.window, seconds)
+        comparison.add(np.asarray(predictions.log_probabilities[begin : begin + len(logits)]), logits, targets)
+    seconds = time.perf_counter() - start
+    return _quality(comparison, sum(piece.bytes for piece in pieces), predictions.window, seconds)
 
 
-def _opened(model: str | Path) -> Session:
+def _open(model: str | Path) -> Session:
     return session_from(open_folder(model, entries=FEW_CALLS))
 
 
@@ -197,11 +197,11 @@ def pieces_of(session: Session, texts: Sequence[str], tokens: int, window: int) 
         end = min(len(ids), tokens // len(texts))
         size = max(1, window - len(beginning))
         for start in range(0, end, size):
-            stop, scored = min(start + size, end), start + (not beginning)
-            if stop <= scored:
+            stop, first_scored = min(start + size, end), start + (not beginning)
+            if stop <= first_scored:
                 continue
-            spelled = text[offsets[scored][0] : offsets[stop - 1][1]]
-            pieces.append(Piece(np.array([*beginning, *ids[start:stop]], np.int64), len(spelled.encode("utf-8"))))
+            spelling = text[offsets[first_scored][0] : offsets[stop - 1][1]]
+            pieces.append(Piece(np.array([*beginning, *ids[start:stop]], np.int64), len(spelling.encode("utf-8"))))
     return pieces
 
 
@@ -209,20 +209,20 @@ def _logits(
     session: Session, pieces: Sequence[Piece], say: Callable[[int], None]
 ) -> Iterator[tuple[int, npt.NDArray[Any], IntArray]]:
     """Yield, for runs of positions that are scored: how many came before, their logits, and the tokens that came."""
-    done = 0
+    count = 0
     for piece in pieces:
         decoder, inputs = Decoder(session, 1), piece.ids[None, :-1]
         runs: Iterable[tuple[int, npt.NDArray[Any]]] = decoder.feed(inputs)
         if session.interface.last_logits:
-            runs = ((at, decoder.step(inputs[:, at : at + 1])) for at in range(inputs.shape[1]))
+            runs = ((position, decoder.step(inputs[:, position : position + 1])) for position in range(inputs.shape[1]))
         for begin, logits in runs:
-            say(done + begin)
-            yield done + begin, logits[0], piece.ids[begin + 1 : begin + 1 + logits.shape[1]]
-        done += inputs.shape[1]
+            say(count + begin)
+            yield count + begin, logits[0], piece.ids[begin + 1 : begin + 1 + logits.shape[1]]
+        count += inputs.shape[1]
 
 
-def _check_same(model: Session, theirs: Sequence[Piece], ours: Sequence[Piece], width: int) -> None:
-    if [piece.ids.tolist() for piece in theirs] != [piece.ids.tolist() for piece in ours]:
+def _check_same(model: Session, pieces: Sequence[Piece], reference_pieces: Sequence[Piece], width: int) -> None:
+    if [piece.ids.tolist() for piece in pieces] != [piece.ids.tolist() for piece in reference_pieces]:
         raise InputError(
             "the two models have another tokenizer: they read different tokens",
             file=model.file.parent,
@@ -239,23 +239,23 @@ def _width(session: Session) -> int:
     return session.interface.vocabulary or Decoder(session, 1).step(np.zeros((1, 1), np.int64)).shape[-1]
 
 
-def _quality(found: Comparison, size: int, window: int, seconds: float) -> Quality:
-    expected, nats, divergences, same = found.columns()
+def _quality(comparison: Comparison, size: int, window: int, seconds: float) -> Quality:
+    reference_nats, nats, divergences, agreements = comparison.columns()
     per_bit = math.log(2) * size
     return Quality(
         tokens=len(nats),
         bytes=size,
         window=window,
         bits_per_byte=float(nats.sum()) / per_bit,
-        reference_bits_per_byte=float(expected.sum()) / per_bit,
-        bits_per_byte_error=standard_error(nats - expected) * len(nats) / per_bit,
+        reference_bits_per_byte=float(reference_nats.sum()) / per_bit,
+        bits_per_byte_error=standard_error(nats - reference_nats) * len(nats) / per_bit,
         perplexity=_exp(float(nats.mean())),
-        reference_perplexity=_exp(float(expected.mean())),
+        reference_perplexity=_exp(float(reference_nats.mean())),
         kl_mean=float(divergences.mean()),
         kl_error=standard_error(divergences),
         kl_99=float(np.quantile(divergences, 0.99)),
         kl_largest=float(divergences.max()),
-        same_first_choice=float(same.mean()),
+        same_first_choice=float(agreements.mean()),
         seconds=seconds,
     )
 

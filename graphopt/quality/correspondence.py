@@ -59,15 +59,15 @@ class Product:
 
 def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], list[str]]:
     """Return the products of ``after`` that have partners in ``reference``, and the names of the others."""
-    folded = fold(after.graph)
-    roles, layers, constant = roles_of(after.graph, folded), folded.layer_of(), constant_nodes(after.graph)
+    folding = fold(after.graph)
+    roles, layers, constant = roles_of(after.graph, folding), folding.layer_of(), constant_nodes(after.graph)
     exact_constant = constant_nodes(reference.graph)
     exact = [n for n in reference.graph if matrix_of(n, exact_constant) is not None and weight_of(n, 1) is not None]
     by_name = {node.name: node for node in exact}
     by_value: dict[str | None, list[ir.Node]] = {}
     for node in exact:
         by_value.setdefault(node.inputs[0].name if node.inputs[0] else None, []).append(node)
-    found, unmatched = [], []
+    products, unmatched = [], []
     for node in after.graph:
         matrix = matrix_of(node, constant)
         if matrix is None or node in constant:
@@ -76,18 +76,18 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
         while data is not None and (maker := data.producer()) is not None and rounds(maker):
             data = maker.inputs[0]
         partner = by_name.get(node.name)
-        same = partner is not None and matrix_of(partner, exact_constant) == matrix
-        floats = [partner] if same and partner is not None else []
-        merged = [] if floats or data is None else by_value.get(data.name, [])
-        sizes = [matrix_of(each, exact_constant) for each in merged]
-        if merged and sum(size[1] for size in sizes if size is not None) == matrix[1]:
-            floats = merged
-        plain = all(each.op_type == "MatMul" for each in floats)
+        is_partner = partner is not None and matrix_of(partner, exact_constant) == matrix
+        floats = [partner] if is_partner and partner is not None else []
+        parts = [] if floats or data is None else by_value.get(data.name, [])
+        sizes = [matrix_of(node_, exact_constant) for node_ in parts]
+        if parts and sum(size[1] for size in sizes if size is not None) == matrix[1]:
+            floats = parts
+        plain = all(node_.op_type == "MatMul" for node_ in floats)
         front = _front(floats[0], data.name or "", exact_constant) if data is not None and floats else None
         if data is None or front is None or not plain or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
             unmatched.append(node.name or "?")
             continue
-        found.append(
+        products.append(
             Product(
                 name=node.name or "",
                 role=roles[node],
@@ -97,10 +97,10 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
                 floats=tuple(floats),
                 front=tuple(front),
                 bytes=_bytes(constants_of(node, constant)),
-                float_bytes=_bytes(each.inputs[1] for each in floats),
+                float_bytes=_bytes(node_.inputs[1] for node_ in floats),
             )
         )
-    return found, unmatched
+    return products, unmatched
 
 
 def _bytes(values: Iterable[ir.Value | None]) -> int:
@@ -116,14 +116,14 @@ def matrix_in_floats(product: Product) -> Array:
 
 def _front(product: ir.Node, name: str, constant: set[ir.Node]) -> list[ir.Node] | None:
     """Return the nodes that turn the value of a name into what a product reads; ``None`` where another leads to it."""
-    found: list[ir.Node] = []
+    nodes: list[ir.Node] = []
     value = product.inputs[0]
     while value is not None and value.name != name:
         maker = value.producer()
-        if maker is None or maker in constant or len(found) == _FRONT:
+        if maker is None or maker in constant or len(nodes) == _FRONT:
             return None
-        if any(each is not None and not each.is_initializer() for each in maker.inputs[1:]):
+        if any(operand is not None and not operand.is_initializer() for operand in maker.inputs[1:]):
             return None
-        found.insert(0, maker)
+        nodes.insert(0, maker)
         value = maker.inputs[0]
-    return None if value is None else found
+    return None if value is None else nodes

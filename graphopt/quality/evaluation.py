@@ -88,9 +88,9 @@ def plan(tokens: int, window: int, stride: int) -> list[Window]:
     targets = tokens - 1
     length = min(window, targets)
     windows = [Window(0, length, length)]
-    while (done := windows[-1].start + length) < targets:
+    while (covered := windows[-1].start + length) < targets:
         start = min(windows[-1].start + stride, targets - length)
-        windows.append(Window(start, length, start + length - done))
+        windows.append(Window(start, length, start + length - covered))
     return windows
 
 
@@ -121,7 +121,7 @@ def evaluate(
             position only.
         GraphoptError: the model's logits are NaN.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     session.check_all_logits()
     sequence, size = _sequence(session, text)
     if window is None and session.endless:
@@ -136,7 +136,7 @@ def evaluate(
         )
     stride = max(1, window // 2) if stride is None else stride
     windows = plan(len(sequence), window, stride)
-    nats, scored, total = 0.0, 0, len(sequence) - 1
+    nats, count, total = 0.0, 0, len(sequence) - 1
     for first in range(0, len(windows), _WINDOWS_PER_RUN):
         batch = windows[first : first + _WINDOWS_PER_RUN]
         nats += _nats_of(session, sequence, batch)
@@ -146,9 +146,9 @@ def evaluate(
                 file=session.file,
                 remedy="the weights or the precision are at fault: compare with the model it was made from",
             )
-        scored += sum(part.scored for part in batch)
+        count += sum(part.scored for part in batch)
         if on_progress is not None:
-            on_progress(scored, total)
+            on_progress(count, total)
     return Evaluation(
         tokens=total,
         bytes=size,
@@ -157,7 +157,7 @@ def evaluate(
         bits_per_byte=nats / math.log(2) / size,
         window=window,
         stride=stride,
-        seconds=time.perf_counter() - began,
+        seconds=time.perf_counter() - start,
     )
 
 
@@ -206,12 +206,12 @@ def negative_log_likelihood(logits: npt.NDArray[Any], targets: IntArray) -> npt.
     for begin in range(0, len(targets), rows):
         # By blocks: the exponentials never leave the processor's cache, which is several times as fast.
         block = logits[begin : begin + rows].astype(np.float32, copy=False)
-        chosen = np.take_along_axis(block, targets[begin : begin + rows, None], axis=-1)[:, 0].astype(np.float64)
+        target_logits = np.take_along_axis(block, targets[begin : begin + rows, None], axis=-1)[:, 0].astype(np.float64)
         peak = block.max(axis=-1, keepdims=True)
         with np.errstate(invalid="ignore"):  # infinite logits: the result is NaN, as it should be
-            shifted = np.subtract(block, peak)
-        total = np.exp(shifted, out=shifted).sum(axis=-1)
-        result[begin : begin + rows] = np.log(total.astype(np.float64)) + peak[:, 0].astype(np.float64) - chosen
+            exponents = np.subtract(block, peak)
+        total = np.exp(exponents, out=exponents).sum(axis=-1)
+        result[begin : begin + rows] = np.log(total.astype(np.float64)) + peak[:, 0].astype(np.float64) - target_logits
     return result
 
 

@@ -19,11 +19,11 @@ _BLOCK_BYTES = 1 << 21
 
 def log_probabilities(logits: npt.NDArray[Any]) -> Floats:
     """Return log softmax(logits) over the last axis, float32, in nats."""
-    shifted = logits.astype(np.float32)
+    result = logits.astype(np.float32)
     with np.errstate(invalid="ignore", over="ignore"):  # NaN stays NaN: the caller looks for it
-        shifted -= shifted.max(axis=-1, keepdims=True)
-        shifted -= np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-    return shifted
+        result -= result.max(axis=-1, keepdims=True)
+        result -= np.log(np.exp(result).sum(axis=-1, keepdims=True))
+    return result
 
 
 @dataclass
@@ -31,16 +31,16 @@ class Comparison:
     """Figures of each position, gathered piece by piece.
 
     Attributes:
-        expected: nats that the reference spends on the token that came.
-        found: nats that the model spends on it.
+        reference_nats: nats that the reference spends on the token that came.
+        model_nats: nats that the model spends on it.
         divergences: Kullback-Leibler divergence of the model from the reference, in nats.
-        same: whether the likeliest token is the same.
+        agreements: whether the likeliest token is the same.
     """
 
-    expected: list[Doubles] = field(default_factory=list)
-    found: list[Doubles] = field(default_factory=list)
+    reference_nats: list[Doubles] = field(default_factory=list)
+    model_nats: list[Doubles] = field(default_factory=list)
     divergences: list[Doubles] = field(default_factory=list)
-    same: list[npt.NDArray[np.bool_]] = field(default_factory=list)
+    agreements: list[npt.NDArray[np.bool_]] = field(default_factory=list)
 
     def add(self, reference: Floats, logits: npt.NDArray[Any], targets: npt.NDArray[np.int64]) -> None:
         """Compare some positions.
@@ -54,27 +54,27 @@ class Comparison:
             targets: the tokens that came, [positions].
         """
         for rows in blocks(len(targets), logits.shape[-1]):
-            p, q, came = reference[rows], log_probabilities(logits[rows]), targets[rows, None]
-            self.expected.append(-np.take_along_axis(p, came, -1)[:, 0].astype(np.float64))
-            self.found.append(-np.take_along_axis(q, came, -1)[:, 0].astype(np.float64))
+            p, q, targets_ = reference[rows], log_probabilities(logits[rows]), targets[rows, None]
+            self.reference_nats.append(-np.take_along_axis(p, targets_, -1)[:, 0].astype(np.float64))
+            self.model_nats.append(-np.take_along_axis(q, targets_, -1)[:, 0].astype(np.float64))
             chance = np.exp(p)
             # A token without a chance adds nothing, also where a mask made its logits infinite.
             with np.errstate(invalid="ignore"):
                 terms = np.where(chance > 0, chance * (p - q), 0)
             self.divergences.append(np.maximum(terms.sum(axis=-1, dtype=np.float64), 0))
-            self.same.append(p.argmax(-1) == q.argmax(-1))
+            self.agreements.append(p.argmax(-1) == q.argmax(-1))
 
     def columns(self) -> tuple[Doubles, Doubles, Doubles, npt.NDArray[np.bool_]]:
         """Return all figures, each [positions]."""
         return (
-            _joined(self.expected),
-            _joined(self.found),
-            _joined(self.divergences),
-            np.concatenate(self.same) if self.same else np.empty(0, bool),
+            _concatenate(self.reference_nats),
+            _concatenate(self.model_nats),
+            _concatenate(self.divergences),
+            np.concatenate(self.agreements) if self.agreements else np.empty(0, bool),
         )
 
 
-def _joined(parts: Sequence[Doubles]) -> Doubles:
+def _concatenate(parts: Sequence[Doubles]) -> Doubles:
     return np.concatenate(parts) if parts else np.empty(0)
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from graphopt.errors import GraphoptError, VerificationError
 from graphopt.graph.diagnostics import Check, Fact, Rule
 from graphopt.inference.embeddings import evaluate_embeddings, load_encoder
-from graphopt.quality.compare import TOKENS, WINDOW, Said, compare, reference_says
+from graphopt.quality.compare import TOKENS, WINDOW, ReferenceOutputs, compare, run_reference
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
 from graphopt.util.memory import available_memory
@@ -34,7 +34,7 @@ NOT_FINITE = Rule("quality.not-finite", "{verdict}: its logits are NaN or infini
 EMBEDDINGS = Rule("quality.embeddings", "{verdict}: cosine of embeddings {cosine:.5f} on {texts} sentences")
 NOT_JUDGED = Rule("quality.not-judged", "{why}")
 
-Ask = Callable[[], Said]
+Ask = Callable[[], ReferenceOutputs]
 """Waits for what a reference says."""
 
 _SENTENCES = 64
@@ -53,21 +53,21 @@ def reference_beside(reference: Path | None, *, window: int = WINDOW, tokens: in
         tokens: see there.
 
     Yields:
-        What waits for it and returns what it says, or raises as :func:`graphopt.quality.compare.reference_says` does;
+        What waits for it and returns what it says, or raises as :func:`graphopt.quality.compare.run_reference` does;
         ``None`` where it is not run.
     """
     if reference is None or processors() < 2 or not 0 < _bytes_of(reference) * _MODELS < available_memory():
         yield None
         return
-    ended = threading.Event()
+    stop = threading.Event()
     with ThreadPoolExecutor(1) as thread:
-        said = thread.submit(
-            lambda: reference_says(reference, held_out_texts(), tokens=tokens, window=window, stopped=ended.is_set)
+        future = thread.submit(
+            lambda: run_reference(reference, held_out_texts(), tokens=tokens, window=window, is_stopped=stop.is_set)
         )
         try:
-            yield said.result
+            yield future.result
         finally:
-            ended.set()
+            stop.set()
 
 
 def _bytes_of(model: Path) -> int:
@@ -78,7 +78,7 @@ def _bytes_of(model: Path) -> int:
 
 def judge(
     reference: Path,
-    made: Path,
+    artifact: Path,
     task: TaskName,
     *,
     texts: Sequence[str] | None = None,
@@ -91,7 +91,7 @@ def judge(
 
     Args:
         reference: the folder or file that it was made from.
-        made: the folder of the artifact.
+        artifact: the folder of the artifact.
         task: what kind of model it is.
         texts: what to read; :func:`graphopt.quality.texts.held_out_texts` by default, which is in English and Python.
         window: tokens that are seen at once.
@@ -103,23 +103,25 @@ def judge(
         The check, measured with a verdict, or not covered with the reason.
     """
     try:
-        figures = measured(reference, made, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage, ask=ask)
+        figures = quality_figures(
+            reference, artifact, task, texts=texts, window=window, tokens=tokens, on_stage=on_stage, ask=ask
+        )
     except (GraphoptError, FileNotFoundError) as error:
         return not_judged(NOT_JUDGED(why=str(error)))
     verdict = verdict_of(figures)
     if task == "encoder":
-        said = EMBEDDINGS(verdict=verdict, cosine=figures["cosine_mean"], texts=int(figures["texts"]))
+        reason = EMBEDDINGS(verdict=verdict, cosine=figures["cosine_mean"], texts=int(figures["texts"]))
     else:
-        tokens, same = int(figures["tokens"]), figures["same_first_choice"]
-        said = NOT_FINITE(verdict=verdict, tokens=tokens)
+        tokens, agreement = int(figures["tokens"]), figures["same_first_choice"]
+        reason = NOT_FINITE(verdict=verdict, tokens=tokens)
         if "kl_mean" in figures:
-            said = TEXT(verdict=verdict, kl=figures["kl_mean"], same=same, tokens=tokens)
-    return Check(name=CHECK, after="the recipe", status="measured", reason=said, figures=figures)
+            reason = TEXT(verdict=verdict, kl=figures["kl_mean"], same=agreement, tokens=tokens)
+    return Check(name=CHECK, after="the recipe", status="measured", reason=reason, figures=figures)
 
 
-def measured(
+def quality_figures(
     reference: Path,
-    made: Path,
+    artifact: Path,
     task: TaskName,
     *,
     texts: Sequence[str] | None = None,
@@ -132,7 +134,7 @@ def measured(
 
     Args:
         reference: as for :func:`judge`, and so are the others.
-        made: see there.
+        artifact: see there.
         task: see there.
         texts: see there.
         window: see there.
@@ -146,13 +148,13 @@ def measured(
     """
     if task == "encoder":
         sentences = sentences_of(documentation() if texts is None else "\n".join(texts))
-        found = evaluate_embeddings(load_encoder(made), load_encoder(reference), "\n".join(sentences))
-        return {name: float(value) for name, value in found.model_dump(exclude={"seconds"}).items()}
-    chosen = held_out_texts() if texts is None else texts
+        evaluation = evaluate_embeddings(load_encoder(artifact), load_encoder(reference), "\n".join(sentences))
+        return {name: float(value) for name, value in evaluation.model_dump(exclude={"seconds"}).items()}
+    read_texts = held_out_texts() if texts is None else texts
     if ask is not None:
         on_stage("reference")
     first = reference if ask is None else ask()
-    quality = compare(first, made, chosen, tokens=tokens, window=window, on_stage=on_stage)
+    quality = compare(first, artifact, read_texts, tokens=tokens, window=window, on_stage=on_stage)
     # JSON has no NaN and no infinity.
     return {name: value for name, value in quality.model_dump().items() if math.isfinite(value)}
 

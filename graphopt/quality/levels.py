@@ -94,11 +94,11 @@ def histogram(product: Product, node: ir.Node) -> Histogram | None:
     if grid is None or grid.values.shape != numbers.shape:
         return None
     columns = np.unique(np.linspace(0, numbers.shape[1] - 1, _COLUMNS).astype(int))
-    places, levels = grid.in_units(numbers)[:, columns], grid.levels
+    positions, levels = grid.in_units(numbers)[:, columns], grid.levels
     used = np.bincount(np.searchsorted(levels, grid.values[:, columns]).reshape(-1), minlength=len(levels))
     margin = (levels[-1] - levels[0]) / 16
     low, high = float(levels[0] - margin), float(levels[-1] + margin)
-    counts, _ = np.histogram(np.clip(places[np.isfinite(places)], low, high), BINS, (low, high))
+    counts, _ = np.histogram(np.clip(positions[np.isfinite(positions)], low, high), BINS, (low, high))
     return Histogram(
         node=product.name,
         role=product.role,
@@ -114,21 +114,21 @@ def histogram(product: Product, node: ir.Node) -> Histogram | None:
 def grid_of(node: ir.Node) -> Grid | None:
     """Return what the matrix of a product is stored as; ``None`` where it is not codes of a table with its scales."""
     signature = signature_of(node)
-    packed = signature is not None and signature.is_product and node.domain == DOMAIN
-    reader = node if packed else dequantize_of(node)
+    is_packed = signature is not None and signature.is_product and node.domain == DOMAIN
+    reader = node if is_packed else dequantize_of(node)
     signature = None if reader is None else signature_of(reader)
     if reader is None or signature is None:
         return None
     ports = zip(signature.inputs, reader.inputs, strict=False)
-    read = {port.role: _numbers(value) for port, value in ports if not port.is_absent(value)}
-    codes, scales, table, zeros = (read.get(role) for role in (Role.CODES, Role.SCALES, Role.TABLE, Role.ZERO_POINTS))
+    arrays = {port.role: _numbers(value) for port, value in ports if not port.is_absent(value)}
+    codes, scales, table, zeros = (arrays.get(role) for role in (Role.CODES, Role.SCALES, Role.TABLE, Role.ZERO_POINTS))
     if codes is None or scales is None:
         return None
     group = reader.attributes.get_int("group", 0) or reader.attributes.get_int("block_size", 0)
-    if packed:
+    if is_packed:
         rows, columns = (reader.attributes.get_int(name, 0) for name in ("rows", "columns"))
         codes = unpack(codes, rows, columns)
-        scales, zeros = (None if each is None else untile(each, columns) for each in (scales, zeros))
+        scales, zeros = (None if array is None else untile(array, columns) for array in (scales, zeros))
     if table is None:
         form = format_stored_as(_type_of(reader))
         values = codes.astype(np.float64)
@@ -138,7 +138,7 @@ def grid_of(node: ir.Node) -> Grid | None:
     if levels is None or values.ndim != _MATRIX or group < 1 or scales is None or scales.ndim != _MATRIX:
         return None
     of_row = np.arange(len(values)) // group
-    wide = [None if each is None else each.astype(np.float64)[of_row] for each in (scales, zeros)]
+    wide = [None if array is None else array.astype(np.float64)[of_row] for array in (scales, zeros)]
     assert wide[0] is not None
     return Grid(levels, values, wide[0], wide[1], reader.attributes.get_int("minimums", 0) == 1)
 

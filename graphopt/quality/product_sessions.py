@@ -29,17 +29,17 @@ def sessions(folder: Path) -> Iterator[Open]:
         )
 
 
-def tapped(model: ir.Model, names: Iterable[str]) -> ir.Model:
+def expose_values(model: ir.Model, names: Iterable[str]) -> ir.Model:
     """Return a copy of a model whose outputs are the values of some names."""
-    tapped = model.clone()
-    values = {value.name: value for node in tapped.graph for value in node.outputs}
-    values |= {value.name: value for value in tapped.graph.inputs}
-    tapped.graph.outputs.clear()
+    copy = model.clone()
+    values = {value.name: value for node in copy.graph for value in node.outputs}
+    values |= {value.name: value for value in copy.graph.inputs}
+    copy.graph.outputs.clear()
     for name in dict.fromkeys(names):
         value = values[name]
         value.dtype = value.dtype or ir.DataType.FLOAT
-        tapped.graph.outputs.append(value)
-    return tapped
+        copy.graph.outputs.append(value)
+    return copy
 
 
 def cut_out(model: ir.Model, products: Sequence[tuple[str, str]]) -> ir.Model:
@@ -57,11 +57,11 @@ def cut_out(model: ir.Model, products: Sequence[tuple[str, str]]) -> ir.Model:
         value.dtype = value.dtype or ir.DataType.FLOAT
     for value in graph.outputs:
         value.shape = None
-    made = ir.Model(graph, ir_version=model.ir_version)
-    declare(made)
-    return made
+    result = ir.Model(graph, ir_version=model.ir_version)
+    declare(result)
+    return result
 
 
 def names_of(session: Any) -> list[str]:
     """Return the names of what a session computes."""
-    return [each.name for each in session.get_outputs()]
+    return [output.name for output in session.get_outputs()]

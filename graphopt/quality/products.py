@@ -17,7 +17,7 @@ import numpy as np
 
 from graphopt.ort.session import Array, run
 from graphopt.quality.correspondence import Product, products_of
-from graphopt.quality.product_sessions import cut_out, names_of, sessions, tapped
+from graphopt.quality.product_sessions import cut_out, expose_values, names_of, sessions
 from graphopt.quality.spread import Moments
 from graphopt.tasks import TASKS
 
@@ -98,9 +98,9 @@ class Pair:
         for chunk in _chunks(self.products, longest, limit):
             first = {each.name: sources[name] for each in chunk if (name := each.floats[0].name) in sources}
             with sessions(self.folder) as opened:
-                start = opened(tapped(self.before.model, first.values()), {}) if first else None
-                exact = opened(tapped(self.reference, _floats(chunk)), {})
-                inside = opened(tapped(self.after.model, [each.made for each in chunk]), self.entries)
+                start = opened(expose_values(self.before.model, first.values()), {}) if first else None
+                exact = opened(expose_values(self.reference, _floats(chunk)), {})
+                inside = opened(expose_values(self.after.model, [each.made for each in chunk]), self.entries)
                 alone = opened(cut_out(self.after.model, [(each.data, each.made) for each in chunk]), self.entries)
                 sums = {each.name: Sums() for each in chunk}
                 for ids in texts:

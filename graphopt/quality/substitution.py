@@ -35,16 +35,16 @@ def restorable(after: ir.Model, products: Sequence[Product]) -> ir.Model:
     for product in products:
         node, data = nodes[product.name], values[product.data]
         matrix = new_weight(model.graph, f"{product.name}.restored", ir.tensor(matrix_in_floats(product)))
-        made = []
-        for turned in product.front:
-            read = [data if value is turned.inputs[0] else _copied(value, model) for value in turned.inputs]
-            made.append(clone_node(turned, read, f"{product.name}.{turned.name}"))
-            data = made[-1].outputs[0]
-            data.name = f"{product.name}.{turned.outputs[0].name}"
-        made.append(ir.node("MatMul", [data, matrix], name=f"{product.name}.float"))
-        made[-1].outputs[0].name = f"{product.name}.float"
-        model.graph.insert_after(node, made)
-        _choose(model, node.outputs[0], _switch(model, product), (made[-1].outputs[0], node.outputs[0]), made[-1])
+        nodes_ = []
+        for front in product.front:
+            inputs = [data if value is front.inputs[0] else _copy(value, model) for value in front.inputs]
+            nodes_.append(clone_node(front, inputs, f"{product.name}.{front.name}"))
+            data = nodes_[-1].outputs[0]
+            data.name = f"{product.name}.{front.outputs[0].name}"
+        nodes_.append(ir.node("MatMul", [data, matrix], name=f"{product.name}.float"))
+        nodes_[-1].outputs[0].name = f"{product.name}.float"
+        model.graph.insert_after(node, nodes_)
+        _choose(model, node.outputs[0], _switch(model, product), (nodes_[-1].outputs[0], node.outputs[0]), nodes_[-1])
     declare(model)
     return model
 
@@ -54,13 +54,13 @@ def degradable(reference: ir.Model, after: ir.Model, products: Sequence[Product]
     model = reference.clone()
     nodes, values = _nodes(model), _values(model)
     for product in products:
-        moved, made = _moved(model, after, product, values[product.data])
-        floats = [nodes[each.name] for each in product.floats]
-        parts: Sequence[ir.Value] = [made]
+        part_nodes, result = _take_product(model, after, product, values[product.data])
+        floats = [nodes[product_node.name] for product_node in product.floats]
+        parts: Sequence[ir.Value] = [result]
         if len(floats) > 1:
-            moved.append(_split(model, made, product))
-            parts = moved[-1].outputs
-        model.graph.insert_before(floats[0], moved)
+            part_nodes.append(_split(model, result, product))
+            parts = part_nodes[-1].outputs
+        model.graph.insert_before(floats[0], part_nodes)
         switch = _switch(model, product)
         for node, part in zip(floats, parts, strict=True):
             _choose(model, node.outputs[0], switch, (node.outputs[0], part), node)
@@ -70,7 +70,7 @@ def degradable(reference: ir.Model, after: ir.Model, products: Sequence[Product]
     return model
 
 
-def _moved(model: ir.Model, after: ir.Model, product: Product, data: ir.Value) -> tuple[list[ir.Node], ir.Value]:
+def _take_product(model: ir.Model, after: ir.Model, product: Product, data: ir.Value) -> tuple[list[ir.Node], ir.Value]:
     """Return the nodes of a quantized product, to be put into another model where they read ``data``; their result."""
     part = ir.convenience.extract(after.graph, [product.data], [product.made])
     for value in list(part.initializers.values()):
@@ -78,25 +78,25 @@ def _moved(model: ir.Model, after: ir.Model, product: Product, data: ir.Value) -
         for use in list(value.uses()):
             use.node.replace_input_with(use.idx, copy)
     part.inputs[0].replace_all_uses_with(data)
-    moved, (made,) = list(part), part.outputs
+    part_nodes, (result,) = list(part), part.outputs
     part.outputs.clear()
-    part.remove(moved)
-    for node in moved:
+    part.remove(part_nodes)
+    for node in part_nodes:
         node.name = f"{product.name}.quantized.{node.name}"
         for output in node.outputs:
             output.name = f"{product.name}.quantized.{output.name}"
-    return moved, made
+    return part_nodes, result
 
 
 def _choose(
-    model: ir.Model, old: ir.Value, switch: ir.Value, sides: tuple[ir.Value, ir.Value], behind: ir.Node
+    model: ir.Model, old: ir.Value, switch: ir.Value, sides: tuple[ir.Value, ir.Value], anchor: ir.Node
 ) -> None:
     """Let all that read ``old`` read one of two values instead."""
-    chosen = ir.node("Where", [switch, None, None], name=f"{old.name}.chosen")
-    model.graph.insert_after(behind, chosen)
-    take_place(old, chosen.outputs[0])
-    for place, side in enumerate(sides, 1):  # now, or they would be replaced as well
-        chosen.replace_input_with(place, side)
+    choice = ir.node("Where", [switch, None, None], name=f"{old.name}.chosen")
+    model.graph.insert_after(anchor, choice)
+    take_place(old, choice.outputs[0])
+    for index, side in enumerate(sides, 1):  # now, or they would be replaced as well
+        choice.replace_input_with(index, side)
 
 
 def _switch(model: ir.Model, product: Product) -> ir.Value:
@@ -104,12 +104,12 @@ def _switch(model: ir.Model, product: Product) -> ir.Value:
     return model.graph.inputs[-1]
 
 
-def _split(model: ir.Model, made: ir.Value, product: Product) -> ir.Node:
+def _split(model: ir.Model, result: ir.Value, product: Product) -> ir.Node:
     """Return the node that cuts what a merged product makes into what the products of the reference make."""
     widths = [_columns(node) for node in product.floats]
     sizes = new_weight(model.graph, f"{product.name}.widths", ir.tensor(widths, ir.DataType.INT64))
     name = f"{product.name}.quantized.split"
-    node = ir.node("Split", [made, sizes], {"axis": -1}, num_outputs=len(widths), name=name)
+    node = ir.node("Split", [result, sizes], {"axis": -1}, num_outputs=len(widths), name=name)
     for number, output in enumerate(node.outputs):
         output.name = f"{name}{number}"
     return node
@@ -126,9 +126,9 @@ def _nodes(model: ir.Model) -> dict[str | None, ir.Node]:
 
 
 def _values(model: ir.Model) -> dict[str | None, ir.Value]:
-    found = {value.name: value for node in model.graph for value in node.outputs}
-    return {**{value.name: value for value in model.graph.inputs}, **found}
+    results = {value.name: value for node in model.graph for value in node.outputs}
+    return {**{value.name: value for value in model.graph.inputs}, **results}
 
 
-def _copied(value: ir.Value | None, model: ir.Model) -> ir.Value | None:
+def _copy(value: ir.Value | None, model: ir.Model) -> ir.Value | None:
     return None if value is None else new_weight(model.graph, value.name or "copied", value.const_value)

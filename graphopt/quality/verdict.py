@@ -95,15 +95,15 @@ class Requirement:
         Raises:
             InputError: it names a figure that this kind of model does not have.
         """
-        found = []
+        failures = []
         for name, comparison, bound in self.terms:
             if METRICS[name] not in figures:
-                there = [short for short, long in METRICS.items() if long in figures]
-                raise InputError(f"this kind of model has no figure {name}", remedy=f"it has {', '.join(there)}")
+                names = [short for short, long in METRICS.items() if long in figures]
+                raise InputError(f"this kind of model has no figure {name}", remedy=f"it has {', '.join(names)}")
             value = figures[METRICS[name]]
             if not _COMPARISONS[comparison](value, bound):
-                found.append(f"{name} is {value:.4g}, not {comparison} {bound:g}")
-        return found
+                failures.append(f"{name} is {value:.4g}, not {comparison} {bound:g}")
+        return failures
 
 
 def _number(text: str) -> float:

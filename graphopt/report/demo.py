@@ -108,7 +108,7 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
         stages.append(_judge(name, folder, manifest, text, seconds))
     page = output / "report.html"
     on_stage("writing the report", 100 * (1 + len(RECIPES)), 100 * (1 + len(RECIPES)))
-    write(output / RECIPES[-1], page, before=output / EXPORT, where=True, groups=False, time=True)
+    write(output / RECIPES[-1], page, before=output / EXPORT, locate_losses=True, groups=False, time=True)
     size = len(text.encode())
     xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
     return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages, report=str(page))

@@ -15,7 +15,7 @@ from graphopt.compile.replay import verify
 from graphopt.errors import InputError, VerificationError
 from graphopt.graph.diagnostics import Check
 from graphopt.quality import judge as judging
-from graphopt.quality.compare import Said
+from graphopt.quality.compare import ReferenceOutputs
 from graphopt.quality.judge import confirm, judge, sentences_of
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
@@ -53,13 +53,13 @@ def test_a_reference_that_runs_beside_the_compilation_says_the_same(
     waited: list[object] = []
     compare = judging.compare
 
-    def noted(said: Path | Said, *rest: Any, **how: Any) -> Any:
+    def noted(said: Path | ReferenceOutputs, *rest: Any, **how: Any) -> Any:
         waited.append(type(said))
         return compare(said, *rest, **how)
 
     monkeypatch.setattr(judging, "compare", noted)
     graphopt.optimize(llama_artifact, "int4-rtn", tmp_path / "out", quality_tokens=40)
-    assert waited == [Said]
+    assert waited == [ReferenceOutputs]
     figures = [dict(read_manifest(folder).check("quality").figures) for folder in (judged, tmp_path / "out")]
     assert all(each.pop("seconds") > 0 for each in figures)
     assert figures[0] == figures[1]
@@ -74,7 +74,7 @@ def test_no_reference_runs_beside_where_it_cannot(
             assert said is None
     asked: list[Callable[[], bool]] = []
     with monkeypatch.context() as patch:
-        patch.setattr(judging, "reference_says", lambda *_, stopped, **__: asked.append(stopped))
+        patch.setattr(judging, "run_reference", lambda *_, is_stopped, **__: asked.append(is_stopped))
         with judging.reference_beside(llama_artifact) as said:
             assert said is not None
             said()

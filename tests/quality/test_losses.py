@@ -15,7 +15,7 @@ from graphopt.compile.losses import loss_of, losses
 from graphopt.compile.pipeline import optimize
 from graphopt.errors import InputError
 from graphopt.passes.recipe import Recipe
-from graphopt.quality.judge import measured
+from graphopt.quality.judge import quality_figures
 from graphopt.report.losses import errors_table, groups_table, spread_table, summary_lines
 
 BAD = "model.layers.1.mlp.up_proj.MatMul"
@@ -103,7 +103,7 @@ def test_the_recipe_that_is_proposed_makes_the_loss_go(shipped_artifact: Path, t
     pasted = Recipe.model_validate(yaml.safe_load(found.recipe.to_yaml()))
     optimize(shipped_artifact, pasted, tmp_path / "good", run=False)
     assert found.kl is not None
-    figures = measured(shipped_artifact, tmp_path / "good", "causal_lm", texts=text, tokens=64, window=64)
+    figures = quality_figures(shipped_artifact, tmp_path / "good", "causal_lm", texts=text, tokens=64, window=64)
     # what a ternary matrix costs here is a hundred times what int8 for all others does
     assert figures["kl_mean"] < 0.1 * found.kl
 

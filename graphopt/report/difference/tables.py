@@ -14,7 +14,7 @@ from graphopt.report.trace import Change, Diff, Edge, Group
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator, Sequence
 
-_CHANGES, _LISTED = 4, 6
+_CHANGES, _OPERATORS = 4, 6
 _NUMBER = re.compile(r"\d+")
 
 
@@ -58,10 +58,10 @@ def groups_table(difference: Diff, *, is_folded: bool = True) -> ConsoleTable | 
         table.add_row(
             edge.kind,
             str(len(group.edges)),
-            where(group),
+            layer_text(group),
             edge.role,
-            became(edge, is_single) if len(edges) == 1 else _listed(edges),
-            "\n".join(told(edge, is_single, _CHANGES if is_folded else None)),
+            operators_text(edge, is_single) if len(edges) == 1 else _operator_list(edges),
+            "\n".join(change_lines(edge, is_single, _CHANGES if is_folded else None)),
             cause(edge),
         )
     return table if table.rows else None
@@ -84,10 +84,10 @@ def rows_of(difference: Diff) -> Iterator[tuple[Group, list[Edge]]]:
             yield merged_group, [difference.edges[number] for number in edges]
 
 
-def _listed(edges: Sequence[Edge]) -> str:
+def _operator_list(edges: Sequence[Edge]) -> str:
     counts = Counter(name for edge in edges for name in (*edge.operators[0], *edge.operators[1]))
-    text = ", ".join(f"{count} x {name}" for name, count in counts.most_common(_LISTED))
-    hidden = len(counts) - _LISTED
+    text = ", ".join(f"{count} x {name}" for name, count in counts.most_common(_OPERATORS))
+    hidden = len(counts) - _OPERATORS
     return text + (f" and {hidden} other operators" if hidden > 0 else "")
 
 
@@ -96,13 +96,13 @@ def cause(edge: Edge) -> str:
     return ", ".join(edge.passes) or (f"matched by {edge.by}" if edge.by not in ("", "record") else "")
 
 
-def where(group: Group) -> str:
+def layer_text(group: Group) -> str:
     """Return the layers of a group, with those that lack it."""
     missing = f" (not {ranges(group.missing)})" if group.missing else ""
     return ranges(group.layers) + missing if group.layers else "outside"
 
 
-def became(edge: Edge, is_single: bool) -> str:
+def operators_text(edge: Edge, is_single: bool) -> str:
     """Return what became what: operators, with names where there is one edge only."""
     before, after = (", ".join(f"{n} x {name}" if n > 1 else name for name, n in Counter(names).items())
                      for names in edge.operators)  # fmt: skip
@@ -112,7 +112,7 @@ def became(edge: Edge, is_single: bool) -> str:
     return f"{text} {', '.join(plain(name) for name in (edge.after or edge.before)[:2])}"
 
 
-def told(edge: Edge, is_single: bool, length: int | None = _CHANGES) -> Iterator[str]:
+def change_lines(edge: Edge, is_single: bool, length: int | None = _CHANGES) -> Iterator[str]:
     """Yield what is different, in words; of an edge that stands for many, without the names of what is read."""
     lines = list(dict.fromkeys(_line(change, is_single) for change in edge.changes))
     yield from lines[:length]

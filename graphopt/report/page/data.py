@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from graphopt.report.difference.tables import became, cause, told
+from graphopt.report.difference.tables import cause, change_lines, operators_text
 from graphopt.report.page.difference import edits
 from graphopt.report.sentences import sentence
 from graphopt.report.trace_builder import BYTES, OPERATIONS
@@ -29,17 +29,17 @@ class _Words:
         return self.texts.setdefault(text[:_NAME], len(self.texts))
 
 
-def page_data(trace: Trace, found: Diff | None, lost: Losses | None, time: Mapping[str, float]) -> str:
+def page_data(trace: Trace, difference: Diff | None, losses: Losses | None, time: Mapping[str, float]) -> str:
     """Return the JSON of a page; ``<`` is escaped, so that no name in it is markup."""
     words = _Words()
     figures: dict[str, dict[str, float]] = {}
     for measure in trace.measures:
         figures.setdefault(measure.subject, {})[measure.metric] = measure.value
-    errors = {} if lost is None else {each.node: (each.local, each.accumulated) for each in lost.products}
-    changed = _changed(found)
+    errors = {} if losses is None else {entry.node: (entry.local, entry.accumulated) for entry in losses.products}
+    kinds = _edge_kinds(difference)
     rows: list[list[Any]] = []
     for node in trace.nodes:
-        measured = figures.get(node.name, {})
+        node_figures = figures.get(node.name, {})
         rows.append(
             [
                 words(node.name),
@@ -50,36 +50,36 @@ def page_data(trace: Trace, found: Diff | None, lost: Losses | None, time: Mappi
                 words(node.runner),
                 node.weights,
                 [words(name) for name in node.passes],
-                [[words(each.by), words(sentence(each.why)[:_LINE])] for each in node.left],
+                [[words(entry.by), words(sentence(entry.why)[:_LINE])] for entry in node.left],
                 node.reads,
-                measured.get(OPERATIONS),
-                measured.get(BYTES),
+                node_figures.get(OPERATIONS),
+                node_figures.get(BYTES),
                 errors.get(node.name),
-                [words(line[:_LINE]) for line in changed.get(node.name, ())],
+                [words(line[:_LINE]) for line in kinds.get(node.name, ())],
                 time.get(node.name),
                 node.fold,
                 node.place,
             ]
         )
     weights = [[words(w.name), words(w.format), w.group, w.shape, w.parameters, w.bytes] for w in trace.weights]
-    steps = edits(found, words)
+    steps = edits(difference, words)
     content = {"nodes": rows, "weights": weights, "edits": steps, "words": list(words.texts)}
     text = json.dumps(content, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    escaped = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-    for mark, code in escaped.items():
+    escapes = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+    for mark, code in escapes.items():
         text = text.replace(mark, code)
     # A lone surrogate cannot be written as UTF-8.
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
-def _changed(found: Diff | None) -> Mapping[str, Sequence[str]]:
+def _edge_kinds(difference: Diff | None) -> Mapping[str, Sequence[str]]:
     lines: dict[str, list[str]] = {}
-    for edge in [] if found is None else found.edges:
-        said = [
-            f"{edge.kind}: {became(edge, True)}",
-            *told(edge, True),
+    for edge in [] if difference is None else difference.edges:
+        kinds = [
+            f"{edge.kind}: {operators_text(edge, True)}",
+            *change_lines(edge, True),
             *([f"by {cause(edge)}"] if cause(edge) else []),
         ]
         for name in edge.after:
-            lines.setdefault(name, []).extend(said)
+            lines.setdefault(name, []).extend(kinds)
     return lines

@@ -34,22 +34,14 @@ def drawing(trace: Trace, fold: int) -> Html:
     pairs = ((first[m], reader) for reader in places for m in trace.nodes[reader].reads if m in first)
     edges = list(dict.fromkeys(pairs))
     rows, chains = _ranks(places, edges)
-    rows = _ordered(rows, [pair for chain in chains for pair in pairwise(chain)])
-    widths = [sum(_ACROSS + (_WIDTH if each >= 0 else 0) for each in row) - _ACROSS for row in rows]
-    where: dict[int, tuple[float, float]] = {}
-    for depth, (row, own) in enumerate(zip(rows, widths, strict=True)):
-        x = _MARGIN + (max(widths) - own) / 2
-        for each in row:
-            size = _WIDTH if each >= 0 else 0
-            where[each] = (x + size / 2, _MARGIN + depth * (_HEIGHT + _DOWN))
-            x += size + _ACROSS
+    rows = _order_rows(rows, [pair for chain in chains for pair in pairwise(chain)])
+    corner_of, width = _corners(rows)
     height = 2 * _MARGIN + len(rows) * (_HEIGHT + _DOWN) - _DOWN
-    lines = (el("path", d="".join(_path([where[each] for each in chain])), class_="edge") for chain in chains)
-    same: dict[int, list[int]] = {number: [] for number in places}
+    lines = (el("path", d="".join(_path([corner_of[cell] for cell in chain])), class_="edge") for chain in chains)
+    copies: dict[int, list[int]] = {number: [] for number in places}
     for number in inside:
-        same[first[number]].append(number)
-    boxes = (_box(trace, same[number], *where[number]) for number in places)
-    width = max(widths) + 2 * _MARGIN
+        copies[first[number]].append(number)
+    boxes = (_box(trace, copies[number], *corner_of[number]) for number in places)
     size_of = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
     title = f"layer {layer}: {len(inside)} nodes"
     return el(
@@ -57,69 +49,78 @@ def drawing(trace: Trace, fold: int) -> Html:
     )
 
 
-def _equal(trace: Trace, places: Sequence[int], helps: Collection[int]) -> dict[int, int]:
+def _corners(rows: Sequence[Sequence[int]]) -> tuple[dict[int, tuple[float, float]], float]:
+    """Return for each cell the middle of its upper edge, and the width of the drawing; cells below 0 have no width."""
+    widths = [sum(_ACROSS + (_WIDTH if cell >= 0 else 0) for cell in row) - _ACROSS for row in rows]
+    corner_of: dict[int, tuple[float, float]] = {}
+    for depth, (row, row_width) in enumerate(zip(rows, widths, strict=True)):
+        x = _MARGIN + (max(widths) - row_width) / 2
+        for cell in row:
+            size = _WIDTH if cell >= 0 else 0
+            corner_of[cell] = (x + size / 2, _MARGIN + depth * (_HEIGHT + _DOWN))
+            x += size + _ACROSS
+    return corner_of, max(widths) + 2 * _MARGIN
+
+
+def _equal(trace: Trace, boxes: Sequence[int], helps: Collection[int]) -> dict[int, int]:
     """Return for each node the first one of its operator and role that reads the same, or what equals that."""
-    found: dict[object, int] = {}
+    first_of: dict[object, int] = {}
     first: dict[int, int] = {}
-    for number in places:
+    for number in boxes:
         node = trace.nodes[number]
-        stored = tuple((trace.weights[each].format, tuple(trace.weights[each].shape)) for each in node.weights)
+        weights = tuple((trace.weights[weight].format, tuple(trace.weights[weight].shape)) for weight in node.weights)
         reads = tuple(first.get(maker, maker) for maker in node.reads if maker not in helps)
-        alone = None if reads else number
-        first[number] = found.setdefault((node.operator, node.role, stored, reads, alone), number)
+        identity = None if reads else number
+        first[number] = first_of.setdefault((node.operator, node.role, weights, reads, identity), number)
     return first
 
 
 def _constants(trace: Trace) -> set[int]:
     """Return nodes that read no other node, and that nothing but products or lookups reads: they make constants."""
-    found: set[int] = set()
+    constants: set[int] = set()
     for number, node in enumerate(trace.nodes):
-        if (
-            node.role not in (OTHER_ROLE, SHARED_ROLE)
-            and not node.weights
-            and all(each in found for each in node.reads)
-        ):
-            found.add(number)
-    return found
+        if node.role not in (OTHER_ROLE, SHARED_ROLE) and not node.weights and all(source in constants for source in node.reads):
+            constants.add(number)
+    return constants
 
 
-def _ranks(places: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
+def _ranks(boxes: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
     """Return the rows, and for each edge the places that it passes: in each row between its ends one below 0."""
-    depth = dict.fromkeys(places, 0)
-    reads: dict[int, list[int]] = {number: [] for number in places}
+    depth = dict.fromkeys(boxes, 0)
+    reads: dict[int, list[int]] = {number: [] for number in boxes}
     for maker, reader in edges:
         reads[reader].append(maker)
-    for number in places:  # in the order of the graph, so makers come first
+    for number in boxes:  # in the order of the graph, so makers come first
         depth[number] = 1 + max((depth[maker] for maker in reads[number]), default=-1)
     rows: list[list[int]] = [[] for _ in range(1 + max(depth.values()))]
-    for number in places:
+    for number in boxes:
         rows[depth[number]].append(number)
-    chains, passed = [], 0
+    chains, through = [], 0
     for maker, reader in edges:
         chain = [maker]
         for row in rows[depth[maker] + 1 : depth[reader]]:
-            passed -= 1
-            row.append(passed)
-            chain.append(passed)
+            through -= 1
+            row.append(through)
+            chain.append(through)
         chains.append([*chain, reader])
     return rows, chains
 
 
-def _ordered(rows: list[list[int]], edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    near: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
+def _order_rows(rows: list[list[int]], edges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    neighbours: tuple[dict[int, list[int]], dict[int, list[int]]] = ({}, {})
     for maker, reader in edges:
-        near[0].setdefault(reader, []).append(maker)
-        near[1].setdefault(maker, []).append(reader)
+        neighbours[0].setdefault(reader, []).append(maker)
+        neighbours[1].setdefault(maker, []).append(reader)
     for sweep in range(_SWEEPS):
         down = sweep % 2 == 0
         for number in range(len(rows)) if down else reversed(range(len(rows))):
-            place = {node: at - len(row) / 2 for row in rows for at, node in enumerate(row)}
-            rows[number].sort(key=lambda node: _mean(near[0 if down else 1].get(node, []), place, node))
+            position = {node: index - len(row) / 2 for row in rows for index, node in enumerate(row)}
+            rows[number].sort(key=lambda node: _mean(neighbours[0 if down else 1].get(node, []), position, node))
     return rows
 
 
-def _mean(nodes: Sequence[int], place: Mapping[int, float], own: int) -> float:
-    return sum(place[node] for node in nodes) / len(nodes) if nodes else place[own]
+def _mean(nodes: Sequence[int], position: Mapping[int, float], default: int) -> float:
+    return sum(position[node] for node in nodes) / len(nodes) if nodes else position[default]
 
 
 def _path(points: Sequence[tuple[float, float]]) -> Iterator[str]:
@@ -135,7 +136,7 @@ def _path(points: Sequence[tuple[float, float]]) -> Iterator[str]:
 
 def _box(trace: Trace, numbers: Sequence[int], x: float, y: float) -> Html:
     node = trace.nodes[numbers[0]]
-    name, below = label_of(trace, node)
+    name, subtitle = label_of(trace, node)
     name = name if len(numbers) == 1 else f"{name} x {len(numbers)}"
     kind = "product" if node.weights and node.role.endswith("proj") else "attention" if node.role == "attention" else ""
     kind = kind or ("norm" if "norm" in node.role else "plain")
@@ -143,8 +144,8 @@ def _box(trace: Trace, numbers: Sequence[int], x: float, y: float) -> Html:
         "g",
         el("title", plain(node.name, 200)),
         el("rect", x=f"{x - _WIDTH / 2:.0f}", y=f"{y:.0f}", width=_WIDTH, height=_HEIGHT, rx=6),
-        el("text", plain(name, _TEXT), x=f"{x:.0f}", y=f"{y + (16 if below else 23):.0f}"),
-        el("text", plain(below, _TEXT + 4), x=f"{x:.0f}", y=f"{y + 30:.0f}", class_="small") if below else None,
+        el("text", plain(name, _TEXT), x=f"{x:.0f}", y=f"{y + (16 if subtitle else 23):.0f}"),
+        el("text", plain(subtitle, _TEXT + 4), x=f"{x:.0f}", y=f"{y + 30:.0f}", class_="small") if subtitle else None,
         class_=f"box {kind}",
         data_node=numbers[0],
         data_same=" ".join(map(str, numbers)) if len(numbers) > 1 else None,

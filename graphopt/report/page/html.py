@@ -25,15 +25,15 @@ def el(tag: str, *children: object, **attributes: object) -> Html:
         children: text, escaped; :class:`Html`; or iterables of both.
         attributes: a trailing underscore is left out, other underscores become dashes; ``None`` leaves one out.
     """
-    given = "".join(
+    attributes_text = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
         for name, value in attributes.items()
         if value is not None
     )
-    return Html(f"<{tag}{given}>{joined(children)}</{tag}>")
+    return Html(f"<{tag}{attributes_text}>{join_html(children)}</{tag}>")
 
 
-def joined(children: Iterable[object]) -> Html:
+def join_html(children: Iterable[object]) -> Html:
     """Return children one behind the other; text is escaped, control characters and all."""
     parts: list[str] = []
     for child in children:
@@ -42,7 +42,7 @@ def joined(children: Iterable[object]) -> Html:
         elif isinstance(child, str):
             parts.append(html.escape(plain(child, LONG)))
         elif isinstance(child, Iterable):
-            parts.append(joined(child))
+            parts.append(join_html(child))
         elif child is not None:
             parts.append(html.escape(str(child)))
     return Html("".join(parts))

@@ -15,37 +15,37 @@ if TYPE_CHECKING:
     from graphopt.quality.spread import Spread
 
 
-def quality_section(lost: Losses | None) -> Html | None:
+def quality_section(losses: Losses | None) -> Html | None:
     """Return errors of products as heat maps and curves, outliers, and what groups of products do to the whole."""
-    if lost is None or not lost.products:
+    if losses is None or not losses.products:
         return None
     parts: list[object] = [
         el(
             "p",
-            f"Errors are in percent of what a product makes in floats, on {lost.tokens:,} tokens of text. "
+            f"Errors are in percent of what a product makes in floats, on {losses.tokens:,} tokens of text. "
             "Alone: with inputs of the float model, so it is the product's own error. "
             "Inside: in the compressed model, behind all errors before it. "
             "First token: that of each text, inside; the others leave it out, for its numbers are often huge."
-            + (" Of experts the worst of a layer is shown." if _experts(lost) else ""),
+            + (" Of experts the worst of a layer is shown." if _experts(losses) else ""),
         ),
         el(
             "div",
-            _maps(lost, (("Alone", lambda each: each.local), ("Inside", lambda each: each.accumulated)), "{:.1%}"),
-            _maps(lost, (("First token", lambda each: each.first_token),), "{:.1%}"),
+            _maps(losses, (("Alone", lambda each: each.local), ("Inside", lambda each: each.accumulated)), "{:.1%}"),
+            _maps(losses, (("First token", lambda each: each.first_token),), "{:.1%}"),
             class_="pair",
         ),
     ]
-    drawn = [each for role in _roles(lost) if (each := curves(lost.products, role)) is not None]
-    if drawn:
+    charts = [product for role in _roles(losses) if (product := curves(losses.products, role)) is not None]
+    if charts:
         legend = el("p", el("i", class_="key alone"), "alone ", el("i", class_="key inside"), "inside", class_="note")
-        parts += [el("h3", "From layer to layer"), legend, el("div", drawn, class_="charts")]
-    parts += _groups(lost)
-    if any(each.read is not None for each in lost.products):
+        parts += [el("h3", "From layer to layer"), legend, el("div", charts, class_="charts")]
+    parts += _groups(losses)
+    if any(product.read is not None for product in losses.products):
         parts += [
             el("h3", "Outliers of what products read"),
             el("p", "Kurtosis: 3 for a normal distribution, more where few numbers are large.", class_="note"),
             _maps(
-                lost,
+                losses,
                 (
                     ("In the model before", lambda each: _kurtosis(each.read_before)),
                     ("Behind folded norms and rotations", lambda each: _kurtosis(each.read)),
@@ -53,7 +53,7 @@ def quality_section(lost: Losses | None) -> Html | None:
                 "{:.1f}",
             ),
         ]
-    if lost.histograms:
+    if losses.histograms:
         parts += [
             el("h3", "Weights among the levels of their format"),
             el(
@@ -62,46 +62,46 @@ def quality_section(lost: Losses | None) -> Html | None:
                 "scales. Lines: the levels of the format; a dot says how often the level is used.",
                 class_="note",
             ),
-            el("div", (histogram_chart(each) for each in lost.histograms), class_="charts"),
+            el("div", (histogram_chart(product) for product in losses.histograms), class_="charts"),
         ]
     return section("quality", "Where quality was lost", parts)
 
 
-def _groups(lost: Losses) -> Iterator[object]:
-    if lost.kl is None:
+def _groups(losses: Losses) -> Iterator[object]:
+    if losses.kl is None:
         return
-    kl = lost.kl or 1.0
+    kl = losses.kl or 1.0
     lines = (
         (
-            group_name(each),
-            bar((each.only or 0.0) / kl, f"{each.only:.4f}") if each.only is not None else "",
-            bar(each.kl / kl, f"{each.kl:.4f}"),
-            f"{round((lost.kl - each.kl) / kl, 2) + 0.0:.0%}",
-            size_text(each.bytes),
+            group_name(group),
+            bar((group.only or 0.0) / kl, f"{group.only:.4f}") if group.only is not None else "",
+            bar(group.kl / kl, f"{group.kl:.4f}"),
+            f"{round((losses.kl - group.kl) / kl, 2) + 0.0:.0%}",
+            size_text(group.bytes),
         )
-        for each in lost.groups
+        for group in losses.groups
     )
     yield el("h3", "Which products cause it")
-    yield el("p", f"The divergence from the float model is {lost.kl:.4f} nats per token. Groups of layers are halved "
+    yield el("p", f"The divergence from the float model is {losses.kl:.4f} nats per token. Groups of layers are halved "
              "where they matter.", class_="note")  # fmt: skip
     head = ("group", "only it is quantized", "all but it is quantized", "comes back", "costs in floats")
     yield table(head, lines, right=(3, 4))
-    if lost.remainder is not None:
-        said = remainder(lost)
-        yield el("p", said[0].upper() + said[1:] + ".")
-    if lost.remedy is not None and lost.recipe is not None:
+    if losses.remainder is not None:
+        text = remainder(losses)
+        yield el("p", text[0].upper() + text[1:] + ".")
+    if losses.remedy is not None and losses.recipe is not None:
         yield el("p", "The most for its bytes, as lines for the recipe:")
-        yield el("pre", ((line, Html("\n")) for line in recipe_lines(lost.remedy, 200)))
+        yield el("pre", ((line, Html("\n")) for line in recipe_lines(losses.remedy, 200)))
 
 
-def _experts(lost: Losses) -> bool:
+def _experts(losses: Losses) -> bool:
     """Return whether a layer has several products of one role."""
-    places = [(each.layer, each.role) for each in lost.products if each.layer is not None]
-    return len(set(places)) < len(places)
+    pairs = [(product.layer, product.role) for product in losses.products if product.layer is not None]
+    return len(set(pairs)) < len(pairs)
 
 
-def _roles(lost: Losses) -> list[str]:
-    return list(dict.fromkeys(each.role for each in lost.products if each.layer is not None))
+def _roles(losses: Losses) -> list[str]:
+    return list(dict.fromkeys(product.role for product in losses.products if product.layer is not None))
 
 
 def _kurtosis(spread: Spread | None) -> float | None:
@@ -111,34 +111,36 @@ def _kurtosis(spread: Spread | None) -> float | None:
 _Figure = Callable[[ProductLoss], float | None]
 
 
-def _maps(lost: Losses, maps: tuple[tuple[str, _Figure], ...], form: str) -> Html:
+def _maps(losses: Losses, maps: tuple[tuple[str, _Figure], ...], form: str) -> Html:
     """Return heat maps of layers and roles side by side, shaded alike."""
-    known = [value for _, figure in maps for each in lost.products if (value := figure(each)) is not None]
-    largest = max(known, default=0.0)
-    figures = (el("figure", el("figcaption", title), _heat(lost, figure, form, largest)) for title, figure in maps)
+    values_known = [
+        value for _, figure in maps for product in losses.products if (value := figure(product)) is not None
+    ]
+    largest = max(values_known, default=0.0)
+    figures = (el("figure", el("figcaption", title), _heat(losses, figure, form, largest)) for title, figure in maps)
     return el("div", figures, class_="pair")
 
 
-def _heat(lost: Losses, figure: _Figure, form: str, largest: float) -> Html:
-    roles = _roles(lost)
-    layers = sorted({each.layer for each in lost.products if each.layer is not None})
-    known: dict[tuple[int | None, str], list[float]] = {}
-    for each in lost.products:
-        if (value := figure(each)) is not None:
-            known.setdefault((each.layer, each.role), []).append(value)
-    outside = {each.role: each for each in lost.products if each.layer is None}.values()
+def _heat(losses: Losses, figure: _Figure, form: str, largest: float) -> Html:
+    roles = _roles(losses)
+    layers = sorted({product.layer for product in losses.products if product.layer is not None})
+    values_of: dict[tuple[int | None, str], list[float]] = {}
+    for product in losses.products:
+        if (value := figure(product)) is not None:
+            values_of.setdefault((product.layer, product.role), []).append(value)
+    outside = {product.role: product for product in losses.products if product.layer is None}.values()
 
     def cell(layer: int | None, role: str) -> Html:
-        values = known.get((layer, role))
+        values = values_of.get((layer, role))
         if values is None:
             return el("td")
-        where = role if layer is None else f"layer {layer}, {role}"
-        many = f", the worst of {len(values)}" if len(values) > 1 else ""
-        said = form.format(max(values))
-        return el("td", said.rstrip("%"), style=shade(max(values), largest), title=f"{where}{many}: {said}")
+        label = role if layer is None else f"layer {layer}, {role}"
+        count_text = f", the worst of {len(values)}" if len(values) > 1 else ""
+        text = form.format(max(values))
+        return el("td", text.rstrip("%"), style=shade(max(values), largest), title=f"{label}{count_text}: {text}")
 
     head = el("tr", el("th", "layer"), (el("th", role, scope="col") for role in roles))
     body = [el("tr", el("th", layer, scope="row"), (cell(layer, role) for role in roles)) for layer in layers]
-    for each in outside:
-        body.append(el("tr", el("th", each.role, scope="row"), cell(None, each.role)))
+    for product in outside:
+        body.append(el("tr", el("th", product.role, scope="row"), cell(None, product.role)))
     return el("div", el("table", el("thead", head), el("tbody", body), class_="heat"), class_="scroll")

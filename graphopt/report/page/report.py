@@ -42,7 +42,7 @@ def report(
     manifest: Manifest | None = None,
     difference: Diff | None = None,
     losses: Losses | None = None,
-    taken: Profile | None = None,
+    measurement: Profile | None = None,
     *,
     live: bool = False,
 ) -> str:
@@ -55,28 +55,27 @@ def report(
         manifest: how it came to be.
         difference: what is different from the model that it was made from.
         losses: where quality was lost.
-        taken: where its time goes.
+        measurement: where its time goes.
         live: whether the page is served, and loads itself again when the model changes.
     """
     parts = [
-        sections.verdict(trace, manifest, difference, losses, taken),
+        sections.verdict(trace, manifest, difference, losses, measurement),
         sections.passes(trace, manifest, difference),
         sections.layers(trace),
         sections.size(trace),
         difference_section(difference),
         quality_section(losses),
-        None if taken is None else time_section(trace, taken),
+        None if measurement is None else time_section(trace, measurement),
         _nodes(),
     ]
-    shown = [part for part in parts if part is not None]
-    names = [name for name in _TITLES if any(_is(part, name) for part in shown)]
+    parts_shown = [part for part in parts if part is not None]
+    names = [name for name in _TITLES if any(_has_id(part, name) for part in parts_shown)]
     links = (el("a", _TITLES[name], href=f"#{name}") for name in names)
     head = el("header", el("h1", trace.model), el("nav", links, aria_label="parts of this page"))
     foot = el("footer", f"graphopt {VERSION}; {trace.format}; {len(trace.nodes):,} nodes")
     drawer = el("aside", id="drawer", hidden="", tabindex="-1", aria_label="node", aria_live="polite")
-    data = Html(
-        f'<script type="application/json" id="data">{page_data(trace, difference, losses, _shares(taken))}</script>'
-    )
+    content = page_data(trace, difference, losses, _shares(measurement))
+    data = Html(f'<script type="application/json" id="data">{content}</script>')
     assets = ("report.js", "edits.js", "graph.js", "start.js", *(["live.js"] if live else []))
     script = Html(f"<script>{''.join(map(_asset, assets))}</script>")
     policy = Html(f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}{_LIVE if live else ""}">')
@@ -87,29 +86,29 @@ def report(
         el("title", f"{trace.model} - graphopt"),
         Html(f"<style>{_asset('report.css')}</style>"),
     ]
-    body = el("body", head, el("main", shown), drawer, foot, data, script)
+    body = el("body", head, el("main", parts_shown), drawer, foot, data, script)
     return "<!doctype html>\n" + el("html", el("head", meta), body, lang="en")
 
 
-def _shares(taken: Profile | None) -> dict[str, float]:
+def _shares(measurement: Profile | None) -> dict[str, float]:
     """Return the share of each node in the time of one token, or of a prompt."""
-    run = None if taken is None else taken.token or taken.prompt
+    run = None if measurement is None else measurement.token or measurement.prompt
     return {} if run is None else {name: seconds / run.seconds for name, seconds in run.nodes.items()}
 
 
-def _is(part: Html, name: str) -> bool:
+def _has_id(part: Html, name: str) -> bool:
     return part.startswith("<section") and f' id="{name}">' in part[: part.index(">") + 1]
 
 
 def _nodes() -> Html:
-    said = {"aria_label": "query", "autocomplete": "off", "spellcheck": "false"}
-    field = el("input", type="search", id="query", placeholder="role:down_proj layer:0-3", **said)
+    attributes = {"aria_label": "query", "autocomplete": "off", "spellcheck": "false"}
+    field = el("input", type="search", id="query", placeholder="role:down_proj layer:0-3", **attributes)
     keys = f"keys are {', '.join(KEYS)}"
     hint = el("p", f"All terms must hold; {keys}; a word without a colon is looked for in names.", class_="note")
     link = el("button", "copy a link to this view", type="button", data_copy="")
-    found = el("p", el("span", id="count", role="status"), " ", link)
-    listed = el("div", el("table", el("thead"), el("tbody"), id="list"), class_="scroll tall")
-    return section("nodes", "Nodes", field, hint, found, listed)
+    counter = el("p", el("span", id="count", role="status"), " ", link)
+    node_list = el("div", el("table", el("thead"), el("tbody"), id="list"), class_="scroll tall")
+    return section("nodes", "Nodes", field, hint, counter, node_list)
 
 
 def _asset(name: str) -> str:

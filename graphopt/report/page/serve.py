@@ -67,10 +67,10 @@ class PageServer(ThreadingHTTPServer):
     def current(self) -> tuple[str, str]:
         """Return the page and its stamp; the page is made again if the files have changed."""
         with self._lock:
-            now = stamp(self._model)
-            if now and now != self._stamp:
+            stamp_now = stamp(self._model)
+            if stamp_now and stamp_now != self._stamp:
                 # Also where it fails: the next attempt is worth it only when the files have changed again.
-                self._stamp = now
+                self._stamp = stamp_now
                 try:
                     self._page = self._make()
                 except GraphoptError as error:
@@ -107,15 +107,15 @@ class _Handler(BaseHTTPRequestHandler):
 def stamp(model: Path) -> Stamp:
     """Return what changes when the files of ``model`` do; empty where there are none, as while they are replaced."""
     files = sorted(model.iterdir()) if model.is_dir() else [model]
-    found = []
+    entries = []
     for file in files:
         try:
             status = file.stat()
         except OSError:  # it went while it was looked at
             continue
-        found.append((file.name, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+        entries.append((file.name, status.st_size, status.st_mtime_ns))
+    return tuple(entries)
 
 
-def _text(made: Stamp) -> str:
-    return f"{hash(made) & (1 << 64) - 1:016x}"
+def _text(time_stamp: Stamp) -> str:
+    return f"{hash(time_stamp) & (1 << 64) - 1:016x}"

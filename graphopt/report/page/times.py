@@ -13,27 +13,27 @@ if TYPE_CHECKING:
     from graphopt.report.trace import Trace
 
 
-def time_section(trace: Trace, found: Profile) -> Html:
+def time_section(trace: Trace, measurement: Profile) -> Html:
     """Return the part of a page about time."""
-    said = f"This machine reads memory at {found.bandwidth / 1e9:.1f} GB/s, probed in the same run. "
-    above = "A share of the bandwidth above 100% means that the processor's cache held what was read."
-    parts: list[object] = [el("p", said, above, class_="note")]
-    for title, run in (("One token", found.token), ("A prompt", found.prompt)):
+    text = f"This machine reads memory at {measurement.bandwidth / 1e9:.1f} GB/s, probed in the same run. "
+    note = "A share of the bandwidth above 100% means that the processor's cache held what was read."
+    parts: list[object] = [el("p", text, note, class_="note")]
+    for title, run in (("One token", measurement.token), ("A prompt", measurement.prompt)):
         if run is None:
             continue
-        listed = rows(trace, run)[:ROWS]
-        longest = max((row.seconds for row in listed), default=0.0) or 1.0
+        slowest_rows = rows(trace, run)[:ROWS]
+        longest = max((row.seconds for row in slowest_rows), default=0.0) or 1.0
         lines = (
             (
                 row.role,
                 row.nodes or "",
                 bar(row.seconds / longest, duration(row.seconds)),
                 f"{row.seconds / run.seconds:.1%}",
-                f"{bandwidth_share(row, found.bandwidth):.0%}" if row.bytes and run.tokens == 1 else "",
+                f"{bandwidth_share(row, measurement.bandwidth):.0%}" if row.bytes and run.tokens == 1 else "",
                 kernels_of(row),
                 row.worst[1],
             )
-            for row in listed
+            for row in slowest_rows
         )
         head = ("role", "nodes", "time", "share", "bandwidth", "kernels", "slowest node")
         spoken = (el("p", f"{line[0].upper()}{line[1:]}.") for line in run_lines(trace, run))

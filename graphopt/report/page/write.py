@@ -21,7 +21,7 @@ def write(
     output: Path,
     *,
     before: Path | None = None,
-    where: bool = False,
+    locate_losses: bool = False,
     groups: bool = True,
     time: bool = False,
     weights: bool = False,
@@ -38,7 +38,7 @@ def write(
     page = page_about(
         model,
         before=before,
-        where=where,
+        locate_losses=locate_losses,
         groups=groups,
         time=time,
         weights=weights,
@@ -55,7 +55,7 @@ def page_about(
     model: Path,
     *,
     before: Path | None = None,
-    where: bool = False,
+    locate_losses: bool = False,
     groups: bool = True,
     time: bool = False,
     weights: bool = False,
@@ -68,10 +68,10 @@ def page_about(
     Args:
         model: an artifact, or an .onnx file, of graphopt or not.
         before: what it was made from.
-        where: whether to run both, to show where quality was lost.
-        groups: with ``where``, whether to measure what groups of products cause, too: two runs for each of them.
+        locate_losses: whether to run both, to show where quality was lost.
+        groups: with ``locate_losses``, whether to measure what groups of products cause, too: two runs for each.
         time: whether to run it, to show where time goes.
-        weights: with ``where``, whether to draw how weights lie among the levels of their formats.
+        weights: with ``locate_losses``, whether to draw how weights lie among the levels of their formats.
         context: tokens in the cache, for figures per token.
         live: whether it is served by :class:`graphopt.report.page.serve.PageServer`, and follows the model's files.
         on_stage: called when a stage begins.
@@ -79,19 +79,19 @@ def page_about(
     Raises:
         InputError: a model cannot be read or run.
     """
-    if where and before is None:
+    if locate_losses and before is None:
         raise InputError("--where compares with the model before", remedy="give --before FOLDER")
-    if weights and not where:
+    if weights and not locate_losses:
         raise InputError("--weights is a part of --where", remedy="add --where")
     on_stage("reading the model")
     graph, manifest = open_model(model, weights=before is not None)
     trace = trace_of(graph, manifest, str(model), context)
-    found = None
+    difference = None
     if before is not None:
         on_stage("comparing it with the model before")
-        found = diff_of(open_model(before), (graph, manifest), (str(before), str(model)))
-    lost = None
-    if where and before is not None:
-        lost = losses(before, model, restore=groups, weights=weights, on_stage=on_stage)
-    taken = profile(model, on_stage=on_stage) if time else None
-    return report(trace, manifest, found, lost, taken, live=live)
+        difference = diff_of(open_model(before), (graph, manifest), (str(before), str(model)))
+    losses_ = None
+    if locate_losses and before is not None:
+        losses_ = losses(before, model, restore=groups, weights=weights, on_stage=on_stage)
+    measurement = profile(model, on_stage=on_stage) if time else None
+    return report(trace, manifest, difference, losses_, measurement, live=live)
