@@ -79,7 +79,11 @@ def _constants(trace: Trace) -> set[int]:
     """Return nodes that read no other node, and that nothing but products or lookups reads: they make constants."""
     constants: set[int] = set()
     for number, node in enumerate(trace.nodes):
-        if node.role not in (OTHER_ROLE, SHARED_ROLE) and not node.weights and all(source in constants for source in node.reads):
+        if (
+            node.role not in (OTHER_ROLE, SHARED_ROLE)
+            and not node.weights
+            and all(source in constants for source in node.reads)
+        ):
             constants.add(number)
     return constants
 
