@@ -22,7 +22,8 @@ def bases(
     """Show what could be rotated: every basis with what writes and reads it, or what keeps it from being rotated."""
     from graphopt.analysis.bases.search import find_bases
     from graphopt.artifact.artifact import read
-    from graphopt.passes import PASSES, imports_of
+    from graphopt.passes import PASSES
+    from graphopt.passes.recipe import imports_of
     from graphopt.report.bases import describe, lines
 
     graph = read(model).model

@@ -8,8 +8,7 @@ from pathlib import Path
 from graphopt.analysis.structure.heads import ORIGIN
 from graphopt.artifact.artifact import Artifact
 from graphopt.compile.compilation import Compilation
-from graphopt.passes import imports_of
-from graphopt.passes.recipe import Recipe
+from graphopt.passes.recipe import Recipe, imports_of
 from graphopt.util.progress import Progress, silent
 
 

@@ -1,5 +1,5 @@
 """The passes: one file or folder, one rewrite, in the folder of its phase. A new file is all that a new pass takes."""
 
-from graphopt.passes.registry import PASSES, imports_of
+from graphopt.passes.registry import PASSES
 
-__all__ = ["PASSES", "imports_of"]
+__all__ = ["PASSES"]

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import onnx_ir as ir
 from pydantic import (
@@ -26,6 +26,10 @@ from graphopt.passes.context import Context, Nodes, Statistics, make_context
 from graphopt.passes.phases import CANONICAL_OPSETS, PHASES, Phase
 from graphopt.runtime_ops import declare
 from graphopt.tasks import task_of
+from graphopt.util.targets import Target
+
+if TYPE_CHECKING:
+    from graphopt.passes.recipe import Recipe
 
 
 class Options(BaseModel):
@@ -45,7 +49,8 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
     """A rewrite of a model in place, with what a recipe may say about it.
 
     A subclass sets ``name`` and ``effect``, adds its options as fields, and implements :meth:`rewrite`. Its phase is
-    the folder that it lies in; ``after`` names the passes of that phase that come before it in a recipe. Its docstring
+    the folder that it lies in; ``after`` names the passes of that phase that come before it in a recipe, ``targets``
+    those that add the step to every recipe. Its docstring
     shows the rewrite as before -> after with the algebra, and its options; ``graphopt passes`` prints it. ``requires``
     and ``ensures`` of ``onnx_ir`` state what must hold before and after.
 
@@ -55,6 +60,7 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
     name: ClassVar[str]
     effect: ClassVar[Effect]
     after: ClassVar[tuple[str, ...]] = ()
+    targets: ClassVar[tuple[Target, ...]] = ()
     _context: Context | None = PrivateAttr(None)
 
     @model_validator(mode="before")
@@ -91,10 +97,14 @@ class Pass(Options, ir.passes.InPlacePass, abc.ABC):
         return next(phase for phase in PHASES if cls.__module__.startswith(f"graphopt.passes.{phase}."))
 
     @classmethod
-    def needed(cls, graph: ir.Graph) -> bool:
-        """Return whether a recipe for ``graph`` needs this step, and gets it where it does not name it."""
-        del graph
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return whether ``recipe``, as it was requested, needs this step for ``graph`` and gets it unasked."""
+        del graph, recipe
         return False
+
+    def on_this_machine(self) -> Self:
+        """Return the pass with what it leaves to the machine that optimizes."""
+        return self
 
     @property
     def context_tokens(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,21 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, SerializeAsAny, ValidationError, field_validator
 
-from graphopt.analysis.structure.paged_caches import has_growing_caches
 from graphopt.errors import InputError
 from graphopt.ort.session import ACCURACY_LEVEL
-from graphopt.passes import PASSES, imports_of
+from graphopt.passes import PASSES
 from graphopt.passes.base import Pass
-from graphopt.passes.lower.lower import Lower
-from graphopt.passes.phases import PHASES
+from graphopt.passes.phases import PHASES, Phase
 from graphopt.quantization.statistics.options import CalibrationOptions
-from graphopt.runtime_ops.instructions import instructions_here
-from graphopt.util.targets import STEPS_OF, ChosenTarget, Target, target_options
 
 if TYPE_CHECKING:
     import onnx_ir as ir
 
     from graphopt.passes.context import Statistics
+    from graphopt.util.targets import ChosenTarget, Target
 
 
 def _of_registry(step: object) -> object:
@@ -79,53 +76,40 @@ class Recipe(BaseModel):
         """Return the passes of the recipe, ready to run."""
         return [self._settled(step) for step in self.steps]
 
+    @property
+    def phases(self) -> set[Phase]:
+        """The phases of the steps."""
+        return {step.phase() for step in self.steps}
+
+    def options_of(self, name: str) -> dict[str, Any]:
+        """Return the options of the first step ``name``; none where there is no such step."""
+        step = next((step for step in self.steps if step.name == name), None)
+        return {} if step is None else dict(step)
+
     def lowered(self, target: ChosenTarget | None = None) -> Recipe:
         """Return the recipe with a step ``lower``, which every recipe has in the end, unless it has one.
 
         Args:
-            target: what ``lower`` is for; any but ``portable`` merges products too, and ``ort-cpu`` flattens heads.
-                ``None`` leaves a step ``lower`` as it is, and adds one for ``portable``.
+            target: what ``lower`` is for; passes whose ``targets`` name it are added. ``None`` leaves a step ``lower``
+                as it is, and adds one for ``portable``.
         """
         recipe = self.adding("lower")
-        if target is not None:
-            recipe = recipe.setting("lower", **target_options(target))
-            for step in STEPS_OF[recipe.target]:
-                recipe = recipe.adding(step)
-        return recipe
+        if target is None:
+            return recipe
+        kind, _, instructions = target.partition(":")
+        recipe = recipe.setting("lower", target=kind, **({"instructions": instructions} if instructions else {}))
+        return recipe._adding_all(step for step in PASSES.values() if kind in step.targets)
 
     def on_this_machine(self) -> Recipe:
-        """Return the recipe with the instruction set of this machine where ``lower``, for ``ort-cpu``, names none."""
-        named = any(step.instructions for step in self.steps if isinstance(step, Lower))
-        here = self.target == "ort-cpu" and not named
-        return self.setting("lower", instructions=instructions_here()) if here else self
-
-    def importing(self, graph: ir.Graph) -> Recipe:
-        """Return the recipe with the steps of the phase ``importing`` that ``graph`` needs."""
-        recipe = self
-        for step in imports_of(graph):
-            recipe = recipe.adding(step.name)
-        return recipe
+        """Return the recipe with what its steps leave to the machine that optimizes."""
+        return self.model_copy(update={"steps": tuple(step.on_this_machine() for step in self.steps)})
 
     def fitting(self, graph: ir.Graph) -> Recipe:
-        """Return the recipe with all steps that ``graph`` needs and it does not name.
+        """Return the recipe with all steps that it needs for ``graph`` and does not name, see :meth:`Pass.needed`."""
+        return self._adding_all(step for step in PASSES.values() if step.needed(graph, self))
 
-        These are steps of the phase ``importing``, ``unpack`` for packed products if the recipe has work with codes
-        (and ``level_scales`` if they have such scales), ``page_kv`` for ``ort-cpu`` if caches grow and no step is about
-        caches, ``lower``, ``compact_scales`` if there are codes, and ``tie_embedding`` if no step changes weights.
-        """
-        phases = {step.phase() for step in self.steps}
-        recipe = self.importing(graph)
-        if phases & {"codes", "lower"} and PASSES["unpack"].needed(graph):
-            recipe = recipe.adding("unpack")
-            recipe = recipe.adding("level_scales") if PASSES["level_scales"].needed(graph) else recipe
-        recipe = recipe.lowered()
-        lower = next(step for step in recipe.steps if isinstance(step, Lower))
-        paged = (lower.target, lower.caches) == ("ort-cpu", "pages")
-        if "cache" not in phases and paged and has_growing_caches(graph):
-            recipe = recipe.adding("page_kv")
-        if not phases & {"algebra", "codes"} and PASSES["tie_embedding"].needed(graph):
-            recipe = recipe.adding("tie_embedding")
-        return recipe.adding("compact_scales") if "codes" in phases or PASSES["widen_scales"].needed(graph) else recipe
+    def _adding_all(self, steps: Iterable[type[Pass]]) -> Recipe:
+        return functools.reduce(lambda recipe, step: recipe.adding(step.name), steps, self)
 
     def adding(self, name: str) -> Recipe:
         """Return the recipe with the step ``name`` and its defaults at its place, unless it has one.
@@ -157,7 +141,8 @@ class Recipe(BaseModel):
     @property
     def target(self) -> Target:
         """What the recipe makes a model for: the target of its step ``lower``, ``portable`` without one."""
-        return next((step.target for step in self.steps if isinstance(step, Lower)), "portable")
+        target: Target = self.options_of("lower").get("target", "portable")
+        return target
 
     def beside(self, folder: Path) -> Recipe:
         """Return the recipe with each file that a step names taken from ``folder``, where it lies there."""
@@ -198,6 +183,12 @@ def _changed(step: Pass, options: Mapping[str, object]) -> Pass:
             f"the step {step.name} cannot be set so: {_problems(error)}",
             remedy=f"its options are {', '.join(name for name in type(step).model_fields)}",
         ) from error
+
+
+def imports_of(graph: ir.Graph) -> list[Pass]:
+    """Return the passes of the phase ``importing`` that a graph needs, with their default options."""
+    recipe = Recipe(name="import", steps=())
+    return [step() for step in PASSES.values() if step.phase() == "importing" and step.needed(graph, recipe)]
 
 
 def presets() -> dict[str, Recipe]:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from graphlib import TopologicalSorter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from graphopt.passes.base import Pass
 from graphopt.passes.phases import PHASES
 from graphopt.util.registry import Registry
-
-if TYPE_CHECKING:
-    import onnx_ir as ir
 
 
 def _name_of(member: Any) -> str | None:
@@ -31,9 +28,3 @@ PASSES: Registry[type[Pass]] = Registry(
     *(f"graphopt.passes.{phase}" for phase in PHASES), kind="pass", name_of=_name_of, order=_by_phase
 )
 """Every pass by the name that recipes call it: phase by phase, in the order that a recipe usually has them."""
-
-
-def imports_of(graph: ir.Graph) -> list[Pass]:
-    """Return the passes of the phase ``importing`` that a graph needs, with their default options."""
-    passes = (step for step in PASSES.values() if step.phase() == "importing" and step.needed(graph))
-    return [step() for step in passes]

@@ -26,17 +26,3 @@ ChosenTarget = Literal[
     "ort-cuda",
 ]
 """A target as command lines and :func:`graphopt.optimize` take it: of a CPU also with its instruction set."""
-
-
-def target_options(chosen: ChosenTarget) -> dict[str, str]:
-    """Return the options of the step ``lower`` that a target means: ``ort-cpu:avx2`` names ``instructions`` too."""
-    target, _, instructions = chosen.partition(":")
-    return {"target": target, "instructions": instructions} if instructions else {"target": target}
-
-
-STEPS_OF: dict[Target, tuple[str, ...]] = {
-    "portable": (),
-    "ort-cpu": ("merge_products", "flatten_heads"),
-    "ort-cuda": ("merge_products",),
-}
-"""The steps beside ``lower`` that a target adds to every recipe."""

@@ -20,6 +20,7 @@ from graphopt.runtime_ops import OPERATORS, Role, port, ports_of, schema_of
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
+    from graphopt.passes.recipe import Recipe
 
 UNPACKED = Rule("unpack.unpacked", "{op_type} as a MatMul of dequantized codes")
 UNPACKED_LOOKUP = Rule("unpack.unpacked-lookup", "{op_type} as a Gather of the columns that {product} multiplies by")
@@ -54,9 +55,9 @@ class Unpack(Pass):
     effect: ClassVar[Effect] = "exact"
 
     @classmethod
-    def needed(cls, graph: ir.Graph) -> bool:
-        """Return whether a product is packed."""
-        return bool(packed_nodes(graph))
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return whether a product is packed, and the recipe has work with codes."""
+        return bool(recipe.phases & {"codes", "lower"}) and bool(packed_nodes(graph))
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Unpack every packed product; say why one stays."""

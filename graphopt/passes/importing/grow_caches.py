@@ -12,14 +12,10 @@ from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
+    from graphopt.passes.recipe import Recipe
 
 GROWS = Rule("grow_caches.grows", "its cache was cut to {window} tokens and grows now; the window stays")
 # Of manifests that were written before this pass was one.
-CACHE_GROWS = Rule(
-    "importing.cache-grows",
-    "caches that were cut to a window of tokens grow instead: the window stays ({layers} layer(s))",
-    also=["nodes"],
-)
 
 
 class GrowCaches(Pass):
@@ -43,8 +39,9 @@ class GrowCaches(Pass):
     effect: ClassVar[Effect] = "exact"
 
     @classmethod
-    def needed(cls, graph: ir.Graph) -> bool:
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether a cache is cut to a window."""
+        del recipe
         return bool(windowed_nodes(graph))
 
     def requires(self, model: ir.Model) -> None:

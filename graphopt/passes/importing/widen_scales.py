@@ -14,6 +14,7 @@ from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
+    from graphopt.passes.recipe import Recipe
 
 WIDENED = Rule("widen_scales.widened", "{scales} in float32, as it is read")
 
@@ -37,8 +38,9 @@ class WidenScales(Pass):
     effect: ClassVar[Effect] = "exact"
 
     @classmethod
-    def needed(cls, graph: ir.Graph) -> bool:
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
         """Return whether scales are stored in float16 and read in float32."""
+        del recipe
         return bool(widened_scales(graph))
 
     def requires(self, model: ir.Model) -> None:

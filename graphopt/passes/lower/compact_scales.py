@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.scales import scale_values
+from graphopt.analysis.structure.scales import scale_values, widened_scales
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import name_output
 from graphopt.graph.weights import Cast, WeightTensor, expression_of, new_weight
@@ -15,6 +15,7 @@ from graphopt.passes.base import Pass
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
+    from graphopt.passes.recipe import Recipe
 
 STORED = Rule("compact_scales.stored", "{scales} in float16: {saved} bytes less")
 NOT_HALF = Rule("compact_scales.not-half", "float16 does not hold all of its numbers")
@@ -45,6 +46,11 @@ class CompactScales(Pass):
     name: ClassVar[str] = "compact_scales"
     effect: ClassVar[Effect] = "exact"
     after: ClassVar[tuple[str, ...]] = ("lower", "last_logits", "float16")
+
+    @classmethod
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return whether the recipe makes codes, or scales were compact as the graph came in."""
+        return "codes" in recipe.phases or bool(widened_scales(graph))
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Store each scale in float16 that can be; say why another one stays."""

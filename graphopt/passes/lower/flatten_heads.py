@@ -9,6 +9,7 @@ import onnx_ir as ir
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import Inserter, clone_node, remove, take_place
 from graphopt.passes.base import Pass
+from graphopt.util.targets import Target
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
@@ -54,6 +55,7 @@ class FlattenHeads(Pass):
     name: ClassVar[str] = "flatten_heads"
     effect: ClassVar[Effect] = "exact"
     after: ClassVar[tuple[str, ...]] = ("merge_products",)
+    targets: ClassVar[tuple[Target, ...]] = ("ort-cpu",)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Let each attention read rows; say why the others keep their transposes."""

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import onnx_ir as ir
 
-from graphopt.analysis.structure.products import reads_packed
+from graphopt.analysis.structure.products import packed_nodes, reads_packed
 from graphopt.graph.diagnostics import Effect, Rule
 from graphopt.graph.editing import bypass
 from graphopt.graph.weights import (
@@ -31,6 +31,7 @@ from graphopt.runtime_ops.operator import DOMAIN
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
+    from graphopt.passes.recipe import Recipe
 
 LEVELED = Rule("level_scales.leveled", "{scales} in bytes of {columns} steps: {saved} bytes less")
 FEW = Rule("level_scales.few", "a column has {groups} scales only: a byte for each and a step would save nothing")
@@ -157,9 +158,9 @@ class LevelScales(Pass):
     after: ClassVar[tuple[str, ...]] = ("lower", "float16")
 
     @classmethod
-    def needed(cls, graph: ir.Graph) -> bool:
-        """Return whether scales have two levels already."""
-        return bool(leveled_scales(graph))
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return whether packed scales have two levels already, and the recipe has work with codes."""
+        return bool(packed_nodes(graph)) and bool(recipe.phases & {"codes", "lower"}) and bool(leveled_scales(graph))
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Level the scales of every packed product; say why others stay."""

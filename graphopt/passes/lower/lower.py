@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 import onnx_ir as ir
@@ -33,6 +33,7 @@ from graphopt.util.targets import InstructionSet, Target
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
+    from graphopt.passes.recipe import Recipe
 
 _WIDE = "; scales are float32, float16 does not hold all of them"
 PACKED = Rule(
@@ -104,6 +105,18 @@ class Lower(Pass):
     instructions: InstructionSet | None = None
     activations: Activations | None = None
     caches: Literal["pages", "growing"] = "pages"
+
+    @classmethod
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return true: every recipe has this step."""
+        del graph, recipe
+        return True
+
+    def on_this_machine(self) -> Self:
+        """Return the pass with the instruction set of this machine where it is for ``ort-cpu`` and names none."""
+        if self.target != "ort-cpu" or self.instructions:
+            return self
+        return self.model_copy(update={"instructions": instructions_here()})
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Pack what the standard has no form for, and what the target runs faster; say why the others stay."""

@@ -13,6 +13,7 @@ from graphopt.graph.editing import clone_node, remove, shared_constant, take_pla
 from graphopt.graph.weights import Concat, WeightTensor, expression_of, new_weight, weight_of
 from graphopt.passes.base import Pass
 from graphopt.runtime_ops import signature_of
+from graphopt.util.targets import Target
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -58,7 +59,7 @@ class MergeProducts(Pass):
 
     name: ClassVar[str] = "merge_products"
     effect: ClassVar[Effect] = "exact"
-    after: ClassVar[tuple[str, ...]] = ()
+    targets: ClassVar[tuple[Target, ...]] = ("ort-cpu", "ort-cuda")
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Merge the products of each tensor that agree; say why the others of a tensor that several read stay."""

@@ -15,6 +15,7 @@ from graphopt.passes.codes.tied_embedding import tied_lookups
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context
+    from graphopt.passes.recipe import Recipe
 
 TIED = Rule("tie_embedding.tied", "the transposed {table}, in the place of {weight}: both are stored once")
 
@@ -42,11 +43,13 @@ class TieEmbedding(Pass):
     after: ClassVar[tuple[str, ...]] = ("lower",)
 
     @classmethod
-    def needed(cls, graph: ir.Graph) -> bool:
-        """Return whether a token embedding is transposed, or was, for another node to read."""
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return whether another node reads, or read, the transposed token embedding, and no step changes weights."""
+        if recipe.phases & {"algebra", "codes"}:
+            return False
         tables = {node.inputs[0] for node in token_lookups(graph)}
-        turned = any(node.op_type == "Transpose" and node.inputs[0] in tables for node in graph)
-        return turned or bool(tied_lookups(graph))
+        is_transposed = any(node.op_type == "Transpose" and node.inputs[0] in tables for node in graph)
+        return is_transposed or bool(tied_lookups(graph))
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Transpose the embedding in front of each lm_head that is tied to it."""

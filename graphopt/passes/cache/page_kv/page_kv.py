@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 
-from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, kv_nodes
+from graphopt.analysis.structure.paged_caches import OPERATOR, PagedLayer, describe, has_growing_caches, kv_nodes
 from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, NEW_LENGTH, PAST_LENGTH, past_port
 from graphopt.graph.diagnostics import Effect, Fact, Rule
 from graphopt.graph.editing import inherit, remove, shared_constant
@@ -23,6 +23,7 @@ from graphopt.runtime_ops.kv_attention.spec.attributes import DENSE, STREAMING, 
 
 if TYPE_CHECKING:
     from graphopt.passes.context import Context, Ledger
+    from graphopt.passes.recipe import Recipe
 
 Page = Literal[16, 32, 64, 128]
 
@@ -73,6 +74,13 @@ class PageKV(Pass):
     def context_tokens(self) -> int:
         """See :class:`Pass`: more than one page."""
         return self.page
+
+    @classmethod
+    def needed(cls, graph: ir.Graph, recipe: Recipe) -> bool:
+        """Return whether caches grow, and the recipe writes them in place and has no other step for caches."""
+        lower = recipe.options_of("lower")
+        is_paged = (lower.get("target"), lower.get("caches")) == ("ort-cpu", "pages")
+        return is_paged and "cache" not in recipe.phases and has_growing_caches(graph)
 
     def rewrite(self, model: ir.Model, context: Context) -> None:
         """Rewrite all attention of the graph, or none."""
