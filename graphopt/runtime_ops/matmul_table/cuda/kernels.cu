@@ -28,7 +28,8 @@ struct Plan {
   Product product = {};
   Operands operands;
   Decoder decoder;
-  bool rounds, converts, narrow, wide, tiles;  // x to bytes; x to another type, or to rows that 16-byte loads may read
+  bool streamed, gemm_sm90, gemm;  // which kernel it is
+  bool rounds, converts;           // x to bytes; x to another type, or to rows that 16-byte loads may read
   size_t operand_at = 0, scales_at = 0, partials_at = 0, bytes = 0;
   size_t segments = 0;
   Ordering ordered_from = {};  // of x, where the kernel for many rows wants another order
@@ -83,10 +84,10 @@ Plan::Plan(const GraphoptMatMul& call) {
   p.x = static_cast<const uint8_t*>(call.x);
   p.x_pitch = rounds ? pitch : converts ? pitch * bytes_of_type(wanted) : bytes_of_x;
   p.x_bytes = static_cast<unsigned>(p.x_pitch);
-  wide = p.rows > kFewRows && has_wide(p, operands, decoder);
+  gemm_sm90 = p.rows > kSmallMRows && has_gemm_sm90(p, operands, decoder);
   ordered_from = {p.x, nullptr, p.x_pitch, pitch * bytes_of_type(wanted), static_cast<unsigned>(p.x_pitch)};
-  if (wide) p.x_pitch = pitch * bytes_of_type(wanted), p.x_bytes = static_cast<unsigned>(p.x_pitch);
-  if (rounds || converts || wide) operand_at = take(p.rows * p.x_pitch);
+  if (gemm_sm90) p.x_pitch = pitch * bytes_of_type(wanted), p.x_bytes = static_cast<unsigned>(p.x_pitch);
+  if (rounds || converts || gemm_sm90) operand_at = take(p.rows * p.x_pitch);
   if (rounds) {
     const bool one = call.activations == GRAPHOPT_TO_TOKEN;
     // kernels read scales of up to 64 missing rows
@@ -94,19 +95,20 @@ Plan::Plan(const GraphoptMatMul& call) {
     scales_at = take(((one ? 1 : segments) * p.rows + 64) * sizeof(float));
   }
 
-  narrow = has_narrow(p, operands, decoder);
-  tiles = !wide && p.rows > kFewRows && has_tiles(p, operands, decoder);
+  streamed = has_streamed(p, operands, decoder);
+  gemm = !gemm_sm90 && p.rows > kSmallMRows && has_gemm(p, operands, decoder);
   const auto parts = [](size_t number, size_t of_part) { return round_up(number, of_part) / of_part; };
   const bool floats = operands == Operands::kFloat32;
-  const size_t in_grid = wide     ? parts(p.tiles, kNarrowTiles) * parts(p.rows, kWideRows)
-                         : tiles  ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
-                         : narrow ? parts(p.tiles, kNarrowTiles)
-                         : floats ? size_t{p.tiles} * parts(p.rows, kFloatRows)
-                                  : parts(p.tiles, kFewTiles) * parts(p.rows, kFewRows);
+  const size_t in_grid = gemm_sm90  ? parts(p.tiles, kStreamedTiles) * parts(p.rows, kGemm90Rows)
+                         : gemm     ? parts(p.tiles, kTileWidth) * parts(p.rows, kTileRows)
+                         : streamed ? parts(p.tiles, kStreamedTiles)
+                         : floats   ? size_t{p.tiles} * parts(p.rows, kFloatRows)
+                                    : parts(p.tiles, kSmallMTiles) * parts(p.rows, kSmallMRows);
   // the smallest part of K per warp that is worth its sums
-  const size_t most = p.blocks / (kLeastBlocks * (tiles || wide || narrow ? 1 : floats ? kFloatWarps : kFewWarps));
+  const unsigned warps = gemm || gemm_sm90 || streamed ? 1 : floats ? kFloatWarps : kSmallMWarps;
+  const size_t most = p.blocks / (kLeastBlocks * warps);
   // a second turn of blocks that are alone on a processor would double the time
-  const size_t enough = wide ? kBlocksWanted / 4 + 1 : tiles ? kBlocksWanted / 2 : kBlocksWanted;
+  const size_t enough = gemm_sm90 ? kBlocksWanted / 4 + 1 : gemm ? kBlocksWanted / 2 : kBlocksWanted;
   p.splits = 1;
   while (in_grid * p.splits < enough && p.splits * 2 <= most && p.splits < kMostSplits) p.splits *= 2;
   if (p.splits > 1) partials_at = take(p.splits * rows * p.columns * sizeof(float));
@@ -174,7 +176,7 @@ const char* run(const GraphoptMatMul& call, void* stream, const void* turned = n
     failure = plan.operands == Operands::kFloat16 ? start_conversion<Half>(call, to, p.x_pitch / 2, stream)
                                                   : start_conversion<BFloat16>(call, to, p.x_pitch / 2, stream);
   }
-  if (!failure && plan.wide) {
+  if (!failure && plan.gemm_sm90) {
     Ordering o = plan.ordered_from;
     o.to = reinterpret_cast<uint8_t*>(scratch + plan.operand_at);
     if (plan.converts) o.from = o.to, o.from_pitch = o.pitch, o.bytes = static_cast<unsigned>(o.pitch);
@@ -182,9 +184,12 @@ const char* run(const GraphoptMatMul& call, void* stream, const void* turned = n
     failure = launch_early(order_rows, {p.rows, parts, 1}, kRoundThreads, 0, stream, o);
   }
   if (failure) return failure;
-  if (plan.rounds || plan.converts || plan.wide) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
+  if (plan.rounds || plan.converts || plan.gemm_sm90) p.x = reinterpret_cast<const uint8_t*>(scratch + plan.operand_at);
   if (p.splits > 1) p.partials = reinterpret_cast<float*>(scratch + plan.partials_at);
-  const auto start = plan.wide ? start_wide : plan.tiles ? start_tiles : plan.narrow ? start_narrow : start_few;
+  const auto start = plan.gemm_sm90  ? start_gemm_sm90
+                     : plan.gemm     ? start_gemm
+                     : plan.streamed ? start_streamed
+                                     : start_small_m;
   failure = start(p, plan.operands, plan.decoder, stream);
   if (failure || p.splits == 1) return failure;
   const size_t count = call.m * call.columns;

@@ -7,16 +7,15 @@
 
 namespace graphopt {
 
-// Starts the product's kernel: few rows of an operand in two ways, or tiles of rows. Returns null or an error.
-const char* start_few(const Product& product, Operands operands, Decoder decoder, void* stream);
-const char* start_narrow(const Product& product, Operands operands, Decoder decoder, void* stream);
-const char* start_wide(const Product& product, Operands operands, Decoder decoder, void* stream);
-const char* start_tiles(const Product& product, Operands operands, Decoder decoder, void* stream);
+// Starts the product's kernel: small M in two ways, or GEMM in two. Returns null or an error.
+const char* start_small_m(const Product& product, Operands operands, Decoder decoder, void* stream);
+const char* start_streamed(const Product& product, Operands operands, Decoder decoder, void* stream);
+const char* start_gemm_sm90(const Product& product, Operands operands, Decoder decoder, void* stream);
+const char* start_gemm(const Product& product, Operands operands, Decoder decoder, void* stream);
 
-// Whether there is a kernel for up to 16 rows at once, for many on this GPU, or for tiles: others take few rows at a
-// time.
-bool has_narrow(const Product& product, Operands operands, Decoder decoder);
-bool has_wide(const Product& product, Operands operands, Decoder decoder);
-bool has_tiles(const Product& product, Operands operands, Decoder decoder);
+// Whether there is such a kernel for these operands; start_small_m takes all others, 16 rows at a time.
+bool has_streamed(const Product& product, Operands operands, Decoder decoder);
+bool has_gemm_sm90(const Product& product, Operands operands, Decoder decoder);
+bool has_gemm(const Product& product, Operands operands, Decoder decoder);
 
 }  // namespace graphopt

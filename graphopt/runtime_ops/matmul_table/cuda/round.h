@@ -25,7 +25,7 @@ void convert(Conversion c) {
   }
 }
 
-// Rows of 16-bit numbers to the order in which wide.h multiplies them: words of 32 bytes change places as the decoders
+// Rows of 16-bit numbers to the order of gemm_sm90.h: words of 32 bytes change places as the decoders
 // have the rows of a unit, 4 t and 4 t + 1, then 4 t + 2 and 4 t + 3, where a product counts 2 t and then 2 t + 8.
 struct Ordering {
   const uint8_t* from;  // [rows of the grid], from_pitch bytes from one to the next, of which `bytes` are there

@@ -3,18 +3,18 @@
 
 namespace graphopt {
 
-// Few rows: two tiles of columns, for which an operand is read once.
-constexpr unsigned kFewWarps = 4, kFewTiles = 2, kFewRows = 16;
+// Small M: two tiles of columns, for which an operand is read once.
+constexpr unsigned kSmallMWarps = 4, kSmallMTiles = 2, kSmallMRows = 16;
 
-// As few rows, where codes are decoded by arithmetic: 128 columns, two tiles and a part of K for each warp.
-constexpr unsigned kNarrowThreads = 256, kNarrowTiles = 8, kNarrowParts = 2;
+// The same, streamed, where codes are decoded by arithmetic: 128 columns, two tiles and a part of K for each warp.
+constexpr unsigned kStreamedThreads = 256, kStreamedTiles = 8, kStreamedParts = 2;
 
-// Tiles: 64 rows and 256 columns, two tiles of columns for each warp.
+// GEMM: 64 rows and 256 columns, two tiles of columns for each warp.
 constexpr unsigned kTileWarps = 8, kTilesOfWarp = 2, kTileRows = 64;
 constexpr unsigned kTileWidth = kTileWarps * kTilesOfWarp;
 
-// Tiles on sm_90a: 128 rows and 128 columns; as many row tiles as this go through all columns together.
-constexpr unsigned kWideRows = 128, kWideGroup = 8;
+// GEMM on sm_90a: 128 rows and 128 columns; as many row tiles as this go through all columns together.
+constexpr unsigned kGemm90Rows = 128, kGemm90Group = 8;
 
 // Floats: a tile of columns.
 constexpr unsigned kFloatWarps = 8, kFloatRows = 8;

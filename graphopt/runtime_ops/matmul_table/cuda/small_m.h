@@ -6,21 +6,21 @@
 
 namespace graphopt {
 
-constexpr unsigned kFewColumns = kFewTiles * kTileColumns, kFewPitch = kFewRows + 1;
-constexpr size_t kFewShared = 1024 + sizeof(float) * kFewWarps * kFewColumns * kFewPitch;
+constexpr unsigned kSmallMColumns = kSmallMTiles * kTileColumns, kSmallMPitch = kSmallMRows + 1;
+constexpr size_t kSmallMShared = 1024 + sizeof(float) * kSmallMWarps * kSmallMColumns * kSmallMPitch;
 
 // The sum over a block's warps, which had a part of K each, in their order.
 GRAPHOPT_DEVICE float sum_of_warps(const float* parts, unsigned column, unsigned row) {
   float sum = 0;
   GRAPHOPT_UNROLL
-  for (unsigned i = 0; i < kFewWarps; ++i) sum += parts[(i * kFewColumns + column) * kFewPitch + row];
+  for (unsigned i = 0; i < kSmallMWarps; ++i) sum += parts[(i * kSmallMColumns + column) * kSmallMPitch + row];
   return sum;
 }
 
-GRAPHOPT_DEVICE void put_few(const Product& p, const float* parts, unsigned first_column, unsigned first_row) {
-  for (unsigned i = thread_index().x; i < kFewColumns * kFewRows; i += thread_count()) {
+GRAPHOPT_DEVICE void put_small_m(const Product& p, const float* parts, unsigned first_column, unsigned first_row) {
+  for (unsigned i = thread_index().x; i < kSmallMColumns * kSmallMRows; i += thread_count()) {
     // neighbouring threads write neighbouring columns
-    const unsigned column = i % kFewColumns, row = i / kFewColumns;
+    const unsigned column = i % kSmallMColumns, row = i / kSmallMColumns;
     if (first_column + column >= p.columns || first_row + row >= p.rows) continue;
     float sum = sum_of_warps(parts, column, row);
     if (!p.two) {
@@ -34,19 +34,19 @@ GRAPHOPT_DEVICE void put_few(const Product& p, const float* parts, unsigned firs
 
 // Grid: [pairs of tiles, splits of K, 16 rows]. Two tiles of columns for a warp: an operand that is read serves both.
 template <typename Kind, typename Decode, bool MaySum>
-GRAPHOPT_KERNEL(kFewWarps * kWarp, Decode::kWide ? 3 : 4)
-void multiply_few(Product p) {
-  constexpr int kRowTiles = kFewRows / 8;
+GRAPHOPT_KERNEL(kSmallMWarps * kWarp, Decode::kWide ? 3 : 4)
+void multiply_small_m(Product p) {
+  constexpr int kRowTiles = kSmallMRows / 8;
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());
   if constexpr (Decode::kTable) {
     load_table(p, table);
     sync_block();
   }
-  Sums<Kind, Decode, kFewTiles, kRowTiles, MaySum> sums;
-  sums.first_tile = block_index().x * kFewTiles;
-  sums.first_row = block_index().z * kFewRows;
+  Sums<Kind, Decode, kSmallMTiles, kRowTiles, MaySum> sums;
+  sums.first_tile = block_index().x * kSmallMTiles;
+  sums.first_row = block_index().z * kSmallMRows;
   sums.row_tiles = p.rows - sums.first_row > 8 ? 2 : 1;
-  const uint64_t parts = uint64_t{p.splits} * kFewWarps, part = block_index().y * kFewWarps + warp();
+  const uint64_t parts = uint64_t{p.splits} * kSmallMWarps, part = block_index().y * kSmallMWarps + warp();
   const unsigned first = static_cast<unsigned>(part * p.blocks / parts);
   const unsigned end = static_cast<unsigned>((part + 1) * p.blocks / parts);
   const size_t of_block = block_bytes(static_cast<unsigned>(p.bits));
@@ -63,9 +63,9 @@ void multiply_few(Product p) {
   if (first < end) {
     const uint8_t* at = sums.block_at(p, first);
     const size_t of_tile = sums.bytes_of_tile(p);
-    uint32_t words[kFewTiles][4][Decode::kWords];
+    uint32_t words[kSmallMTiles][4][Decode::kWords];
     GRAPHOPT_UNROLL
-    for (unsigned n = 0; n < kFewTiles; ++n) Decode::load_block(p, at + n * of_tile, words[n]);
+    for (unsigned n = 0; n < kSmallMTiles; ++n) Decode::load_block(p, at + n * of_tile, words[n]);
     GRAPHOPT_NO_UNROLL
     for (unsigned block = first; block < end; ++block) {
       // the last block is loaded twice, which saves a branch
@@ -87,18 +87,18 @@ void multiply_few(Product p) {
   }
   float* const shared = reinterpret_cast<float*>(shared_memory() + 1024);
   GRAPHOPT_UNROLL
-  for (unsigned n = 0; n < kFewTiles; ++n) {
+  for (unsigned n = 0; n < kSmallMTiles; ++n) {
     GRAPHOPT_UNROLL
     for (int m = 0; m < kRowTiles; ++m) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < 4; ++i) {
         const unsigned column = n * kTileColumns + g + 8 * (i / 2), row = 8 * m + 2 * t + i % 2;
-        shared[(warp() * kFewColumns + column) * kFewPitch + row] = sums.totals[n][m][i];
+        shared[(warp() * kSmallMColumns + column) * kSmallMPitch + row] = sums.totals[n][m][i];
       }
     }
   }
   sync_block();
-  put_few(p, shared, sums.first_tile * kTileColumns, sums.first_row);
+  put_small_m(p, shared, sums.first_tile * kTileColumns, sums.first_row);
 }
 
 }  // namespace graphopt

@@ -32,7 +32,7 @@ GRAPHOPT_DEVICE void copy_stage(const Product& p, char* stage, unsigned first_ro
 // Grid: [64 rows, 256 columns, splits of K]: blocks that follow one another read the same weights.
 template <typename Kind, typename Decode>
 GRAPHOPT_KERNEL(kTileWarps * kWarp, 1)
-void multiply_tiles(Product p) {
+void multiply_gemm(Product p) {
   constexpr int kRowTiles = kTileRows / 8;
   uint32_t* const table = reinterpret_cast<uint32_t*>(shared_memory());
   char* const stages = shared_memory() + 1024;

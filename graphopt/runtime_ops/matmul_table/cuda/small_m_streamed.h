@@ -10,18 +10,18 @@ namespace graphopt {
 
 // Blocks of K whose operand is copied at a time; a warp has every second one, and as many are loaded ahead.
 constexpr unsigned kChunkBlocks = 8;
-constexpr unsigned kNarrowColumns = kNarrowTiles * kTileColumns;
+constexpr unsigned kStreamedColumns = kStreamedTiles * kTileColumns;
 
 template <typename Kind>
-constexpr unsigned kNarrowPitch = kChunkBlocks * kBytesOfBlock<Kind> + 32;  // 8 bytes each of 4 rows: all banks once
+constexpr unsigned kStreamedPitch = kChunkBlocks * kBytesOfBlock<Kind> + 32;  // 8 bytes each of 4 rows: all banks once
 template <typename Kind, int RowTiles>
-constexpr unsigned kNarrowStage = 8 * RowTiles * kNarrowPitch<Kind>;
+constexpr unsigned kStreamedStage = 8 * RowTiles * kStreamedPitch<Kind>;
 template <typename Kind, int RowTiles>
-constexpr size_t kNarrowShared = 2 * kNarrowStage<Kind, RowTiles>;
+constexpr size_t kStreamedShared = 2 * kStreamedStage<Kind, RowTiles>;
 
 // What a warp has of two tiles of columns.
 template <typename Kind, typename Decode, int RowTiles>
-struct Narrow {
+struct StreamedTiles {
   static constexpr unsigned kDepth = Decode::kWords > 3 ? 1 : 2;  // blocks ahead, as registers allow
 
   float totals[2][RowTiles][4] = {};
@@ -30,7 +30,7 @@ struct Narrow {
   const uint8_t* codes[2];        // the lane's, of the block that is loaded next
   const uint8_t* of_scales[2];    // the lane's columns, of the first group
 
-  GRAPHOPT_DEVICE Narrow(const Product& p, unsigned first_tile, unsigned block) {
+  GRAPHOPT_DEVICE StreamedTiles(const Product& p, unsigned first_tile, unsigned block) {
     GRAPHOPT_UNROLL
     for (int n = 0; n < 2; ++n) {
       // a tile that is not there is the last one, whose sums are not used
@@ -46,7 +46,7 @@ struct Narrow {
     GRAPHOPT_UNROLL
     for (int n = 0; n < 2; ++n) {
       Decode::load_block(p, codes[n], words[slot][n]);
-      codes[n] += kNarrowParts * block_bytes(Decode::kBits);
+      codes[n] += kStreamedParts * block_bytes(Decode::kBits);
       GRAPHOPT_UNROLL
       for (unsigned half = 0; half < 2; ++half) {
         scales[slot][n][half] = load_scale(p, of_scales[n] + at + 8 * half * bytes);
@@ -111,7 +111,7 @@ struct Narrow {
                                             const char* x) {
     GRAPHOPT_UNROLL
     for (int m = 0; m < RowTiles; ++m) {
-      const Word2 word = load8(x + m * 8 * kNarrowPitch<Kind>);
+      const Word2 word = load8(x + m * 8 * kStreamedPitch<Kind>);
       const uint32_t b[2] = {word.words[0], word.words[1]};
       GRAPHOPT_UNROLL
       for (int n = 0; n < 2; ++n) Kind::multiply(sums[n][m], a[n], b);
@@ -129,11 +129,11 @@ GRAPHOPT_DEVICE void copy_chunk(const Product& p, char* stage, unsigned first, u
   constexpr unsigned kPieces = kChunkBlocks * kBytesOfBlock<Kind> / 16;
   const unsigned last = end * kBytesOfBlock<Kind> < p.x_bytes ? end * kBytesOfBlock<Kind> : p.x_bytes;
   GRAPHOPT_UNROLL
-  for (unsigned i = 0; i < 8 * RowTiles * kPieces / kNarrowThreads; ++i) {
-    const unsigned index = i * kNarrowThreads + thread_index().x, row = index / kPieces, piece = index % kPieces;
+  for (unsigned i = 0; i < 8 * RowTiles * kPieces / kStreamedThreads; ++i) {
+    const unsigned index = i * kStreamedThreads + thread_index().x, row = index / kPieces, piece = index % kPieces;
     const unsigned at = first * kBytesOfBlock<Kind> + 16 * piece;
     const bool valid = row < p.rows && at < last;
-    copy_async16(stage + row * kNarrowPitch<Kind> + 16 * piece, valid ? p.x + row * p.x_pitch + at : p.x, valid);
+    copy_async16(stage + row * kStreamedPitch<Kind> + 16 * piece, valid ? p.x + row * p.x_pitch + at : p.x, valid);
   }
 }
 
@@ -142,25 +142,27 @@ template <int RowTiles>
 GRAPHOPT_DEVICE float sum_of_parts(const float* parts, unsigned column, unsigned row) {
   float sum = 0;
   GRAPHOPT_UNROLL
-  for (unsigned i = 0; i < kNarrowParts; ++i) sum += parts[(i * kNarrowColumns + column) * (8 * RowTiles + 1) + row];
+  for (unsigned i = 0; i < kStreamedParts; ++i) {
+    sum += parts[(i * kStreamedColumns + column) * (8 * RowTiles + 1) + row];
+  }
   return sum;
 }
 
 // Grid: [128 columns, splits of K].
 template <typename Kind, typename Decode, int RowTiles>
-GRAPHOPT_KERNEL(kNarrowThreads, 2)
-void multiply_narrow(Product p) {
-  constexpr unsigned kStage = kNarrowStage<Kind, RowTiles>;
-  const unsigned of_columns = static_cast<unsigned>(warp()) / kNarrowParts;
-  const unsigned part = static_cast<unsigned>(warp()) % kNarrowParts;
+GRAPHOPT_KERNEL(kStreamedThreads, 2)
+void multiply_streamed(Product p) {
+  constexpr unsigned kStage = kStreamedStage<Kind, RowTiles>;
+  const unsigned of_columns = static_cast<unsigned>(warp()) / kStreamedParts;
+  const unsigned part = static_cast<unsigned>(warp()) % kStreamedParts;
   const unsigned first = static_cast<unsigned>(uint64_t{block_index().y} * p.blocks / p.splits);
   const unsigned end = static_cast<unsigned>((uint64_t{block_index().y} + 1) * p.blocks / p.splits);
   const unsigned g = static_cast<unsigned>(lane()) / 4, t = static_cast<unsigned>(lane()) % 4;
-  using Warp = Narrow<Kind, Decode, RowTiles>;
-  Warp of_warp(p, block_index().x * kNarrowTiles + 2 * of_columns, first + part);
+  using Warp = StreamedTiles<Kind, Decode, RowTiles>;
+  Warp of_warp(p, block_index().x * kStreamedTiles + 2 * of_columns, first + part);
   GRAPHOPT_UNROLL
   for (unsigned slot = 0; slot < Warp::kDepth; ++slot) {
-    const unsigned block = first + part + slot * kNarrowParts;
+    const unsigned block = first + part + slot * kStreamedParts;
     if (block < end) of_warp.load(p, slot, block);
   }
   // Weights do not change; all else may be what the kernel before writes or reads.
@@ -177,16 +179,16 @@ void multiply_narrow(Product p) {
     wait_copies<1>();
     sync_block();
     const unsigned last = next < end ? next : end;
-    const char* const x = stages + stage * kStage + g * kNarrowPitch<Kind> + 8 * t;
+    const char* const x = stages + stage * kStage + g * kStreamedPitch<Kind> + 8 * t;
     GRAPHOPT_NO_UNROLL
     while (block < last) {
       GRAPHOPT_UNROLL
       for (unsigned slot = 0; slot < Warp::kDepth; ++slot) {
         if (block >= last) continue;
         of_warp.multiply(p, slot, block, x + (block - begin) * kBytesOfBlock<Kind>);
-        const unsigned ahead = block + Warp::kDepth * kNarrowParts;
+        const unsigned ahead = block + Warp::kDepth * kStreamedParts;
         if (ahead < end) of_warp.load(p, slot, ahead);
-        block += kNarrowParts;
+        block += kStreamedParts;
       }
     }
     sync_block();  // the next copies overwrite this stage
@@ -200,14 +202,14 @@ void multiply_narrow(Product p) {
       GRAPHOPT_UNROLL
       for (unsigned i = 0; i < 4; ++i) {
         const unsigned column = (2 * of_columns + n) * kTileColumns + g + 8 * (i / 2), row = 8 * m + 2 * t + i % 2;
-        parts[(part * kNarrowColumns + column) * (8 * RowTiles + 1) + row] = of_warp.totals[n][m][i];
+        parts[(part * kStreamedColumns + column) * (8 * RowTiles + 1) + row] = of_warp.totals[n][m][i];
       }
     }
   }
   sync_block();
-  const unsigned first_column = block_index().x * kNarrowColumns;
-  for (unsigned i = thread_index().x; i < kNarrowColumns * 8 * RowTiles; i += kNarrowThreads) {
-    const unsigned column = i % kNarrowColumns, row = i / kNarrowColumns;
+  const unsigned first_column = block_index().x * kStreamedColumns;
+  for (unsigned i = thread_index().x; i < kStreamedColumns * 8 * RowTiles; i += kStreamedThreads) {
+    const unsigned column = i % kStreamedColumns, row = i / kStreamedColumns;
     if (first_column + column >= p.columns || row >= p.rows) continue;
     float sum = sum_of_parts<RowTiles>(parts, column, row);
     if (!p.two) {
