@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import graphopt.runtime_ops
 from graphopt.passes.cache.sparse_kv import SparseKV
 from graphopt.runtime_ops.kv_attention.spec import policies
 from graphopt.runtime_ops.kv_attention.spec.attributes import KVAttributes
@@ -90,6 +92,30 @@ def test_each_file_is_a_policy() -> None:
     assert all(policy_numbered(policy.number) is policy for policy in POLICIES.values())
     with pytest.raises(ValueError, match=r"there is no policy 9, known are 0 \(dense\), 1 \(streaming\), 2"):
         policy_numbered(9)
+
+
+def test_kernels_know_the_same_policies_in_the_same_order() -> None:
+    shared = Path(graphopt.runtime_ops.__file__).parent / "kv_attention" / "shared"
+    lines = re.findall(r'POLICY\(k(\w+), "(\w+)", (\w+)\)', (shared / "policy.h").read_text(encoding="utf-8"))
+    with_kernel = [policy for policy in POLICIES.values() if policy.has_kernel]
+    assert [name for _, name, _ in lines] == [policy.name for policy in with_kernel]
+    for (_, name, states), policy in zip(lines, with_kernel, strict=True):
+        text = (shared / "policies" / f"{name}.h").read_text(encoding="utf-8")
+        assert f"struct {states} : AnyPolicy" in text
+        assert ("kReadsAll = true" in text) == policy.reads_all
+        assert ("kMayDrop = true" in text) == policy.may_drop
+        for backend in ("cpu", "cuda"):
+            assert (shared.parent / backend / "policies" / f"{name}.h").exists() == ("kLists = true" in text)
+        for parameter in policy.parameters():
+            assert f'"{parameter.name}"' in text
+
+
+def test_nothing_else_in_the_kernels_tells_policies_apart() -> None:
+    folder = Path(graphopt.runtime_ops.__file__).parent
+    files = [file for file in folder.rglob("*") if file.suffix in (".h", ".cc", ".cu") and file.name != "policy.h"]
+    assert len(files) > 50
+    compared = re.compile(r"[=!]= *Policy::|case Policy::|Policy::\w+ *[=!]=")
+    assert [file.name for file in files if compared.search(file.read_text(encoding="utf-8"))] == []
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=lambda policy: policy.name)

@@ -65,7 +65,7 @@ OrtStatus* Call::append_all() {
   // a block may be written for one row and read for another one
   together_ = plan_.queries && (!plan_.split || plan_.most_runs == 1) && !attention_.blocks.table;
   for (size_t head = 0; head < layout.kv_heads; ++head) {
-    together_ = together_ && attention_.policies[head] != Policy::kRetrieval;
+    together_ = together_ && !makes_lists(attention_.policies[head]);
   }
   for (size_t row = 0; row < attention_.rows; ++row) {
     growing += attention_.fresh[row] > 0;
@@ -80,9 +80,9 @@ OrtStatus* Call::append_all() {
   return for_each(&Call::append, attention_.rows * layout.kv_heads, work > kLeastParallel);
 }
 
-void Call::list(Queries* block, const Retrieval& retrieval) const {
-  block->list = retrieval.list;
-  block->pages = kernels_.list(attention_.layout, position(*block), retrieval.scores, retrieval.list);
+void Call::list(Queries* block, const Listing& listing) const {
+  block->list = listing.list;
+  block->pages = kernels_.list(attention_.policies[block->head], attention_.layout, position(*block), listing.scores, listing.list);
 }
 
 // Rows are long where they are late: they come first.
@@ -93,7 +93,7 @@ void Call::attend_block(size_t index) {
   const size_t floats = Partial::floats(rows(block), attention_.layout.size);
   const size_t partials = Cuts(attention_, block).count() * floats * sizeof(float);
   size_t scores = 0, entries = 0;
-  if (retrieves(block)) {
+  if (has_list(block)) {
     const Candidates all = candidates(block);
     scores = list_floats(attention_.layout, static_cast<size_t>(all.end - all.first)) * sizeof(float);
     entries = block.pages * sizeof(PageEntry);
@@ -103,12 +103,12 @@ void Call::attend_block(size_t index) {
     no_memory_ = true;
     return;
   }
-  if (retrieves(block)) {
+  if (has_list(block)) {
     char* const memory = loan.memory + scratch + partials;
-    const Retrieval retrieval = {reinterpret_cast<float*>(memory), reinterpret_cast<PageEntry*>(memory + scores), {}};
+    const Listing listing = {reinterpret_cast<float*>(memory), reinterpret_cast<PageEntry*>(memory + scores), {}};
     const Candidates all = candidates(block);
-    kernels_.score(attention_, block.row, block.head, block.first_column, all.first, all.end, retrieval.scores);
-    list(&block, retrieval);
+    kernels_.score(attention_, block.row, block.head, block.first_column, all.first, all.end, listing.scores);
+    list(&block, listing);
   }
   float* const own = reinterpret_cast<float*>(loan.memory + scratch);
   const Cuts cuts(attention_, block);
@@ -127,23 +127,23 @@ void Call::take_step(size_t index) {
   const Step& step = steps_[ordered_ ? next_.fetch_add(1, std::memory_order_relaxed) : index];
   if (step.kind == Step::kScore) return score(step.run);
   // Earlier steps are already being worked on, and each waits only for steps before itself, so this cannot deadlock.
-  if (retrieves(queries_[step.run.queries])) {
-    while (retrievals_[step.run.queries].left.load(std::memory_order_acquire) >= 0) sched_yield();
+  if (has_list(queries_[step.run.queries])) {
+    while (listings_[step.run.queries].left.load(std::memory_order_acquire) >= 0) sched_yield();
   }
   attend(step.run);
 }
 
 void Call::score(const Run& run) {
   Queries& block = queries_[run.queries];
-  Retrieval& retrieval = retrievals_[run.queries];
+  Listing& listing = listings_[run.queries];
   const int64_t from = candidates(block).first;
   if (run.first < run.end) {
     kernels_.score(attention_, block.row, block.head, block.first_column, from + static_cast<int64_t>(run.first),
-                   from + static_cast<int64_t>(run.end), retrieval.scores + run.first);
+                   from + static_cast<int64_t>(run.end), listing.scores + run.first);
   }
-  if (retrieval.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  list(&block, retrieval);
-  retrieval.left.store(-1, std::memory_order_release);
+  if (listing.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  list(&block, listing);
+  listing.left.store(-1, std::memory_order_release);
 }
 
 void Call::attend(const Run& run) {
@@ -192,7 +192,7 @@ void Call::each_step(const Visit& visit) {
   };
   size_t waiting = plan_.queries;  // the block whose list is made
   for (size_t block = 0; block < plan_.queries; ++block) {
-    if (!retrieves(queries_[block])) {
+    if (!has_list(queries_[block])) {
       attend(block);
       continue;
     }
@@ -218,7 +218,7 @@ OrtStatus* Call::attend_all() {
       const size_t parts = Cuts(attention_, block).count();
       steps += parts;
       floats += parts * Partial::floats(rows(block), layout.size);
-      if (!retrieves(block)) return;
+      if (!has_list(block)) return;
       const Candidates all = candidates(block);
       const auto count = static_cast<size_t>(all.end - all.first);
       steps += count / kScored + 1, scored += list_floats(layout, count), listed += block.pages;
@@ -236,7 +236,7 @@ OrtStatus* Call::attend_all() {
     bytes = 0;
     take(&queries_, plan_.queries);
     if (!split) return;
-    take(&retrievals_, plan_.queries), take(&parts_, plan_.queries), take(&steps_, steps);
+    take(&listings_, plan_.queries), take(&parts_, plan_.queries), take(&steps_, steps);
     take(&scores, scored), take(&lists, listed), take(&partials, floats);
   };
   lay_out();
@@ -254,8 +254,8 @@ OrtStatus* Call::attend_all() {
     const size_t count = Cuts(attention_, each).count();
     new (&parts_[block]) Parts{partials, count, {count}};
     partials += count * Partial::floats(rows(each), layout.size);
-    if (!retrieves(each)) continue;
-    new (&retrievals_[block]) Retrieval{scores, lists, {0}};
+    if (!has_list(each)) continue;
+    new (&listings_[block]) Listing{scores, lists, {0}};
     const Candidates all = candidates(each);
     scores += list_floats(layout, static_cast<size_t>(all.end - all.first)), lists += each.pages;
   }
@@ -263,7 +263,7 @@ OrtStatus* Call::attend_all() {
   each_step([&](const Step& step) {
     if (step.kind == Step::kScore) {
       ordered_ = true;
-      retrievals_[step.run.queries].left.fetch_add(1, std::memory_order_relaxed);
+      listings_[step.run.queries].left.fetch_add(1, std::memory_order_relaxed);
     }
     steps_[steps++] = step;
   });

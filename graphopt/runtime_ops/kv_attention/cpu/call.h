@@ -29,8 +29,8 @@ class Call {
     enum Kind : uint32_t { kScore, kAttend } kind;
     Run run;  // of kAttend: the first of the blocks, the number of their run, how many blocks
   };
-  // Retrieval of a block: its scores, its list, and how many steps have not scored yet; -1 once the list is complete.
-  struct Retrieval {
+  // The list of a block: its scores, its list, and how many steps have not scored yet; -1 once the list is complete.
+  struct Listing {
     float* scores;
     PageEntry* list;
     std::atomic<int64_t> left;
@@ -58,13 +58,13 @@ class Call {
   void merge_block(size_t index);   // with what groups have read for it
 
   void score(const Run& run);
-  void list(Queries* block, const Retrieval& retrieval) const;
+  void list(Queries* block, const Listing& listing) const;
   void attend(const Run& run);
   // Calls visit(step) in an order in which a list is ready, or nearly, when it is read.
   template <typename Visit>
   void each_step(const Visit& visit);
 
-  bool retrieves(const Queries& block) const { return attention_.policies[block.head] == Policy::kRetrieval; }
+  bool has_list(const Queries& block) const { return makes_lists(attention_.policies[block.head]); }
   int64_t position(const Queries& block) const { return attention_.position(block.row, block.first_column); }
   Candidates candidates(const Queries& block) const { return Candidates(attention_.layout, position(block)); }
   // How many blocks from this one on a step attends to: those of several heads, where few queries wait for memory.
@@ -81,7 +81,7 @@ class Call {
   const Attention& attention_;
   const Plan plan_;
   Queries* queries_ = nullptr;
-  Retrieval* retrievals_ = nullptr;
+  Listing* listings_ = nullptr;
   Parts* parts_ = nullptr;
   Step* steps_ = nullptr;
   std::atomic<size_t> next_{0};

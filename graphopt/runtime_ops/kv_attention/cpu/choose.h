@@ -102,7 +102,7 @@ inline uint32_t lanes_at_least(const Integers& ranks, int32_t least) {
 // Lists the pages that the query at `position` reads, in their order: those of the sinks, of the recent tokens, and of
 // the candidates the `budget` with the highest scores, or as many of them as have `mass`; of equal scores the lower
 // page. Returns how many there are. Scores are overwritten; their memory is that of list_floats.
-size_t list_pages(const Layout& layout, int64_t position, float* scores, PageEntry* list) {
+inline size_t list_pages(const Layout& layout, int64_t position, float* scores, PageEntry* list) {
   const int64_t all = layout.page_of(position) + 1;
   const int64_t fixed = layout.fixed_pages() < all ? layout.fixed_pages() : all;
   const int64_t from = position - layout.recent + 1, recent = from > 0 ? layout.page_of(from) : 0;

@@ -37,7 +37,7 @@ struct Dropped {
 
   Dropped(const Attention& call, const Queries& queries, size_t column) {
     const Layout& layout = call.layout;
-    if (!layout.compensate || call.policies[queries.head] != Policy::kStreaming) return;
+    if (!layout.compensate || !may_drop(call.policies[queries.head])) return;
     const int64_t from = call.position(queries.row, column) - layout.recent + 1;
     if (from <= 0) return;
     const int64_t end = layout.page_of(from), count = end * static_cast<int64_t>(layout.page) - layout.sinks;

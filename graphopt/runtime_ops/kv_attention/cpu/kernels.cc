@@ -3,12 +3,12 @@
 #include "abi/instructions.h"
 #include "kv_attention/cpu/append.h"
 #include "kv_attention/cpu/attend.h"
-#include "kv_attention/cpu/choose.h"
+#include "kv_attention/cpu/lists.h"
 #include "kv_attention/cpu/merge.h"
-#include "kv_attention/cpu/score.h"
 
 namespace graphopt {
 
-const KVAttentionKernels GRAPHOPT_NAME(kKVAttention) = {append, attend_scratch, attend, score, list_pages, merge};
+const KVAttentionKernels GRAPHOPT_NAME(kKVAttention) = {append,         attend_scratch, attend,
+                                                            score_pages_of, list_pages_of,  merge};
 
 }  // namespace graphopt

@@ -146,11 +146,11 @@ struct KVAttentionKernels {
   // has memory for the Partial of each; `scratch` is for all of them.
   void (*attend)(const Attention&, const Queries*, size_t count, size_t first, size_t end, void* scratch,
                  float* const* partials);
-  // Scores of pages first..end of one column, over the query heads of a KV head; NaN counts as infinite.
+  // Of a policy that makes lists: scores of pages first..end of one column, over the query heads of a KV head.
   void (*score)(const Attention&, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores);
   // Lists the pages that a query at `position` reads, from scores of its candidates, which are overwritten; they need
   // list_floats floats. Returns how many there are.
-  size_t (*list)(const Layout&, int64_t position, float* scores, PageEntry* list);
+  size_t (*list)(Policy, const Layout&, int64_t position, float* scores, PageEntry* list);
   // Merges partial results, in their order, and writes y.
   void (*merge)(const Attention&, const Queries&, const Source* sources, size_t count);
 };

@@ -23,9 +23,9 @@ void find_pages(const Attention& call, Queries* queries) {
   const int64_t first = call.position(queries->row, queries->first_column);
   const int64_t last = call.position(queries->row, queries->end_column - 1);
   const Policy policy = call.policies[queries->head];
-  queries->whole = policy == Policy::kDense;
-  if (policy == Policy::kRetrieval) {
-    queries->pages = longest_list(layout, last);
+  queries->whole = reads_all(policy);
+  if (makes_lists(policy)) {
+    queries->pages = longest_list(policy, layout, last);
     return;
   }
   const PageRange range(layout, policy, first, last);
@@ -44,7 +44,7 @@ Plan::Plan(const Attention& call) {
     // a page waits for memory where few queries share it
     const size_t of_page = rows * layout.page * layout.size / 8, read = 2 * layout.page_bytes() / kBytesOfCycle;
     cycles += static_cast<double>(of_page > read ? of_page : read) * static_cast<double>(block.pages);
-    if (call.policies[block.head] == Policy::kRetrieval) {
+    if (makes_lists(call.policies[block.head])) {
       const int64_t last = call.position(block.row, block.end_column - 1);
       cycles += static_cast<double>(rows * layout.known / 4) * static_cast<double>(layout.page_of(last) + 1);
     }
@@ -60,8 +60,8 @@ Plan::Plan(const Attention& call) {
 Cuts::Cuts(const Attention& call, const Queries& queries) : queries_(queries) {
   const Layout& layout = call.layout;
   const Policy policy = call.policies[queries.head];
-  listed_ = policy == Policy::kRetrieval;
-  const bool streams = policy == Policy::kStreaming && (!layout.window || layout.recent < layout.window);
+  listed_ = makes_lists(policy);
+  const bool streams = may_drop(policy) && (!layout.window || layout.recent < layout.window);
   const int64_t reach = streams ? layout.recent : layout.window;  // 0: without end
   length_ = !listed_ && reach && reach <= kRunTokens ? kUncut : kRunTokens / static_cast<int64_t>(layout.page);
   const auto runs = [&](int64_t pages) { return pages / length_ + (pages % length_ != 0); };

@@ -20,7 +20,7 @@ struct Run {
 // pages of a list are cut by their number. What reaches over few tokens is not cut.
 class Cuts {
  public:
-  // Where `queries` retrieve and have no list yet, their runs are the most that there can be.
+  // Where `queries` read a list and have none yet, their runs are the most that there can be.
   Cuts(const Attention& call, const Queries& queries);
   size_t count() const { return count_; }
   // The pages `*first` up to `*end` of those that the queries read; none where a list has fewer.
@@ -46,12 +46,13 @@ struct Plan {
   double cycles = 0;        // or so, of one thread
 
   explicit Plan(const Attention& call);
-  // Calls visit(queries) for all of them, first those of groups, by head; of those that retrieve, `pages` is the most that they may read.
+  // Calls visit(queries) for all of them, first those of groups, by head; of those
+  // that read a list, `pages` is the most that they may read.
   template <typename Visit>
   static void each(const Attention& call, const Visit& visit);
 };
 
-// Fills in which pages the queries read, but for retrieval.
+// Fills in which pages the queries read, but for lists.
 void find_pages(const Attention& call, Queries* queries);
 
 template <typename Visit>
@@ -67,7 +68,7 @@ void Plan::each(const Attention& call, const Visit& visit) {
   }
   for (size_t row = 0; row < call.rows; ++row) {
     for (size_t head = 0; head < layout.kv_heads; ++head) {
-      const bool alone = call.policies[head] == Policy::kRetrieval || layout.group > kBlockRows / 2;
+      const bool alone = makes_lists(call.policies[head]) || layout.group > kBlockRows / 2;
       const size_t columns = alone ? 1 : kBlockRows / layout.group;
       for (size_t column = call.first_column(row); column < call.end_column(row); column += columns) {
         Queries queries = {};

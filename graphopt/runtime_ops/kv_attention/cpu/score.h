@@ -115,7 +115,7 @@ void score_pages(const Attention& call, const HeadState& state, const float* all
   });
 }
 
-void score(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
+inline void score_candidates(const Attention& call, size_t row, size_t head, size_t column, int64_t first, int64_t end, float* scores) {
   const Layout& layout = call.layout;
   const HeadState state(layout, call.state, row, head);
   const size_t group = call.token(row, column) * layout.kv_heads + head;

@@ -26,7 +26,7 @@ GRAPHOPT_DEVICE void take_query(const CudaCall& call, const TileQueries& query, 
 }
 
 GRAPHOPT_DEVICE size_t list_of(const AttendRun& run, const Place& place, const TileQueries& queries) {
-  return static_cast<size_t>(place.row * run.plan.heads_of(static_cast<int>(Policy::kRetrieval)) + place.of_policy) *
+  return static_cast<size_t>(place.row * run.plan.heads_of(static_cast<int>(place.policy)) + place.of_policy) *
              static_cast<size_t>(run.plan.end - run.plan.first) +
          static_cast<size_t>(queries.first - run.call.past[place.row] - run.plan.first);
 }
@@ -36,11 +36,11 @@ GRAPHOPT_DEVICE Reading reading_of(const AttendRun& run, const Place& place, con
   const size_t row = call.first_row + static_cast<size_t>(place.row);
   const size_t head = row * call.layout.kv_heads + static_cast<size_t>(place.head);
   const int32_t* list = nullptr;
-  if (place.policy == Policy::kRetrieval) {
+  if (makes_lists(place.policy)) {
     list = run.lists.entries + list_of(run, place, queries) * static_cast<size_t>(run.lists.longest);
   }
   return {PageRange(call.layout, place.policy, queries.first, queries.last), list, queries.first, queries.last,
-          call.newest_page(place.row), static_cast<uint32_t>(head), place.policy == Policy::kDense, false};
+          call.newest_page(place.row), static_cast<uint32_t>(head), reads_all(place.policy), false};
 }
 
 // Whether one of a block's pages may be in a slot: they are in order, but for those of a list.
@@ -156,7 +156,7 @@ void attend(AttendRun run) {
   const Desk desk = shared.desk(all, warp());
   if (lane() == 0) *desk.reading = reading_of(run, place, queries);
   sync_warp();
-  const int64_t pages = place.policy == Policy::kRetrieval ? run.lists.counts[list_of(run, place, queries)]
+  const int64_t pages = makes_lists(place.policy) ? run.lists.counts[list_of(run, place, queries)]
                                                            : static_cast<int64_t>(desk.reading->range.pages);
   const int64_t end = static_cast<int64_t>(part + 1) * plan.share;
   Walk walk;

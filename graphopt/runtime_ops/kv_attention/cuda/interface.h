@@ -21,7 +21,7 @@ struct GraphoptKVAttention {
   int64_t sink_pages, recent_pages, window, sinks, recent, budget, channels;
   float mass, scale, softcap;
   int32_t mean, compensate;
-  const uint8_t* policies;                // host: [Hk], 0 dense, 1 streaming, 2 retrieval
+  const uint8_t* policies;                // host: [Hk], numbers in GRAPHOPT_POLICIES, see kv_attention/shared/policy.h
   const int64_t *past, *fresh;            // host: [B], tokens that a row has, and that it gets
   const void *query, *key, *value;        // [B, S, Hk G D], [B, S, Hk D] twice
   const float* sink_logits;               // [Hk G] or null

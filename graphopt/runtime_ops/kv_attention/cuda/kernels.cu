@@ -66,18 +66,15 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   layout.sink_pages = from.sink_pages, layout.recent_pages = from.recent_pages;
   const auto tokens = [](int64_t number) { return std::min(number, kMostTokens); };
   layout.window = tokens(from.window), layout.sinks = tokens(from.sinks), layout.recent = tokens(from.recent);
-  layout.budget = from.mass > 0 && !from.budget ? kMostTokens : tokens(from.budget);
-  layout.channels = from.channels < from.size ? from.channels : 0;
-  layout.mass = from.mass < 1 ? from.mass : 0;  // of all of it, the number of pages alone counts
+  layout.budget = tokens(from.budget), layout.channels = from.channels, layout.mass = from.mass;
   layout.scale = from.scale, layout.softcap = from.softcap;
   layout.mean = from.mean, layout.compensate = from.compensate;
-  bool retrieves = false;
+  bool uses[kPolicies] = {};
   for (int64_t head = 0; head < from.kv_heads; ++head) {
     call.policies[head] = static_cast<Policy>(from.policies[head]);
-    retrieves = retrieves || call.policies[head] == Policy::kRetrieval;
+    uses[from.policies[head]] = true;
   }
-  layout.known = retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
-  layout.summary = layout.known + (layout.compensate ? 2 * layout.size : 0);
+  layout.complete([&](Policy policy) { return uses[static_cast<int>(policy)]; });
   call.type = from.type;
   call.query = from.query, call.key = from.key, call.value = from.value, call.sink_query = from.sink_query;
   call.sink_logits = from.sink_logits;
@@ -92,24 +89,39 @@ CudaCall some_rows(const GraphoptKVAttention& from, int64_t first) {
   return call;
 }
 
-// Calls visit(plan, selection) for each launch, without a selection (null) where no head of it retrieves.
+// The launches of the heads of a policy that makes lists, as many tokens at a time as there is scratch for.
+template <typename Visit>
+const char* each_listing(const CudaCall& call, Policy policy, int32_t tokens, size_t list_bytes, const Visit& visit) {
+  bool takes[kPolicies] = {};
+  takes[static_cast<int>(policy)] = true;
+  CudaPlan plan;
+  if (const char* failure = plan.make(call, 0, tokens, takes)) return failure;
+  const SelectRun all(call, plan, policy);
+  const size_t of_token = all.bytes() / static_cast<size_t>(tokens) + 1;
+  const size_t bytes = list_bytes ? list_bytes : kListBytes;
+  const size_t fit = std::min(std::max<size_t>(bytes / of_token, 1), static_cast<size_t>(tokens));
+  const char* failure = nullptr;
+  for (int32_t first = 0; first < tokens && !failure; first += static_cast<int32_t>(fit)) {
+    failure = plan.make(call, first, std::min(tokens, first + static_cast<int32_t>(fit)), takes);
+    const SelectRun selection(call, plan, policy);
+    if (!failure) failure = visit(plan, &selection);
+  }
+  return failure;
+}
+
+// Calls visit(plan, selection) for each launch: one of all heads that read no lists, without a selection (null), and
+// those of each policy that makes lists.
 template <typename Visit>
 const char* each_launch(const CudaCall& call, size_t list_bytes, const Visit& visit) {
   const int32_t tokens = *std::max_element(call.fresh, call.fresh + call.rows);
   if (!tokens) return nullptr;
   CudaPlan plan;
-  const char* failure = plan.make(call, 0, tokens, {true, true, false});
+  bool takes[kPolicies];
+  for (int i = 0; i < kPolicies; ++i) takes[i] = !makes_lists(static_cast<Policy>(i));
+  const char* failure = plan.make(call, 0, tokens, takes);
   if (!failure && plan.units) failure = visit(plan, nullptr);
-  if (failure || !plan.heads_of(static_cast<int>(Policy::kRetrieval))) return failure;
-  plan.first = 0, plan.end = tokens;
-  const SelectRun all(call, plan);
-  const size_t of_token = all.bytes() / static_cast<size_t>(tokens) + 1;
-  const size_t bytes = list_bytes ? list_bytes : kListBytes;
-  const size_t fit = std::min(std::max<size_t>(bytes / of_token, 1), static_cast<size_t>(tokens));
-  for (int32_t first = 0; first < tokens && !failure; first += static_cast<int32_t>(fit)) {
-    failure = plan.make(call, first, std::min(tokens, first + static_cast<int32_t>(fit)), {false, false, true});
-    const SelectRun selection(call, plan);
-    if (!failure) failure = visit(plan, &selection);
+  for (int i = 0; i < kPolicies && !failure; ++i) {
+    if (!takes[i] && plan.heads_of(i)) failure = each_listing(call, static_cast<Policy>(i), tokens, list_bytes, visit);
   }
   return failure;
 }
@@ -135,7 +147,7 @@ const char* run(const GraphoptKVAttention& whole, void* stream) {
         if (given) {
           SelectRun selection = *given;
           selection.take(scratch);
-          if (const char* refused = score_and_list(selection, stream)) return refused;
+          if (const char* refused = make_lists(selection, stream)) return refused;
           attention.lists = selection.made();
           scratch += selection.bytes();
         }

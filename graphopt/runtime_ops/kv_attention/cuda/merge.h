@@ -16,7 +16,7 @@ struct DroppedTokens {
 
   GRAPHOPT_DEVICE DroppedTokens(const CudaCall& call, int row, int head, int64_t position) {
     const Layout& layout = call.layout;
-    if (!layout.compensate || call.policies[head] != Policy::kStreaming) return;
+    if (!layout.compensate || !may_drop(call.policies[head])) return;
     const int64_t from = position - layout.recent + 1;
     if (from <= 0) return;
     const int64_t end = layout.page_of(from);

@@ -35,7 +35,7 @@ struct TileQueries {
     token = own.token, head = own.head, used = own.used;
     first = base + QueryPlace(layout, place.policy, tokens, place.tile, 0).token;
     const int end = QueryPlace(layout, place.policy, tokens, place.tile, kTileQueries - 1).token;
-    last = place.policy == Policy::kRetrieval ? first : base + (end < tokens ? end : tokens - 1);
+    last = makes_lists(place.policy) ? first : base + (end < tokens ? end : tokens - 1);
     position = used ? base + token : last;
     at = run.call.queries_at(place.row, place.head, position) + static_cast<size_t>(used ? head : 0) * layout.size;
   }

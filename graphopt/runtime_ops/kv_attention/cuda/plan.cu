@@ -34,7 +34,7 @@ const char* CudaPlan::make(const CudaCall& call, int32_t from, int32_t to, const
         const QueryPlace earliest(layout, of, count, static_cast<int>(queries - 1), 0);
         const int64_t last = call.past[row] + first + count - 1;
         const int64_t pages = static_cast<int64_t>(
-            of == Policy::kRetrieval ? longest_list(layout, last)
+            makes_lists(of) ? longest_list(of, layout, last)
                                      : PageRange(layout, of, call.past[row] + first + earliest.token, last).pages);
         visit(row, policy, queries, pages);
       }

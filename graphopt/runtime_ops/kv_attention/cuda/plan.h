@@ -7,7 +7,6 @@ namespace graphopt {
 
 constexpr int kTileQueries = 4;  // that a block reads for
 constexpr int kAttendWarps = 4;  // of a block, which share its pages
-constexpr int kPolicies = 3;
 constexpr int kMostSegments = kMostRows * kPolicies;
 
 // All heads of one policy in one row. Their queries are cut into tiles of 4, and the pages of a tile into parts; each
@@ -25,7 +24,7 @@ struct QueryPlace {
 
   GRAPHOPT_BOTH QueryPlace(const Layout& layout, Policy policy, int32_t tokens, int tile, int index) {
     const int group = static_cast<int>(layout.group);
-    if (policy == Policy::kRetrieval) {  // the queries of a token choose their pages together
+    if (makes_lists(policy)) {  // the queries of a token choose their pages together
       const int tiles = (group + kTileQueries - 1) / kTileQueries;
       token = tile / tiles, head = tile % tiles * kTileQueries + index;
       used = token < tokens && head < group;
@@ -39,7 +38,7 @@ struct QueryPlace {
   static GRAPHOPT_BOTH int64_t tiles(const Layout& layout, Policy policy, int32_t tokens) {
     const int64_t group = static_cast<int64_t>(layout.group);
     const auto of = [](int64_t queries) { return (queries + kTileQueries - 1) / kTileQueries; };
-    return policy == Policy::kRetrieval ? tokens * of(group) : of(tokens * group);
+    return makes_lists(policy) ? tokens * of(group) : of(tokens * group);
   }
 };
 

@@ -1,4 +1,4 @@
-#include "kv_attention/cuda/select.h"
+#include "kv_attention/cuda/policies/retrieval.h"
 
 namespace graphopt {
 namespace {
@@ -7,10 +7,11 @@ size_t round_up(size_t bytes) { return (bytes + 15) / 16 * 16; }
 
 }  // namespace
 
-SelectRun::SelectRun(const CudaCall& call, const CudaPlan& plan) : call(call), first(plan.first), end(plan.end) {
-  const int policy = static_cast<int>(Policy::kRetrieval);
-  retrieving = plan.heads_of(policy);
-  for (int i = 0; i < retrieving; ++i) heads[i] = plan.heads[plan.first_head[policy] + i];
+SelectRun::SelectRun(const CudaCall& call, const CudaPlan& plan, Policy policy)
+    : call(call), first(plan.first), end(plan.end), policy(policy) {
+  const int number = static_cast<int>(policy);
+  retrieving = plan.heads_of(number);
+  for (int i = 0; i < retrieving; ++i) heads[i] = plan.heads[plan.first_head[number] + i];
   for (int row = 0; row < call.rows; ++row) {
     if (!tokens(row)) continue;
     const int64_t last = call.past[row] + first + tokens(row) - 1;
@@ -18,7 +19,7 @@ SelectRun::SelectRun(const CudaCall& call, const CudaPlan& plan) : call(call), f
     const Candidates candidates(call.layout, last);
     const int64_t most = candidates.end - candidates.first + 1;
     const auto floats = static_cast<int64_t>(list_floats(call.layout, static_cast<size_t>(most)));
-    const auto list = static_cast<int32_t>(longest_list(call.layout, last));
+    const auto list = static_cast<int32_t>(longest_list(policy, call.layout, last));
     stride = floats > stride ? floats : stride, longest = list > longest ? list : longest;
   }
 }
@@ -35,7 +36,7 @@ void SelectRun::take(char* scratch) {
   counts = entries + round_up(lists() * static_cast<size_t>(longest) * 4) / 4;
 }
 
-const char* score_and_list(const SelectRun& run, void* stream) {
+const char* make_lists(const SelectRun& run, void* stream) {
   if (!run.lists()) return nullptr;
   int64_t most = 0;
   for (int row = 0; row < run.call.rows; ++row) {
@@ -43,10 +44,10 @@ const char* score_and_list(const SelectRun& run, void* stream) {
     const Candidates candidates(run.call.layout, run.call.past[row] + run.first + run.tokens(row) - 1);
     most = candidates.end - candidates.first + 1 > most ? candidates.end - candidates.first + 1 : most;
   }
-  if (run.call.layout.budget) {
-    if (const char* failure = score(run, most, stream)) return failure;
-  }
-  return list(run, most, stream);
+  return with_policy(run.policy, [&](auto states) -> const char* {
+    if constexpr (decltype(states)::kLists) return make_lists(states, run, most, stream);
+    return nullptr;
+  });
 }
 
 }  // namespace graphopt

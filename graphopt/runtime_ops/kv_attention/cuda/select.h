@@ -9,15 +9,16 @@ namespace graphopt {
 struct SelectRun {
   CudaCall call;
   int32_t first = 0, end = 0;  // new tokens of each row
-  int32_t retrieving = 0;      // heads
+  Policy policy = Policy::kDense;  // one that makes lists
+  int32_t retrieving = 0;          // its heads
   uint8_t heads[kMostHeads] = {};
   int64_t stride = 0;  // floats of a list's scores, with weights behind them where `mass` asks for them
   int32_t longest = 0;
   float* scores = nullptr;
   int32_t *entries = nullptr, *counts = nullptr;
 
-  // For the heads of a plan of retrieval alone.
-  SelectRun(const CudaCall& call, const CudaPlan& plan);
+  // For the heads of a policy that makes lists.
+  SelectRun(const CudaCall& call, const CudaPlan& plan, Policy policy);
   size_t lists() const {
     return static_cast<size_t>(call.rows) * static_cast<size_t>(retrieving) * static_cast<size_t>(end - first);
   }
@@ -51,7 +52,7 @@ struct Asked {
 // Scores the candidates of each list, of which none has more than `most`; then lists the pages. Null, or what went wrong.
 const char* score(const SelectRun& run, int64_t most, void* stream);
 const char* list(const SelectRun& run, int64_t most, void* stream);
-// Both, one behind the other.
-const char* score_and_list(const SelectRun& run, void* stream);
+// Makes the lists of a run as its policy does.
+const char* make_lists(const SelectRun& run, void* stream);
 
 }  // namespace graphopt

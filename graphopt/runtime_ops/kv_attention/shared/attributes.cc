@@ -17,18 +17,65 @@ constexpr const char* kNames[] = {GRAPHOPT_STORAGES(GRAPHOPT_NAME_OF)};
 constexpr const char* kAllNames = GRAPHOPT_STORAGES(GRAPHOPT_LISTED);
 constexpr int kTypes[] = {GRAPHOPT_STORAGES(GRAPHOPT_TYPE_OF)};
 
+#define GRAPHOPT_LISTED_POLICY(id, name, States) ", " name
+constexpr const char* kAllPolicies = GRAPHOPT_POLICIES(GRAPHOPT_LISTED_POLICY);
+
+// Checks the range of a count. What is beyond all positions counts as the last of them.
+OrtStatus* check_count(const Node& node, const char* name, int64_t* count, int64_t least, int64_t most) {
+  if (*count < least || *count > most) {
+    return node.error("its attribute %s must be from %lld to %lld, it is %lld", name, print(least), print(most),
+                      print(*count));
+  }
+  if (*count > kMostTokens) *count = kMostTokens;
+  return nullptr;
+}
+
+// Reads the parameters of policies, as they ask for them.
+struct ParameterReader {
+  const Node& node;
+  const OrtKernelInfo* info;
+
+  OrtStatus* none() const { return nullptr; }
+  OrtStatus* count(const char* name, int64_t* count) const {
+    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, name, count));
+    return check_count(node, name, count, 0, INT64_MAX);
+  }
+  OrtStatus* optional_count(const char* name, int64_t* count) const {
+    GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, name, count));
+    return check_count(node, name, count, 0, INT64_MAX);
+  }
+  OrtStatus* flag(const char* name, bool* flag) const {
+    int64_t number = 0;
+    GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, name, &number));
+    GRAPHOPT_RETURN_IF_ERROR(check_count(node, name, &number, 0, 1));
+    *flag = number;
+    return nullptr;
+  }
+  OrtStatus* share(const char* name, float* share) const {
+    GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, name, share));
+    if (*share >= 0 && *share <= 1) return nullptr;
+    return node.error("its attribute %s must be a share from 0 to 1, it is %g", name, static_cast<double>(*share));
+  }
+  // One of two words, of which the second sets the flag.
+  OrtStatus* choice(const char* name, bool* is_second, const char* first, const char* second) const {
+    char word[16] = {};
+    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, name, word, sizeof word));
+    *is_second = !std::strcmp(word, second);
+    if (*is_second || !std::strcmp(word, first)) return nullptr;
+    return node.error("its attribute %s must be %s or %s, not '%s'", name, first, second, word);
+  }
+};
+
 }  // namespace
 
 OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int type) {
   int64_t heads = 0, page = 0;
-  int64_t compensates = 0;
-  char storage[16] = {}, summary[16] = {};
+  char storage[16] = {};
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "kv_heads", &heads));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "page", &page));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "scale", &layout.scale));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "softcap", &layout.softcap));
   GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "storage", storage, sizeof storage));
-  GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, "summary", summary, sizeof summary));
   struct Count {
     const char* name;
     int64_t *value, least, most;
@@ -36,28 +83,18 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   const Count counts[] = {{"window", &layout.window, 0, INT64_MAX},
                           {"sinks", &layout.sinks, 0, INT64_MAX},
                           {"recent", &layout.recent, 1, INT64_MAX},
-                          {"budget", &layout.budget, 0, INT64_MAX},
-                          {"channels", &layout.channels, 0, INT64_MAX},
-                          {"compensate", &compensates, 0, 1},
                           {"sink_pages", &layout.sink_pages, 0, kMostPages},
                           {"recent_pages", &layout.recent_pages, 0, kMostPages}};
   for (const Count& count : counts) {
-    const bool newer = count.value == &layout.channels || count.value == &compensates;
-    GRAPHOPT_RETURN_IF_ERROR(newer ? node.read_optional(info, count.name, count.value)
-                                   : node.read_attribute(info, count.name, count.value));
-    if (*count.value < count.least || *count.value > count.most) {
-      return node.error("its attribute %s must be from %lld to %lld, it is %lld", count.name, print(count.least),
-                        print(count.most), print(*count.value));
-    }
-    if (*count.value > kMostTokens) *count.value = kMostTokens;
+    GRAPHOPT_RETURN_IF_ERROR(node.read_attribute(info, count.name, count.value));
+    GRAPHOPT_RETURN_IF_ERROR(check_count(node, count.name, count.value, count.least, count.most));
   }
-  GRAPHOPT_RETURN_IF_ERROR(node.read_optional(info, "mass", &layout.mass));
-  if (!(layout.mass >= 0 && layout.mass <= 1)) {
-    return node.error("its attribute mass must be a share from 0 to 1, it is %g", static_cast<double>(layout.mass));
-  }
-  if (layout.mass > 0 && !layout.budget) layout.budget = kMostTokens;  // no limit
-  if (layout.mass == 1) layout.mass = 0;  // of all, their number alone counts
-  layout.compensate = compensates;
+  const ParameterReader reader = {node, info};
+  OrtStatus* status = nullptr;
+  each_policy([&](Policy, auto states) {
+    if (!status) status = decltype(states)::read(&layout, reader);
+  });
+  if (status) return status;
   if (layout.compensate && layout.window) {
     return node.error("with a window of the model's own, %lld, no token that streaming drops is to be seen: compensate "
                       "must be 0",
@@ -78,10 +115,6 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   if (which == kKnown) return node.error("its attribute storage must be one of %s, not '%s'", kAllNames + 2, storage);
   if (type != kTypes[which]) return node.error("keys and values have another type than %s is stored in", storage);
   layout.store_as(static_cast<Storage>(which));
-  layout.mean = !std::strcmp(summary, "mean");
-  if (!layout.mean && std::strcmp(summary, "bounds")) {
-    return node.error("its attribute summary must be bounds or mean, not '%s'", summary);
-  }
   layout.kv_heads = static_cast<size_t>(heads);
   layout.page = static_cast<size_t>(page);
   size_t given = 0;
@@ -100,12 +133,12 @@ OrtStatus* KVAttributes::read(const Node& node, const OrtKernelInfo* info, int t
   wraps = true;
   for (size_t head = 0; head < layout.kv_heads; ++head) {
     const int64_t policy = numbers[given == 1 ? 0 : head];
-    if (policy < 0 || policy > 2) {
-      return node.error("a policy must be 0 (dense), 1 (streaming) or 2 (retrieval), it is %lld", print(policy));
+    if (policy < 0 || policy >= kPolicies) {
+      return node.error("the kernels know the policies 0 to %d (%s), not %lld", kPolicies - 1, kAllPolicies + 2,
+                        print(policy));
     }
     policies[head] = static_cast<Policy>(policy);
-    wraps = wraps && policies[head] == Policy::kStreaming;
-    retrieves = retrieves || policies[head] == Policy::kRetrieval;
+    wraps = wraps && may_drop(policies[head]);
   }
   return nullptr;
 }

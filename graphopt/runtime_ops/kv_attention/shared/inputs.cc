@@ -98,9 +98,7 @@ OrtStatus* KVInputs::read(const Node& node, const KVAttributes& attributes, OrtK
   }
   const Given& keys = tensors[kKeys];
   layout.pages = keys.rank == 4 ? static_cast<size_t>(keys.shape[2]) : 0;
-  layout.known = attributes.retrieves ? (layout.mean ? 1 : 2) * layout.size : 0;
-  layout.summary = layout.known + (layout.compensate ? 2 * layout.size : 0);
-  if (layout.channels >= size) layout.channels = 0;  // all of them
+  layout.complete([&](Policy policy) { return attributes.uses(policy); });
   GRAPHOPT_RETURN_IF_ERROR(check_state(node, *call));
   return check_lengths(node, attributes, *call);
 }

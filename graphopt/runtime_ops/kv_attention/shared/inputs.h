@@ -33,7 +33,14 @@ struct KVTypes {
 struct KVAttributes {
   Layout layout;  // without the fields that depend on shapes
   std::unique_ptr<Policy[]> policies;
-  bool retrieves = false, wraps = false;  // a head retrieves; all of them stream
+  bool wraps = false;  // all of them may drop tokens
+
+  bool uses(Policy policy) const {
+    for (size_t head = 0; head < layout.kv_heads; ++head) {
+      if (policies[head] == policy) return true;
+    }
+    return false;
+  }
 
   OrtStatus* read(const Node& node, const OrtKernelInfo* info, int type);
 };

@@ -4,38 +4,35 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "kv_attention/shared/policy.h"
 #include "kv_attention/shared/storage.h"
-
-// These functions are compiled for every set of instructions: without this the linker could keep the copy that was
-// compiled for wide vectors for a machine that has none.
-#if defined(__CUDACC__)
-#define GRAPHOPT_INLINE __host__ __device__ __forceinline__
-#else
-#define GRAPHOPT_INLINE inline __attribute__((always_inline))
-#endif
 
 namespace graphopt {
 
-enum class Policy : uint8_t { kDense, kStreaming, kRetrieval };
-
-// The shape of pages, and the parameters of policies. Every attribute that counts tokens is at most 2^62, as positions
+// The shape of pages, with the parameters of policies. Every attribute that counts tokens is at most 2^62, as positions
 // are, so that a sum of two does not overflow.
-struct Layout {
+struct Layout : PolicyParameters {
   Storage storage = Storage::kFloat32;
   unsigned bits = 32, levels = 0;            // of the storage: of a number, and the largest code; 0 for floats
   size_t kv_heads = 0, group = 0, size = 0;  // heads, query heads of each, channels
   size_t page = 0, pages = 0;                // tokens of a page, pages of the cache
   size_t known = 0, summary = 0;             // floats of a page's summary: those to choose by come first; and all
   int64_t sink_pages = 0, recent_pages = 0;  // of the pages that integer storages keep in floats
-  int64_t window = 0, sinks = 0, recent = 1, budget = 0;
-  int64_t channels = 0;     // of the queries, that scores of pages use; all for 0
-  float mass = 0;           // of the pages that are chosen; 0 where their number alone counts
-  bool mean = false;        // summaries are means, not bounds
-  bool compensate = false;  // and end with means of all tokens from the sinks on
+  int64_t window = 0, sinks = 0, recent = 1;
   float scale = 1, softcap = 0;
 
   inline __attribute__((always_inline)) void store_as(Storage how) {
     storage = how, bits = bits_of_storage(how), levels = levels_of_storage(how);
+  }
+  // Fills in what follows from the parameters of policies and the sizes; `uses` says which policies heads have.
+  template <typename Uses>
+  GRAPHOPT_INLINE void complete(const Uses& uses) {
+    known = 0;
+    each_policy([&](Policy policy, auto states) __attribute__((always_inline)) {
+      decltype(states)::complete(this);
+      if (uses(policy)) known += decltype(states)::summary_floats(*this);
+    });
+    summary = known + (compensate ? 2 * size : 0);  // behind them are means of all tokens from the sinks on
   }
   GRAPHOPT_INLINE bool integers() const { return levels > 0; }
   GRAPHOPT_INLINE bool scales_tokens() const { return storage > Storage::kCount; }

@@ -24,13 +24,14 @@ GRAPHOPT_INLINE size_t list_floats(const Layout& layout, size_t count) {
   return (layout.mass > 0 ? 2 : 1) * score_floats(count);
 }
 
-// The most pages in a list for a query at `position`.
-GRAPHOPT_INLINE size_t longest_list(const Layout& layout, int64_t position) {
+// The most pages in a list that a policy makes for a query at `position`.
+GRAPHOPT_INLINE size_t longest_list(Policy policy, const Layout& layout, int64_t position) {
   const int64_t all = layout.page_of(position) + 1;
   const auto least = [&](int64_t pages) { return pages < all ? pages : all; };
   const int64_t page = static_cast<int64_t>(layout.page);
   const int64_t fixed = least(layout.fixed_pages()), recent = least((layout.recent - 1) / page + 2);
-  return static_cast<size_t>(least(fixed + recent + least(layout.budget)));
+  const int64_t listed = with_policy(policy, [&](auto states) { return decltype(states)::most_listed(layout); });
+  return static_cast<size_t>(least(fixed + recent + least(listed)));
 }
 
 // The pages 0..`sinks`, then `begin` on, `pages` in all: what queries at positions `first` to `last` read without
@@ -41,10 +42,10 @@ struct PageRange {
 
   GRAPHOPT_INLINE PageRange(const Layout& layout, Policy policy, int64_t first, int64_t last) {
     begin = layout.window ? first - layout.window + 1 : 0;
-    if (policy == Policy::kStreaming && first - layout.recent + 1 > begin) begin = first - layout.recent + 1;
+    if (may_drop(policy) && first - layout.recent + 1 > begin) begin = first - layout.recent + 1;
     begin = begin > 0 ? layout.page_of(begin) : 0;
     const int64_t fixed = layout.fixed_pages();
-    sinks = policy == Policy::kDense ? 0 : fixed < begin ? fixed : begin;
+    sinks = reads_all(policy) ? 0 : fixed < begin ? fixed : begin;
     pages = static_cast<size_t>(sinks + layout.page_of(last) - begin + 1);
   }
   GRAPHOPT_INLINE int64_t page(size_t index) const {

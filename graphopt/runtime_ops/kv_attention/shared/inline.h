@@ -1,0 +1,10 @@
+// Small functions of both backends.
+#pragma once
+
+// These functions are compiled for every set of instructions: without this the linker could keep the copy that was
+// compiled for wide vectors for a machine that has none.
+#if defined(__CUDACC__)
+#define GRAPHOPT_INLINE __host__ __device__ __forceinline__
+#else
+#define GRAPHOPT_INLINE inline __attribute__((always_inline))
+#endif
