@@ -260,7 +260,7 @@ def write_companions(artifact: Artifact, folder: Path) -> list[Fact]:
     for name, source in artifact.companions.items():
         if name != HEADS or used:
             shutil.copyfile(source, folder / name)
-    facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai
+    facts, why_not = artifact.manifest.model, TASKS[artifact.manifest.task].why_no_genai()
     try:
         config = why_not or genai_config(
             Interface.of_graph(artifact.model.graph),

@@ -9,12 +9,12 @@ from pydantic import BaseModel
 
 from graphopt.analysis.structure.ports import MAX_POSITIONS
 from graphopt.errors import InputError
+from graphopt.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from graphopt.tasks import TaskName
 
 GENERATION_CONFIG = "generation_config.json"
 """Where transformers keeps which tokens end a text, and how its maker recommends to draw them."""
@@ -58,9 +58,10 @@ def with_positions(facts: ModelFacts, metadata: Mapping[str, str]) -> ModelFacts
     return facts if stated is None else facts.model_copy(update={"max_positions": int(stated)})
 
 
-def facts_of(folder: Path, task: TaskName) -> ModelFacts:
+def facts_of(folder: Path, task: str) -> ModelFacts:
     """Read what an app must know about a model of this kind from the files of its folder."""
-    return facts_of_encoder(folder) if task == "encoder" else facts_of_config(folder)
+    facts: ModelFacts = TASKS[task].facts(folder)
+    return facts
 
 
 def facts_of_config(folder: Path) -> ModelFacts:

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, field_validator
 
 from graphopt.analysis.structure.cost import WeightTotals
 from graphopt.artifact.hf_config import ModelFacts
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Check, Fact, PassReport
-from graphopt.tasks import TaskName
+from graphopt.tasks import TASKS
 from graphopt.version import VERSION
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 MANIFEST = "manifest.json"
+
+
+def _known_task(name: str) -> str:
+    if name not in TASKS:
+        raise ValueError(f"there is no task {name!r}; known are {', '.join(TASKS)}")
+    return name
 
 
 class Source(BaseModel):
@@ -94,7 +100,7 @@ class Manifest(BaseModel):
 
     format: Literal[1] = 1
     source: Source
-    task: TaskName = "causal_lm"
+    task: Annotated[str, AfterValidator(_known_task)] = "causal_lm"
     model: ModelFacts
     notes: list[Fact] = []
     recipe: dict[str, Any] | None = None

@@ -9,7 +9,6 @@ import typer
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, Threads, chosen_text, out, print_json, progress, show_notes, write_text
-from graphopt.cli.embeddings import print_closeness
 from graphopt.errors import InputError
 
 
@@ -34,18 +33,18 @@ def evaluate(
     from graphopt.inference.session import open_folder, session_from
     from graphopt.quality.evaluation import evaluate as run_evaluate
     from graphopt.report.console_table import ConsoleTable, figure_columns
+    from graphopt.tasks import TASKS
 
     content = chosen_text(text, held_out, "graphopt eval FOLDER --text FILE")
     model = open_folder(folder, threads=threads)
     show_notes(model.notes)
-    if model.manifest.task == "encoder":
+    task = TASKS[model.manifest.task]
+    if not task.generates:
         if window is not None or stride is not None:
-            raise InputError("an encoder reads a text line by line", file=folder, remedy="leave out window and stride")
-        return print_closeness(model, reference, content, threads, as_json)
+            raise InputError(f"{task.noun} reads no windows", file=folder, remedy="leave out window and stride")
+        return task.print_evaluation(model, reference, content, threads, as_json)
     if reference is not None:
-        raise InputError(
-            "--reference is for encoders, and this is a causal language model", file=folder, remedy="leave it out"
-        )
+        raise InputError(f"--reference is for encoders, and this is {task.noun}", file=folder, remedy="leave it out")
     session = session_from(model)
     with progress() as say:
         result = run_evaluate(

@@ -10,7 +10,6 @@ import typer
 
 from graphopt.cli.commands import command
 from graphopt.cli.console import Json, OnDevice, Threads, err, out, print_json, progress, read_text, show_notes
-from graphopt.cli.embeddings import print_embeddings
 from graphopt.errors import InputError
 
 if TYPE_CHECKING:
@@ -96,6 +95,7 @@ def run(
     from graphopt.inference.decoding.continuation import Settings
     from graphopt.inference.decoding.sampling import Sampling
     from graphopt.inference.session import open_folder, session_from
+    from graphopt.tasks import TASKS
 
     if not chat and not prompt:
         raise InputError("there is no prompt", remedy="give --prompt TEXT, or --chat")
@@ -105,14 +105,15 @@ def run(
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
     opened = open_folder(folder, threads=threads, device=device)
     show_notes(opened.notes)
-    if opened.manifest.task == "encoder":
+    task = TASKS[opened.manifest.task]
+    if not task.generates:
         chosen = (temperature, top_k, top_p, seed)
         asked = (chat, max_new_tokens, stop or None, json_schema, regex, logprobs, speculate)
         if asked != (False, *[None] * 6) or chosen != (None, None, None, 0):
             raise InputError(
-                "an encoder generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
+                f"{task.noun} generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
             )
-        return print_embeddings(opened, prompt or [], as_json)
+        return task.print_run(opened, prompt or [], as_json)
     session = session_from(opened, device=device)
     # of a chat the model's maker says how to draw, as far as nobody else does
     maker = Sampling.of_folder(folder, seed) if chat and temperature != 0 else Sampling(seed=seed)

@@ -20,8 +20,7 @@ from graphopt.errors import InputError
 from graphopt.ort.session import NO_ENTRIES, Entries, native_operators, open_session, run
 from graphopt.runtime_ops import library_path
 from graphopt.runtime_ops.instructions import instructions_here
-from graphopt.tasks import task_of_ports
-from graphopt.tasks.causal_lm import CausalLM
+from graphopt.tasks import TASKS, task_of_ports
 from graphopt.tasks.causal_lm.interface import Interface
 
 if TYPE_CHECKING:
@@ -231,11 +230,11 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
         InputError: it is no causal language model, or its caches are cut to a window.
     """
     task = opened.manifest.task
-    if task != CausalLM.name:
+    if not TASKS[task].generates:
         raise InputError(
             f"this model is of the kind {task}, which makes no text",
             file=opened.file,
-            remedy="graphopt.load_encoder opens it; `graphopt run` and `graphopt eval` take it too",
+            remedy="`graphopt run` and `graphopt eval` take it; graphopt.load_encoder opens an encoder",
         )
     interface = Interface.of_session(opened.inference)
     if interface.windows:

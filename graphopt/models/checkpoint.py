@@ -18,12 +18,12 @@ from graphopt.artifact.hf_config import POOLING, SENTENCES
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.models.lazy_tensors import lazy_tensors
+from graphopt.tasks import TASKS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from graphopt.graph.weights import Expression
-    from graphopt.tasks.base import TaskName
 
 NO_TOKENIZER = Rule("export.no-tokenizer", "no tokenizer was carried along: {why}")
 NOT_BESIDE = Rule("export.no-tokenizer-beside", "there is no tokenizer.json beside the model")
@@ -134,39 +134,17 @@ def class_of(config: Any) -> Any:
 
 def _auto_class(config: Any) -> Any:
     _, transformers = import_export_packages()
-    return transformers.AutoModelForCausalLM if _is_causal(config) else transformers.AutoModel
+    return getattr(transformers, TASKS[task].auto_class if (task := task_of_config(config)) else "AutoModel")
 
 
 def _states(tensors: Mapping[str, Expression] | None) -> dict[str, Any]:
     return {} if tensors is None else {"state_dict": lazy_tensors(tensors)}
 
 
-def task_of_config(config: Any) -> TaskName | None:
-    """Return what kind of model a configuration of transformers is of; ``None`` for one that graphopt does not take.
-
-    Causal is what its ``architectures`` name so. Another one is an encoder if transformers can train this kind of model
-    to fill in masked words, which takes a bidirectional one, and the checkpoint is that or the model without a head.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        return None
-    if _is_causal(config):
-        return "causal_lm"
+def task_of_config(config: Any) -> str | None:
+    """Return what kind of model a configuration of transformers is of; ``None`` for one that graphopt does not take."""
     _, transformers = import_export_packages()
-    kind, masked = type(config), transformers.MODEL_FOR_MASKED_LM_MAPPING
-    if kind not in masked or getattr(config, "is_decoder", False):
-        return None
-    mappings = (transformers.MODEL_MAPPING, masked, transformers.MODEL_FOR_PRETRAINING_MAPPING)
-    wanted = {cls.__name__ for mapping in mappings for cls in _classes_of(kind, mapping)}
-    return "encoder" if wanted.intersection(getattr(config, "architectures", None) or wanted) else None
-
-
-def _is_causal(config: Any) -> bool:
-    _, transformers = import_export_packages()
-    wanted = {cls.__name__ for cls in _classes_of(type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING)}
-    named = getattr(config, "architectures", None)
-    if not named:
-        return bool(wanted) and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
-    return bool(wanted.intersection(named))
+    return next((name for name, task in TASKS.items() if task.takes_config(config, transformers)), None)
 
 
 def check_config(config: Any, source: str) -> None:
@@ -187,13 +165,6 @@ def check_config(config: Any, source: str) -> None:
         raise InputError(
             "the checkpoint is quantized already", file=source, remedy="give the original one, in 16 or 32 bits"
         )
-
-
-def _classes_of(config_type: type, mapping: Any) -> tuple[type, ...]:
-    if config_type not in mapping:
-        return ()
-    classes = mapping[config_type]
-    return tuple(classes) if isinstance(classes, (list, tuple)) else (classes,)
 
 
 def save_companions(source: str, model: Any, folder: Path, **where: str) -> list[Fact]:

@@ -185,7 +185,7 @@ def _traced(
         check = not_covered(SKIPPED())
     task, made = task_of(program.graph), type(loaded.model).__name__
     facts = facts_of(facts_from, task.name)
-    if task.name == "encoder" and facts.architecture not in (None, made):
+    if task.auto_class == "AutoModel" and facts.architecture not in (None, made):
         notes.append(NO_HEAD(architecture=facts.architecture, model=made))
     manifest = Manifest(
         source=origin,

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import sys
 from typing import TYPE_CHECKING, Any
 
-from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, TOKEN_TYPE_IDS, present_port
+from graphopt.analysis.structure.ports import present_port
 from graphopt.errors import InputError, MissingDependencyError
 from graphopt.models.checkpoint import import_export_packages, quiet, reason_of, task_of_config
 from graphopt.models.naming import name_parts
 from graphopt.models.ports import name_ports
-from graphopt.models.states import confirm_caches
-from graphopt.tasks import TASKS, TaskName
+from graphopt.tasks import TASKS, Task
+from graphopt.tasks.causal_lm import CAUSAL_LM
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     import onnx_ir as ir
     import torch
@@ -25,9 +24,6 @@ if TYPE_CHECKING:
 OPSET = 23
 """The first opset with ``Attention``, ``RMSNormalization`` and ``RotaryEmbedding``."""
 
-# Sizes of the sample that is traced. They must differ from 0 and 1, to which torch specializes a graph, and the past
-# must be shorter than any sliding window, whose cache would drop what the mask still counts.
-_BATCH, _PAST = 2, 3
 # Axes of a key or value that vary: batch and past. Naming only these saves torch half of its time.
 _CACHE_AXES = (0, 2)
 _FLAGS = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")
@@ -66,7 +62,7 @@ def finish(program: ir.Model, model: Any, source: str) -> None:
     """
     weights = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     name_parts(program, {name: tuple(tensor.shape) for name, tensor in weights})
-    task = TASKS[_task_of(model)]
+    task = _task_of(model)
     if task.caches and not any(present_port(value) is not None for value in program.graph.outputs):
         raise InputError(
             f"{type(model).__name__} came out without a key-value cache, so it cannot generate token by token",
@@ -91,9 +87,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
         except ImportError as error:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
         try:
-            traced, inputs = _SAMPLES[_task_of(model)](torch, model)
-            if _task_of(model) == "causal_lm":
-                confirm_caches(inputs, source)
+            traced, inputs = _task_of(model).traced(model, source)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.
@@ -143,44 +137,11 @@ def _without_other_families() -> Iterator[None]:
 
 def sample_of(model: Any) -> dict[str, torch.Tensor]:
     """Return tokens to run ``model`` on, by name: two prompts, one of which is padded."""
-    torch, _ = import_export_packages()
-    return _encoding(torch, model)[1] if _task_of(model) == "encoder" else _sample(torch, model)
+    return _task_of(model).sample(model)
 
 
-def _task_of(model: Any) -> TaskName:
-    return task_of_config(model.config) or "causal_lm"
-
-
-def _decoding(torch: Any, model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the part of a causal language model that takes several new tokens and a cache, and inputs for it."""
-    transformers = importlib.import_module("transformers")
-    decompose = importlib.import_module("transformers.exporters.utils").decompose_for_generation
-    # A checkpoint's own settings (beams, static caches, sampling) would change what is traced.
-    model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
-    traced, inputs = decompose(model, _sample(torch, model), multi_token_decode=True)["decode"]
-    return traced, inputs
-
-
-def _encoding(torch: Any, model: Any) -> tuple[Any, dict[str, Any]]:
-    """Return an encoder and inputs for it."""
-    inputs = _sample(torch, model)
-    if TOKEN_TYPE_IDS in inspect.signature(model.forward).parameters:
-        inputs[TOKEN_TYPE_IDS] = torch.zeros_like(inputs[INPUT_IDS])
-    return model, inputs
-
-
-_SAMPLES: dict[TaskName, Callable[[Any, Any], tuple[Any, dict[str, Any]]]] = {
-    "causal_lm": _decoding,
-    "encoder": _encoding,
-}
-
-
-def _sample(torch: Any, model: Any) -> dict[str, torch.Tensor]:
-    """Return prompts to trace with; one is padded, since a mask of ones only would vanish from the graph."""
-    ids = torch.arange(_BATCH * _PAST).reshape(_BATCH, _PAST) % model.config.get_text_config().vocab_size
-    mask = torch.ones_like(ids)
-    mask[0, 0] = 0
-    return {INPUT_IDS: ids, ATTENTION_MASK: mask}
+def _task_of(model: Any) -> Task:
+    return TASKS[task_of_config(model.config) or CAUSAL_LM.name]
 
 
 def _varying(torch: Any, value: Any) -> Any:

@@ -15,14 +15,15 @@ from graphopt.inference.embeddings import evaluate_embeddings, load_encoder
 from graphopt.quality.compare import TOKENS, WINDOW, ReferenceOutputs, compare, run_reference
 from graphopt.quality.texts import documentation, held_out_texts
 from graphopt.quality.verdict import Requirement, verdict_of
+from graphopt.tasks import TASKS
 from graphopt.util.memory import available_memory
 from graphopt.util.processors import processors
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
-    from graphopt.tasks import TaskName
 
 CHECK = "quality"
 """The name of the check."""
@@ -79,7 +80,7 @@ def _bytes_of(model: Path) -> int:
 def judge(
     reference: Path,
     artifact: Path,
-    task: TaskName,
+    task: str,
     *,
     texts: Sequence[str] | None = None,
     window: int = WINDOW,
@@ -108,21 +109,14 @@ def judge(
         )
     except (GraphoptError, FileNotFoundError) as error:
         return not_judged(NOT_JUDGED(why=str(error)))
-    verdict = verdict_of(figures)
-    if task == "encoder":
-        reason = EMBEDDINGS(verdict=verdict, cosine=figures["cosine_mean"], texts=int(figures["texts"]))
-    else:
-        tokens, agreement = int(figures["tokens"]), figures["same_first_choice"]
-        reason = NOT_FINITE(verdict=verdict, tokens=tokens)
-        if "kl_mean" in figures:
-            reason = TEXT(verdict=verdict, kl=figures["kl_mean"], same=agreement, tokens=tokens)
+    reason = TASKS[task].describe_quality(verdict_of(figures), figures)
     return Check(name=CHECK, after="the recipe", status="measured", reason=reason, figures=figures)
 
 
 def quality_figures(
     reference: Path,
     artifact: Path,
-    task: TaskName,
+    task: str,
     *,
     texts: Sequence[str] | None = None,
     window: int = WINDOW,
@@ -146,17 +140,50 @@ def quality_figures(
         InputError: see :func:`graphopt.quality.compare` and :func:`graphopt.inference.embeddings.evaluate_embeddings`.
         FileNotFoundError: this Python was installed without the texts.
     """
-    if task == "encoder":
-        sentences = sentences_of(documentation() if texts is None else "\n".join(texts))
-        evaluation = evaluate_embeddings(load_encoder(artifact), load_encoder(reference), "\n".join(sentences))
-        return {name: float(value) for name, value in evaluation.model_dump(exclude={"seconds"}).items()}
-    read_texts = held_out_texts() if texts is None else texts
+    reading = {"texts": texts, "window": window, "tokens": tokens, "on_stage": on_stage, "ask": ask}
+    return TASKS[task].measure_quality(reference, artifact, **reading)
+
+
+def text_quality(
+    reference: Path,
+    artifact: Path,
+    *,
+    texts: Sequence[str] | None,
+    window: int,
+    tokens: int,
+    on_stage: Progress,
+    ask: Ask | None,
+) -> dict[str, float]:
+    """Return the figures of a causal language model; see :func:`quality_figures`."""
+    texts = held_out_texts() if texts is None else texts
     if ask is not None:
         on_stage("reference")
     first = reference if ask is None else ask()
-    quality = compare(first, artifact, read_texts, tokens=tokens, window=window, on_stage=on_stage)
+    quality = compare(first, artifact, texts, tokens=tokens, window=window, on_stage=on_stage)
     # JSON has no NaN and no infinity.
     return {name: value for name, value in quality.model_dump().items() if math.isfinite(value)}
+
+
+def describe_text_quality(verdict: str, figures: Mapping[str, float]) -> Fact:
+    """Return the sentence about the figures of :func:`text_quality`."""
+    tokens = int(figures["tokens"])
+    if "kl_mean" not in figures:
+        return NOT_FINITE(verdict=verdict, tokens=tokens)
+    return TEXT(verdict=verdict, kl=figures["kl_mean"], same=figures["same_first_choice"], tokens=tokens)
+
+
+def embedding_quality(
+    reference: Path, artifact: Path, *, texts: Sequence[str] | None, **_reading: object
+) -> dict[str, float]:
+    """Return the figures of an encoder, on sentences of texts; see :func:`quality_figures`."""
+    sentences = sentences_of(documentation() if texts is None else "\n".join(texts))
+    closeness = evaluate_embeddings(load_encoder(artifact), load_encoder(reference), "\n".join(sentences))
+    return {name: float(value) for name, value in closeness.model_dump(exclude={"seconds"}).items()}
+
+
+def describe_embedding_quality(verdict: str, figures: Mapping[str, float]) -> Fact:
+    """Return the sentence about the figures of :func:`embedding_quality`."""
+    return EMBEDDINGS(verdict=verdict, cosine=figures["cosine_mean"], texts=int(figures["texts"]))
 
 
 def not_judged(reason: Fact) -> Check:

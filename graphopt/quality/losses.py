@@ -16,6 +16,7 @@ from graphopt.quality.groups import Group, Measuring, Remainder, remainder_of
 from graphopt.quality.levels import Histogram, histogram
 from graphopt.quality.product_sessions import sessions
 from graphopt.quality.spread import Spread
+from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def losses_of(
     for number, product in enumerate(product_losses(pair, texts)):
         on_stage("errors of products", number, len(pair.products))
         losses.products.append(product)
-    if restore and pair.after.manifest.task == "causal_lm" and not _last_only(pair.after.model):
+    if restore and TASKS[pair.after.manifest.task].generates and not _last_only(pair.after.model):
         with sessions(pair.folder) as opened:
             measuring = Measuring(pair, texts, opened, on_stage)
             losses.kl, losses.groups = measuring.total, list(measuring.groups())

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import abc
+import importlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS
+from graphopt.errors import InputError
+from graphopt.graph.diagnostics import Rule
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     import onnx_ir as ir
     import onnxruntime
@@ -18,10 +24,11 @@ if TYPE_CHECKING:
     from graphopt.graph.diagnostics import Fact
     from graphopt.tasks.ports import Array, IntArray
 
-TaskName = Literal["causal_lm", "encoder"]
-"""The tasks, as a manifest names them."""
-
 Floats = npt.NDArray[np.float64]
+
+# Sizes of the sample that is traced. They must differ from 0 and 1, to which torch specializes a graph, and the past
+# must be shorter than any sliding window, whose cache would drop what the mask still counts.
+SAMPLE_BATCH, SAMPLE_LENGTH = 2, 3
 
 BATCH, LENGTH, PREFILL, PADDING = 2, 12, 8, 3
 """Rows of a probe, tokens of a row that are compared, those of them in the first of two calls, padding of one row."""
@@ -69,22 +76,42 @@ class Probe(Protocol):
         """Return how far ``after`` is from the model before any pass, in this task's own measures."""
 
 
+NO_GENAI = Rule("task.no-genai", "onnxruntime-genai makes text, and {noun} makes none")
+
+
+def upper(path: str) -> Any:
+    """Return what ``package.module:name`` names: rooms above this one, which a task may only name and not import."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 class Task(abc.ABC):
-    """A kind of model.
+    """A kind of model: its ports, how it is loaded and exported, fed, run and compared.
+
+    A new kind is one file with a class of this kind and an object of it. It must recognize its ports and draw a probe;
+    all else has a default that refuses with a reason, or does what suits most. What a method needs from rooms above
+    this one it names as a dotted path, see :func:`upper`. Inputs need not be tokens: a probe may feed pictures or
+    sound. Of a model of several graphs each is a file of its own, which :meth:`matches` tells apart.
 
     Attributes:
         name: what manifests call it.
+        noun: what messages call such a model, with its article.
         compared: what is compared before and after a pass, for reports.
         output: the graph output that holds it.
         caches: whether models of this kind may have caches of keys and values.
-        why_no_genai: why onnxruntime-genai runs no model of this kind; ``None`` where it may.
+        generates: whether it makes text token by token, and so takes the options of generating.
+        is_fallback: whether a graph that no other task matches counts as one of these; one task is.
+        auto_class: the class of transformers that loads a checkpoint.
     """
 
-    name: ClassVar[TaskName]
+    name: ClassVar[str]
+    noun: ClassVar[str]
     compared: ClassVar[str]
     output: ClassVar[str]
-    caches: ClassVar[bool]
-    why_no_genai: ClassVar[Fact | None] = None
+    caches: ClassVar[bool] = False
+    generates: ClassVar[bool] = False
+    is_fallback: ClassVar[bool] = False
+    auto_class: ClassVar[str] = "AutoModel"
 
     @abc.abstractmethod
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
@@ -106,21 +133,126 @@ class Task(abc.ABC):
             InputError: see :meth:`check`.
         """
 
-    @abc.abstractmethod
     def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
         """Return what to feed for whole texts at once: int64 [batch, length], no padding, empty caches.
 
         Raises:
-            InputError: see :meth:`check`.
+            InputError: models of this kind read no text; or see :meth:`check`.
         """
+        del graph
+        raise self.refusal(f"reads no text, and {input_ids.size} tokens of text were to be read")
 
-    @abc.abstractmethod
     def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
         """Yield a call of each size (batch, new tokens, past), with padding where there are several rows.
+
+        None by default: then no mask of the graph is understood, and each stays as it is.
 
         Raises:
             InputError: see :meth:`check`.
         """
+        del graph, sizes
+        return iter(())
+
+    def takes_config(self, config: Any, transformers: Any) -> bool:
+        """Return whether a configuration of ``transformers``, the package, is of a model of this kind."""
+        del config, transformers
+        return False
+
+    def sample(self, model: Any) -> dict[str, Any]:
+        """Return inputs to trace and run a model of transformers with, torch tensors by name: two padded prompts."""
+        return sample_tokens(model)
+
+    def traced(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
+        """Return the part of a model of transformers that becomes a graph, and inputs to trace it with.
+
+        Args:
+            model: a module of torch.
+            source: where it came from, for messages.
+
+        Raises:
+            InputError: such a model cannot be exported.
+        """
+        del source
+        return model, self.sample(model)
+
+    def facts(self, folder: Path) -> Any:
+        """Return the ``ModelFacts`` that the files of a folder state."""
+        return upper("graphopt.artifact.hf_config:facts_of_config")(folder)
+
+    def why_no_genai(self) -> Fact | None:
+        """Return why onnxruntime-genai runs no model of this kind; ``None`` where it may."""
+        return NO_GENAI(noun=self.noun)
+
+    def print_run(self, opened: Any, inputs: list[str], as_json: bool) -> None:
+        """Print what ``graphopt run`` shows of a model that generates no text.
+
+        Args:
+            opened: a :class:`graphopt.inference.session.Opened`.
+            inputs: what was given as ``--prompt``, such as texts or files.
+            as_json: whether to print JSON.
+
+        Raises:
+            InputError: ``graphopt run`` shows nothing of such a model.
+        """
+        del inputs, as_json
+        raise self.refusal("has nothing that `graphopt run` shows", opened.file)
+
+    def print_evaluation(self, opened: Any, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+        """Print what ``graphopt eval`` measures of a model that generates no text.
+
+        Args:
+            opened: a :class:`graphopt.inference.session.Opened`.
+            reference: the folder of the model that it is compared with.
+            text: what is read.
+            threads: of onnxruntime; 0 for its default.
+            as_json: whether to print JSON.
+
+        Raises:
+            InputError: ``graphopt eval`` measures nothing of such a model, or the reference is missing.
+        """
+        del reference, text, threads, as_json
+        raise self.refusal("has nothing that `graphopt eval` measures", opened.file)
+
+    def measure_quality(self, reference: Any, made: Path, **reading: Any) -> dict[str, float]:
+        """Return how far an artifact is from what it was made from, with ``kl_mean`` or ``cosine_mean`` for a verdict.
+
+        Args:
+            reference: the folder or file that it was made from.
+            made: the folder of the artifact.
+            reading: ``texts``, ``window``, ``tokens``, ``on_stage`` and ``ask`` of
+                :func:`graphopt.quality.judge.judge`.
+
+        Raises:
+            InputError: nothing measures it.
+        """
+        del reference, reading
+        raise self.refusal("has no measure of quality", made)
+
+    def describe_quality(self, verdict: str, figures: Mapping[str, float]) -> Fact:
+        """Return the sentence about the figures of :meth:`measure_quality`."""
+        raise NotImplementedError(f"{self.name} measures quality, {figures}, and has no sentence for it: {verdict}")
+
+    def refusal(self, what: str, file: Path | None = None) -> InputError:
+        """Return the error that says what a model of this kind cannot do."""
+        return InputError(f"{self.noun} {what}", file=file, remedy=f"the task {self.name} would have to define it")
+
+
+def sample_tokens(model: Any) -> dict[str, Any]:
+    """Return prompts to trace with; one is padded, since a mask of ones only would vanish from the graph."""
+    torch = importlib.import_module("torch")
+    ids = torch.arange(SAMPLE_BATCH * SAMPLE_LENGTH).reshape(SAMPLE_BATCH, SAMPLE_LENGTH)
+    ids = ids % model.config.get_text_config().vocab_size
+    mask = torch.ones_like(ids)
+    mask[0, 0] = 0
+    return {INPUT_IDS: ids, ATTENTION_MASK: mask}
+
+
+def classes_of(config_type: type, mapping: Any) -> set[str]:
+    """Return the names of the classes that a mapping of transformers has for a type of configuration."""
+    if config_type not in mapping:
+        return set()
+    classes = mapping[config_type]
+    return {member.__name__ for member in (classes if isinstance(classes, (list, tuple)) else (classes,))}
 
 
 def random_padding(batch: int, keys: int, random: np.random.Generator) -> IntArray:

@@ -6,8 +6,9 @@ same shape. Outputs: ``last_hidden_state`` [batch, length, width], and perhaps `
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,7 @@ from graphopt.analysis.structure.ports import (
     ATTENTION_MASK,
     HIDDEN,
     INPUT_IDS,
+    LOGITS,
     POSITION_IDS,
     TOKEN_TYPE_IDS,
     past_port,
@@ -24,11 +26,13 @@ from graphopt.analysis.structure.products import token_lookups
 from graphopt.errors import InputError
 from graphopt.graph.diagnostics import Fact, Rule
 from graphopt.ort.session import run
-from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Task, TaskName, random_padding
+from graphopt.tasks.base import BATCH, LENGTH, PADDING, Call, Floats, Task, classes_of, random_padding, upper
+from graphopt.tasks.causal_lm import CAUSAL_LM
 from graphopt.tasks.ports import Array, IntArray, Port, port_of_node, port_of_value
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
 
     import onnx_ir as ir
     import onnxruntime
@@ -149,6 +153,7 @@ class EncoderProbe:
 
     def aligned(self, before: Floats, after: Floats) -> Floats:
         """Return ``before``: every token keeps its hidden state."""
+        del after
         return before
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
@@ -160,15 +165,14 @@ class EncoderProbe:
 class Encoder(Task):
     """See :class:`EncoderInterface` for the ports."""
 
-    name: ClassVar[TaskName] = "encoder"
+    name: ClassVar[str] = "encoder"
+    noun: ClassVar[str] = "an encoder"
     compared: ClassVar[str] = "hidden states"
     output: ClassVar[str] = HIDDEN
-    caches: ClassVar[bool] = False
-    why_no_genai: ClassVar[Fact | None] = NO_TEXT()
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
         """See :class:`Task`."""
-        return HIDDEN in outputs and not any(past_port(name) is not None for name in inputs)
+        return HIDDEN in outputs and LOGITS not in outputs and not any(past_port(name) is not None for name in inputs)
 
     def check(self, graph: ir.Graph) -> None:
         """See :class:`Task`."""
@@ -176,6 +180,7 @@ class Encoder(Task):
 
     def probe(self, graph: ir.Graph, *, context: int = 0) -> EncoderProbe:
         """See :class:`Task`; there is no cache, so ``context`` counts for nothing."""
+        del context
         interface = EncoderInterface.of_graph(graph)
         ids = np.random.default_rng(0).integers(0, vocabulary_of(graph) or 2, (BATCH, LENGTH))
         mask = np.ones_like(ids)
@@ -197,6 +202,55 @@ class Encoder(Task):
                 mask = random_padding(batch, length, random)
             feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, padded=False)
             yield Call(feeds, length, 0, mask.astype(bool))
+
+    def takes_config(self, config: Any, transformers: Any) -> bool:
+        """Take what transformers can train to fill in masked words, which takes a bidirectional model.
+
+        The checkpoint is such a model, or one without a head.
+        """
+        kind, masked = type(config), transformers.MODEL_FOR_MASKED_LM_MAPPING
+        is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
+        if kind not in masked or is_decoder or CAUSAL_LM.takes_config(config, transformers):
+            return False
+        mappings = (transformers.MODEL_MAPPING, masked, transformers.MODEL_FOR_PRETRAINING_MAPPING)
+        classes = set().union(*(classes_of(kind, mapping) for mapping in mappings))
+        return bool(classes.intersection(getattr(config, "architectures", None) or classes))
+
+    def sample(self, model: Any) -> dict[str, Any]:
+        """Return two prompts, all of the first segment."""
+        inputs = super().sample(model)
+        if TOKEN_TYPE_IDS in inspect.signature(model.forward).parameters:
+            inputs[TOKEN_TYPE_IDS] = 0 * inputs[INPUT_IDS]
+        return inputs
+
+    def facts(self, folder: Path) -> Any:
+        """See :class:`Task`; the tokenizer bounds the positions too."""
+        return upper("graphopt.artifact.hf_config:facts_of_encoder")(folder)
+
+    def why_no_genai(self) -> Fact:
+        """See :class:`Task`."""
+        return NO_TEXT()
+
+    def print_run(self, opened: Any, inputs: list[str], as_json: bool) -> None:
+        """Print cosines of the embeddings of texts."""
+        upper("graphopt.cli.embeddings:print_embeddings")(opened, inputs, as_json)
+
+    def print_evaluation(self, opened: Any, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+        """Print how close embeddings are to those of a reference."""
+        upper("graphopt.cli.embeddings:print_closeness")(opened, reference, text, threads, as_json)
+
+    def measure_quality(self, reference: Any, made: Path, **reading: Any) -> dict[str, float]:
+        """Compare embeddings of sentences."""
+        figures: dict[str, float] = upper("graphopt.quality.judge:embedding_quality")(reference, made, **reading)
+        return figures
+
+    def describe_quality(self, verdict: str, figures: Mapping[str, float]) -> Fact:
+        """See :class:`Task`."""
+        fact: Fact = upper("graphopt.quality.judge:describe_embedding_quality")(verdict, figures)
+        return fact
+
+
+ENCODER = Encoder()
 
 
 def vocabulary_of(graph: ir.Graph) -> int | None:

@@ -58,7 +58,7 @@ def test_eval_compares_with_a_reference(
     assert (code, "1.000000" in out) == (0, True)
     for arguments, said in (
         ((bert_artifact, "--text", text), "no reference was given"),
-        ((bert_artifact, *against, "--window", 8), "reads a text line by line"),
+        ((bert_artifact, *against, "--window", 8), "an encoder reads no windows"),
         ((llama_artifact, *against), "--reference is for encoders"),
         ((bert_artifact, "--reference", llama_artifact, "--text", text), "makes no embeddings"),
     ):

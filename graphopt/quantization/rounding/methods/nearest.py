@@ -31,6 +31,7 @@ class Nearest(RoundingMethod):
         statistics: npt.NDArray[Any] | None = None,
     ) -> Quantized:
         """See :class:`RoundingMethod`."""
+        del statistics
         return round_to_nearest(matrix, format, group, scale, scale_type=scale_type)
 
 

@@ -1,0 +1,103 @@
+"""Causal language models: tokens in, logits of the next token out, with caches of keys and values or without."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from graphopt.analysis.structure.ports import ATTENTION_MASK, INPUT_IDS, LOGITS
+from graphopt.tasks.base import Call, Task, classes_of, random_padding, upper
+from graphopt.tasks.causal_lm.interface import Interface
+from graphopt.tasks.causal_lm.probe import CausalProbe
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterable, Iterator, Mapping
+    from pathlib import Path
+
+    import onnx_ir as ir
+
+    from graphopt.graph.diagnostics import Fact
+    from graphopt.tasks.ports import Array, IntArray
+
+
+class CausalLM(Task):
+    """See :class:`graphopt.tasks.causal_lm.interface.Interface` for the ports."""
+
+    name: ClassVar[str] = "causal_lm"
+    noun: ClassVar[str] = "a causal language model"
+    compared: ClassVar[str] = "logits"
+    output: ClassVar[str] = LOGITS
+    caches: ClassVar[bool] = True
+    generates: ClassVar[bool] = True
+    is_fallback: ClassVar[bool] = True
+    auto_class: ClassVar[str] = "AutoModelForCausalLM"
+
+    def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
+        """See :class:`Task`."""
+        return INPUT_IDS in inputs and LOGITS in outputs
+
+    def check(self, graph: ir.Graph) -> None:
+        """See :class:`Task`."""
+        Interface.of_graph(graph)
+
+    def probe(self, graph: ir.Graph, *, context: int = 0) -> CausalProbe:
+        """See :class:`Task`."""
+        return CausalProbe.of(Interface.of_graph(graph), context=context)
+
+    def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
+        """See :class:`Task`."""
+        interface, (batch, length) = Interface.of_graph(graph), input_ids.shape
+        return interface.feeds(input_ids, np.ones_like(input_ids), interface.empty_past(batch, length))
+
+    def calls(self, graph: ir.Graph, sizes: Iterable[tuple[int, int, int]]) -> Iterator[Call]:
+        """See :class:`Task`."""
+        interface, random = Interface.of_graph(graph), np.random.default_rng(0)
+        for batch, length, past in sizes:
+            mask = np.ones((batch, past + length), np.int64)
+            if ATTENTION_MASK in interface.inputs:
+                mask = random_padding(batch, past + length, random)
+            thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
+            feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, thin, padded=False)
+            yield Call(feeds, length, past, mask.astype(bool))
+
+    def takes_config(self, config: Any, transformers: Any) -> bool:
+        """Take what ``architectures`` name causal; without names, what can be causal and fills in no masked words."""
+        if getattr(config, "is_encoder_decoder", False):
+            return False
+        causal = classes_of(type(config), transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
+        names = getattr(config, "architectures", None)
+        if not names:
+            return bool(causal) and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
+        return bool(causal.intersection(names))
+
+    def traced(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
+        """Return the part of a model that takes several new tokens and a cache, and inputs for it.
+
+        Raises:
+            InputError: a state of the model is not a key-value cache.
+        """
+        transformers = importlib.import_module("transformers")
+        decompose = importlib.import_module("transformers.exporters.utils").decompose_for_generation
+        # A checkpoint's own settings (beams, static caches, sampling) would change what is traced.
+        model.generation_config = transformers.GenerationConfig(do_sample=False, use_cache=True, pad_token_id=0)
+        module, inputs = decompose(model, self.sample(model), multi_token_decode=True)["decode"]
+        upper("graphopt.models.states:confirm_caches")(inputs, source)
+        return module, inputs
+
+    def why_no_genai(self) -> None:
+        """See :class:`Task`: where a graph cannot be run there, its ports say so."""
+
+    def measure_quality(self, reference: Any, made: Path, **reading: Any) -> dict[str, float]:
+        """Compare logits on text."""
+        figures: dict[str, float] = upper("graphopt.quality.judge:text_quality")(reference, made, **reading)
+        return figures
+
+    def describe_quality(self, verdict: str, figures: Mapping[str, float]) -> Fact:
+        """See :class:`Task`."""
+        fact: Fact = upper("graphopt.quality.judge:describe_text_quality")(verdict, figures)
+        return fact
+
+
+CAUSAL_LM = CausalLM()

@@ -1,0 +1,35 @@
+"""The tasks by name, and which of them a graph is of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from graphopt.tasks.base import Task
+from graphopt.util.registry import Registry
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import onnx_ir as ir
+
+TASKS: Registry[Task] = Registry(
+    "graphopt.tasks",
+    kind="task",
+    name_of=lambda member: member.name if isinstance(member, Task) else None,
+    order=lambda tasks: dict(sorted(tasks.items(), key=lambda item: item[1].is_fallback)),
+)
+"""The tasks by name, in the order in which a graph's ports are tried, the fallback last."""
+
+
+def task_of_ports(inputs: Collection[str], outputs: Collection[str]) -> Task:
+    """Return the kind of model that has such inputs and outputs.
+
+    A graph of no known kind counts as a causal language model, whose own check then says what it lacks.
+    """
+    matches = (task for task in TASKS.values() if task.is_fallback or task.matches(inputs, outputs))
+    return next(matches)
+
+
+def task_of(graph: ir.Graph) -> Task:
+    """Return the kind of model that ``graph`` is, by the names of its inputs and outputs: see :func:`task_of_ports`."""
+    return task_of_ports(*([value.name or "" for value in ports] for ports in (graph.inputs, graph.outputs)))
