@@ -239,7 +239,7 @@ def run(model: ir.Model, calls: list[np.ndarray], masks: list[np.ndarray]) -> li
         interface = Interface.of_session(session)
         past = interface.empty_past(len(calls[0]))
         for ids, mask in zip(calls, masks, strict=True):
-            feeds = interface.feeds(ids, mask, past, padded=False)
+            feeds = interface.feeds(ids, mask, past, needs_mask=False)
             logits, *present = session.run(["logits", *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
             found.append(logits)

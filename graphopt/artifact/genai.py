@@ -65,16 +65,16 @@ def genai_config(
         pool: of a graph whose requests share blocks, ``block_size`` and ``num_blocks``.
     """
     # heads and head size: [batch, heads, length, size], or [blocks, tokens, heads, size]
-    sizes = slice(2, 4) if interface.shared else slice(1, None, 2)
+    sizes = slice(2, 4) if interface.has_shared_pool else slice(1, None, 2)
     parts = [part for part in (*GROWING, *SCALES) if CachePort(0, part).past in interface.past]
     caches = [name for name in interface.past if (port := past_port(name)) is not None and port.part in GROWING]
     shapes = {interface.inputs[name].shape[sizes] for name in caches}
     layers = len(interface.past) // max(1, len(parts))
     numbered = {CachePort(layer, part).past for layer in range(layers) for part in parts}
     names = {part: genai_pattern(part) for part in parts}
-    if interface.paged:
+    if interface.has_pages:
         return PAGED()
-    if ATTENTION_MASK not in interface.inputs and not interface.shared:
+    if ATTENTION_MASK not in interface.inputs and not interface.has_shared_pool:
         return NO_MASK()
     if len(shapes) != 1 or set(interface.past) != numbered:
         return UNEVEN(layers=layers)

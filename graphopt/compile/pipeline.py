@@ -205,7 +205,7 @@ class HeldOut:
         if not any(report.effect == "lossy" and report.changes for report in manifest.passes):
             return None
         self._on_stage("judging it on held-out text")
-        comparisons = [check for check in manifest.checks if check.name == TASKS[manifest.task].compared]
+        comparisons = [check for check in manifest.checks if check.name == TASKS[manifest.task].quantity]
         if not self._tokens:
             return not_judged(NOT_ASKED())
         if self._file is None:

@@ -244,7 +244,7 @@ def session_from(opened: Opened, native: bool = True, device: Device = "cpu") ->
             tensor=next(iter(interface.windows)),
             remedy="make an artifact of the file that it came from: `graphopt export`, or `graphopt optimize`",
         )
-    if interface.shared:
+    if interface.has_shared_pool:
         raise InputError(
             "this model is made for an engine that many requests share, such as onnxruntime-genai's",
             file=opened.file,

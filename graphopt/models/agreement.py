@@ -72,7 +72,7 @@ def check_agreement(load: Callable[[], Any], program: ir.Model) -> Check:
     difference = float(np.abs(got - expected).max() / np.abs(expected).max())
     if not difference <= TOLERANCE:
         raise VerificationError(
-            f"the exported graph does not compute what transformers does: its {task.compared} are off by "
+            f"the exported graph does not compute what transformers does: its {task.quantity} are off by "
             f"{difference:.1e} of the largest (allowed: {TOLERANCE:.0e}); nothing was written",
             tensor=task.output,
             remedy=f"please report it: {type(model).__name__} is exported wrongly",

@@ -87,7 +87,7 @@ def export_graph(model: Any, source: str) -> ir.Model:
         except ImportError as error:
             raise MissingDependencyError(str(error), remedy='pip install "graphopt[export]"') from error
         try:
-            traced, inputs = _task_of(model).traced(model, source)
+            traced, inputs = _task_of(model).export_parts(model, source)
             shapes = {name: _varying(torch, value) for name, value in inputs.items() if name not in _FLAGS}
             config = exporters.OnnxConfig(dynamic=True, dynamic_shapes=shapes, opset_version=OPSET)
             # With symbolic shapes few operations meet a cached one, and filling the cache takes a sixth of the export.

@@ -25,7 +25,7 @@ def passes_table(manifest: Manifest) -> ConsoleTable:
     table = ConsoleTable(
         ["pass", "effect", *figure_columns("changed", "left alone"), "check", *figure_columns("change", "seconds")]
     )
-    comparisons = {task.compared for task in TASKS.values()}
+    comparisons = {task.quantity for task in TASKS.values()}
     for report in manifest.passes:
         checks = {check.name: check for check in manifest.checks_of(report)}
         comparison = next((check for name, check in checks.items() if name in comparisons), None)

@@ -69,7 +69,7 @@ class Probe(Protocol):
     def run(self, session: onnxruntime.InferenceSession) -> Floats:
         """Return what the model computes for the tokens that are compared, [tokens, width]."""
 
-    def aligned(self, before: Floats, after: Floats) -> Floats:
+    def matching_rows(self, before: Floats, after: Floats) -> Floats:
         """Return those rows of ``before`` that ``after`` still has."""
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Task(abc.ABC):
     Attributes:
         name: what manifests call it.
         noun: what messages call such a model, with its article.
-        compared: what is compared before and after a pass, for reports.
+        quantity: what is compared before and after a pass, for reports.
         output: the graph output that holds it.
         caches: whether models of this kind may have caches of keys and values.
         generates: whether it makes text token by token, and so takes the options of generating.
@@ -106,7 +106,7 @@ class Task(abc.ABC):
 
     name: ClassVar[str]
     noun: ClassVar[str]
-    compared: ClassVar[str]
+    quantity: ClassVar[str]
     output: ClassVar[str]
     caches: ClassVar[bool] = False
     generates: ClassVar[bool] = False
@@ -162,7 +162,7 @@ class Task(abc.ABC):
         """Return inputs to trace and run a model of transformers with, torch tensors by name: two padded prompts."""
         return sample_tokens(model)
 
-    def traced(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
+    def export_parts(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
         """Return the part of a model of transformers that becomes a graph, and inputs to trace it with.
 
         Args:
@@ -183,11 +183,11 @@ class Task(abc.ABC):
         """Return why onnxruntime-genai runs no model of this kind; ``None`` where it may."""
         return NO_GENAI(noun=self.noun)
 
-    def print_run(self, opened: Any, inputs: list[str], as_json: bool) -> None:
+    def print_run(self, model: Any, inputs: list[str], as_json: bool) -> None:
         """Print what ``graphopt run`` shows of a model that generates no text.
 
         Args:
-            opened: a :class:`graphopt.inference.session.Opened`.
+            model: a :class:`graphopt.inference.session.Opened`.
             inputs: what was given as ``--prompt``, such as texts or files.
             as_json: whether to print JSON.
 
@@ -195,13 +195,13 @@ class Task(abc.ABC):
             InputError: ``graphopt run`` shows nothing of such a model.
         """
         del inputs, as_json
-        raise self.refusal("has nothing that `graphopt run` shows", opened.file)
+        raise self.refusal("has nothing that `graphopt run` shows", model.file)
 
-    def print_evaluation(self, opened: Any, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+    def print_evaluation(self, model: Any, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
         """Print what ``graphopt eval`` measures of a model that generates no text.
 
         Args:
-            opened: a :class:`graphopt.inference.session.Opened`.
+            model: a :class:`graphopt.inference.session.Opened`.
             reference: the folder of the model that it is compared with.
             text: what is read.
             threads: of onnxruntime; 0 for its default.
@@ -211,14 +211,14 @@ class Task(abc.ABC):
             InputError: ``graphopt eval`` measures nothing of such a model, or the reference is missing.
         """
         del reference, text, threads, as_json
-        raise self.refusal("has nothing that `graphopt eval` measures", opened.file)
+        raise self.refusal("has nothing that `graphopt eval` measures", model.file)
 
-    def measure_quality(self, reference: Any, made: Path, **reading: Any) -> dict[str, float]:
+    def measure_quality(self, reference: Any, artifact: Path, **reading: Any) -> dict[str, float]:
         """Return how far an artifact is from what it was made from, with ``kl_mean`` or ``cosine_mean`` for a verdict.
 
         Args:
             reference: the folder or file that it was made from.
-            made: the folder of the artifact.
+            artifact: the folder of the artifact.
             reading: ``texts``, ``window``, ``tokens``, ``on_stage`` and ``ask`` of
                 :func:`graphopt.quality.judge.judge`.
 
@@ -226,15 +226,15 @@ class Task(abc.ABC):
             InputError: nothing measures it.
         """
         del reference, reading
-        raise self.refusal("has no measure of quality", made)
+        raise self.refusal("has no measure of quality", artifact)
 
     def describe_quality(self, verdict: str, figures: Mapping[str, float]) -> Fact:
         """Return the sentence about the figures of :meth:`measure_quality`."""
         raise NotImplementedError(f"{self.name} measures quality, {figures}, and has no sentence for it: {verdict}")
 
-    def refusal(self, what: str, file: Path | None = None) -> InputError:
+    def refusal(self, reason: str, file: Path | None = None) -> InputError:
         """Return the error that says what a model of this kind cannot do."""
-        return InputError(f"{self.noun} {what}", file=file, remedy=f"the task {self.name} would have to define it")
+        return InputError(f"{self.noun} {reason}", file=file, remedy=f"the task {self.name} would have to define it")
 
 
 def sample_tokens(model: Any) -> dict[str, Any]:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 TOKENS = Rule("encoder.tokens", "{batch} x {length} random tokens with padding")
 NO_TEXT = Rule("encoder.no-text", "an encoder makes hidden states, and onnxruntime-genai makes text")
 
-_FED = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
+_INPUTS = (INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS, POSITION_IDS)
 
 
 @dataclass(frozen=True)
@@ -72,22 +72,22 @@ class EncoderInterface:
         Raises:
             InputError: ``input_ids`` or ``last_hidden_state`` is missing, or an input is not known.
         """
-        found = cls({port.name: port for port in inputs}, {port.name: port for port in outputs})
-        for name, ports, kind in ((INPUT_IDS, found.inputs, "input"), (HIDDEN, found.outputs, "output")):
+        interface = cls({port.name: port for port in inputs}, {port.name: port for port in outputs})
+        for name, ports, kind in ((INPUT_IDS, interface.inputs, "input"), (HIDDEN, interface.outputs, "output")):
             if name not in ports:
                 raise InputError(
                     f"the graph has no {kind} of this name",
                     tensor=name,
                     remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
                 )
-        unknown = [name for name in found.inputs if name not in _FED]
+        unknown = [name for name in interface.inputs if name not in _INPUTS]
         if unknown:
             raise InputError(
                 "the graph has an input that graphopt does not know how to feed",
                 tensor=unknown[0],
-                remedy=f"known inputs of an encoder are {', '.join(_FED)}",
+                remedy=f"known inputs of an encoder are {', '.join(_INPUTS)}",
             )
-        return found
+        return interface
 
     @property
     def width(self) -> int | None:
@@ -100,31 +100,31 @@ class EncoderInterface:
         """Whether texts of different length can share a batch."""
         return ATTENTION_MASK in self.inputs
 
-    def feeds(self, input_ids: IntArray, attention_mask: IntArray, *, padded: bool = True) -> dict[str, Array]:
+    def feeds(self, input_ids: IntArray, attention_mask: IntArray, *, needs_mask: bool = True) -> dict[str, Array]:
         """Return what to feed.
 
         Args:
             input_ids: the tokens, [batch, length].
             attention_mask: 1 for a real token, 0 for padding, [batch, length].
-            padded: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
+            needs_mask: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
 
         Raises:
             InputError: there is padding, and the graph has no ``attention_mask``.
         """
-        if padded and not self.takes_padding and not attention_mask.all():
+        if needs_mask and not self.takes_padding and not attention_mask.all():
             raise InputError(
                 f"this graph has no {ATTENTION_MASK} input, so texts of different length cannot share a batch",
                 remedy="run the texts one by one",
             )
-        places = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
-        known = {
+        positions = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
+        arrays = {
             INPUT_IDS: input_ids,
             ATTENTION_MASK: attention_mask,
             # All of one text: the second segment is for pairs.
             TOKEN_TYPE_IDS: np.zeros_like(input_ids),
-            POSITION_IDS: places,
+            POSITION_IDS: positions,
         }
-        return {name: np.ascontiguousarray(known[name], port.dtype or np.int64) for name, port in self.inputs.items()}
+        return {name: np.ascontiguousarray(arrays[name], port.dtype or np.int64) for name, port in self.inputs.items()}
 
 
 @dataclass(frozen=True)
@@ -151,15 +151,18 @@ class EncoderProbe:
         states: Floats = hidden[self.real].astype(np.float64)
         return states
 
-    def aligned(self, before: Floats, after: Floats) -> Floats:
+    def matching_rows(self, before: Floats, after: Floats) -> Floats:
         """Return ``before``: every token keeps its hidden state."""
         del after
         return before
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
         """Return the cosines of hidden states with those of the model before any pass: their mean and the smallest."""
-        found = cosines(first, after)
-        return {"cosine_with_start_mean": float(found.mean()), "cosine_with_start_smallest": float(found.min())}
+        similarities = cosines(first, after)
+        return {
+            "cosine_with_start_mean": float(similarities.mean()),
+            "cosine_with_start_smallest": float(similarities.min()),
+        }
 
 
 class Encoder(Task):
@@ -167,7 +170,7 @@ class Encoder(Task):
 
     name: ClassVar[str] = "encoder"
     noun: ClassVar[str] = "an encoder"
-    compared: ClassVar[str] = "hidden states"
+    quantity: ClassVar[str] = "hidden states"
     output: ClassVar[str] = HIDDEN
 
     def matches(self, inputs: Collection[str], outputs: Collection[str]) -> bool:
@@ -200,7 +203,7 @@ class Encoder(Task):
             mask = np.ones((batch, length), np.int64)
             if ATTENTION_MASK in interface.inputs:
                 mask = random_padding(batch, length, random)
-            feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, padded=False)
+            feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, needs_mask=False)
             yield Call(feeds, length, 0, mask.astype(bool))
 
     def takes_config(self, config: Any, transformers: Any) -> bool:
@@ -208,11 +211,11 @@ class Encoder(Task):
 
         The checkpoint is such a model, or one without a head.
         """
-        kind, masked = type(config), transformers.MODEL_FOR_MASKED_LM_MAPPING
+        kind, mlm_classes = type(config), transformers.MODEL_FOR_MASKED_LM_MAPPING
         is_decoder = getattr(config, "is_decoder", False) or getattr(config, "is_encoder_decoder", False)
-        if kind not in masked or is_decoder or CAUSAL_LM.takes_config(config, transformers):
+        if kind not in mlm_classes or is_decoder or CAUSAL_LM.takes_config(config, transformers):
             return False
-        mappings = (transformers.MODEL_MAPPING, masked, transformers.MODEL_FOR_PRETRAINING_MAPPING)
+        mappings = (transformers.MODEL_MAPPING, mlm_classes, transformers.MODEL_FOR_PRETRAINING_MAPPING)
         classes = set().union(*(classes_of(kind, mapping) for mapping in mappings))
         return bool(classes.intersection(getattr(config, "architectures", None) or classes))
 
@@ -231,17 +234,17 @@ class Encoder(Task):
         """See :class:`Task`."""
         return NO_TEXT()
 
-    def print_run(self, opened: Any, inputs: list[str], as_json: bool) -> None:
+    def print_run(self, model: Any, inputs: list[str], as_json: bool) -> None:
         """Print cosines of the embeddings of texts."""
-        upper("graphopt.cli.embeddings:print_embeddings")(opened, inputs, as_json)
+        upper("graphopt.cli.embeddings:print_embeddings")(model, inputs, as_json)
 
-    def print_evaluation(self, opened: Any, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
+    def print_evaluation(self, model: Any, reference: Path | None, text: str, threads: int, as_json: bool) -> None:
         """Print how close embeddings are to those of a reference."""
-        upper("graphopt.cli.embeddings:print_closeness")(opened, reference, text, threads, as_json)
+        upper("graphopt.cli.embeddings:print_closeness")(model, reference, text, threads, as_json)
 
-    def measure_quality(self, reference: Any, made: Path, **reading: Any) -> dict[str, float]:
+    def measure_quality(self, reference: Any, artifact: Path, **reading: Any) -> dict[str, float]:
         """Compare embeddings of sentences."""
-        figures: dict[str, float] = upper("graphopt.quality.judge:embedding_quality")(reference, made, **reading)
+        figures: dict[str, float] = upper("graphopt.quality.judge:embedding_quality")(reference, artifact, **reading)
         return figures
 
     def describe_quality(self, verdict: str, figures: Mapping[str, float]) -> Fact:
@@ -265,5 +268,5 @@ def cosines(a: npt.NDArray[np.floating], b: npt.NDArray[np.floating]) -> Floats:
     a, b = a.astype(np.float64), b.astype(np.float64)
     lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     products = np.einsum("ij,ij->i", a, b)
-    found: Floats = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
-    return found
+    quotients: Floats = np.divide(products, lengths, out=np.zeros_like(products), where=lengths > 0)
+    return quotients

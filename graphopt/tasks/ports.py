@@ -49,7 +49,7 @@ def port_of_value(value: ir.Value) -> Port:
     return Port(
         value.name or "",
         None if value.dtype is None else value.dtype.numpy(),
-        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in dims),
+        tuple(dim if isinstance(dim, int) else _fixed_size(str(dim)) for dim in dims),
         tuple(getattr(dim, "value", None) for dim in dims),
     )
 
@@ -60,11 +60,11 @@ def port_of_node(node: onnxruntime.NodeArg) -> Port:
     return Port(
         node.name,
         None if dtype is None else np.dtype(dtype),
-        tuple(dim if isinstance(dim, int) else _fixed(str(dim)) for dim in node.shape),
+        tuple(dim if isinstance(dim, int) else _fixed_size(str(dim)) for dim in node.shape),
         tuple(dim if isinstance(dim, str) else None for dim in node.shape),
     )
 
 
-def _fixed(symbol: str) -> int | None:
+def _fixed_size(symbol: str) -> int | None:
     # The exporter writes a fixed dimension that it traced as symbolic as the symbol "8".
     return int(symbol) if symbol.isdigit() else None

@@ -138,7 +138,7 @@ class Verifier:
             raise InputError(f"onnxruntime cannot run the model as it came in: {error}") from error
         if not np.isfinite(self._first).all():
             raise VerificationError(
-                f"the model computes NaN or infinite {task.compared} before any pass", tensor=task.output
+                f"the model computes NaN or infinite {task.quantity} before any pass", tensor=task.output
             )
 
     def check(self, model: ir.Model, name: str, effect: Effect) -> Check:
@@ -155,29 +155,29 @@ class Verifier:
             return self._not_covered(model, name)
         task, exact = self._task or task_of(model.graph), effect == "exact"
         after, probe = self._run(model, self.runner), self._probe_for(model)
-        first, before = (probe.aligned(each, after) for each in (self._first, self._last.as_it_runs))
+        first, before = (probe.matching_rows(each, after) for each in (self._first, self._last.as_it_runs))
         if not np.isfinite(after).all():
             raise VerificationError(
-                f"the {task.compared} are NaN or infinite after a pass", node=name, tensor=task.output
+                f"the {task.quantity} are NaN or infinite after a pass", node=name, tensor=task.output
             )
         said, figures = self._said(model, after), self._figures(model, first, before, after)
         if exact and not figures["largest_change"] <= TOLERANCE and (said.model or self._last.model):
             self._last, said = self._both_with_floats(self._last, said)
             assert self._last.in_floats is not None
             assert said.in_floats is not None
-            before = probe.aligned(self._last.in_floats, said.in_floats)
+            before = probe.matching_rows(self._last.in_floats, said.in_floats)
             figures = self._figures(model, first, before, said.in_floats)
         change = figures["largest_change"]
         if exact and not change <= TOLERANCE:
             raise VerificationError(
-                f"the pass {name} is exact, but it moved the {task.compared} by {change:.1e} of the largest "
+                f"the pass {name} is exact, but it moved the {task.quantity} by {change:.1e} of the largest "
                 f"(allowed: {TOLERANCE:.0e}); nothing was written",
                 tensor=task.output,
                 remedy="leave the pass out of the recipe, and report this with the model",
             )
         self._first, self._last = first, said
         return Check(
-            name=task.compared, after=name, status="measured", reason=RAN(tokens=probe.tokens), figures=figures
+            name=task.quantity, after=name, status="measured", reason=RAN(tokens=probe.tokens), figures=figures
         )
 
     def check_together(self, passes: Sequence[tuple[str, ir.Model]]) -> list[Check]:
@@ -209,11 +209,11 @@ class Verifier:
         if self._last is None or self._first is None:
             return self._not_covered(model, name)
         figures = self._figures(model, self._first, self._last.as_it_runs, self._last.as_it_runs)
-        compared = (self._task or task_of(model.graph)).compared
+        compared = (self._task or task_of(model.graph)).quantity
         return Check(name=compared, after=name, status="measured", reason=UNCHANGED(), figures=figures)
 
     def _not_covered(self, model: ir.Model, name: str) -> Check:
-        compared = (self._task or task_of(model.graph)).compared
+        compared = (self._task or task_of(model.graph)).quantity
         return Check(name=compared, after=name, status="not covered", reason=self.why_not or NOT_STARTED())
 
     def _figures(self, model: ir.Model, first: Floats, before: Floats, after: Floats) -> dict[str, float]:

@@ -39,7 +39,7 @@ class ScorerProbe:
     def run(self, session):
         return run(session, ["scores"], self.feeds)[0].astype(np.float64)
 
-    def aligned(self, before, after):
+    def matching_rows(self, before, after):
         return before
 
     def figures(self, first, after):
@@ -47,7 +47,7 @@ class ScorerProbe:
 
 class Scorer(Task):
     """Rows of numbers in, scores out."""
-    name, noun, compared, output = "scorer", "a scorer", "scores", "scores"
+    name, noun, quantity, output = "scorer", "a scorer", "scores", "scores"
 
     def matches(self, inputs, outputs):
         return "features" in inputs and "scores" in outputs

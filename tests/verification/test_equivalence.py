@@ -123,7 +123,7 @@ def test_padding_and_a_cache_are_part_of_the_probe(llama_artifact: Path, tmp_pat
 
     model = artifact.read(llama_artifact).model
     verifier = started(model, tmp_path)
-    assert (CausalProbe.of(Interface.of_graph(model.graph)).attention_mask == 0).sum() == 3
+    assert (CausalProbe.draw(Interface.of_graph(model.graph)).attention_mask == 0).sum() == 3
     # what an Attention that forgets its mask gets wrong shows only behind padding and in the second call
     for node in [node for node in model.graph if node.op_type == "Attention"]:
         node.replace_input_with(3, None)

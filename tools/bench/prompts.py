@@ -42,7 +42,7 @@ def main(
 ) -> None:
     """Print a row for each batch."""
     session = load(folder, threads=threads)
-    if not session.interface.paged:
+    if not session.interface.has_pages:
         raise InputError("its caches grow", file=folder, remedy="make it with --target ort-cpu")
     text = session.require_tokenizer().encode(held_out_texts()[0][:200_000], add_special_tokens=False).ids
     table = Table("tokens of the prompts", "with padding, ms", "apart, ms", "ratio", "chosen")

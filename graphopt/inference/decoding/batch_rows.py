@@ -108,7 +108,7 @@ class MaskedRows:
         """See :class:`Rows`."""
         self._next = np.concatenate((self._mask, np.ones_like(input_ids) if mask is None else mask), axis=1)
         # Later, a 0 marks columns after the end of a row. They are never read, so a graph without a mask may ignore it.
-        feeds = self._interface.feeds(input_ids, self._next, {}, padded=self.columns == 0)
+        feeds = self._interface.feeds(input_ids, self._next, {}, needs_mask=self.columns == 0)
         return Step(feeds, self._mask.sum(axis=1), self._next.sum(axis=1))
 
     def finish(self) -> None:

@@ -69,7 +69,7 @@ class Decoder:
     def __init__(self, session: Session, batch: int, *, states: StateStore | None = None, room: int = 0) -> None:
         self._session, interface = session, session.interface
         self._rows: Rows
-        if interface.paged:
+        if interface.has_pages:
             self._rows = CountedRows(interface, np.zeros(batch, np.int64))
         else:
             self._rows = MaskedRows(interface, batch)
@@ -268,7 +268,7 @@ class Decoder:
 
 
 def _open_states(session: Session, batch: int, room: int) -> StateStore:
-    if not session.interface.paged:
+    if not session.interface.has_pages:
         return GrowingStates(session.interface, batch, device=session.device)
     return PagedStates(
         session.interface,

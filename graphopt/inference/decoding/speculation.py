@@ -241,7 +241,7 @@ def _check(session: Session, batch: int) -> None:
             tensor="logits",
             remedy=f"make it with --last-logits {LONGEST + 1}, or without that option",
         )
-    if batch > 1 and not interface.paged:
+    if batch > 1 and not interface.has_pages:
         raise InputError(
             f"rows of a batch agree with different numbers of guesses, and this cache of {batch} rows grows by columns",
             file=session.file,

@@ -159,7 +159,7 @@ class Format(abc.ABC):
         """Return about what the best codes for ``units`` times ``scales`` mean, in units; may write to ``units``."""
         return self.decode(self.encode(units * scales, scales)).astype(np.float32)
 
-    def pooled(self, errors: Doubles) -> Doubles:
+    def pool_errors(self, errors: Doubles) -> Doubles:
         """Return the errors of all columns that are encoded together, at each of them, [groups, columns].
 
         Scales of such columns are chosen together: codes of one column change with the scales of its neighbours.
@@ -180,10 +180,10 @@ class Format(abc.ABC):
         """Return where in a row of codes the codes of some columns of weights lie, whole joint runs of them."""
         return columns
 
-    def blocks(self, columns: int, most: int) -> Iterator[slice]:
-        """Yield slices of columns that cover all, about ``most`` of them in each; no code reaches out of its slice."""
+    def blocks(self, columns: int, size: int) -> Iterator[slice]:
+        """Yield slices of columns that cover all, about ``size`` of them in each; no code reaches out of its slice."""
         joint = columns if self.joint_columns is None else self.joint_columns
-        width = max(1, most // max(1, joint)) * joint
+        width = max(1, size // max(1, joint)) * joint
         for begin in range(0, columns, max(1, width)):
             yield slice(begin, min(begin + width, columns))
 

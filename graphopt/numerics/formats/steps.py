@@ -29,8 +29,8 @@ def integer_step(values: Sequence[float], limit: float) -> float | None:
         raise ValueError("a table of numbers that are not all finite has no step")
     ratios = [float(value).as_integer_ratio() for value in values]
     # denominators are powers of two, so the largest of them is a multiple of the others
-    denominator = max((below for _, below in ratios), default=1)
-    multiples = [abs(above) * (denominator // below) for above, below in ratios]
+    denominator = max((denominator_of_ratio for _, denominator_of_ratio in ratios), default=1)
+    multiples = [abs(numerator) * (denominator // denominator_of_ratio) for numerator, denominator_of_ratio in ratios]
     divisor = math.gcd(*multiples)
     if divisor == 0:
         return 1.0

@@ -19,10 +19,10 @@ def prime_power(q: int) -> tuple[int, int] | None:
     if q < 2:
         return None
     prime = next((divisor for divisor in range(2, int(q**0.5) + 1) if q % divisor == 0), q)
-    exponent, rest = 0, q
-    while rest % prime == 0:
-        exponent, rest = exponent + 1, rest // prime
-    return (prime, exponent) if rest == 1 else None
+    exponent, quotient = 0, q
+    while quotient % prime == 0:
+        exponent, quotient = exponent + 1, quotient // prime
+    return (prime, exponent) if quotient == 1 else None
 
 
 def characters(q: int) -> npt.NDArray[np.int8]:
@@ -37,15 +37,15 @@ def characters(q: int) -> npt.NDArray[np.int8]:
     if parts is None or parts[0] == 2:
         raise ValueError(f"{q} is no power of an odd prime")
     prime, degree = parts
-    place = prime ** np.arange(degree)
+    weights = prime ** np.arange(degree)
     chi = np.zeros(q, np.int8)
-    powers = np.array(_powers_of_x(prime, degree)) @ place
+    powers = np.array(_powers_of_x(prime, degree)) @ weights
     chi[powers[0::2]], chi[powers[1::2]] = 1, -1
     if degree == 1:  # a row is the one before it, moved on by one: chi(i - j) is found at q - i + j of this
         return np.lib.stride_tricks.sliding_window_view(np.tile(np.roll(chi[::-1], 1), 2), q)[q:0:-1]
-    digits = np.arange(q)[:, None] // place % prime
+    digits = np.arange(q)[:, None] // weights % prime
     # row by row: a table of all differences at once would take 8 k bytes an entry
-    return np.stack([chi[(element - digits) % prime @ place] for element in digits])
+    return np.stack([chi[(element - digits) % prime @ weights] for element in digits])
 
 
 def _powers_of_x(prime: int, degree: int) -> list[tuple[int, ...]]:
@@ -54,12 +54,12 @@ def _powers_of_x(prime: int, degree: int) -> list[tuple[int, ...]]:
     A polynomial modulo which these are p^k - 1 elements is primitive: every element but 0 is then a power of x, and so
     has an inverse.
     """
-    one = (1, *[0] * (degree - 1))
+    unit = (1, *[0] * (degree - 1))
     for remainder in product(range(prime), repeat=degree):
         if remainder[0] == 0:
             continue
-        powers, power = [one], _times_x(one, remainder, prime)
-        while power != one:
+        powers, power = [unit], _times_x(unit, remainder, prime)
+        while power != unit:
             powers.append(power)
             power = _times_x(power, remainder, prime)
         if len(powers) == prime**degree - 1:
@@ -70,5 +70,5 @@ def _powers_of_x(prime: int, degree: int) -> list[tuple[int, ...]]:
 def _times_x(element: tuple[int, ...], remainder: tuple[int, ...], prime: int) -> tuple[int, ...]:
     """Multiply by x, where x^k = ``remainder``. Its constant is not 0, so this permutes the ring's elements."""
     top = element[-1]
-    shifted = (0, *element[:-1])
-    return tuple((low + top * part) % prime for low, part in zip(shifted, remainder, strict=True))
+    coefficients = (0, *element[:-1])
+    return tuple((low + top * part) % prime for low, part in zip(coefficients, remainder, strict=True))

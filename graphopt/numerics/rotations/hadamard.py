@@ -75,7 +75,7 @@ def factors(width: int) -> tuple[int, ...]:
     cheapest = _cheapest(order)
     assert cheapest is not None
     # min takes the first among equals, and permutations begin with what they are given.
-    return min(permutations(cheapest[1]), key=lambda ordered: sum(map(prod, halves(ordered))))
+    return min(permutations(cheapest[1]), key=lambda factors: sum(map(prod, halves(factors))))
 
 
 def halves(factors: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -94,10 +94,10 @@ def _cheapest(n: int) -> tuple[int, tuple[int, ...]] | None:
         return (2 * (n.bit_length() - 1), (n,) if n > 1 else ())
     candidates = []
     for divisor in _divisors(n):
-        rest = None if _is_power_of_two(divisor) or not _construction(divisor) else _cheapest(n // divisor)
-        if rest is not None:
-            ordered = sorted((divisor, *rest[1]), key=lambda order: (_is_power_of_two(order), order))
-            candidates.append((divisor + rest[0], tuple(ordered)))
+        cofactor = None if _is_power_of_two(divisor) or not _construction(divisor) else _cheapest(n // divisor)
+        if cofactor is not None:
+            factors = sorted((divisor, *cofactor[1]), key=lambda order: (_is_power_of_two(order), order))
+            candidates.append((divisor + cofactor[0], tuple(factors)))
     return min(candidates, default=None)
 
 

@@ -95,14 +95,14 @@ class HadamardRotation:
         """
         last = np.moveaxis(array, axis, -1)
         rows = last.reshape(-1, self.width)
-        turned = np.empty(rows.shape)
+        rotated_rows = np.empty(rows.shape)
         diagonal = np.ones(self.width) if self.seed is None else signs(self.width, self.seed)
         step = max(1, _CHUNK // self.width)
         for start in range(0, len(rows), step):
             piece = slice(start, start + step)
-            turned[piece] = transform(np.multiply(rows[piece], diagonal, order="C"), self.factors)
-        turned /= np.sqrt(prod(self.factors))
-        return np.moveaxis(turned.reshape(last.shape), -1, axis)
+            rotated_rows[piece] = transform(np.multiply(rows[piece], diagonal, order="C"), self.factors)
+        rotated_rows /= np.sqrt(prod(self.factors))
+        return np.moveaxis(rotated_rows.reshape(last.shape), -1, axis)
 
     def claim(self) -> RotationClaim:
         """Return the data from which Q can be built again."""

@@ -42,8 +42,8 @@ def _steps(order: int) -> tuple[int, ...]:
 @lru_cache(maxsize=16)
 def pair(factors: tuple[int, ...]) -> tuple[Signs, Signs]:
     """Return int8 [a, a] and [b, b], read-only, whose Kronecker product is that of all ``factors``; a + b is least."""
-    left, right = halves(factors)
-    return _product(left), _product(right)
+    first, second = halves(factors)
+    return _product(first), _product(second)
 
 
 def _product(factors: tuple[int, ...]) -> Signs:

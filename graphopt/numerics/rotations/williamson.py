@@ -40,7 +40,7 @@ def _symmetries(n: int) -> list[list[list[int]]]:
     The orbits are those of multiplying by -1 (so that a circulant is symmetric) and by one more unit modulo n; with
     -1 itself as that unit, the rows are all symmetric ones.
     """
-    found = {}
+    symmetries = {}
     for unit in (unit for unit in range(2, n) if gcd(unit, n) == 1):
         orbits: list[list[int]] = []
         for start in range(1, n):
@@ -49,8 +49,8 @@ def _symmetries(n: int) -> list[list[list[int]]]:
                 for member in orbit:  # grows while it is read
                     orbit += {-member % n, member * unit % n} - set(orbit)
                 orbits.append(sorted(orbit))
-        found[tuple(map(tuple, orbits))] = orbits
-    return sorted((orbits for orbits in found.values() if len(orbits) <= _MOST_ORBITS), key=len)
+        symmetries[tuple(map(tuple, orbits))] = orbits
+    return sorted((orbits for orbits in symmetries.values() if len(orbits) <= _MOST_ORBITS), key=len)
 
 
 def _search(n: int, orbits: list[list[int]]) -> Rows | None:
@@ -70,13 +70,13 @@ def _search(n: int, orbits: list[list[int]]) -> Rows | None:
         if sum(value * value for value in four) == 4 * n:
             # smallest with largest, so that the two lists of pairs are about equally long
             a, b, c, d = sorted((groups[value] for value in four), key=len)
-            left, right = (
+            first_hashes, second_hashes = (
                 np.add.outer(hashes[a], hashes[d]).ravel(),
                 np.negative(np.add.outer(hashes[b], hashes[c]).ravel()),
             )
-            _, first, second = np.intersect1d(left, right, return_indices=True)
+            _, first, second = np.intersect1d(first_hashes, second_hashes, return_indices=True)
             for ad, bc in zip(first, second, strict=True):
-                chosen = [a[ad // len(d)], d[ad % len(d)], b[bc // len(c)], c[bc % len(c)]]
-                if not correlations[chosen].sum(0).any():
-                    return rows[chosen]
+                quadruple = [a[ad // len(d)], d[ad % len(d)], b[bc // len(c)], c[bc % len(c)]]
+                if not correlations[quadruple].sum(0).any():
+                    return rows[quadruple]
     return None

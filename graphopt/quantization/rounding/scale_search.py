@@ -110,7 +110,7 @@ def _tried(
     errors *= errors
     if weights is not None:
         errors *= weights
-    return _State(scales, zero_points, format.pooled(errors.sum(1))), values
+    return _State(scales, zero_points, format.pool_errors(errors.sum(1))), values
 
 
 def _relative(importance: Doubles | None) -> Singles | None:

@@ -97,10 +97,12 @@ def _searched(
     extremes = extremes_of(groups, format)
     best = scaling_at(extremes, format, shares[0], scale_type)
     if len(shares) > 1:
-        error = format.pooled(squared_error(groups, format, best, importance))
+        error = format.pool_errors(squared_error(groups, format, best, importance))
         for share in shares[1:]:
             trial = scaling_at(extremes, format, share, scale_type)
-            best, error = better(best, error, trial, format.pooled(squared_error(groups, format, trial, importance)))
+            best, error = better(
+                best, error, trial, format.pool_errors(squared_error(groups, format, trial, importance))
+            )
     return Chosen(nearest(groups, format, best, importance), *best)
 
 

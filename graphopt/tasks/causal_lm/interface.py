@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     import onnxruntime
 
 _LENGTHS = (PAST_LENGTH, NEW_LENGTH)
-_FED = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE}
+_INPUTS = {INPUT_IDS, ATTENTION_MASK, POSITION_IDS, *_LENGTHS, STARTS, PAST_LENGTHS, BLOCK_TABLE}
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Interface:
                     tensor=name,
                     remedy=f"it has {', '.join(ports)}; export it with `graphopt export`, or rename it",
                 )
-        unknown = [name for name in ins if name not in _FED and name not in past]
+        unknown = [name for name in ins if name not in _INPUTS and name not in past]
         if unknown:
             raise InputError(
                 "the graph has an input that graphopt does not know how to feed",
@@ -135,25 +135,25 @@ class Interface:
         return cls(ins, outs, past, present, layers, pads, windows or {})
 
     @property
-    def paged(self) -> bool:
+    def has_pages(self) -> bool:
         """Whether the caches lie in pages, which the caller allocates and the graph fills."""
         return bool(self.layers)
 
     @property
-    def shared(self) -> bool:
+    def has_shared_pool(self) -> bool:
         """Whether rows share a pool of blocks, and their tokens stand one behind the other."""
         return BLOCK_TABLE in self.inputs
 
     @property
     def takes_padding(self) -> bool:
         """Whether rows of different length can share a batch."""
-        return self.pads and (ATTENTION_MASK in self.inputs or NEW_LENGTH in self.inputs or self.shared)
+        return self.pads and (ATTENTION_MASK in self.inputs or NEW_LENGTH in self.inputs or self.has_shared_pool)
 
     @property
     def why_no_padding(self) -> str:
         """What to say where :attr:`takes_padding` is false."""
-        there = ATTENTION_MASK in self.inputs
-        cause = "counts a row's tokens from its first column" if there else "has no attention_mask input"
+        has_mask = ATTENTION_MASK in self.inputs
+        cause = "counts a row's tokens from its first column" if has_mask else "has no attention_mask input"
         return f"this graph {cause}, so prompts of different length cannot share a batch"
 
     @property
@@ -166,18 +166,18 @@ class Interface:
     def last_logits(self) -> int | None:
         """Of how many of the last positions of a call the graph makes logits, at most; ``None`` for all."""
         logits = self.outputs[LOGITS]
-        return 1 if self.shared else last_positions(logits.shape, logits.symbols)
+        return 1 if self.has_shared_pool else last_positions(logits.shape, logits.symbols)
 
     @property
     def gives_hidden(self) -> bool:
         """Whether the graph gives the last hidden state of each position that has logits."""
-        return HIDDEN in self.outputs and not self.shared
+        return HIDDEN in self.outputs and not self.has_shared_pool
 
     @property
     def reach(self) -> int | None:
         """Where positions are unbounded, the tokens that a query reads at most."""
-        bounded = not self.layers or any(not layer.has_unbounded_positions for layer in self.layers)
-        return None if bounded else max(layer.reach for layer in self.layers)
+        is_bounded = not self.layers or any(not layer.has_unbounded_positions for layer in self.layers)
+        return None if is_bounded else max(layer.reach for layer in self.layers)
 
     def empty_past(self, batch: int, room: int = 0) -> dict[str, Array]:
         """Return a cache without tokens for ``batch`` sequences, by input name; one that grows has the length 0.
@@ -189,7 +189,7 @@ class Interface:
         Raises:
             InputError: the graph does not state the number of KV heads or the head size.
         """
-        if self.paged:
+        if self.has_pages:
             return {
                 layer.port(state): tensor.zeros()
                 for layer in self.layers
@@ -198,7 +198,7 @@ class Interface:
         caches: dict[str, Array] = {}
         for name in self.past:
             port = self.inputs[name]
-            if self.shared:
+            if self.has_shared_pool:
                 blocks = batch * max(1, -(-room // int(str(port.shape[1]))))
                 caches[name] = np.zeros((blocks, *(int(str(size)) for size in port.shape[1:])), port.dtype)
                 continue
@@ -210,7 +210,7 @@ class Interface:
         return caches
 
     def feeds(
-        self, input_ids: IntArray, attention_mask: IntArray, past: Mapping[str, Array], *, padded: bool = True
+        self, input_ids: IntArray, attention_mask: IntArray, past: Mapping[str, Array], *, needs_mask: bool = True
     ) -> dict[str, Array]:
         """Return what to feed for one step.
 
@@ -218,16 +218,16 @@ class Interface:
             input_ids: the new tokens, [batch, length].
             attention_mask: 1 for a real token, 0 for padding, [batch, past + length].
             past: the caches by input name, as from :meth:`empty_past` or an earlier step.
-            padded: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
+            needs_mask: whether a 0 in ``attention_mask`` must be obeyed; a graph without that input refuses it.
 
         Raises:
             InputError: there is padding, and the graph has no ``attention_mask``; or it has lengths instead, and the
                 new tokens of a row do not stand at its end.
         """
-        if not self.takes_padding and padded and not attention_mask.all():
+        if not self.takes_padding and needs_mask and not attention_mask.all():
             raise InputError(self.why_no_padding, remedy="run the prompts one by one, or optimize the model first")
-        if self.shared:
-            return {**_packed(input_ids, attention_mask, next(len(each) for each in past.values())), **past}
+        if self.has_shared_pool:
+            return {**_pool_feeds(input_ids, attention_mask, next(len(pool) for pool in past.values())), **past}
         positions = np.maximum(attention_mask.cumsum(-1) - 1, 0)[:, -input_ids.shape[1] :]
         feeds: dict[str, Array] = {
             INPUT_IDS: input_ids,
@@ -235,7 +235,7 @@ class Interface:
             POSITION_IDS: positions,
             **past,
         }
-        if self.paged:
+        if self.has_pages:
             feeds |= _lengths(attention_mask, input_ids.shape[1])
         return {name: np.ascontiguousarray(value) for name, value in feeds.items() if name in self.inputs}
 
@@ -260,7 +260,7 @@ def _lengths(attention_mask: IntArray, length: int) -> dict[str, Array]:
     return {PAST_LENGTH: past, NEW_LENGTH: new_lengths(attention_mask[:, -length:])}
 
 
-def _packed(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> dict[str, Array]:
+def _pool_feeds(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> dict[str, Array]:
     """Return tokens one behind the other, their lengths, and a table that gives each row the same number of blocks."""
     batch, length = input_ids.shape
     lengths = _lengths(attention_mask, length)
@@ -274,10 +274,10 @@ def _packed(input_ids: IntArray, attention_mask: IntArray, blocks: int) -> dict[
 
 def _check_pages(inputs: Mapping[str, Port], past: Sequence[str], layers: Sequence[PagedLayer]) -> None:
     """Refuse a graph whose caches are not what its layers say."""
-    told = {name for layer in layers for name in layer.ports}
-    there = {name for name in past if (port := past_port(name)) is not None and port.part in STATES}
-    odd = sorted((told ^ there) | ({*past} - there if told else set()))
-    odd += [name for name in _LENGTHS if (name in inputs) != bool(told)]
+    described_ports = {name for layer in layers for name in layer.ports}
+    state_ports = {name for name in past if (port := past_port(name)) is not None and port.part in STATES}
+    odd = sorted((described_ports ^ state_ports) | ({*past} - state_ports if described_ports else set()))
+    odd += [name for name in _LENGTHS if (name in inputs) != bool(described_ports)]
     if odd:
         raise InputError(
             "the graph's caches in pages are not what its metadata says",

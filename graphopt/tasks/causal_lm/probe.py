@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphopt.tasks.ports import Array, IntArray
 
 TOKENS = Rule("causal_lm.tokens", "{batch} x {length} random tokens{behind} with padding, in two calls")
-BEHIND = Rule("causal_lm.behind-context", " behind {tokens} of context")
+BEHIND_CONTEXT = Rule("causal_lm.behind-context", " behind {tokens} of context")
 
 # Columns of context that are fed at once: their logits are made and thrown away.
 _PIECE = 64
@@ -43,7 +43,7 @@ class CausalProbe:
     positions: bool = False
 
     @classmethod
-    def of(cls, interface: Interface, seed: int = 0, context: int = 0) -> CausalProbe:
+    def draw(cls, interface: Interface, seed: int = 0, context: int = 0) -> CausalProbe:
         """Draw a probe that fits ``interface``; without a cache there is no context."""
         context = context if interface.past else 0
         ids = np.random.default_rng(seed).integers(0, interface.vocabulary or 2, (BATCH, context + LENGTH))
@@ -55,7 +55,7 @@ class CausalProbe:
     @property
     def tokens(self) -> Fact:
         """See :class:`graphopt.tasks.base.Probe`."""
-        return TOKENS(batch=BATCH, length=LENGTH, behind=BEHIND(tokens=self.context) if self.context else None)
+        return TOKENS(batch=BATCH, length=LENGTH, behind=BEHIND_CONTEXT(tokens=self.context) if self.context else None)
 
     @property
     def feeds(self) -> dict[str, Array]:
@@ -71,7 +71,7 @@ class CausalProbe:
         return self.attention_mask.astype(bool)
 
     @property
-    def compared(self) -> npt.NDArray[np.bool_]:
+    def comparison_mask(self) -> npt.NDArray[np.bool_]:
         """[batch, 12]: which of the columns behind the context are tokens."""
         return self.real[:, self.context :]
 
@@ -91,32 +91,32 @@ class CausalProbe:
         interface = Interface.of_session(session)
         # What cannot have padding may take several new tokens onto a cache in one row only (GroupQueryAttention).
         rows = [slice(None)] if interface.pads else [slice(row, row + 1) for row in range(BATCH)]
-        made = np.concatenate([self._run_rows(session, interface, each) for each in rows])
-        taken: npt.NDArray[Any] = made[self.compared] if made.shape[1] == LENGTH else made
-        return taken.reshape(-1, made.shape[-1]).astype(np.float64)
+        logits = np.concatenate([self._run_rows(session, interface, part) for part in rows])
+        token_logits: npt.NDArray[Any] = logits[self.comparison_mask] if logits.shape[1] == LENGTH else logits
+        return token_logits.reshape(-1, logits.shape[-1]).astype(np.float64)
 
     def _run_rows(self, session: onnxruntime.InferenceSession, interface: Interface, rows: slice) -> npt.NDArray[Any]:
         """Return the logits [batch, columns, vocabulary] of some rows."""
         ids, mask = self.input_ids[rows], self.attention_mask[rows]
-        past, found = interface.empty_past(len(ids), ids.shape[1]), []
-        for start, end, compared in self.calls:
+        past, outputs = interface.empty_past(len(ids), ids.shape[1]), []
+        for start, end, is_compared in self.calls:
             feeds = interface.feeds(ids[:, start:end], mask[:, :end], past)
             logits, *present = run(session, [LOGITS, *interface.present], feeds)
             past = dict(zip(interface.past, present, strict=True))
-            if compared:
-                logits = logits[:, None] if interface.shared else logits
+            if is_compared:
+                logits = logits[:, None] if interface.has_shared_pool else logits
                 count = interface.last_logits
-                found.append(logits if count is None or count >= LENGTH else logits[:, -1:])
-        return np.concatenate(found, axis=1)
+                outputs.append(logits if count is None or count >= LENGTH else logits[:, -1:])
+        return np.concatenate(outputs, axis=1)
 
-    def aligned(self, before: Floats, after: Floats) -> Floats:
+    def matching_rows(self, before: Floats, after: Floats) -> Floats:
         """Return ``before``, or of it the tokens that end a call, where ``after`` has no others."""
         if len(after) >= len(before):
             return before
-        ends = np.zeros(self.compared.shape, bool)
+        ends = np.zeros(self.comparison_mask.shape, bool)
         ends[:, [PREFILL - 1, LENGTH - 1]] = True
-        chosen: Floats = before[ends[self.compared]]
-        return chosen
+        last_rows: Floats = before[ends[self.comparison_mask]]
+        return last_rows
 
     def figures(self, first: Floats, after: Floats) -> dict[str, float]:
         """Return the divergence from ``first``, and how often the likeliest token is the same."""

@@ -27,7 +27,7 @@ class CausalLM(Task):
 
     name: ClassVar[str] = "causal_lm"
     noun: ClassVar[str] = "a causal language model"
-    compared: ClassVar[str] = "logits"
+    quantity: ClassVar[str] = "logits"
     output: ClassVar[str] = LOGITS
     caches: ClassVar[bool] = True
     generates: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class CausalLM(Task):
 
     def probe(self, graph: ir.Graph, *, context: int = 0) -> CausalProbe:
         """See :class:`Task`."""
-        return CausalProbe.of(Interface.of_graph(graph), context=context)
+        return CausalProbe.draw(Interface.of_graph(graph), context=context)
 
     def text_feeds(self, graph: ir.Graph, input_ids: IntArray) -> Mapping[str, Array]:
         """See :class:`Task`."""
@@ -59,7 +59,7 @@ class CausalLM(Task):
             if ATTENTION_MASK in interface.inputs:
                 mask = random_padding(batch, past + length, random)
             thin = {name: np.zeros((batch, 1, past, 1), interface.inputs[name].dtype) for name in interface.past}
-            feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, thin, padded=False)
+            feeds = interface.feeds(random.integers(0, 2, (batch, length)), mask, thin, needs_mask=False)
             yield Call(feeds, length, past, mask.astype(bool))
 
     def takes_config(self, config: Any, transformers: Any) -> bool:
@@ -72,7 +72,7 @@ class CausalLM(Task):
             return bool(causal) and type(config) not in transformers.MODEL_FOR_MASKED_LM_MAPPING
         return bool(causal.intersection(names))
 
-    def traced(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
+    def export_parts(self, model: Any, source: str) -> tuple[Any, dict[str, Any]]:
         """Return the part of a model that takes several new tokens and a cache, and inputs for it.
 
         Raises:
@@ -89,9 +89,9 @@ class CausalLM(Task):
     def why_no_genai(self) -> None:
         """See :class:`Task`: where a graph cannot be run there, its ports say so."""
 
-    def measure_quality(self, reference: Any, made: Path, **reading: Any) -> dict[str, float]:
+    def measure_quality(self, reference: Any, artifact: Path, **reading: Any) -> dict[str, float]:
         """Compare logits on text."""
-        figures: dict[str, float] = upper("graphopt.quality.judge:text_quality")(reference, made, **reading)
+        figures: dict[str, float] = upper("graphopt.quality.judge:text_quality")(reference, artifact, **reading)
         return figures
 
     def describe_quality(self, verdict: str, figures: Mapping[str, float]) -> Fact:

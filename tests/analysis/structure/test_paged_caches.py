@@ -38,7 +38,7 @@ def test_graph_and_session_say_the_same(paged: ir.Model) -> None:
     of_graph = Interface.of_graph(paged.graph)
     with session_of(paged) as session:
         assert Interface.of_session(session) == of_graph
-    assert of_graph.paged
+    assert of_graph.has_pages
     assert of_graph.takes_padding
     assert [name.rpartition(".")[2] for name in of_graph.past] == ["keys", "values", "scales", "recent"] * 2
     assert from_json(to_json(of_graph.layers)) == of_graph.layers

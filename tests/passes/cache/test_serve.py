@@ -184,7 +184,7 @@ def test_families_compute_what_they_did(family: str, make_artifact: MakeArtifact
     assert check.status == "measured"
     assert check.figures["largest_change"] < 1e-5
     interface = Interface.of_graph(made.model.graph)
-    assert interface.shared
+    assert interface.has_shared_pool
     assert {interface.inputs[name].shape[1] for name in interface.past} == {32}
 
 

@@ -122,4 +122,4 @@ def test_graph_without_mask_refuses_padding() -> None:
     padded = np.array([[1, 1, 1], [0, 1, 1]])
     with pytest.raises(InputError, match="no attention_mask input"):
         interface.feeds(ids, padded, past)
-    assert "attention_mask" not in interface.feeds(ids, padded, past, padded=False)
+    assert "attention_mask" not in interface.feeds(ids, padded, past, needs_mask=False)

@@ -76,7 +76,7 @@ class ModelProposer(Proposer):
         """
         if rows:
             check_same_tokens(rows[0].session, self._session)
-        if len(rows) > 1 and not self._session.interface.paged:
+        if len(rows) > 1 and not self._session.interface.has_pages:
             raise InputError(
                 "this model cannot draft for several rows: its cache grows by columns",
                 file=self._session.file,
