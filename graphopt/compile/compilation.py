@@ -248,7 +248,7 @@ class Compilation:
         """Confirm that quantized products run as the kernels that they are meant for.
 
         Raises:
-            VerificationError: a product would run on dequantized weights.
+            UnfusedError: a product would run on dequantized weights.
         """
         return check_kernels(self.model, verifier.snapshots, self._entries, verifier.why_not)
 

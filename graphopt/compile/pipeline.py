@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from onnx_ir.passes.common import NameFixPass
 
+from graphopt.analysis.structure.product_codes import dequantize_of
 from graphopt.artifact import artifact as artifacts
 from graphopt.artifact.artifact import Artifact
 from graphopt.compile.compilation import Compilation
 from graphopt.errors import InputError
+from graphopt.graph import provenance
 from graphopt.graph.diagnostics import Check, Rule
 from graphopt.graph.weights.evaluator import workers
 from graphopt.graph.weights.work_folder import new_in, work_folder
+from graphopt.passes.codes.quantize_weights import QuantizeWeights
 from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.quality.compare import TOKENS, WINDOW
 from graphopt.quality.judge import Ask, confirm, judge, not_judged, reference_beside
@@ -22,10 +26,14 @@ from graphopt.quality.verdict import Requirement
 from graphopt.tasks import TASKS
 from graphopt.util.progress import Progress, silent
 from graphopt.verification.equivalence import NOT_ASKED
+from graphopt.verification.kernels import UnfusedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Executor
     from contextlib import AbstractContextManager
+
+    import onnx_ir as ir
 
     from graphopt.util.targets import ChosenTarget
 
@@ -94,17 +102,16 @@ def optimize(
         _refuse_without_output(work, required)
         temporary = tempfile.TemporaryDirectory(prefix="graphopt-")
         with workers(jobs) as executor:
-            compilation = Compilation(
+            begin = functools.partial(
+                Compilation,
                 model,
-                chosen,
-                target,
                 work=Path(temporary.name),
                 run=run,
                 statistics=statistics,
                 executor=executor,
                 on_stage=on_stage,
             )
-            made = compile_model(compilation, on_stage)
+            made = compile_fusible(begin, chosen, target, on_stage)
         made.keep = temporary
         return made
     output = Path(output)
@@ -115,10 +122,10 @@ def optimize(
         workers(jobs) as executor,
         held_out.reference() as reference,
     ):
-        compilation = Compilation(
-            model, chosen, target, work=folder, run=run, statistics=statistics, executor=executor, on_stage=on_stage
+        begin = functools.partial(
+            Compilation, model, work=folder, run=run, statistics=statistics, executor=executor, on_stage=on_stage
         )
-        made = compile_model(compilation, on_stage)
+        made = compile_fusible(begin, chosen, target, on_stage)
 
         def examine(written: Path) -> Check | None:
             check = held_out.judge(made, written, reference)
@@ -138,6 +145,47 @@ def optimize(
         )
         artifacts.read_weights_from(made.model, output)
     return made
+
+
+def compile_fusible(
+    begin: Callable[..., Compilation], recipe: Recipe, target: ChosenTarget | None, on_stage: Progress = silent
+) -> Artifact:
+    """Return what :func:`compile_model` makes; products that onnxruntime does not fuse with codes stay in floats.
+
+    A weight that is dequantized in every run makes a model many times slower than in floats, and onnxruntime alone
+    knows what it fuses. So what it left is compiled once more without codes, and the recipe in the manifest says so.
+
+    Args:
+        begin: makes a compilation of a recipe for a target.
+        recipe: the recipe.
+        target: what the model is to run on.
+        on_stage: called when a stage begins, with how many are done.
+
+    Raises:
+        InputError: the model cannot be used, or a pass cannot work on it.
+        VerificationError: a check failed.
+    """
+    compilation = begin(recipe, target)
+    try:
+        return compile_model(compilation, on_stage)
+    except UnfusedError as error:
+        weights = _weights_of(error.products, compilation.model.graph)
+        if not weights:
+            raise
+        on_stage(f"once more, {', '.join(weights)} in floats: onnxruntime does not fuse such a product")
+        names = dict.fromkeys(weights)
+        (step,) = (step for step in recipe.steps if isinstance(step, QuantizeWeights))
+        spared = recipe.setting(step.name, matrices={**step.matrices, **names})
+        reason = f"{', '.join(weights)} in floats, since onnxruntime does not fuse such a product"
+        described = spared.model_copy(update={"description": f"{recipe.description} ({reason})".strip()})
+        return compile_model(begin(described, target), on_stage)
+
+
+def _weights_of(products: Sequence[str], graph: ir.Graph) -> list[str]:
+    """Return the weights that ``quantize_weights`` made codes of, which some products now read."""
+    readers = [dequantize_of(node) for node in graph if node.name in products]
+    history = [step for reader in readers if reader is not None for step in provenance.steps(reader)]
+    return sorted({name for step in history if step.pass_name == QuantizeWeights.name for name in step.sources})
 
 
 def compile_model(compilation: Compilation, on_stage: Progress = silent) -> Artifact:

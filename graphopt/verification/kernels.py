@@ -18,7 +18,7 @@ from graphopt.runtime_ops import DOMAIN, OPERATORS, port, signature_of
 from graphopt.runtime_ops.schema import attributes_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from graphopt.ort.snapshots import Snapshots
 
@@ -31,6 +31,14 @@ ALL_FUSED = Rule(
 )
 OWN_KERNEL = Rule("kernels.own-kernel", "{operator} runs by graphopt's kernel, each node is there still")
 BODY = Rule("kernels.body", "{operator} runs by the function body: no kernel here")
+
+
+class UnfusedError(VerificationError):
+    """onnxruntime leaves quantized products on dequantized weights; ``products`` are the names of their nodes."""
+
+    def __init__(self, message: str, products: Sequence[str], remedy: str) -> None:
+        super().__init__(message, node=products[0], remedy=remedy)
+        self.products = tuple(products)
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,8 @@ def check_kernels(
         why_not: why the model cannot be opened here; then only what the graph says is reported.
 
     Raises:
-        VerificationError: a product would run on dequantized weights; names the first.
+        UnfusedError: a product would run on dequantized weights; names the first.
+        VerificationError: onnxruntime folds nodes that graphopt's kernels are for.
     """
     expected, ours = quantized_products(model.graph), own_nodes(model.graph)
     stated = [node for node in ours if is_packed(node)]
@@ -106,11 +115,10 @@ def check_kernels(
         running = [(node.op_type, activations_of(node)) for node in kernels]
     fused = len(kernels) - there
     if unfused or fused != len(expected):
-        first = (unfused or expected)[0]
-        raise VerificationError(
+        raise UnfusedError(
             f"onnxruntime fuses {fused} of {len(expected)} quantized products into {FUSED}; "
             "the others would run on dequantized weights",
-            node=first.name,
+            [node.name or "?" for node in unfused or expected],
             remedy="choose another group or format for this product in the recipe",
         )
     needs_bodies = any(part in node.overload for node in ours for part in OPERATORS[node.op_type].without_kernel)

@@ -18,7 +18,9 @@ from graphopt.artifact.artifact import DATA, MODEL, verify_files
 from graphopt.artifact.manifest import MANIFEST, read_manifest
 from graphopt.cli.run import run
 from graphopt.compile.pipeline import optimize
+from graphopt.compile.replay import verify
 from graphopt.errors import InputError, VerificationError
+from graphopt.graph.editing import insert_behind
 from graphopt.graph.weights import Expression, Inline, Scale
 from graphopt.inference.session import load
 from graphopt.ort import capacity as room
@@ -28,6 +30,7 @@ from graphopt.passes.recipe import Recipe, load_recipe
 from graphopt.runtime_ops.instructions import ISA_VARIABLE
 from graphopt.tasks.causal_lm.interface import Interface
 from graphopt.verification.equivalence import TOLERANCE
+from graphopt.verification.kernels import quantized_products
 from tests.native import needs_library, skip_without
 
 
@@ -376,3 +379,29 @@ def test_an_emulation_says_so(llama_artifact: Path) -> None:
     made = optimize(llama_artifact, Recipe.model_validate({"name": "emulated", "steps": steps}))
     # per layer four inputs (of q, k and v; of o; of gate and up; of down), keys and values
     assert f"{2 * 6} tensors are rounded and turned back in float32, to emulate codes" in str(made.manifest.notes[-1])
+
+
+def test_a_product_that_onnxruntime_does_not_fuse_stays_in_floats(
+    llama_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two products in front of a Relu, which `lower` leaves here: the others have codes, and all is verified."""
+    source = artifact.read(llama_artifact)
+    graph = source.model.graph
+    products = [node for node in graph if (node.name or "").endswith("up_proj.MatMul")]
+    for node in products:
+        relu = ir.node("Relu", [node.outputs[0]], name=f"{node.name}.relu")
+        insert_behind(node.outputs[0], relu)
+    artifact.write(source, tmp_path / "relu")
+    monkeypatch.setattr("graphopt.passes.lower.lower.keep_fusible", lambda *_: None)
+    stages: list[str] = []
+    output = optimize(tmp_path / "relu", "int4-rtn", tmp_path / "out", on_stage=lambda stage, *_: stages.append(stage))
+    weights = [node.inputs[1].name for node in products]
+    assert len(weights) == 2
+    assert f"once more, {', '.join(weights)} in floats: onnxruntime does not fuse such a product" in stages
+    assert output.manifest.recipe is not None
+    (step,) = (step for step in output.manifest.recipe["steps"] if step["step"] == "quantize_weights")
+    assert step["matrices"] == dict.fromkeys(weights)
+    # q, k, v, o, gate and down of two layers, and the lm_head
+    assert len(quantized_products(output.model.graph)) == 13
+    checks = verify(tmp_path / "relu", tmp_path / "out").checks
+    assert {check.status for check in checks} <= {"proved", "measured"}
