@@ -175,10 +175,10 @@ def compile_fusible(
         on_stage(f"once more, {', '.join(weights)} in floats: onnxruntime does not fuse such a product")
         names = dict.fromkeys(weights)
         (step,) = (step for step in recipe.steps if isinstance(step, QuantizeWeights))
-        spared = recipe.setting(step.name, matrices={**step.matrices, **names})
+        float_recipe = recipe.setting(step.name, matrices={**step.matrices, **names})
         reason = f"{', '.join(weights)} in floats, since onnxruntime does not fuse such a product"
-        described = spared.model_copy(update={"description": f"{recipe.description} ({reason})".strip()})
-        return compile_model(begin(described, target), on_stage)
+        float_recipe = float_recipe.model_copy(update={"description": f"{recipe.description} ({reason})".strip()})
+        return compile_model(begin(float_recipe, target), on_stage)
 
 
 def _weights_of(products: Sequence[str], graph: ir.Graph) -> list[str]:
