@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from graphopt.inference.decoding.speculation import Speculation
     from graphopt.inference.session import Session
 
-_MAKES = (
+_GENERATION = (
     "--max-new-tokens, --temperature, --top-k, --top-p, --seed, --stop, --json-schema, --regex, --logprobs, --speculate"
 )
 
@@ -92,7 +92,9 @@ def run(
     In a chat Ctrl-C ends a reply, Ctrl-D the chat, and /help lists what else there is. Where standard input is no
     terminal, each line of it is a turn. The options of generating are refused with an encoder.
     """
+    from graphopt.inference.conversation.terminal import converse
     from graphopt.inference.decoding.continuation import Settings
+    from graphopt.inference.decoding.proposers.registry import open_speculation
     from graphopt.inference.decoding.sampling import Sampling
     from graphopt.inference.session import open_folder, session_from
     from graphopt.tasks import TASKS
@@ -103,44 +105,44 @@ def run(
         raise InputError("--system is told before a chat", remedy="add --chat, or leave it out")
     if logprobs is not None and not as_json:
         raise InputError("--logprobs are part of the JSON report", remedy="add --json")
-    opened = open_folder(folder, threads=threads, device=device)
-    show_notes(opened.notes)
-    task = TASKS[opened.manifest.task]
+    model = open_folder(folder, threads=threads, device=device)
+    show_notes(model.notes)
+    task = TASKS[model.manifest.task]
     if not task.generates:
-        chosen = (temperature, top_k, top_p, seed)
-        asked = (chat, max_new_tokens, stop or None, json_schema, regex, logprobs, speculate)
-        if asked != (False, *[None] * 6) or chosen != (None, None, None, 0):
-            raise InputError(
-                f"{task.noun} generates nothing", file=folder, remedy=f"leave out the options of generating: {_MAKES}"
-            )
-        return task.print_run(opened, prompt or [], as_json)
-    session = session_from(opened, device=device)
-    # of a chat the model's maker says how to draw, as far as nobody else does
-    maker = Sampling.of_folder(folder, seed) if chat and temperature != 0 else Sampling(seed=seed)
+        options = (max_new_tokens, stop or None, json_schema, regex, logprobs, speculate, temperature, top_k, top_p)
+        if chat or seed or any(option is not None for option in options):
+            remedy = f"leave out the options of generating: {_GENERATION}"
+            raise InputError(f"{task.noun} generates nothing", file=folder, remedy=remedy)
+        return task.print_run(model, prompt or [], as_json)
+    session = session_from(model, device=device)
+    # In a chat the model's generation_config.json fills what the options leave out.
+    defaults = Sampling.of_folder(folder, seed) if chat and temperature != 0 else Sampling(seed=seed)
     sampling = Sampling(
-        temperature=maker.temperature if temperature is None else temperature,
-        top_k=maker.top_k if top_k is None else top_k,
-        top_p=maker.top_p if top_p is None else top_p,
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_k=defaults.top_k if top_k is None else top_k,
+        top_p=defaults.top_p if top_p is None else top_p,
         seed=seed,
     )
     grammar = _grammar(json_schema, regex)
     settings = Settings(max_new_tokens or (1024 if chat else 64), sampling, tuple(stop or ()), grammar, logprobs)
-    speculation = None
-    if speculate is not None:
-        from graphopt.inference.decoding.proposers.registry import open_speculation
-
-        speculation = open_speculation(session, speculate, draft_tokens)
+    speculation = None if speculate is None else open_speculation(session, speculate, draft_tokens)
     if chat:
-        from graphopt.inference.conversation.terminal import converse
-
-        made: Sequence[dict[str, Any]] = converse(
+        completions: Sequence[dict[str, Any]] = converse(
             session, system=system, said=prompt or [], settings=settings, streams=not as_json, proposer=speculation
         )
     else:
-        made = _complete(session, prompt or [], settings, as_json, speculation)
+        completions = _complete(session, prompt or [], settings, as_json, speculation)
+    _print_results(completions, speculation, stats, as_json)
+    return None
+
+
+def _print_results(
+    completions: Sequence[dict[str, Any]], speculation: Speculation | None, stats: bool, as_json: bool
+) -> None:
+    """Print completions as JSON, with what drafts did if asked for; else only what drafts did, on standard error."""
     if as_json:
-        told = None if speculation is None or not stats else speculation.stats.report()
-        return print_json(made if told is None else {"completions": made, "drafts": told})
+        drafts = None if speculation is None or not stats else speculation.stats.report()
+        return print_json(completions if drafts is None else {"completions": completions, "drafts": drafts})
     if speculation is not None:
         for line in speculation.stats.lines() if stats else speculation.stats.notes:
             err.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -61,30 +61,17 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
     """Return the products of ``after`` that have partners in ``reference``, and the names of the others."""
     folding = fold(after.graph)
     roles, layers, constant = roles_of(after.graph, folding), folding.layer_of(), constant_nodes(after.graph)
-    exact_constant = constant_nodes(reference.graph)
-    exact = [n for n in reference.graph if matrix_of(n, exact_constant) is not None and weight_of(n, 1) is not None]
-    by_name = {node.name: node for node in exact}
-    by_value: dict[str | None, list[ir.Node]] = {}
-    for node in exact:
-        by_value.setdefault(node.inputs[0].name if node.inputs[0] else None, []).append(node)
+    partners = _Partners(reference)
     products, unmatched = [], []
     for node in after.graph:
         matrix = matrix_of(node, constant)
         if matrix is None or node in constant:
             continue
-        data = node.inputs[0]
-        while data is not None and (maker := data.producer()) is not None and rounds(maker):
-            data = maker.inputs[0]
-        partner = by_name.get(node.name)
-        is_partner = partner is not None and matrix_of(partner, exact_constant) == matrix
-        floats = [partner] if is_partner and partner is not None else []
-        parts = [] if floats or data is None else by_value.get(data.name, [])
-        sizes = [matrix_of(node_, exact_constant) for node_ in parts]
-        if parts and sum(size[1] for size in sizes if size is not None) == matrix[1]:
-            floats = parts
-        plain = all(node_.op_type == "MatMul" for node_ in floats)
-        front = _front(floats[0], data.name or "", exact_constant) if data is not None and floats else None
-        if data is None or front is None or not plain or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
+        data = _input_before_rounding(node)
+        floats = [] if data is None else partners.of(node.name, data, matrix)
+        front = None if data is None or not floats else _front(floats[0], data.name or "", partners.constant)
+        is_plain = all(partner.op_type == "MatMul" for partner in floats)
+        if data is None or front is None or not is_plain or node.outputs[0].dtype not in (None, ir.DataType.FLOAT):
             unmatched.append(node.name or "?")
             continue
         products.append(
@@ -97,10 +84,40 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
                 floats=tuple(floats),
                 front=tuple(front),
                 bytes=_bytes(constants_of(node, constant)),
-                float_bytes=_bytes(node_.inputs[1] for node_ in floats),
+                float_bytes=_bytes(partner.inputs[1] for partner in floats),
             )
         )
     return products, unmatched
+
+
+def _input_before_rounding(node: ir.Node) -> ir.Value | None:
+    """Return what a product multiplies, in front of the nodes that round it."""
+    data = node.inputs[0]
+    while data is not None and (producer := data.producer()) is not None and rounds(producer):
+        data = producer.inputs[0]
+    return data
+
+
+class _Partners:
+    """The products of a reference, by their names and by what they read."""
+
+    def __init__(self, reference: ir.Model) -> None:
+        self.constant = constant_nodes(reference.graph)
+        self._by_name: dict[str | None, ir.Node] = {}
+        self._by_input: dict[str | None, list[ir.Node]] = {}
+        for node in reference.graph:
+            if matrix_of(node, self.constant) is not None and weight_of(node, 1) is not None:
+                self._by_name[node.name] = node
+                self._by_input.setdefault(node.inputs[0].name if node.inputs[0] else None, []).append(node)
+
+    def of(self, name: str | None, data: ir.Value, matrix: tuple[int, int]) -> list[ir.Node]:
+        """Return the product of a name and of the same size, or those of ``data`` that are as wide together."""
+        partner = self._by_name.get(name)
+        if partner is not None and matrix_of(partner, self.constant) == matrix:
+            return [partner]
+        merged = self._by_input.get(data.name, [])
+        sizes = [matrix_of(node, self.constant) for node in merged]
+        return merged if sum(size[1] for size in sizes if size is not None) == matrix[1] else []
 
 
 def _bytes(values: Iterable[ir.Value | None]) -> int:

@@ -124,23 +124,26 @@ def grid_of(node: ir.Node) -> Grid | None:
     codes, scales, table, zeros = (arrays.get(role) for role in (Role.CODES, Role.SCALES, Role.TABLE, Role.ZERO_POINTS))
     if codes is None or scales is None:
         return None
-    group = reader.attributes.get_int("group", 0) or reader.attributes.get_int("block_size", 0)
     if is_packed:
         rows, columns = (reader.attributes.get_int(name, 0) for name in ("rows", "columns"))
         codes = unpack(codes, rows, columns)
-        scales, zeros = (None if array is None else untile(array, columns) for array in (scales, zeros))
-    if table is None:
-        form = format_stored_as(_type_of(reader))
-        values = codes.astype(np.float64)
-        levels = None if form is None or form.levels is None else form.levels.values
-    else:
-        values, levels = table.astype(np.float64)[codes], np.unique(table.astype(np.float64))
-    if levels is None or values.ndim != _MATRIX or group < 1 or scales is None or scales.ndim != _MATRIX:
+        scales, zeros = untile(scales, columns), None if zeros is None else untile(zeros, columns)
+    values, levels = _values_and_levels(reader, codes, table)
+    group = reader.attributes.get_int("group", 0) or reader.attributes.get_int("block_size", 0)
+    if levels is None or values.ndim != _MATRIX or group < 1 or scales.ndim != _MATRIX:
         return None
     of_row = np.arange(len(values)) // group
-    wide = [None if array is None else array.astype(np.float64)[of_row] for array in (scales, zeros)]
-    assert wide[0] is not None
-    return Grid(levels, values, wide[0], wide[1], reader.attributes.get_int("minimums", 0) == 1)
+    wide_zeros = None if zeros is None else zeros.astype(np.float64)[of_row]
+    is_minimum = reader.attributes.get_int("minimums", 0) == 1
+    return Grid(levels, values, scales.astype(np.float64)[of_row], wide_zeros, is_minimum)
+
+
+def _values_and_levels(reader: ir.Node, codes: Array, table: Array | None) -> tuple[Doubles, Doubles | None]:
+    """Return the value of each code, and the values that codes have in order; ``None`` for a type without levels."""
+    if table is not None:
+        return table.astype(np.float64)[codes], np.unique(table.astype(np.float64))
+    form = format_stored_as(_type_of(reader))
+    return codes.astype(np.float64), None if form is None or form.levels is None else form.levels.values
 
 
 def _type_of(reader: ir.Node) -> ir.DataType:

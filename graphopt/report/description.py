@@ -13,7 +13,7 @@ from graphopt.report.trace import Stage, Weight
 from graphopt.runtime_ops import Coordinates, signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Iterator, Sequence
 
     from graphopt.artifact.manifest import Manifest
     from graphopt.graph.diagnostics import PassReport
@@ -75,23 +75,15 @@ def group_of(value: ir.Value) -> int | None:
     return None
 
 
-def stored_as(value: ir.Value, constant: set[ir.Node]) -> str:
+def stored_as(value: ir.Value) -> str:
     """Return in what a constant is stored, and its shape: ``int4 by 64 [576, 192]``; small ones are written out.
 
     Args:
         value: an initializer, or what is computed of nothing but initializers.
-        constant: the nodes that read nothing but constants.
     """
-    maker, waiting, initializers = value.producer(), [value], list[ir.Value]()
-    while waiting:
-        operand = waiting.pop(0)
-        producer = operand.producer()
-        waiting += [] if producer is None else [v for v in producer.inputs if v is not None]
-        initializers += [operand] if operand.is_initializer() and operand.const_value is not None else []
+    maker, initializers = value.producer(), list(_initializers(value))
     weights = [
-        operand
-        for operand in initializers
-        if operand.const_value is not None and is_weight(operand, operand.const_value)
+        weight for weight in initializers if weight.const_value is not None and is_weight(weight, weight.const_value)
     ]
     initializer = next(iter(weights or initializers), None)
     if initializer is None or initializer.const_value is None:
@@ -102,6 +94,17 @@ def stored_as(value: ir.Value, constant: set[ir.Node]) -> str:
     group = group_of(initializer)
     form = format_of(initializer, tensor) + ("" if group is None else f" by {group}")
     return f"{form} {[int(size) for size in tensor.shape.numpy()]}"
+
+
+def _initializers(value: ir.Value) -> Iterator[ir.Value]:
+    """Yield the initializers that a constant is computed of, the nearest first."""
+    waiting = [value]
+    while waiting:
+        operand = waiting.pop(0)
+        producer = operand.producer()
+        waiting += [] if producer is None else [v for v in producer.inputs if v is not None]
+        if operand.is_initializer() and operand.const_value is not None:
+            yield operand
 
 
 _LARGEST = 8

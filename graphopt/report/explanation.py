@@ -21,7 +21,7 @@ from graphopt.report.trace import Node, SkipReason
 from graphopt.report.trace_builder import open_model, trace_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
     from pathlib import Path
 
     import onnx_ir as ir
@@ -147,25 +147,19 @@ def find_node(graph: ir.Graph, name: str) -> ir.Node:
     Raises:
         InputError: there is none.
     """
-    for node in graph:
-        if node.name == name:
-            return node
-    for node in graph:
-        if any(value.name == name for value in node.outputs):
-            return node
-    for node in graph:
-        if any(value is not None and value.name == name for value in node.inputs):
-            return node
     constant = constant_nodes(graph)
-    for node in graph:
-        if node not in constant and name in _names_in_record(node, constant):
-            return node
-    suggestions = _suggestions(name, [node.name for node in graph if node.name and node not in constant])
-    remedy = (
-        f"there are {', '.join(map(plain, suggestions))}"
-        if suggestions
-        else "`graphopt inspect MODEL --json` lists its nodes"
+    tests: tuple[Callable[[ir.Node], bool], ...] = (
+        lambda node: node.name == name,
+        lambda node: any(value.name == name for value in node.outputs),
+        lambda node: any(value is not None and value.name == name for value in node.inputs),
+        lambda node: node not in constant and name in _names_in_record(node, constant),
     )
+    for test in tests:
+        for node in graph:
+            if test(node):
+                return node
+    names = _suggestions(name, [node.name for node in graph if node.name and node not in constant])
+    remedy = f"there are {', '.join(map(plain, names))}" if names else "`graphopt inspect MODEL --json` lists its nodes"
     raise InputError("the model has no node, value or weight of this name", node=plain(name), remedy=remedy)
 
 
@@ -253,25 +247,32 @@ def summary_lines(explanation: Explanation, length: int | None = LIST_LENGTH) ->
     yield f"came from: {_name_list(explanation.origins, length)}"
     if explanation.as_it_came_in:
         yield "no pass of graphopt made or edited it"
+    stages = set[str]()
     for number, edge in enumerate(explanation.edges, 1):
         yield ""
-        duration = "" if edge.seconds is None else f", {edge.seconds:.2f} s for the whole model"
-        yield f"{number}. {edge.stage} ({edge.effect or 'effect unknown'}{duration})"
-        sources = "" if edge.kind == "edited" else f" of {_name_list(edge.sources, length)}"
-        yield f"   {edge.kind} {plain(edge.made)}{sources}"
-        yield from (f"   {plain(sentence(change), 240)}" for change in edge.what)
-        if edge.replaced:
-            yield f"   in place of {_name_list(edge.replaced, length)}"
-        if edge.stage not in [earlier.stage for earlier in explanation.edges[: number - 1]]:
-            yield from (f"   | {line}".rstrip() for line in rewrite_of(edge.stage).splitlines())
-            for check in edge.checks:
-                figures = "".join(f", {name} {value:.3g}" for name, value in check.figures.items())
-                yield f"   {check.name}: {check.status}: {plain(sentence(check.reason), 240)}{figures}"
-        for finding in edge.findings:
-            tensor = "" if finding.tensor is None else f" {plain(finding.tensor)}"
-            yield f"   {finding.status}{tensor}: {plain(sentence(finding.reason), 240)}"
+        yield from _edge_lines(edge, number, length, is_first=edge.stage not in stages)
+        stages.add(edge.stage)
     for skip in explanation.left:
         yield f"{skip.by} left it alone: {plain(sentence(skip.why), 240)}"
+
+
+def _edge_lines(edge: Edge, number: int, length: int | None, *, is_first: bool) -> Iterator[str]:
+    """Say one step in lines; the first step of a pass has its rewrite and its checks."""
+    duration = "" if edge.seconds is None else f", {edge.seconds:.2f} s for the whole model"
+    yield f"{number}. {edge.stage} ({edge.effect or 'effect unknown'}{duration})"
+    sources = "" if edge.kind == "edited" else f" of {_name_list(edge.sources, length)}"
+    yield f"   {edge.kind} {plain(edge.made)}{sources}"
+    yield from (f"   {plain(sentence(change), 240)}" for change in edge.what)
+    if edge.replaced:
+        yield f"   in place of {_name_list(edge.replaced, length)}"
+    if is_first:
+        yield from (f"   | {line}".rstrip() for line in rewrite_of(edge.stage).splitlines())
+        for check in edge.checks:
+            figures = "".join(f", {name} {value:.3g}" for name, value in check.figures.items())
+            yield f"   {check.name}: {check.status}: {plain(sentence(check.reason), 240)}{figures}"
+    for finding in edge.findings:
+        tensor = "" if finding.tensor is None else f" {plain(finding.tensor)}"
+        yield f"   {finding.status}{tensor}: {plain(sentence(finding.reason), 240)}"
 
 
 def _name_list(names: list[str], length: int | None) -> str:

@@ -27,6 +27,7 @@ from graphopt.runtime_ops import DECODING, DOMAIN, Cost, signature_of
 from graphopt.runtime_ops.schema import attributes_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from graphopt.graph.diagnostics import PassReport
@@ -82,53 +83,58 @@ class _Tracer:
         self.layers = self.folding.layer_of()
         self.mixers = {mixer.node: mixer for mixer in mixers(self.graph)}
         self.weights = [value for value in self.graph.initializers.values() if self._is_listed(value)]
+        self.weight_numbers = {value: number for number, value in enumerate(self.weights)}
+        self.numbers: dict[ir.Node | None, int] = {node: number for number, node in enumerate(self.graph)}
+        self.positions = self._positions()
         self.skips = _skips([] if manifest is None else manifest.passes)
         self.kernels = native_operators() if any(node.domain == DOMAIN for node in self.graph) else frozenset[str]()
 
     def trace(self, name: str) -> Trace:
         """Put it all together."""
         folds, kinds = self._folds()
-        number = {value: index for index, value in enumerate(self.weights)}
-        positions = {node: index for nodes in self._layer_nodes().values() for index, node in enumerate(nodes)}
         result = Trace(model=name, context=self.context, folds=folds, weights=weights_of(self.weights))
-        result.stages = (
-            [] if self.manifest is None else [stage_of(report, self.manifest) for report in self.manifest.passes]
-        )
+        if self.manifest is not None:
+            result.stages = [stage_of(report, self.manifest) for report in self.manifest.passes]
         result.repeats = _runs(repeats(kinds), kinds)
         shares = self._shares()
-        numbers = {node: index for index, node in enumerate(self.graph)}
         for node in self.graph:
-            layer = self.layers.get(node)
             constants = [] if node in self.constant else constants_of(node, self.constant)
-            passes, skips = self._coverage([node, *self._makers(node), *constants])
-            result.nodes.append(
-                Node(
-                    name=node.name or "",
-                    operator=f"{node.domain}::{node.op_type}" if node.domain else node.op_type,
-                    role=self.roles[node],
-                    layer=layer,
-                    fold=None if layer is None else kinds[layer],
-                    place=positions.get(node),
-                    reads=list(dict.fromkeys(numbers[m] for v in inputs_of(node) if (m := v.producer()) in numbers)),
-                    weights=[number[value] for value in constants if value in number],
-                    computes=self._computes(node) if constants or node in self.mixers else None,
-                    runner=self._runner(node),
-                    passes=passes,
-                    left=skips,
-                )
-            )
+            result.nodes.append(self._node(node, constants, kinds))
             mixer = self.mixers.get(node)
             cost = token_cost(node, self.constant, shares.get(node, 1.0)) if constants else None
             cost = cost if mixer is None else attention_cost(mixer, self.context)
             if cost is not None and node not in self.constant:
                 result.measures += _measures(node.name or "", cost)
-        if self.manifest is None:
-            result.notes.append("there is no manifest, so the passes that ran are not known")
-        if not all(map(is_here, self.weights)):
-            result.notes.append("the file of weights is missing; nothing that is shown here needs it")
-        if not self.folding.layers():
-            result.notes.append("no repeated layers were found")
+        result.notes += self._notes()
         return result
+
+    def _node(self, node: ir.Node, constants: list[ir.Value], kinds: list[int]) -> Node:
+        """Return what a trace says of a node that reads ``constants``; ``kinds`` are the folds of the layers."""
+        layer = self.layers.get(node)
+        passes, skips = self._coverage([node, *self._makers(node), *constants])
+        reads = (value.producer() for value in inputs_of(node))
+        return Node(
+            name=node.name or "",
+            operator=f"{node.domain}::{node.op_type}" if node.domain else node.op_type,
+            role=self.roles[node],
+            layer=layer,
+            fold=None if layer is None else kinds[layer],
+            place=self.positions.get(node),
+            reads=list(dict.fromkeys(self.numbers[maker] for maker in reads if maker in self.numbers)),
+            weights=[self.weight_numbers[value] for value in constants if value in self.weight_numbers],
+            computes=self._computes(node) if constants or node in self.mixers else None,
+            runner=self._runner(node),
+            passes=passes,
+            left=skips,
+        )
+
+    def _notes(self) -> Iterator[str]:
+        if self.manifest is None:
+            yield "there is no manifest, so the passes that ran are not known"
+        if not all(map(is_here, self.weights)):
+            yield "the file of weights is missing; nothing that is shown here needs it"
+        if not self.folding.layers():
+            yield "no repeated layers were found"
 
     @staticmethod
     def _is_listed(value: ir.Value) -> bool:
@@ -137,11 +143,10 @@ class _Tracer:
             return False
         return is_weight(value, tensor) or reader_of(value, DECODING) is not None or tensor.nbytes > _SMALL
 
-    def _layer_nodes(self) -> dict[int, list[ir.Node]]:
-        return {
-            number: [node for segment in layer for node in self.folding.order[segment]]
-            for number, layer in enumerate(self.folding.layers())
-        }
+    def _positions(self) -> dict[ir.Node, int]:
+        """Return where each node of a layer stands in the order that all layers of its fold have in common."""
+        layers = ([node for part in layer for node in self.folding.order[part]] for layer in self.folding.layers())
+        return {node: index for nodes in layers for index, node in enumerate(nodes)}
 
     def _folds(self) -> tuple[list[Fold], list[int]]:
         """Return the folds, and the fold of each layer."""
@@ -162,38 +167,41 @@ class _Tracer:
     def _shares(self) -> dict[ir.Node, float]:
         """Return which share of the tokens passes each product over experts: those chosen, of all."""
         shares: dict[ir.Node, float] = {}
+        segment_of = self.folding.cuts.segment_of
         for router in (node for node, role in self.roles.items() if role == "router"):
-            matrix, segment = matrix_of(router, self.constant), self.folding.cuts.segment_of.get(router)
-            nodes = [node for node, number in self.folding.cuts.segment_of.items() if number == segment]
-            counts_chosen = [_count(node) for node in nodes if node.op_type == "TopK"]
-            numbers = [count for count in counts_chosen if count is not None]
+            matrix, segment = matrix_of(router, self.constant), segment_of.get(router)
+            nodes = [node for node, number in segment_of.items() if number == segment]
+            chosen_count = next((count for node in nodes if (count := _count(node)) is not None), None)
+            if matrix is None or chosen_count is None or not matrix[1]:
+                continue
             products = [n for n in nodes if self.roles[n] in EXPERTS and matrix_of(n, self.constant) is not None]
             counts = Counter(self.roles[node] for node in products)
-            if matrix is not None and numbers:
-                experts = matrix[1]
-                shares |= {
-                    n: numbers[0] / experts for n in products if experts and counts[self.roles[n]] % experts == 0
-                }
+            shares |= {n: chosen_count / matrix[1] for n in products if counts[self.roles[n]] % matrix[1] == 0}
         return shares
 
     def _computes(self, node: ir.Node) -> str | None:
-        signature = signature_of(node)
+        """Return what a node rounds its inputs to, or the type that it computes in; ``None`` where nothing tells."""
         if node in self.mixers:
-            storage = node.attributes.get("storage")
-            key = self.mixers[node].key
+            storage, key = node.attributes.get("storage"), self.mixers[node].key
             return str(storage.value) if storage is not None else None if key is None else _type(key.dtype)
-        precision_text = None if signature is None else signature.precision(attributes_of(node))
-        if precision_text is not None:
-            return precision_text
-        decoder = node.inputs[1].producer() if len(node.inputs) > 1 and node.inputs[1] is not None else None
-        precision = None if self.manifest is None else self.manifest.precision
-        if decoder is not None and decoder.op_type == "DequantizeLinear" and precision is not None:
-            activations = {product.activations for product in precision.products if product.operator == FUSED_PRODUCT}
-            if len(activations) == 1:
-                return activations.pop()
-        data = node.inputs[0] if node.inputs else None
-        kinds = [v.dtype for v in (data, *node.outputs) if v and v.dtype and v.dtype.is_floating_point()]
-        return _type(kinds[0]) if kinds else None
+        signature = signature_of(node)
+        precision = None if signature is None else signature.precision(attributes_of(node))
+        if precision is not None:
+            return precision
+        activations = self._fused_activations(node)
+        if len(activations) == 1:
+            return activations.pop()
+        values = (*node.inputs[:1], *node.outputs)
+        return next((_type(v.dtype) for v in values if v and v.dtype and v.dtype.is_floating_point()), None)
+
+    def _fused_activations(self, node: ir.Node) -> set[str]:
+        """Return what onnxruntime rounds the inputs of products to that read ``DequantizeLinear``, as this one does."""
+        matrix = node.inputs[1] if len(node.inputs) > 1 else None
+        decoder = None if matrix is None else matrix.producer()
+        if decoder is None or decoder.op_type != "DequantizeLinear" or self.manifest is None:
+            return set()
+        products = () if self.manifest.precision is None else self.manifest.precision.products
+        return {product.activations for product in products if product.operator == FUSED_PRODUCT}
 
     def _runner(self, node: ir.Node) -> str:
         if node.domain != DOMAIN:
@@ -241,7 +249,9 @@ def _skips(reports: list[PassReport]) -> dict[str, list[SkipReason]]:
 
 
 def _count(node: ir.Node) -> int | None:
-    """Return how many a TopK takes, where that is a constant."""
+    """Return how many a TopK takes, where that is a constant; ``None`` for another operator."""
+    if node.op_type != "TopK":
+        return None
     value, data = node.inputs[1], node.inputs[0]
     tensor = None if value is None else value.const_value
     if data is None or data.dtype is None or not data.dtype.is_floating_point() or tensor is None:

@@ -81,7 +81,7 @@ class Comparer:
         distance = self._distance(first, second) if self.numbers else None
         if distance is None and self.before.constant_key(first) == self.after.constant_key(second):
             return None
-        texts = stored_as(first, self.before.constant), stored_as(second, self.after.constant)
+        texts = stored_as(first), stored_as(second)
         figures = (
             {} if distance is None else {k: v for k, v in vars(distance).items() if v is not None and v < float("inf")}
         )
@@ -183,5 +183,5 @@ def _source(value: ir.Value | None, side: Side) -> str:
         return "absent"
     producer = value.producer()
     if side.is_constant(value):
-        return stored_as(value, side.constant)
+        return stored_as(value)
     return plain((value.name or "?") if producer is None else producer.name or value.name or "?")

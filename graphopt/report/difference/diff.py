@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import onnx_ir as ir
 
@@ -11,7 +11,7 @@ from graphopt.analysis.structure.matching import CONFIDENCE, Matching, Side, mat
 from graphopt.analysis.structure.matching.side import graph_key
 from graphopt.report.description import stage_of
 from graphopt.report.difference.changes import Comparer, operator
-from graphopt.report.difference.grouping import grouped
+from graphopt.report.difference.grouping import group_edges
 from graphopt.report.difference.ports import Ports
 from graphopt.report.difference.record import Record, record_of
 from graphopt.report.trace import Change, Diff, Edge
@@ -49,6 +49,10 @@ def diff_of(
     return _Differ(before, after, numbers).diff(names)
 
 
+_Group: TypeAlias = "tuple[dict[ir.Node, None], dict[ir.Node, None]]"
+"""Nodes of the first model that became nodes of the second, in order."""
+
+
 class _Differ:
     def __init__(
         self, before: tuple[ir.Model, Manifest | None], after: tuple[ir.Model, Manifest | None], numbers: bool
@@ -84,34 +88,40 @@ class _Differ:
             bytes=(totals[0].bytes, totals[1].bytes),
             stages=[stage_of(report, manifest) for report in reports if manifest is not None],
             edges=edges,
-            groups=grouped(edges, self._folds()),
+            groups=group_edges(edges, self._folds()),
             ports=ports,
             notes=self._notes(different=bool(edges or ports)),
         )
 
     def _joint_edges(self) -> list[tuple[list[ir.Node], list[ir.Node]]]:
         """Return the nodes that others were made of, together with these, by the record."""
-        becoming: dict[ir.Node, dict[ir.Node, None]] = {}
+        groups: list[_Group] = []
+        group_of: dict[ir.Node, _Group] = {}
+        for source, heirs in self._heirs().items():
+            # Several nodes that were made of the same ones are one edge.
+            overlaps = list(
+                {id(group_of[node]): group_of[node] for node in (source, *heirs) if node in group_of}.values()
+            )
+            group: _Group = ({}, {})
+            for before, after in [*overlaps, ({source: None}, heirs)]:
+                group[0].update(before)
+                group[1].update(after)
+            groups = [earlier for earlier in groups if not any(earlier is part for part in overlaps)] + [group]
+            group_of.update({node: group for nodes in group for node in nodes})
+        return [(list(before), list(after)) for before, after in groups]
+
+    def _heirs(self) -> dict[ir.Node, dict[ir.Node, None]]:
+        """Return the nodes without a partner that others were made of, by the record, each with these."""
+        heirs: dict[ir.Node, dict[ir.Node, None]] = {}
         for node, sources in self.origin_record.origins.items():
             for source in sources:
                 if source not in self.matching.pairs and self._in_same_layer(source, node):
-                    becoming.setdefault(source, {})[node] = None
+                    heirs.setdefault(source, {})[node] = None
         for source, (_, heir) in self.origin_record.removals.items():
-            is_settled = source in self.matching.pairs or source in becoming
+            is_settled = source in self.matching.pairs or source in heirs
             if heir is not None and not is_settled and self._in_same_layer(source, heir):
-                becoming.setdefault(source, {})[heir] = None
-        # Several nodes that were made of the same ones are one edge.
-        groups: list[tuple[dict[ir.Node, None], dict[ir.Node, None]]] = []
-        edge_of: dict[ir.Node, tuple[dict[ir.Node, None], dict[ir.Node, None]]] = {}
-        for source, heirs in becoming.items():
-            overlaps = list({id(edge_of[node]): edge_of[node] for node in (source, *heirs) if node in edge_of}.values())
-            edge: tuple[dict[ir.Node, None], dict[ir.Node, None]] = ({}, {})
-            for part in [*overlaps, ({source: None}, heirs)]:
-                edge[0].update(part[0])
-                edge[1].update(part[1])
-            groups = [group for group in groups if not any(group is part for part in overlaps)] + [edge]
-            edge_of.update({node: edge for nodes in edge for node in nodes})
-        return [(list(before), list(after)) for before, after in groups]
+                heirs.setdefault(source, {})[heir] = None
+        return heirs
 
     def _in_same_layer(self, first: ir.Node, second: ir.Node) -> bool:
         """Return whether two nodes are in the same layer, or one is in none."""
@@ -121,35 +131,29 @@ class _Differ:
     def _edges(self) -> list[Edge]:
         edges, covered = [], set[ir.Node]()
         self._edit_count = 0
+        pairs, back = self.matching.pairs, self.matching.back
         for before, after in self.edges:
-            pairs = [(self.matching.back[node], node) for node in after if node in self.matching.back]
-            changes = [change for sources, partner in pairs for change in self.comparer.changes(sources, partner)]
-            sources = [*before, *(source for source, _ in pairs)]
-            self._edit_count += len(pairs)
+            members = [(back[node], node) for node in after if node in back]
+            changes = [change for source, node in members for change in self.comparer.changes(source, node)]
+            sources = [*before, *(source for source, _ in members)]
+            self._edit_count += len(members)
             covered |= {*sources, *after}
             edges.append(self._edge("replaced", sources, after, changes))
-        for node, partner in self.matching.pairs.items():
-            changes = [] if node in covered else self.comparer.changes(node, partner)
+        for source, node in pairs.items():
+            changes = [] if source in covered else self.comparer.changes(source, node)
             if changes:
                 self._edit_count += 1
                 kind = "replaced" if any(change.what == "operator" for change in changes) else "edited"
-                edges.append(self._edge(kind, [node], [partner], changes))
-        removed_nodes = [node for node in self.before.nodes if node not in self.matching.pairs and node not in covered]
-        new = [node for node in self.after.nodes if node not in self.matching.back and node not in covered]
-        edges += [self._edge("removed", [node], [], []) for node in removed_nodes]
-        return edges + [self._edge("added", [], [node], []) for node in new]
+                edges.append(self._edge(kind, [source], [node], changes))
+        covered |= {*pairs, *back}
+        edges += [self._edge("removed", [node], [], []) for node in self.before.nodes if node not in covered]
+        return edges + [self._edge("added", [], [node], []) for node in self.after.nodes if node not in covered]
 
     def _edge(self, kind: str, before: list[ir.Node], after: list[ir.Node], changes: list[Change]) -> Edge:
         node, side = (after or before)[0], (self.before, self.after)[bool(after)]
-        passes = dict.fromkeys(name for member in after for name in self.origin_record.passes.get(member, ()))
-        passes.update(
-            dict.fromkeys(
-                self.origin_record.removals[member][0] for member in before if member in self.origin_record.removals
-            )
-        )
-        match_kind = None if not before else self.matching.evidence.get(before[-1])
-        is_recorded = bool(passes) or match_kind == "record"
-        pass_names = [member for member in passes if member]
+        passes = self._passes(before, after)
+        evidence = self.matching.evidence.get(before[-1]) if before else None
+        evidence = "record" if passes else evidence
         return Edge(
             kind=kind,  # type: ignore[arg-type]
             before=[member.name or "" for member in before],
@@ -157,11 +161,18 @@ class _Differ:
             operators=([operator(member) for member in before], [operator(member) for member in after]),
             role=side.roles[node],
             layer=side.layer.get(node),
-            passes=pass_names,
-            by="record" if is_recorded else match_kind or "",
-            confidence=1.0 if is_recorded else CONFIDENCE.get(match_kind, 1.0) if match_kind else 1.0,
+            passes=[name for name in passes if name],
+            by=evidence or "",
+            confidence=1.0 if evidence in (None, "record") else CONFIDENCE.get(evidence, 1.0),
             changes=changes,
         )
+
+    def _passes(self, before: list[ir.Node], after: list[ir.Node]) -> list[str]:
+        """Return the passes that led from nodes of the first model to nodes of the second, by the record."""
+        record = self.origin_record
+        names = [name for node in after for name in record.passes.get(node, ())]
+        names += [record.removals[node][0] for node in before if node in record.removals]
+        return list(dict.fromkeys(names))
 
     def _folds(self) -> list[list[int]]:
         """Return the layers of each structure, of both models."""

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 _KINDS = ("replaced", "edited", "added", "removed")
 
 
-def grouped(edges: Sequence[Edge], folds: Sequence[Sequence[int]]) -> list[Group]:
+def group_edges(edges: Sequence[Edge], folds: Sequence[Sequence[int]]) -> list[Group]:
     """Put edges together that are the same but for their layer.
 
     Args:
@@ -36,11 +36,11 @@ def _key(edge: Edge) -> Hashable:
         tuple(sorted(Counter(before).items())),
         tuple(sorted(Counter(after).items())),
         tuple(edge.passes),
-        tuple(sorted({_alike(change) for change in edge.changes})),
+        tuple(sorted({_change_key(change) for change in edge.changes})),
     )
 
 
-def _alike(change: Change) -> tuple[str, ...]:
+def _change_key(change: Change) -> tuple[str, ...]:
     """Return what of a change is the same in all layers: not the names of what is read."""
     if change.what == "input":
         return change.what, change.name

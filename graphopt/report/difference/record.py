@@ -15,14 +15,14 @@ import onnx_ir as ir
 from graphopt.graph import provenance
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator, Mapping
 
     from graphopt.analysis.structure.matching import Side
     from graphopt.artifact.manifest import Manifest
     from graphopt.graph.diagnostics import Removal
     from graphopt.graph.provenance import HistoryStep
 
-_ENOUGH = 0.9
+_LEAST_SHARE = 0.9
 """Share of the nodes of the second model that the record must lead back to the first."""
 
 
@@ -77,24 +77,27 @@ class _Reader:
         record, steps = Record(), {node: list(self._steps(node)) for node in self.after.nodes}
         if not any(steps.values()):
             return None
-        strays = 0
-        for node, node_steps in steps.items():
-            partner = self.names.get(node.name or "")
-            record.passes[node] = list(dict.fromkeys(step.pass_name for step in node_steps))
-            is_known, origins = self._origins(node_steps)
-            is_alive = partner is not None and partner not in self.before.constant
-            if is_alive and partner is not None and _kind(partner) == _kind(node):
-                record.identical[partner] = node
-                if other_origins := [origin for origin in origins if origin is not partner]:
-                    record.origins[node] = other_origins
-            elif node_steps and is_known:
-                record.origins[node] = [*origins, *([partner] if is_alive and partner is not None else [])]
-            else:
-                strays += 1
-        if strays > (1 - _ENOUGH) * len(steps):
+        strays = sum(not self._add_node(record, node, node_steps) for node, node_steps in steps.items())
+        if strays > (1 - _LEAST_SHARE) * len(steps):
             return None
         self._add_removals(record, steps)
         return record
+
+    def _add_node(self, record: Record, node: ir.Node, steps: list[HistoryStep]) -> bool:
+        """Add what the record says of a node of the second model; return whether it leads to the first one."""
+        partner = self.names.get(node.name or "")
+        partner = None if partner is None or partner in self.before.constant else partner
+        record.passes[node] = list(dict.fromkeys(step.pass_name for step in steps))
+        is_known, origins = self._origins(steps)
+        if partner is not None and _kind(partner) == _kind(node):
+            record.identical[partner] = node
+            if other_origins := [origin for origin in origins if origin is not partner]:
+                record.origins[node] = other_origins
+            return True
+        if steps and is_known:
+            record.origins[node] = [*origins, *([] if partner is None else [partner])]
+            return True
+        return False
 
     def _steps(self, node: ir.Node) -> Iterator[HistoryStep]:
         """Yield the steps of a node and of its constants that the first model does not have."""
@@ -132,20 +135,25 @@ class _Reader:
                 node_of.setdefault(name, node)
         removals: dict[str, tuple[str, Removal]] = {}
         for report in self.reports:
-            for each in report.removed:
-                removals.setdefault(each.where, (report.name, each))
+            for removal in report.removed:
+                removals.setdefault(removal.where, (report.name, removal))
         for name, (pass_name, removal) in removals.items():
             source = self.names.get(name)
             if source is None or source.name != name or source in self.before.constant or source in record.identical:
                 continue
-            # What took its place may be gone itself, with heirs of its own.
-            heir, waiting, visited = "", list(removal.by), set[str]()
-            while waiting and not heir:
-                name_ = waiting.pop(0)
-                heir = name_ if name_ in node_of else ""
-                waiting += removals[name_][1].by if name_ in removals and name_ not in visited else []
-                visited.add(name_)
-            record.removals[source] = (pass_name, node_of.get(heir))
+            record.removals[source] = (pass_name, node_of.get(_heir(removal, removals, node_of)))
+
+
+def _heir(removal: Removal, removals: Mapping[str, tuple[str, Removal]], node_of: Collection[str]) -> str:
+    """Return the name of what took the place of a node: it may be gone itself, with heirs of its own; else ""."""
+    waiting, visited = list(removal.by), set[str]()
+    while waiting:
+        name = waiting.pop(0)
+        if name in node_of:
+            return name
+        waiting += removals[name][1].by if name in removals and name not in visited else []
+        visited.add(name)
+    return ""
 
 
 def _kind(node: ir.Node) -> tuple[str, str]:
