@@ -142,19 +142,11 @@ def write_report(
     context: Annotated[int, typer.Option(min=0, help="tokens in the cache, for figures per token")] = 1024,
 ) -> None:
     """Write one HTML file about a model, which needs no network: size, passes, layers, differences, every node."""
-    from graphopt.report.page.write import write
+    from graphopt.report.page.write import PageOptions, write
 
+    options = PageOptions(locate_losses=locate_losses, time=time, weights=weights, context=context)
     with progress() as say:
-        write(
-            model,
-            output,
-            before=before,
-            locate_losses=locate_losses,
-            time=time,
-            weights=weights,
-            context=context,
-            on_stage=say,
-        )
+        write(model, output, before, options, on_stage=say)
     out.print(f"written: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -176,7 +168,7 @@ def view_model(
     import webbrowser
 
     from graphopt.report.page.serve import PageServer
-    from graphopt.report.page.write import page_about
+    from graphopt.report.page.write import PageOptions, page_about
 
     if netron:
         from graphopt.report.netron import open_netron
@@ -192,7 +184,7 @@ def view_model(
             out.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
         return None
     with progress() as say:
-        make = partial(page_about, model, before=before, context=context, live=True)
+        make = partial(page_about, model, before, PageOptions(context=context), live=True)
         server = PageServer(model, partial(make, on_stage=say), port, on_failure=show_error)
     with server:
         out.print(f"serving {server.address}", markup=False, highlight=False, soft_wrap=True)

@@ -33,7 +33,7 @@ class Product:
         role: what it is for.
         layer: where; ``None`` outside of layers.
         data: the name of what it multiplies, before any rounding.
-        made: the name of its result.
+        output: the name of its result.
         floats: the nodes of the reference that it was made of; several where it merges them.
         front: the nodes of the reference that turn ``data`` before these read it, where the product does so itself.
         bytes: of its weights as they are stored.
@@ -44,14 +44,14 @@ class Product:
     role: str
     layer: int | None
     data: str
-    made: str
+    output: str
     floats: tuple[ir.Node, ...]
     front: tuple[ir.Node, ...]
     bytes: int
     float_bytes: int
 
     @property
-    def read(self) -> str:
+    def float_input(self) -> str:
         """The name of what the matrix multiplies in the reference, behind ``front``."""
         value = self.floats[0].inputs[0]
         return self.data if value is None or value.name is None else value.name
@@ -80,7 +80,7 @@ def products_of(reference: ir.Model, after: ir.Model) -> tuple[list[Product], li
                 role=roles[node],
                 layer=layers.get(node),
                 data=data.name or "",
-                made=node.outputs[0].name or "",
+                output=node.outputs[0].name or "",
                 floats=tuple(floats),
                 front=tuple(front),
                 bytes=_bytes(constants_of(node, constant)),

@@ -19,7 +19,7 @@ from graphopt.quality.figures import Comparison, Floats, log_probabilities
 from graphopt.quality.substitution import degradable, restorable, switch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     import onnx_ir as ir
 
@@ -76,12 +76,12 @@ class Remainder(BaseModel):
 
 def remainder_of(total: float, groups: Sequence[Group]) -> Remainder | None:
     """Return what does not add up; ``None`` where not all kinds were measured."""
-    kinds = [each.only for each in groups if each.what == "role"]
-    known = [each for each in kinds if each is not None]
-    rest = next((each.kl for each in groups if each.what == "products"), None)
-    if rest is None or len(known) < len(kinds):
+    kinds = [group.only for group in groups if group.what == "role"]
+    numbers = [group for group in kinds if group is not None]
+    outside = next((group.kl for group in groups if group.what == "products"), None)
+    if outside is None or len(numbers) < len(kinds):
         return None
-    return Remainder(kinds=sum(known), rest=rest, together=total - rest - sum(known))
+    return Remainder(kinds=sum(numbers), rest=outside, together=total - outside - sum(numbers))
 
 
 class Measuring:
@@ -94,70 +94,71 @@ class Measuring:
         on_stage: called when a run begins.
     """
 
-    def __init__(self, pair: Pair, texts: Sequence[IntArray], opened: Open, on_stage: Progress) -> None:
-        self.pair, self.texts, self.opened, self.on_stage = pair, texts, opened, on_stage
-        self._expected = [log_probabilities(each) for each in self._logits(opened(pair.reference, {}), pair.reference)]
-        self._known: dict[frozenset[str], Group] = {}
+    def __init__(self, pair: Pair, texts: Sequence[IntArray], open_model: Open, on_stage: Progress) -> None:
+        self.pair, self.texts, self.open_model, self.on_stage = pair, texts, open_model, on_stage
+        self._reference = [
+            log_probabilities(logits) for logits in self._logits(open_model(pair.reference, {}), pair.reference)
+        ]
+        self._groups: dict[frozenset[str], Group] = {}
+        self._names = {product.name for product in pair.products}
         after, products = pair.after.model, pair.products
-        self.total = self._kl(opened(after, pair.entries), after)
+        self.total = self._kl(open_model(after, pair.entries), after)
         # Fed as the models that they are copies of; switches come on top.
-        self._restorable = opened(restorable(after, products), pair.entries), after
-        self._degradable = opened(degradable(pair.reference, after, products), pair.entries), pair.reference
+        self._restorable = open_model(restorable(after, products), pair.entries), after
+        self._degradable = open_model(degradable(pair.reference, after, products), pair.entries), pair.reference
 
     def groups(self) -> Iterator[Group]:
         """Yield the groups: inputs, all products, each role, then layers by halves and what is in those that matter."""
         products, whole = self.pair.products, self.pair.after.model
         exact = {**self.pair.entries, ACCURACY_LEVEL: "0"}
-        if any(each.op_type == "DequantizeLinear" for each in whole.graph) and exact != self.pair.entries:
-            yield Group(what="inputs", kl=self._kl(self.opened(whole, exact), whole), bytes=0)
+        if any(node.op_type == "DequantizeLinear" for node in whole.graph) and exact != self.pair.entries:
+            yield Group(what="inputs", kl=self._kl(self.open_model(whole, exact), whole), bytes=0)
         yield self._of(products, what="products")
-        for role in dict.fromkeys(each.role for each in products):
+        for role in dict.fromkeys(node.role for node in products):
             yield self._of([p for p in products if p.role == role], what="role", role=role)
-        layers = sorted({each.layer for each in products if each.layer is not None})
+        layers = sorted({node.layer for node in products if node.layer is not None})
         yield from self._halves(layers) if layers else ()
 
     def _halves(self, layers: list[int]) -> Iterator[Group]:
         inside = [p for p in self.pair.products if p.layer in layers]
-        found = self._of(inside, what="layers", layers=layers)
-        yield found
-        least = SHARE * self.total
-        if self.total - found.kl < least and (found.only or 0.0) < least:
+        group = self._of(inside, what="layers", layers=layers)
+        yield group
+        threshold = SHARE * self.total
+        if self.total - group.kl < threshold and (group.only or 0.0) < threshold:
             return
         if len(layers) > 1:
             middle = len(layers) // 2
             yield from self._halves(layers[:middle])
             yield from self._halves(layers[middle:])
             return
-        for role in dict.fromkeys(each.role for each in inside):
+        for role in dict.fromkeys(product.role for product in inside):
             yield self._of([p for p in inside if p.role == role], what="both", role=role, layers=layers)
 
-    def _of(self, products: Sequence[Product], **which: Any) -> Group:
-        key = frozenset(each.name for each in products)
-        if key not in self._known:
-            weights = [weight_of(node, 1) for each in products for node in each.floats]
-            self._known[key] = Group(
+    def _of(self, products: Sequence[Product], **fields: Any) -> Group:
+        key = frozenset(product.name for product in products)
+        if key not in self._groups:
+            weights = [weight_of(node, 1) for product in products for node in product.floats]
+            self._groups[key] = Group(
                 what="products",
-                kl=self._kl(*self._restorable, lambda name: name in key),
-                only=self._kl(*self._degradable, lambda name: name not in key),
-                bytes=sum(each.float_bytes - each.bytes for each in products),
+                kl=self._kl(*self._restorable, key),
+                only=self._kl(*self._degradable, self._names - key),
+                bytes=sum(product.float_bytes - product.bytes for product in products),
                 matrices=[value.name for value in weights if value is not None and value.name],
             )
-        return self._known[key].model_copy(update=which)
+        return self._groups[key].model_copy(update=fields)
 
-    def _kl(self, session: Any, model: ir.Model, in_floats: Callable[[str], bool] = lambda name: False) -> float:
+    def _kl(self, session: Any, model: ir.Model, in_floats: Collection[str] = ()) -> float:
         self.on_stage("running with some products in floats")
-        found = Comparison()
+        comparison = Comparison()
         logits = self._logits(session, model, in_floats)
-        for ids, expected, made in zip(self.texts, self._expected, logits, strict=True):
-            found.add(expected[:-1], made[:-1], ids[1:])
-        return float(found.columns()[2].mean())
+        for ids, reference, logits_ in zip(self.texts, self._reference, logits, strict=True):
+            comparison.add(reference[:-1], logits_[:-1], ids[1:])
+        return float(comparison.columns()[2].mean())
 
-    def _logits(
-        self, session: Any, model: ir.Model, in_floats: Callable[[str], bool] = lambda name: False
-    ) -> Iterator[Floats]:
-        asked = {each.name for each in session.get_inputs()}
-        switches = {switch_of(each): np.array(in_floats(each.name)) for each in self.pair.products}
+    def _logits(self, session: Any, model: ir.Model, in_floats: Collection[str] = ()) -> Iterator[Floats]:
+        names = {port.name for port in session.get_inputs()}
+        switches = {switch_of(product): np.array(product.name in in_floats) for product in self.pair.products}
         for ids in self.texts:
             feeds = {**self.pair.task.text_feeds(model.graph, ids[None]), **switches}
-            fed = {name: array for name, array in feeds.items() if name in asked}
-            yield run(session, ["logits"], fed)[0][0].astype(np.float32)
+            inputs = {name: array for name, array in feeds.items() if name in names}
+            yield run(session, ["logits"], inputs)[0][0].astype(np.float32)

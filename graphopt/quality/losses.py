@@ -107,8 +107,8 @@ def losses_of(
         on_stage("errors of products", number, len(pair.products))
         losses.products.append(product)
     if restore and TASKS[pair.after.manifest.task].generates and not _last_only(pair.after.model):
-        with sessions(pair.folder) as opened:
-            measuring = Measuring(pair, texts, opened, on_stage)
+        with sessions(pair.folder) as open_model:
+            measuring = Measuring(pair, texts, open_model, on_stage)
             losses.kl, losses.groups = measuring.total, list(measuring.groups())
         losses.remainder = remainder_of(losses.kl, losses.groups)
     losses.advice = list(advice(losses, pair.recipe))
@@ -129,12 +129,12 @@ def product_losses(pair: Pair, texts: Sequence[IntArray]) -> Iterator[ProductLos
 def _histograms(pair: Pair, errors: Sequence[ProductLoss]) -> Iterator[Histogram]:
     """Yield the histogram of the product of each role that errs most by itself."""
     nodes = {node.name: node for node in pair.after.model.graph}
-    products = {each.name: each for each in pair.products}
-    for role in dict.fromkeys(each.role for each in errors):
-        worst = max((each for each in errors if each.role == role), key=lambda each: each.local)
-        found = histogram(products[worst.node], nodes[worst.node])
-        if found is not None:
-            yield found
+    products = {product.name: product for product in pair.products}
+    for role in dict.fromkeys(loss.role for loss in errors):
+        worst = max((loss for loss in errors if loss.role == role), key=lambda loss: loss.local)
+        counts = histogram(products[worst.node], nodes[worst.node])
+        if counts is not None:
+            yield counts
 
 
 def _last_only(model: ir.Model) -> bool:

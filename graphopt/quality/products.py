@@ -47,9 +47,9 @@ class Sums:
     read: Moments = field(default_factory=Moments)
     read_before: Moments = field(default_factory=Moments)
 
-    def add(self, wanted: Array, alone: Array, inside: Array) -> None:
+    def add(self, reference: Array, isolated: Array, inside: Array) -> None:
         """Add what one window makes, [1, tokens, columns] each; an expert may be given other tokens inside."""
-        wide = [each.astype(np.float64).reshape(-1, each.shape[-1]) for each in (wanted, alone, inside)]
+        wide = [array.astype(np.float64).reshape(-1, array.shape[-1]) for array in (reference, isolated, inside)]
         self.signal += float(np.square(wide[0][1:]).sum())
         self.local += float(np.square(wide[1][1:] - wide[0][1:]).sum())
         self.same_tokens = self.same_tokens and wide[0].shape == wide[2].shape
@@ -96,39 +96,45 @@ class Pair:
         longest = max(len(ids) for ids in texts)
         sources = _inputs(self.before.model)
         for chunk in _chunks(self.products, longest, limit):
-            first = {each.name: sources[name] for each in chunk if (name := each.floats[0].name) in sources}
-            with sessions(self.folder) as opened:
-                start = opened(expose_values(self.before.model, first.values()), {}) if first else None
-                exact = opened(expose_values(self.reference, _floats(chunk)), {})
-                inside = opened(expose_values(self.after.model, [each.made for each in chunk]), self.entries)
-                alone = opened(cut_out(self.after.model, [(each.data, each.made) for each in chunk]), self.entries)
-                sums = {each.name: Sums() for each in chunk}
+            first = {product.name: sources[name] for product in chunk if (name := product.floats[0].name) in sources}
+            with sessions(self.folder) as open_model:
+                start = open_model(expose_values(self.before.model, first.values()), {}) if first else None
+                exact = open_model(expose_values(self.reference, _floats(chunk)), {})
+                inside = open_model(
+                    expose_values(self.after.model, [product.output for product in chunk]), self.entries
+                )
+                isolated = open_model(
+                    cut_out(self.after.model, [(product.data, product.output) for product in chunk]), self.entries
+                )
+                sums = {product.name: Sums() for product in chunk}
                 for ids in texts:
-                    began = {} if start is None else self._run(start, self.before.model, ids)
-                    known = self._run(exact, self.reference, ids)
-                    within = self._run(inside, self.after.model, ids)
-                    inputs = {each.data: known[each.data] for each in chunk}
-                    local = dict(zip(names_of(alone), run(alone, None, inputs), strict=True))
-                    for each in chunk:
-                        parts = [known[node.outputs[0].name or ""] for node in each.floats]
-                        sums[each.name].add(np.concatenate(parts, -1), local[each.made], within[each.made])
-                        sums[each.name].read.add(_behind_the_first(known[each.read]))
-                        if each.name in first:
-                            sums[each.name].read_before.add(_behind_the_first(began[first[each.name]]))
-                yield from ((each, sums[each.name].figures()) for each in chunk)
+                    source_values = {} if start is None else self._run(start, self.before.model, ids)
+                    exact_values = self._run(exact, self.reference, ids)
+                    inner_values = self._run(inside, self.after.model, ids)
+                    inputs = {product.data: exact_values[product.data] for product in chunk}
+                    local = dict(zip(names_of(isolated), run(isolated, None, inputs), strict=True))
+                    for product in chunk:
+                        parts = [exact_values[node.outputs[0].name or ""] for node in product.floats]
+                        sums[product.name].add(
+                            np.concatenate(parts, -1), local[product.output], inner_values[product.output]
+                        )
+                        sums[product.name].read.add(_behind_the_first(exact_values[product.float_input]))
+                        if product.name in first:
+                            sums[product.name].read_before.add(_behind_the_first(source_values[first[product.name]]))
+                yield from ((product, sums[product.name].figures()) for product in chunk)
 
     def _run(self, session: Any, model: ir.Model, ids: IntArray) -> dict[str, Array]:
         feeds = self.task.text_feeds(model.graph, ids[None])
-        asked = {each.name for each in session.get_inputs()}
-        made = run(session, None, {name: array for name, array in feeds.items() if name in asked})
-        return dict(zip(names_of(session), made, strict=True))
+        names = {port.name for port in session.get_inputs()}
+        outputs = run(session, None, {name: array for name, array in feeds.items() if name in names})
+        return dict(zip(names_of(session), outputs, strict=True))
 
 
 def _inputs(model: ir.Model) -> dict[str, str]:
     """Return what each node multiplies by a matrix, by the names of both."""
     products = (node for node in model.graph if node.op_type in ("MatMul", "Gemm") and not node.domain)
-    read = ((node.name, node.inputs[0]) for node in products)
-    return {name: value.name for name, value in read if name and value is not None and value.name}
+    inputs = ((node.name, node.inputs[0]) for node in products)
+    return {name: value.name for name, value in inputs if name and value is not None and value.name}
 
 
 def _behind_the_first(numbers: Array) -> Array:
@@ -139,8 +145,8 @@ def _behind_the_first(numbers: Array) -> Array:
 def _floats(products: Iterable[Product]) -> list[str]:
     """Return the names of what products read and make in the reference."""
     names: list[str] = []
-    for each in products:
-        names += [each.data, each.read, *(node.outputs[0].name or "" for node in each.floats)]
+    for product in products:
+        names += [product.data, product.float_input, *(node.outputs[0].name or "" for node in product.floats)]
     return list(dict.fromkeys(names))
 
 

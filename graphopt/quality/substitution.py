@@ -72,7 +72,7 @@ def degradable(reference: ir.Model, after: ir.Model, products: Sequence[Product]
 
 def _take_product(model: ir.Model, after: ir.Model, product: Product, data: ir.Value) -> tuple[list[ir.Node], ir.Value]:
     """Return the nodes of a quantized product, to be put into another model where they read ``data``; their result."""
-    part = ir.convenience.extract(after.graph, [product.data], [product.made])
+    part = ir.convenience.extract(after.graph, [product.data], [product.output])
     for value in list(part.initializers.values()):
         copy = new_weight(model.graph, f"{product.name}.{value.name}", value.const_value)
         for use in list(value.uses()):

@@ -15,7 +15,7 @@ from graphopt.inference.generation import generate
 from graphopt.inference.session import load
 from graphopt.models.export import export
 from graphopt.quality.evaluation import evaluate
-from graphopt.report.page.write import write
+from graphopt.report.page.write import PageOptions, write
 from graphopt.util.progress import Progress, silent
 from graphopt.util.stdlib_text import held_out_text
 
@@ -108,7 +108,8 @@ def run_demo(output: Path, on_stage: Progress = silent, *, text: str | None = No
         stages.append(_judge(name, folder, manifest, text, seconds))
     page = output / "report.html"
     on_stage("writing the report", 100 * (1 + len(RECIPES)), 100 * (1 + len(RECIPES)))
-    write(output / RECIPES[-1], page, before=output / EXPORT, locate_losses=True, groups=False, time=True)
+    options = PageOptions(locate_losses=True, groups=False, time=True)
+    write(output / RECIPES[-1], page, output / EXPORT, options)
     size = len(text.encode())
     xz = 8 * len(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME)) / size
     return Demo(held_out_bytes=size, xz_bits_per_byte=xz, prompt=PROMPT, stages=stages, report=str(page))

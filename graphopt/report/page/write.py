@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from graphopt.compile.losses import losses
@@ -16,16 +17,30 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+@dataclass(frozen=True)
+class PageOptions:
+    """What a page shows besides what the files say.
+
+    Attributes:
+        locate_losses: whether to run the model and the one before, to show where quality was lost.
+        groups: with ``locate_losses``, whether to measure what groups of products cause, too: two runs for each.
+        time: whether to run the model, to show where time goes.
+        weights: with ``locate_losses``, whether to draw how weights lie among the levels of their formats.
+        context: tokens in the cache, for figures per token.
+    """
+
+    locate_losses: bool = False
+    groups: bool = True
+    time: bool = False
+    weights: bool = False
+    context: int = 1024
+
+
 def write(
     model: Path,
     output: Path,
-    *,
     before: Path | None = None,
-    locate_losses: bool = False,
-    groups: bool = True,
-    time: bool = False,
-    weights: bool = False,
-    context: int = 1024,
+    options: PageOptions = PageOptions(),
     on_stage: Progress = silent,
 ) -> None:
     """Write the page about a model into the HTML file ``output``; one that is there is replaced.
@@ -35,16 +50,7 @@ def write(
     Raises:
         InputError: a model cannot be read or run, or the file cannot be written.
     """
-    page = page_about(
-        model,
-        before=before,
-        locate_losses=locate_losses,
-        groups=groups,
-        time=time,
-        weights=weights,
-        context=context,
-        on_stage=on_stage,
-    )
+    page = page_about(model, before, options, on_stage=on_stage)
     try:
         output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -53,13 +59,9 @@ def write(
 
 def page_about(
     model: Path,
-    *,
     before: Path | None = None,
-    locate_losses: bool = False,
-    groups: bool = True,
-    time: bool = False,
-    weights: bool = False,
-    context: int = 1024,
+    options: PageOptions = PageOptions(),
+    *,
     live: bool = False,
     on_stage: Progress = silent,
 ) -> str:
@@ -68,30 +70,26 @@ def page_about(
     Args:
         model: an artifact, or an .onnx file, of graphopt or not.
         before: what it was made from.
-        locate_losses: whether to run both, to show where quality was lost.
-        groups: with ``locate_losses``, whether to measure what groups of products cause, too: two runs for each.
-        time: whether to run it, to show where time goes.
-        weights: with ``locate_losses``, whether to draw how weights lie among the levels of their formats.
-        context: tokens in the cache, for figures per token.
+        options: what it shows.
         live: whether it is served by :class:`graphopt.report.page.serve.PageServer`, and follows the model's files.
         on_stage: called when a stage begins.
 
     Raises:
         InputError: a model cannot be read or run.
     """
-    if locate_losses and before is None:
+    if options.locate_losses and before is None:
         raise InputError("--where compares with the model before", remedy="give --before FOLDER")
-    if weights and not locate_losses:
+    if options.weights and not options.locate_losses:
         raise InputError("--weights is a part of --where", remedy="add --where")
     on_stage("reading the model")
     graph, manifest = open_model(model, weights=before is not None)
-    trace = trace_of(graph, manifest, str(model), context)
+    trace = trace_of(graph, manifest, str(model), options.context)
     difference = None
     if before is not None:
         on_stage("comparing it with the model before")
         difference = diff_of(open_model(before), (graph, manifest), (str(before), str(model)))
-    losses_ = None
-    if locate_losses and before is not None:
-        losses_ = losses(before, model, restore=groups, weights=weights, on_stage=on_stage)
-    measurement = profile(model, on_stage=on_stage) if time else None
-    return report(trace, manifest, difference, losses_, measurement, live=live)
+    model_losses = None
+    if options.locate_losses and before is not None:
+        model_losses = losses(before, model, restore=options.groups, weights=options.weights, on_stage=on_stage)
+    measurement = profile(model, on_stage=on_stage) if options.time else None
+    return report(trace, manifest, difference, model_losses, measurement, live=live)

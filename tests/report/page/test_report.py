@@ -21,7 +21,7 @@ from graphopt.quality.losses import Losses, ProductLoss
 from graphopt.quality.spread import Spread
 from graphopt.report.difference import diff_of
 from graphopt.report.page import report
-from graphopt.report.page.write import write
+from graphopt.report.page.write import PageOptions, write
 from graphopt.report.query import select_nodes, selector
 from graphopt.report.trace import Trace
 from graphopt.report.trace_builder import trace_of
@@ -218,7 +218,7 @@ def test_any_model_has_a_page(tmp_path: Path) -> None:
     empty = ir.Model(ir.Graph([x], [x], nodes=[], opset_imports={"": 23}, name="empty"), ir_version=10)
     assert "no repeated layers" in Page(report(traced(empty))).text
     with pytest.raises(InputError, match="--before"):
-        write(tmp_path / "vision.onnx", tmp_path / "page.html", locate_losses=True)
+        write(tmp_path / "vision.onnx", tmp_path / "page.html", options=PageOptions(locate_losses=True))
     with pytest.raises(InputError, match="cannot be written"):
         write(tmp_path / "vision.onnx", tmp_path / "nowhere" / "page.html")
 
