@@ -1,49 +1,5 @@
-"""The ``graphopt`` command.
+"""The ``graphopt`` command; each command is a function of a module of this folder."""
 
-Results go to standard output, progress and errors to standard error; see :data:`EXIT_CODES`.
-"""
+from graphopt.cli.entry import EXIT_CODES, app, main
 
-from __future__ import annotations
-
-import gc
-
-import typer
-
-from graphopt.cli.commands import COMMANDS
-from graphopt.cli.console import show_error
-from graphopt.errors import GraphoptError
-
-EXIT_CODES = {
-    0: "done",
-    1: "a bug in graphopt; of `diff`: the models differ",
-    2: "the input cannot be used",
-    3: "a check failed and nothing was written",
-    4: "an optional package is missing",
-}
-"""What the exit code of every command means."""
-
-_NEW_OBJECTS = 100_000
-"""Objects that may be made before Python's collector looks for cycles: graphs are tens of thousands of small objects
-that stay, and looking at them each time that 700 have come takes long."""
-
-app = typer.Typer(
-    name="graphopt",
-    help="Make a language model small and fast in onnxruntime.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for _name, _command in COMMANDS.items():
-    app.command(_name)(_command)
-
-
-def main() -> None:
-    """Run the command; an error of graphopt's own kind becomes a line on standard error and an exit code."""
-    gc.set_threshold(_NEW_OBJECTS, 20, 50)
-    try:
-        app()
-    except GraphoptError as error:
-        show_error(error)
-        raise SystemExit(error.exit_code) from error
-    except KeyboardInterrupt as interrupt:
-        raise SystemExit(130) from interrupt
+__all__ = ["EXIT_CODES", "app", "main"]

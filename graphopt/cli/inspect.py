@@ -171,16 +171,16 @@ def view_model(
     from graphopt.report.page.write import PageOptions, page_about
 
     if netron:
-        from graphopt.report.netron import open_netron
+        from graphopt.report.viewers import open_netron
 
         return open_netron(model, port, browser=browser)
     if model_explorer is not None:
-        from graphopt.report import model_explorer as explorer
+        from graphopt.report import viewers
         from graphopt.report.difference import diff
         from graphopt.report.trace_builder import trace
 
         comparison = None if before is None else (trace(before, context), diff(before, model))
-        for file in explorer.export(trace(model, context), model_explorer, *(comparison or ())):
+        for file in viewers.export(trace(model, context), model_explorer, *(comparison or ())):
             out.print(f"written: {file}", markup=False, highlight=False, soft_wrap=True)
         return None
     with progress() as say:

@@ -27,13 +27,13 @@ def heads_table(calibration: Calibration) -> ConsoleTable:
         ["layers", "KV heads", *figure_columns("induction", "echo", *(f"kept by {name}" for name in policies))]
     )
     layers: list[int] = []
-    others_: list[HeadFigures] = []
+    other_heads: list[HeadFigures] = []
 
     def close() -> None:
-        if others_:
-            table.add_row(ranges(layers), f"{len(others_)} others", *_cells(others_, policies))
+        if other_heads:
+            table.add_row(ranges(layers), f"{len(other_heads)} others", *_cells(other_heads, policies))
         layers.clear()
-        others_.clear()
+        other_heads.clear()
 
     for layer in calibration.layers:
         notable = [number for number, head in enumerate(layer.heads) if max(*head.induction, *head.echo) >= NOTABLE]
@@ -42,7 +42,7 @@ def heads_table(calibration: Calibration) -> ConsoleTable:
         for number in notable:
             table.add_row(str(layer.number), str(number), *_cells([layer.heads[number]], policies))
         layers.append(layer.number)
-        others_ += [head for number, head in enumerate(layer.heads) if number not in notable]
+        other_heads += [head for number, head in enumerate(layer.heads) if number not in notable]
         if notable:
             close()
     close()

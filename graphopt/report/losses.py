@@ -28,7 +28,7 @@ def errors_table(losses: Losses) -> ConsoleTable:
     table = ConsoleTable(["role", *figure_columns(*names)])
     for role in dict.fromkeys(product.role for product in losses.products):
         products = [product for product in losses.products if product.role == role]
-        worst = max(products, key=lambda one: one.local)
+        worst = max(products, key=lambda product: product.local)
         median = float(np.median([product.local for product in products]))
         inside = (products[0].accumulated, products[-1].accumulated, products[-1].first_token)
         cells = [str(len(products)), f"{median:.1%}", f"{worst.local:.1%}", _layer(worst), *map(percent, inside)]
@@ -42,7 +42,10 @@ def spread_table(losses: Losses) -> ConsoleTable | None:
     table = ConsoleTable(["role", *figure_columns(*names)])
     for role in dict.fromkeys(product.role for product in losses.products):
         products = [product for product in losses.products if product.role == role and product.read is not None]
-        sides = [_usual([product.read_before for product in products]), _usual([product.read for product in products])]
+        sides = [
+            _median_spread([product.read_before for product in products]),
+            _median_spread([product.read for product in products]),
+        ]
         if any(sides):
             cells = [
                 [f"{product.kurtosis:.1f}", f"{product.largest:.1f}"] if product else ["", ""] for product in sides
@@ -101,10 +104,10 @@ def remainder(losses: Losses) -> str:
     """Say what of the divergence no kind of product explains."""
     assert losses.remainder is not None
     kinds, outside, interaction = (losses.remainder.kinds, losses.remainder.rest, losses.remainder.together)
-    how = "strengthen" if interaction > 0 else "cancel"
+    effect = "strengthen" if interaction > 0 else "cancel"
     return (
         f"one by one, the kinds of products cause {kinds:.4f} nats, and what is not a product {outside:.4f}; the other "
-        f"{interaction:+.4f} of {losses.kl or 0:.4f} do not add up: errors of several kinds {how} each other"
+        f"{interaction:+.4f} of {losses.kl or 0:.4f} do not add up: errors of several kinds {effect} each other"
     )
 
 
@@ -120,7 +123,7 @@ def _layer(product: ProductLoss) -> str:
     return "" if product.layer is None else str(product.layer)
 
 
-def _usual(spreads: Sequence[Spread | None]) -> Spread | None:
+def _median_spread(spreads: Sequence[Spread | None]) -> Spread | None:
     values = [spread for spread in spreads if spread is not None]
     if not values:
         return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import typer
 from typer.testing import CliRunner
 
 from graphopt.cli.commands import COMMANDS
+from graphopt.cli.entry import build_app
 from tests.added import file_added
 
 FILE = '''
@@ -22,9 +22,6 @@ def greet(name: str) -> None:
 
 def test_a_function_in_a_new_file_is_a_command(tmp_path: Path) -> None:
     with file_added(COMMANDS, "graphopt.cli", tmp_path, FILE):
-        app = typer.Typer()
-        for name, function in COMMANDS.items():
-            app.command(name)(function)
-        result = CliRunner().invoke(app, ["greet", "you"])
+        result = CliRunner().invoke(build_app(), ["greet", "you"])
     assert (result.exit_code, result.output) == (0, "hello you\n")
     assert "greet" not in COMMANDS

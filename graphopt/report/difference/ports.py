@@ -37,7 +37,7 @@ class Ports:
             self.notes.append(f"inputs and outputs under other names: {renames:,}")
 
     def _inputs(self, before: Side, after: Side, matching: Matching) -> Iterator[tuple[ir.Value, ir.Value]]:
-        first, second = (_named(graph.inputs) for graph in (before.graph, after.graph))
+        first, second = (_by_name(graph.inputs) for graph in (before.graph, after.graph))
         names = first.keys() & second.keys()
         yield from ((first[name], second[name]) for name in names)
         if names == first.keys() or names == second.keys():
@@ -59,7 +59,7 @@ class Ports:
         """Yield what is different."""
         partners = {*self.inputs, *self.inputs.values()}
         for first, second in [*((before, after) for after, before in self.inputs.items()), *self.outputs]:
-            texts = _said(first), _said(second)
+            texts = _port_text(first), _port_text(second)
             if texts[0] != texts[1]:
                 yield _change("port", second, *texts)
         for first, second in self.outputs:
@@ -68,18 +68,18 @@ class Ports:
                 yield _change("output", second, _maker(first), _maker(second))
         for value in [*self._before.inputs, *self._before.outputs]:
             if value not in partners:
-                yield _change("port", value, _said(value), "absent")
+                yield _change("port", value, _port_text(value), "absent")
         for value in [*self._after.inputs, *self._after.outputs]:
             if value not in partners:
-                yield _change("port", value, "absent", _said(value))
+                yield _change("port", value, "absent", _port_text(value))
 
 
-def _named(values: object) -> dict[str, ir.Value]:
+def _by_name(values: object) -> dict[str, ir.Value]:
     return {value.name or "": value for value in values}  # type: ignore[attr-defined]
 
 
 def _by_name_or_place(first: object, second: object) -> Iterator[tuple[ir.Value, ir.Value]]:
-    before, after = _named(first), _named(second)
+    before, after = _by_name(first), _by_name(second)
     names = before.keys() & after.keys()
     yield from ((before[name], after[name]) for name in before if name in names)
     remaining = [[value for name, value in ports.items() if name not in names] for ports in (before, after)]
@@ -91,7 +91,7 @@ def _change(kind: str, value: ir.Value, before: str, after: str) -> Change:
     return Change(what=kind, name=plain(value.name or ""), before=before, after=after)  # type: ignore[arg-type]
 
 
-def _said(value: ir.Value) -> str:
+def _port_text(value: ir.Value) -> str:
     sizes = ["?" if size is None else str(size) for size in dims(value)]
     return f"{'unknown' if value.dtype is None else value.dtype.name.lower()}[{', '.join(sizes)}]"
 

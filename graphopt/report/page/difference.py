@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from graphopt.report.trace import Diff, Edge
 
-_SHOWN = 12
+_OPERATORS = 12
 """Nodes of one edit that are shown on each side."""
 
 
@@ -75,7 +75,7 @@ def edits(difference: Diff | None, words: Any) -> list[list[Any]]:
                 for edge in edges
                 for operator, name in zip(edge.operators[side], (edge.before, edge.after)[side], strict=False)
             ]
-            operators = [[words(operator), words(name)] for operator, name in islice(pairs, _SHOWN)]
+            operators = [[words(operator), words(name)] for operator, name in islice(pairs, _OPERATORS)]
             sides.append([operators, len(pairs) - len(operators)])
         edge = edges[0]
         lines = [words(_arrows(line)) for line in change_lines(edge, len(group.edges) == 1)]

@@ -28,20 +28,20 @@ def drawing(trace: Trace, fold: int) -> Html:
     helps = _constants(trace)
     inside = [number for number, node in enumerate(trace.nodes) if node.layer == layer and number not in helps]
     first = _equal(trace, inside, helps)
-    places = [number for number in inside if first[number] == number]
-    if not places or len(places) > _LARGEST:
-        return el("p", f"{len(places)} nodes: too many to draw, see the list of nodes", class_="note")
-    pairs = ((first[m], reader) for reader in places for m in trace.nodes[reader].reads if m in first)
+    numbers = [number for number in inside if first[number] == number]
+    if not numbers or len(numbers) > _LARGEST:
+        return el("p", f"{len(numbers)} nodes: too many to draw, see the list of nodes", class_="note")
+    pairs = ((first[m], reader) for reader in numbers for m in trace.nodes[reader].reads if m in first)
     edges = list(dict.fromkeys(pairs))
-    rows, chains = _ranks(places, edges)
+    rows, chains = _ranks(numbers, edges)
     rows = _order_rows(rows, [pair for chain in chains for pair in pairwise(chain)])
     corner_of, width = _corners(rows)
     height = 2 * _MARGIN + len(rows) * (_HEIGHT + _DOWN) - _DOWN
     lines = (el("path", d="".join(_path([corner_of[cell] for cell in chain])), class_="edge") for chain in chains)
-    copies: dict[int, list[int]] = {number: [] for number in places}
+    copies: dict[int, list[int]] = {number: [] for number in numbers}
     for number in inside:
         copies[first[number]].append(number)
-    boxes = (_box(trace, copies[number], *corner_of[number]) for number in places)
+    boxes = (_box(trace, copies[number], *corner_of[number]) for number in numbers)
     size_of = {"viewBox": f"0 0 {width:.0f} {height:.0f}", "width": f"{width:.0f}", "height": f"{height:.0f}"}
     title = f"layer {layer}: {len(inside)} nodes"
     return el(
@@ -89,7 +89,7 @@ def _constants(trace: Trace) -> set[int]:
 
 
 def _ranks(boxes: Sequence[int], edges: Sequence[tuple[int, int]]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the rows, and for each edge the places that it passes: in each row between its ends one below 0."""
+    """Return the rows, and for each edge the numbers that it passes: in each row between its ends one below 0."""
     depth = dict.fromkeys(boxes, 0)
     reads: dict[int, list[int]] = {number: [] for number in boxes}
     for maker, reader in edges:

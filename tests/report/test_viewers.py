@@ -7,8 +7,8 @@ from typer.testing import CliRunner
 
 from graphopt.cli import app
 from graphopt.compile.pipeline import optimize
-from graphopt.report.model_explorer import GRAPH, graph
 from graphopt.report.trace_builder import trace_of
+from graphopt.report.viewers import GRAPH, graph
 from tests.decoders import decoder
 
 

@@ -1,7 +1,10 @@
-"""What Google's Model Explorer reads: a graph with a folder for each layer, figures of nodes, which became which.
+"""Other viewers: files for Google's Model Explorer, and Netron, an optional package.
 
-Its JSON is that of ``model_explorer.graph_builder`` and ``node_data_builder``; the mapping is ``SyncNavigationData`` of
-``visualizer/common/sync_navigation.ts``, which the page "upload mapping from computer" takes.
+Model Explorer gets a graph with a folder for each layer, figures of nodes, and which node became which; Netron draws
+every node of one graph and folds nothing.
+
+The JSON is that of ``model_explorer.graph_builder`` and ``node_data_builder``; the mapping is ``SyncNavigationData``
+of ``visualizer/common/sync_navigation.ts``, which the page "upload mapping from computer" takes.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import json
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any
 
-from graphopt.errors import InputError
+from graphopt.errors import InputError, MissingDependencyError
 from graphopt.report.trace_builder import BYTES
 
 if TYPE_CHECKING:
@@ -119,3 +122,26 @@ def _facts(trace: Trace, node: Node) -> Mapping[str, str]:
         "passes": ", ".join(node.passes),
     }
     return {key: value for key, value in facts.items() if value}
+
+
+def open_netron(model: Path, port: int = 0, *, browser: bool = True) -> None:
+    """Serve the graph of ``model`` with Netron until Ctrl-C.
+
+    Args:
+        model: an artifact, or an .onnx file.
+        port: 0 lets Netron choose.
+        browser: whether to open it in a browser.
+
+    Raises:
+        InputError: there is no model.
+        MissingDependencyError: Netron is not installed.
+    """
+    file = model / "model.onnx" if model.is_dir() else model
+    if not file.is_file():
+        raise InputError("there is no ONNX model here", file=model, remedy="give an artifact, or an .onnx file")
+    try:
+        import netron
+    except ImportError as error:
+        raise MissingDependencyError("Netron is not installed", remedy="pip install netron") from error
+    netron.start(str(file), address=("127.0.0.1", port) if port else None, browse=browser)
+    netron.wait()
